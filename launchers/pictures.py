@@ -11,6 +11,7 @@ needs Chromium.
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 
 from megaflow_hpc.campaign.run import Run
-from megaflow_hpc.cli.view.app import WatchApp, write_picture
+from megaflow_hpc.cli.view.app import WatchApp
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 QUIET = ("--headless", "--disable-gpu", "--no-sandbox", "--disable-dev-shm-usage")
@@ -49,6 +50,11 @@ def at_work(app: WatchApp) -> list[int]:
 def has_ended(app: WatchApp) -> bool:
     """Whether nothing more will be seen at work."""
     return app.snapshot is not None and app.snapshot.status["state"] in ("finished", "cancelled")
+
+
+def write_picture(app: WatchApp, path: Path) -> None:
+    """Writes the screen as an SVG file without links to web fonts."""
+    path.write_text(re.sub(r"@font-face \{.*?\}", "", app.export_screenshot(), flags=re.DOTALL), encoding="utf-8")
 
 
 async def draw(run: Run, pictures: Path) -> None:

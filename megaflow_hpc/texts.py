@@ -54,12 +54,21 @@ def containers_at(value: Any, depth: int) -> list[Any]:
     return level
 
 
+def joined_parts(content: Any) -> Any:
+    """Returns a message's content, with a list of parts joined to one text. ``(<type>)`` stands for other parts."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        if isinstance(part, dict):
+            part = part.get("text", f"({part.get('type', '?')})")
+        parts.append(str(part))
+    return "\n".join(parts)
+
+
 def content_of(message: Mapping[str, Any]) -> str:
     """Renders a message in OpenAI format as text: reasoning, content, then tool calls."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text", f"({part.get('type', '?')})") if isinstance(part, dict) else part for part in content]
-        content = "\n".join(str(part) for part in parts)
+    content = joined_parts(message.get("content"))
     lines = [] if content in (None, "") else [str(content)]
     for field in ("reasoning_content", "reasoning"):
         if message.get(field):
@@ -72,7 +81,10 @@ def content_of(message: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-END_CHARACTERS, MESSAGE_CHARACTERS = 200_000, 20_000
+END_CHARACTERS = 200_000
+"""Maximum length of the text that :func:`end_of` returns, in characters."""
+MESSAGE_CHARACTERS = 20_000
+"""Maximum length of one message in that text. Longer messages are shortened in the middle."""
 
 
 def end_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]], int]:

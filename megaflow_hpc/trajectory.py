@@ -68,7 +68,7 @@ class TokenSequence:
 
 
 UNROUTED = b"\xff"
-"""Each byte of the experts of a token for which the engine has reported none."""
+"""Fills the experts of a token for which the engine reported none."""
 _COLUMNS = ("tokens", "logprobs", "loss_mask", "weight_versions")
 
 
@@ -90,8 +90,8 @@ class Turn:
     message: int = -1
     """Index of the response in the rollout's messages. -1 if unknown, or if this was not a chat call."""
     started_by: int = -1
-    """Number of the call that was waiting for tool results when this call began a new conversation, as a sub-agent
-    does. -1 if this call did not begin such a conversation."""
+    """For the first call of a sub-agent: number of the call that started it and was waiting for tool results. -1 for
+    other calls."""
 
 
 @dataclass

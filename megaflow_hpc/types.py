@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import socket
@@ -56,7 +56,8 @@ class Task:
     id: str
     instruction: str
     image: str
-    """Image name as given by the task. ``environment.images`` maps it to a SIF, a definition file or ``docker://``."""
+    """Image name as given by the task. ``environment.images`` maps it to a SIF, a definition file or ``docker://``.
+    Empty for a task without a sandbox, whose agent only converses."""
     path: str
     """The task's directory or file on the shared file system."""
     kind: str = "harbor"
@@ -88,22 +89,26 @@ class Rollout:
     policy: str
     sample_index: int
     agent: str
-    """Name of the agent in the campaign."""
+    """Name of the agent in the campaign, which is unique among the agents of the policy."""
     round: int = 0
     """Number of times that training has requested this task before under this policy. Each round is a separate
     group."""
+    scaffold: str = ""
+    """Name of the agent in ids, if the policy has several agents whose samples form separate groups."""
 
     @cached_property
     def id(self) -> str:
         """Unique name of the rollout: ``<task>/<policy>/<sample>``, from round 1 on
-        ``<task>@<round>/<policy>/<sample>``."""
+        ``<task>@<round>/<policy>/<sample>``. With a scaffold: ``<task>/<policy>+<scaffold>/<sample>``."""
         return f"{self.group_id}/{self.sample_index}"
 
     @cached_property
     def group_id(self) -> str:
-        """Name of the rollout's group: the samples of one task, round and policy, which are compared with one
-        another."""
-        return f"{self.task_id}@{self.round}/{self.policy}" if self.round else f"{self.task_id}/{self.policy}"
+        """Name of the rollout's group: the samples of one task, round, policy and scaffold, which are compared with
+        one another."""
+        task = f"{self.task_id}@{self.round}" if self.round else self.task_id
+        policy = f"{self.policy}+{self.scaffold}" if self.scaffold else self.policy
+        return f"{task}/{policy}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the constructor arguments, for JSON or msgpack."""
@@ -118,6 +123,26 @@ class Rollout:
         """
         digest = hashlib.sha256(f"{campaign}\0{self.id}\0{attempt}".encode()).digest()
         return int.from_bytes(digest[:4]) % 2**31
+
+
+class RolloutName(NamedTuple):
+    """The parts of a rollout's id."""
+
+    task_id: str
+    policy: str
+    scaffold: str = ""
+
+    @classmethod
+    def parse(cls, rollout_id: str) -> RolloutName:
+        """Splits an id. All parts are empty if it is invalid."""
+        task, slash, rest = rollout_id.rpartition("/")[0].rpartition("/")
+        policy, _, scaffold = rest.partition("+")
+        return cls(without_round(task)[0], policy, scaffold) if slash else cls("", "")
+
+    @property
+    def arm(self) -> str:
+        """Policy and scaffold, by which results are compared: ``<policy>`` or ``<policy>+<scaffold>``."""
+        return f"{self.policy}+{self.scaffold}" if self.scaffold else self.policy
 
 
 _ROLLOUT_NAMES = tuple(each.name for each in fields(Rollout))
@@ -225,8 +250,7 @@ TURN_REWARD = "turn."
 
 @dataclass
 class AgentResult:
-    """How an agent reports that it ended. ``status`` is ``completed`` or ``truncated`` (by a limit of turns or
-    time)."""
+    """Outcome of an agent's run. ``status`` is ``completed``, or ``truncated`` by a limit on turns or time."""
 
     status: Status = "completed"
     exit_code: int = 0

@@ -20,9 +20,9 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 BUDGETS = {
     "campaign keys": 207,
     "environment variables": 28,
-    "modules": 531,
+    "modules": 521,
     "public class names that exist twice": 0,
-    "hard phrases in 1,000 docstrings": 10,
+    "hard phrases in 1,000 docstrings": 9,
     "thousand tokens of agents": 12,
     "thousand tokens of at the top": 4,
     "thousand tokens of campaign": 34,
@@ -32,7 +32,7 @@ BUDGETS = {
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 2,
     "thousand tokens of ledger": 20,
-    "thousand tokens of model": 61,
+    "thousand tokens of model": 58,
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 34,
     "thousand tokens of prove": 8,
@@ -40,7 +40,7 @@ BUDGETS = {
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 37,
-    "thousand tokens of training": 65,
+    "thousand tokens of training": 63,
     "thousand tokens of trajectories": 48,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
@@ -140,9 +140,8 @@ HEAVY = {
         "training/trainer/veomni.py",
         "training/dataset.py",
         "training/trainer/loop.py",
-        "training/trainer/attention.py",
         "training/trainer/losses.py",
-        "training/trainer/router.py",
+        "training/trainer/layers.py",
         "training/trainer/sharding.py",
         "training/trainer/metrics.py",
         "training/trainer/checkpoint.py",
@@ -165,7 +164,7 @@ def test_scheduling_knows_only_types_and_itself_and_has_no_clock_and_no_files() 
     allowed = ("megaflow_hpc.types", "megaflow_hpc.pod.scheduling")
     outside = {"asyncio", "os", "pathlib", "random", "select", "socket", "subprocess", "sys", "threading", "time"}
     modules = list((PACKAGE / "pod" / "scheduling").glob("*.py"))
-    assert len(modules) > 5
+    assert len(modules) > 4
     for path in modules:
         names = imported(path)
         ours = {name for name in names if name.startswith("megaflow_hpc")}

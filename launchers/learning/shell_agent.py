@@ -22,13 +22,14 @@ class ShellAgent:
     Args:
         turns: number of commands.
         max_tokens: maximum length of an answer. An answer that reaches it ends the rollout as truncated.
+        preface: text before the instruction.
     """
 
-    def __init__(self, turns: int = 1, max_tokens: int = 24) -> None:
-        self._turns, self._max_tokens = turns, max_tokens
+    def __init__(self, turns: int = 1, max_tokens: int = 24, preface: str = "") -> None:
+        self._turns, self._max_tokens, self._preface = turns, max_tokens, preface
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint) -> AgentResult:
-        messages = [{"role": "user", "content": task.instruction}]
+        messages = [{"role": "user", "content": self._preface + task.instruction}]
         for _ in range(self._turns):
             choice = ask(model, {"model": model.model_name, "messages": messages, "max_tokens": self._max_tokens})
             command = choice["message"]["content"] or ""

@@ -4,10 +4,10 @@
 
     RUN/code/my_agent.py       a module that defines an agent, or that such a module imports
     RUN/code/my_agents/…       a whole package, including its data files
-    RUN/code/prompts/…         files that a module mentions as string literals and finds via ``__file__``
+    RUN/code/prompts/…         files that a module names in string literals and finds through ``__file__``
 
-A pod's processes search this directory first. So editing or removing an agent does not affect a running campaign. They
-search the campaign file's directory last, for modules that could not be found by parsing the source.
+A pod's processes search this directory first, so editing or removing an agent does not affect a running campaign. They
+search the campaign file's directory last, for modules that parsing the source did not find.
 """
 
 from __future__ import annotations
@@ -45,8 +45,13 @@ def imported_from(directory: str) -> list[str]:
         spec = getattr(module, "__spec__", None)
         if spec is None or "." in name or name in ("__main__", "megaflow_hpc"):
             continue
-        places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else ())]
-        files |= {os.path.basename(str(p)) for p in places if os.path.dirname(str(p)) == directory}
+        paths = list(spec.submodule_search_locations or ())
+        if spec.has_location:
+            paths.append(spec.origin)
+        for path in paths:
+            parent, file = os.path.split(str(path))
+            if parent == directory:
+                files.add(file)
     return sorted(files)
 
 
@@ -57,18 +62,19 @@ def keep(names: Iterable[str], directory: Path, target: Path) -> None:
     literals name.
 
     Args:
-        names: file names of the modules and packages.
-        directory: the source directory.
-        target: the target directory.
+        names: File names of the modules and packages.
 
     Raises:
         ConfigError: The code exceeds :data:`MAX_FILES` or :data:`MAX_BYTES`, or cannot be read.
     """
     count = size = 0
-    waiting, seen, data = sorted(names, reverse=True), set(names), set[str]()
+    waiting = sorted(names, reverse=True)
+    seen = set(names)
+    data: set[str] = set()
     while waiting:
         for file in _files(directory / waiting.pop()):
-            count, size = count + 1, size + _copy(file, directory, target, MAX_BYTES - size)
+            count += 1
+            size += _copy(file, directory, target, MAX_BYTES - size)
             if count > MAX_FILES or size > MAX_BYTES:
                 raise ConfigError(
                     f"{directory}: its agents import more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB, "
@@ -77,12 +83,17 @@ def keep(names: Iterable[str], directory: Path, target: Path) -> None:
             if file.suffix == ".py":
                 imported, named = _named(file.read_bytes(), directory)
                 waiting += sorted(imported - seen, reverse=True)
-                seen, data = seen | imported, data | named
-    done = [Path(name) for name in seen]
+                seen |= imported
+                data |= named
+    _keep_data(data, [Path(name) for name in seen], directory, target)
+
+
+def _keep_data(data: Iterable[str], kept: list[Path], directory: Path, target: Path) -> None:
+    """Copies data files and directories, except those below ``kept``. Makes symlinks to large ones."""
     for path in map(Path, sorted(data)):
-        if target.is_relative_to(directory / path) or any(path.is_relative_to(other) for other in done):
+        if target.is_relative_to(directory / path) or any(path.is_relative_to(other) for other in kept):
             continue
-        done.append(path)
+        kept.append(path)
         files = list(itertools.islice(_files(directory / path), DATA_FILES + 1))
         if len(files) <= DATA_FILES and sum(file.stat().st_size for file in files) <= DATA_BYTES:
             for file in files:
@@ -96,20 +107,40 @@ def _named(text: bytes, directory: Path) -> tuple[set[str], set[str]]:
     """Returns the modules and packages in ``directory`` that a module imports, and the files that its string
     literals name."""
     try:
-        nodes = list(ast.walk(ast.parse(text)))
+        tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # a template, or written for another Python version
         return set(), set()
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
-    tops = {name.partition(".")[0] for name in modules}
-    imported = {name for name in tops if (directory / name / "__init__.py").is_file()}
-    imported |= {f"{name}.py" for name in tops - imported if (directory / f"{name}.py").is_file()}
-    if not any("__file__" in (getattr(node, "id", ""), getattr(node, "attr", "")) for node in nodes):
-        return imported, set()
-    words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    words |= {name for word in words if "*." in word for name in fnmatch.filter(os.listdir(directory), word)}
-    paths = {os.path.normpath(word) for word in words if word and len(word) < 256 and "\0" not in word}
-    return imported, {path for path in paths if path[0] not in "./" and os.path.exists(directory / path)}
+    modules: set[str] = set()
+    words: set[str] = set()
+    uses_file = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.module and not node.level:
+                modules.add(node.module)
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, str):
+                words.add(node.value)
+        elif "__file__" in (getattr(node, "id", ""), getattr(node, "attr", "")):
+            uses_file = True
+    imported: set[str] = set()
+    for name in {module.partition(".")[0] for module in modules}:
+        if (directory / name / "__init__.py").is_file():
+            imported.add(name)
+        elif (directory / f"{name}.py").is_file():
+            imported.add(f"{name}.py")
+    return imported, _existing(words, directory) if uses_file else set()
+
+
+def _existing(words: set[str], directory: Path) -> set[str]:
+    """Returns the relative paths in ``directory`` that string literals name, either exactly or by a pattern."""
+    names = {word for word in words if word and len(word) < 256 and "\0" not in word}
+    for word in words:
+        if "*." in word:
+            names.update(fnmatch.filter(os.listdir(directory), word))
+    paths = {os.path.normpath(name) for name in names}
+    return {path for path in paths if path[0] not in "./" and os.path.exists(directory / path)}
 
 
 def _copy(file: Path, directory: Path, target: Path, most: int) -> int:
@@ -127,7 +158,9 @@ def _copy(file: Path, directory: Path, target: Path, most: int) -> int:
     path = file.relative_to(directory)
     _make_parents(path, target)
     kept = file_mode((target / path).parent) if mode & 0o077 else 0o600
-    write_atomic(target / path, data, kept | (kept & 0o444) >> 2 if mode & 0o100 else kept)
+    if mode & 0o100:  # a program: every user who may read it may run it
+        kept |= (kept & 0o444) >> 2
+    write_atomic(target / path, data, kept)
     return len(data)
 
 
@@ -151,8 +184,7 @@ def start(name: str, directory: Path) -> Path:
     """Writes a complete agent as a starting point, ``NAME.py`` in ``directory``. Returns its path.
 
     Args:
-        name: a Python identifier, from which the class name is derived.
-        directory: the target directory.
+        name: A Python identifier, from which the class name is derived.
 
     Raises:
         ConfigError: The name is invalid, or the file exists already.

@@ -1,12 +1,14 @@
 """Runs mini-swe-agent's ``DefaultAgent`` in text mode (no tools, no litellm) on this package's sandbox and gateway.
 
 Prompts come from the installed package's ``config/mini_textbased.yaml``, or from a similar file. The agent is
-synchronous and runs in a thread (:mod:`megaflow_hpc.agents.bridge`). It differs from the package's own model classes in
-one respect: a response in the wrong format stays in the conversation, followed by the error message. So the
-conversation only grows, and a rollout is one token sequence.
+synchronous, so it runs in a thread while the event loop owns its sandbox and model. Cancelling a rollout kills the
+agent's process, and with it the thread.
 
-The agent is suspended between two turns if its model call is refused because the allocation is ending. Its state is
-the conversation, with which it repeats the call in another allocation.
+A response in the wrong format stays in the conversation, followed by the error message. The package's own model classes
+drop it. Here the conversation only grows, so a rollout is one token sequence.
+
+If the gateway refuses a model call because the allocation is ending, the agent is suspended. Its state is the
+conversation. In the next allocation it continues by repeating that call.
 
 Submitting ends the rollout as ``completed``. A limit of turns, time, tokens or context ends it as ``truncated``.
 Repeated format errors end it as ``completed`` with exit code 1. If no engine responds or the sandbox is lost, the agent
@@ -15,18 +17,21 @@ raises an error.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.agents.bridge import SandboxBridge
-from megaflow_hpc.agents.chat import BudgetExceeded, CallRefused, ChatClient, Suspended
-from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
+
+if TYPE_CHECKING:
+    import aiohttp
 
 MARK = "mswea_bash_command"
 """Info string of the code block that contains an answer's command, unless ``model.action_regex`` is set."""
@@ -35,6 +40,12 @@ COMMAND_TIMEOUT_S = 120.0
 SAMPLING = ("temperature", "top_p", "max_tokens")
 """Keys of ``model.model_kwargs`` in a configuration file that apply. The others concern litellm."""
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+
+CALL_TIMEOUT_S = 3600.0
+"""Timeout of one model call in seconds. Longer than the gateway's own, so it only detects an unreachable gateway."""
+
+_Wait = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine in the event loop, blocks the agent's thread until it ends, and returns its result."""
 
 
 class MiniSweAgent:
@@ -81,12 +92,16 @@ class MiniSweAgent:
         """
         if model is None:
             raise ConfigError("agent mini-swe-agent needs a model, but the campaign has none")
-        bridge = SandboxBridge()
+        loop = asyncio.get_running_loop()
+
+        def wait(work: Coroutine[Any, Any, Any]) -> Any:
+            return asyncio.run_coroutine_threadsafe(work, loop).result()
+
         system = await _uname(sandbox)
         async with ChatClient(model, self.model_options) as client:
-            model_part = _Model(client, bridge, self._config["model"], model.model_name)
+            model_part = _Model(client, wait, self._config["model"], model.model_name)
             settings = {**self._config.get("environment", {}), "timeout": self.command_timeout_s}
-            environment = _Environment(sandbox, bridge, settings, task, system)
+            environment = _Environment(sandbox, wait, settings, task, system)
             templates = {k: v for k, v in self._config["agent"].items() if k.endswith("_template")}
             agent = _package().Agent(
                 model_part,
@@ -99,7 +114,7 @@ class MiniSweAgent:
             )
             error = ""
             try:
-                outcome = await bridge.run(lambda: agent.run(task.instruction), f"mini-swe-agent {task.id}")
+                outcome = await asyncio.to_thread(agent.run, task.instruction)
                 ended = str(outcome.get("exit_status", ""))
             except BudgetExceeded as budget:
                 ended, error = "LimitsExceeded", str(budget)
@@ -121,8 +136,8 @@ class MiniSweAgent:
 class _Model:
     """mini-swe-agent's model interface: text in, one shell command out."""
 
-    def __init__(self, client: ChatClient, bridge: SandboxBridge, config: Mapping[str, Any], name: str) -> None:
-        self._client, self._bridge, self._settings = client, bridge, config
+    def __init__(self, client: ChatClient, wait: _Wait, config: Mapping[str, Any], name: str) -> None:
+        self._client, self._wait, self._settings = client, wait, config
         self.config = SimpleNamespace(model_name=name)
 
     def query(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
@@ -133,7 +148,7 @@ class _Model:
                 error message.
         """
         sent = [_openai(m) for m in messages]
-        choice = self._bridge.wait(self._client.complete(sent))
+        choice = self._wait(self._client.complete(sent))
         content = choice["message"].get("content") or ""
         package = _package()
         message = {"role": "assistant", "content": content}
@@ -174,9 +189,9 @@ class _Environment:
     """mini-swe-agent's environment interface: runs commands in the sandbox, with stdout and stderr in one stream."""
 
     def __init__(
-        self, sandbox: Sandbox, bridge: SandboxBridge, config: Mapping[str, Any], task: Task, system: Mapping[str, str]
+        self, sandbox: Sandbox, wait: _Wait, config: Mapping[str, Any], task: Task, system: Mapping[str, str]
     ) -> None:
-        self._sandbox, self._bridge, self._system = sandbox, bridge, system
+        self._sandbox, self._wait, self._system = sandbox, wait, system
         self._env = {str(k): str(v) for k, v in (config.get("env") or {}).items()}
         self._interpreter = [str(word) for word in config.get("interpreter") or ()]
         self._cwd = task.workdir
@@ -190,7 +205,7 @@ class _Environment:
             Submitted: The command succeeded and the first line of its output is :data:`SUBMIT`.
         """
         command = "exec 2>&1\n" + str(action.get("command", ""))
-        result: ExecResult = self._bridge.wait(
+        result: ExecResult = self._wait(
             self._sandbox.exec(
                 [*self._interpreter, command] if self._interpreter else command,
                 timeout_s=self._timeout_s,
@@ -300,3 +315,92 @@ def _load_config(path: str | None) -> dict[str, Any]:
             "model no tools"
         )
     return config
+
+
+# --- model calls ------------------------------------------------------------------------------------------------------
+
+
+class CallRefused(Exception):
+    """The engine rejected the request (4xx), for example because of its length or an unknown parameter."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"the model refused the call (HTTP {status}): {message}")
+        self.status = status
+        self.too_long = "context length" in message or "max_model_len" in message or "context window" in message
+
+
+class BudgetExceeded(Exception):
+    """The rollout has used up its budget of calls or tokens (HTTP 429 from the gateway)."""
+
+
+class Suspended(BaseException):
+    """The rollout is suspended and will repeat this call in another allocation. An agent's ``except Exception`` does
+    not catch it."""
+
+
+class ChatClient:
+    """Client for chat completions; an async context manager.
+
+    Args:
+        model: The model's endpoint.
+        options: Fields to send with every call: ``temperature``, ``max_tokens``, …
+    """
+
+    def __init__(self, model: ModelEndpoint, options: Mapping[str, Any]) -> None:
+        self._model, self._options = model, dict(options)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> ChatClient:
+        import aiohttp  # imported late, because planning creates agents and has no aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
+        headers = {"Authorization": f"Bearer {self._model.api_key}"}
+        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=False)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def complete(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Requests one completion. Returns the first choice of the response, with ``message`` and ``finish_reason``.
+
+        Raises:
+            ModelServiceError: No engine could respond, or the gateway is unreachable.
+            CallRefused: The request is invalid.
+            BudgetExceeded: The rollout has used up its budget.
+            Suspended: The allocation is ending.
+        """
+        import aiohttp
+
+        assert self._session is not None, "use it as an async context manager"
+        body = {"model": self._model.model_name, "messages": list(messages), **self._options}
+        try:
+            async with self._session.post(f"{self._model.base_url}/chat/completions", json=body) as response:
+                raw = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ModelServiceError(f"the model's address does not answer: {type(error).__name__}: {error}") from error
+        if response.status == 200:
+            choice: dict[str, Any] = json.loads(raw)["choices"][0]
+            return choice
+        message, kind = _error_fields(raw)
+        if response.status == 429 and kind == "rollout_budget_exceeded":
+            raise BudgetExceeded(message)
+        if kind == "rollout_suspended":
+            raise Suspended
+        if response.status >= 500 or response.status in (401, 403, 429):
+            raise ModelServiceError(f"HTTP {response.status}: {message}")
+        raise CallRefused(response.status, message)
+
+
+def _error_fields(raw: bytes) -> tuple[str, str]:
+    """Returns the message and type of an error in OpenAI's format. Otherwise, returns the response body and an empty
+    type."""
+    try:
+        body = json.loads(raw)
+        error = body.get("error", body)
+        return str(error["message"]), str(error.get("type", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return raw[:500].decode("utf-8", "replace"), ""

@@ -20,15 +20,15 @@ from megaflow_hpc.errors import ConfigError, MegaflowError, UserCodeError
 from megaflow_hpc.types import VERIFIED, Agent, AgentResult
 
 NAMES: Mapping[str, str] = {
-    "oracle": "megaflow_hpc.agents.oracle:OracleAgent",
-    "nop": "megaflow_hpc.agents.oracle:NopAgent",
+    "oracle": "megaflow_hpc.agents.without_model:OracleAgent",
+    "nop": "megaflow_hpc.agents.without_model:NopAgent",
     "mini-swe-agent": "megaflow_hpc.agents.mini_swe:MiniSweAgent",
     "command": "megaflow_hpc.agents.command:CommandAgent",
     "claude-code": "megaflow_hpc.agents.command:claude_code",
     "codex": "megaflow_hpc.agents.command:codex",
     "openhands": "megaflow_hpc.agents.command:openhands",
     "qwen-code": "megaflow_hpc.agents.command:qwen_code",
-    "replay": "megaflow_hpc.agents.replay:ReplayAgent",
+    "replay": "megaflow_hpc.agents.without_model:ReplayAgent",
 }
 WITHOUT_MODEL = frozenset({"oracle", "nop", "replay"})
 """Agents that never call a model."""

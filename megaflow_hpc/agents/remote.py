@@ -1,7 +1,7 @@
 """Both ends of a Python agent in its own process: ``Zygote`` in the runner, ``RemoteSandbox`` in the agent's process.
 
 The agent's process forwards each sandbox operation to the runner over a socket. It calls its model directly at the
-gateway's address. Both ends use :mod:`~megaflow_hpc.agents.wire`.
+gateway's address. Each frame on the socket holds one map. Errors are sent by class name.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from megaflow_hpc.agents import wire
-from megaflow_hpc.agents.registry import NAMES, AgentSpec
+from megaflow_hpc import errors
+from megaflow_hpc.agents.registry import AgentSpec
 from megaflow_hpc.errors import MegaflowError, SandboxError, UserCodeError
+from megaflow_hpc.host import wire
 from megaflow_hpc.texts import in_one_line
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
@@ -31,7 +32,38 @@ _OPERATIONS = frozenset({"exec", "upload", "download", "kill_processes"})
 
 def forked(name: str) -> bool:
     """Returns whether the named agent runs in its own process."""
-    return name not in IN_RUNNER and not NAMES.get(name, "").endswith(tuple(NAMES[own] for own in IN_RUNNER))
+    return name not in IN_RUNNER
+
+
+def frame(message: dict[str, Any]) -> bytes:
+    """Packs and frames one message. Raises TypeError, ValueError or OverflowError if it cannot be packed."""
+    return wire.frame(wire.pack(message, strict=True))
+
+
+async def read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """Reads the next message. Returns ``None`` on end-of-file or if the message is invalid."""
+    parcel = await wire.read_parcel(reader)
+    try:
+        message = None if parcel is None else wire.unpack(parcel)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def encode_error(error: BaseException) -> dict[str, str]:
+    """Encodes an exception for :func:`decode_error` on the other side."""
+    if isinstance(error, MegaflowError):
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"error": UserCodeError.__name__, "text": repr(error)}
+
+
+def decode_error(message: dict[str, Any]) -> MegaflowError:
+    """Decodes an exception. Classes that this package does not define become
+    :class:`~megaflow_hpc.errors.UserCodeError`."""
+    kind = getattr(errors, str(message["error"]), None)
+    if not (isinstance(kind, type) and issubclass(kind, MegaflowError)):
+        kind = UserCodeError
+    return kind(str(message["text"]))
 
 
 class RemoteSandbox:
@@ -44,7 +76,7 @@ class RemoteSandbox:
 
     async def listen_for_answers(self) -> None:
         """Delivers each response from the runner to the pending call. Exits the process if the connection is closed."""
-        while (message := await wire.read(self._reader)) is not None:
+        while (message := await read_message(self._reader)) is not None:
             future = self._waiting.pop(message["id"], None)
             if future is not None and not future.done():
                 future.set_result(message)
@@ -85,13 +117,11 @@ class RemoteSandbox:
         self._calls += 1
         number = self._calls
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(
-            wire.frame({"id": number, "do": operation, "arguments": arguments, "options": options or {}})
-        )
+        self._writer.write(frame({"id": number, "do": operation, "arguments": arguments, "options": options or {}}))
         await self._writer.drain()
         answer = await future
         if "error" in answer:
-            raise wire.decode_error(answer)
+            raise decode_error(answer)
         return answer["value"]
 
 
@@ -157,12 +187,12 @@ class Zygote:
         job = {"agent": agent, "task": task.to_dict(), "model": endpoint, "state": state}
         work: set[asyncio.Task[None]] = set()
         try:
-            writer.write(wire.frame(job))
-            while (message := await wire.read(reader)) is not None:
+            writer.write(frame(job))
+            while (message := await read_message(reader)) is not None:
                 if "result" in message:
                     return AgentResult(**message["result"])
                 if "error" in message:
-                    raise wire.decode_error(message)
+                    raise decode_error(message)
                 step = asyncio.create_task(_carry_out(sandbox, message, writer, timed))
                 work.add(step)
                 step.add_done_callback(work.discard)
@@ -235,11 +265,11 @@ async def _carry_out(
             value = await getattr(sandbox, operation)(*message["arguments"], **message["options"])
         answer = {"id": message["id"], "value": dict(vars(value)) if isinstance(value, ExecResult) else None}
     except MegaflowError as error:
-        answer = {"id": message["id"], **wire.encode_error(error)}
+        answer = {"id": message["id"], **encode_error(error)}
     except (TypeError, ValueError, OSError) as error:
         answer = {"id": message["id"], "error": "UserCodeError", "text": repr(error)}
     with contextlib.suppress(ConnectionError, RuntimeError):
-        writer.write(wire.frame(answer))
+        writer.write(frame(answer))
         await writer.drain()
 
 

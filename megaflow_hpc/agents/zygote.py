@@ -25,9 +25,9 @@ import sys
 import traceback
 from typing import Any
 
-from megaflow_hpc.agents import code, wire
+from megaflow_hpc.agents import code
 from megaflow_hpc.agents.registry import NAMES, create, result_of
-from megaflow_hpc.agents.remote import RemoteSandbox
+from megaflow_hpc.agents.remote import RemoteSandbox, encode_error, frame, read_message
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.child import die_with_parent
 from megaflow_hpc.types import ModelEndpoint, Task
@@ -128,7 +128,7 @@ def _print_to(descriptor: int) -> None:
 async def _rollout(connection: socket.socket) -> None:
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
-    job = await wire.read(reader)
+    job = await read_message(reader)
     if job is None:
         return
     sandbox = RemoteSandbox(reader, writer)
@@ -141,15 +141,15 @@ async def _rollout(connection: socket.socket) -> None:
         model = ModelEndpoint(**job["model"]) if job["model"] else None
         result = result_of(job["agent"]["name"], await agent.run(Task.from_dict(job["task"]), sandbox, model))
         message = {"result": dict(vars(result))}
-        wire.frame(message)
+        frame(message)
     except MegaflowError as error:
-        message = wire.encode_error(error)
+        message = encode_error(error)
     except Exception as error:  # user code may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno} in {last.name}"
         message = {"error": "UserCodeError", "text": f"agent {job['agent']['name']}: {error!r} at {where}"}
     listening.cancel()
-    writer.write(wire.frame(message))
+    writer.write(frame(message))
     await writer.drain()
     writer.close()
 

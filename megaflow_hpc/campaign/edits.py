@@ -7,9 +7,8 @@ import hashlib
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.ledger import Ledger, read_blocks
-from megaflow_hpc.ledger.progress import stored_by
-from megaflow_hpc.ledger.tasks import planned_tasks
-from megaflow_hpc.rundir.accepted import accept, accepted_line
+from megaflow_hpc.ledger.accounts import stored_by
+from megaflow_hpc.ledger.tasks import accept, accepted_line, planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.types import Task

@@ -12,7 +12,7 @@ from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup
-from megaflow_hpc.slurm import limits, resources, script, site
+from megaflow_hpc.slurm import limits, script, site
 from megaflow_hpc.slurm.arrays import (
     JOURNAL_BYTES,
     cpus_per_gpu,
@@ -81,13 +81,13 @@ def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) 
 
 def beside(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: limits.Allowance
-) -> list[resources.Amounts]:
+) -> list[limits.Amounts]:
     """Returns the resources of each engine server and trainer that count against the same limits as the pods."""
     amounts = []
     others = [*server_jobs(config, run, groups, allowed), *trainer_jobs(config, run)] if allowed.caps else []
     for job in others:
         both = set(allowed.caps) & set(limits.resource_caps(job.named))
-        amounts += [resources.shared(charged(job.named), both)] * (job.elements or 1)
+        amounts += [limits.shared(charged(job.named), both)] * (job.elements or 1)
     return amounts
 
 
@@ -158,7 +158,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         Mistakes: A partition lacks requested resources. Each message names key and limit.
         SiteError: A job would never start. The message names the limit.
     """
-    caps: dict[tuple[str, ...], tuple[resources.Cap, ...]] = {}
+    caps: dict[tuple[str, ...], tuple[limits.Cap, ...]] = {}
     jobs = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
     refused = [_placed(line, where) for key, _, options in jobs for line in refusals(key, options)]
     refused += _gpu_contradictions(config, groups, where)
@@ -171,7 +171,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
         of_default = () if options.get("partition") else {f"QOS {name}" for name in site.partition_qos("")}
         firm = [cap for cap in caps[names] if cap.of not in of_default]
         wanted = charged(options)
-        if cap := resources.impossible(firm, wanted):
+        if cap := limits.impossible(firm, wanted):
             what = {"servers": "engine server", "trainer": "trainer", "gather": "gather job"}.get(role, "pod")
             raise SiteError(
                 f"{where(key)}: one {what} asks for {cap.resource}={wanted[cap.resource]}, and {cap}: it would never "
@@ -190,7 +190,7 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
     jobs += [] if config.is_pool else [("pods", "", 0, script.pod_job(config, run, 1))]
     lines = {}
     for role, wanted_by, wanted, job in jobs:
-        found = resources.gpu_requests(job.options)
+        found = limits.gpu_requests(job.options)
         own: dict[str, Any] = getattr(slurm, role).extra
         names = [script.option_name(name) for name in own]
         others = {name: count for name, count in found.items() if not (wanted_by and wanted and count == wanted)}
@@ -262,7 +262,7 @@ def _unused(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -
             continue
         who, resource, unit, remedy = remedies[job.role]
         options = job.named
-        used, paid = resources.asked(options).get(resource, 0), charged(options).get(resource, 0)
+        used, paid = limits.asked(options).get(resource, 0), charged(options).get(resource, 0)
         names = str(options.get("partition") or "the default partition")
         if used < paid and takes_whole_nodes(options):
             lines.append(

@@ -153,7 +153,7 @@ class Jobs(LiveJobs):
         for path in self._run.journal.glob("*.[jp]*"):  # journals and packs
             with contextlib.suppress(FileNotFoundError):  # removed in the meantime, because it was packed
                 size += path.stat().st_size
-        blocks, done = len(numbers(self._run)), len(self._ledger.view().done)
+        blocks, done = len(numbers(self._run)), len(self._ledger.marked_done())
         if not blocks:  # a trainer will add them
             return size + self._planned_rollouts * JOURNAL_BYTES
         of_block = size / done if done else self._planned_rollouts * JOURNAL_BYTES / blocks
@@ -371,7 +371,7 @@ class Jobs(LiveJobs):
             plan = replacements.read(self._run, self._config.slurm.pods.total)
             before = msgspec.to_builtins(plan)
             self._take_in(plan, pods, live)
-            open_blocks = len(set(numbers(self._run)) - self._ledger.view().done)
+            open_blocks = len(set(numbers(self._run)) - self._ledger.marked_done())
             try:
                 if plan.due(self._lasting(live), open_blocks, time.time()):
                     self.arrays.adopt(self._config.name, self._clusters)

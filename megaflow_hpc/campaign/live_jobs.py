@@ -32,7 +32,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.rundir.training import TrainingView
-from megaflow_hpc.slurm import accounting, reasons, site
+from megaflow_hpc.slurm import accounting, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.ids import array_of, number
@@ -186,7 +186,7 @@ class LiveJobs:
         self._shared.forget()
 
     def waiting(self, max_age_s: float = ASK_SLURM_S) -> list[dict[str, Any]]:
-        """Returns the reasons why jobs are pending, as grouped by :func:`~megaflow_hpc.slurm.reasons.waiting`.
+        """Returns the reasons why jobs are pending, as grouped by :func:`~megaflow_hpc.slurm.accounting.waiting`.
 
         Excludes servers that wait until they are needed, and the gather job, which waits for the pods.
         """
@@ -197,7 +197,7 @@ class LiveJobs:
 
         roles = {record.id: record.role for record in self.arrays.records()}
         jobs = [(roles.get(array_of(job), "pods"), state) for job, state in (self.live(max_age_s) or {}).items()]
-        return reasons.waiting((role, state) for role, state in jobs if not expected(role, state))
+        return accounting.waiting((role, state) for role, state in jobs if not expected(role, state))
 
     def live_pods(self, max_age_s: float = ASK_SLURM_S) -> list[JobState] | None:
         """Returns the pods that are queued or running. ``None`` if unknown."""

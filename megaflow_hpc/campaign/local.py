@@ -20,10 +20,10 @@ from megaflow_hpc.config.slurm import TRAINER_REQUEUES, SlurmConfig
 from megaflow_hpc.errors import ConfigError, SiteError, StarvedError
 from megaflow_hpc.host.address import unproxied
 from megaflow_hpc.host.atomic import file_mode, write_atomic
-from megaflow_hpc.host.cleanup import make_directory
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.mpi import mpiexec
-from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.host.private import process_directory
+from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import DRAIN
 from megaflow_hpc.rundir.training import FOR_GOOD, TrainingView, say_last
@@ -151,7 +151,7 @@ class LocalPod:
         if ranks > 1:
             command = [*mpiexec(ranks), *command]
         self._run = run
-        self._directory = make_directory()
+        self._directory = process_directory()
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
             **unproxied(os.environ),

@@ -17,8 +17,8 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.progress import progress_of, stored_by
-from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.ledger.accounts import progress_of, stored_by
+from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.monitor.state import lives, run_state
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir

@@ -84,7 +84,7 @@ def complete(draft: Draft, build: bool, watch: PlanWatch = SILENT) -> None:
         build: Build missing images. If false, images are only looked up.
         watch: Receives progress reports.
     """
-    from megaflow_hpc.tasks.images import in_image_directories
+    from megaflow_hpc.tasks.loading import in_image_directories
 
     if draft.images is None or draft.mapping is None:  # an engine pool has no tasks
         return

@@ -11,7 +11,7 @@ from megaflow_hpc.campaign.planning.draft import wanted, whole_groups
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger, read_blocks, write_blocks
-from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.overrides import Changes, override
@@ -74,7 +74,7 @@ def repeat(run: RunDir, ledger: Ledger, config: CampaignConfig, only: Sequence[s
 
     winners = index(run, ledger.seals()).winners
     again = {entry.id for entry in winners if entry.status in ("failed", "cancelled")}
-    done = ledger.view().done
+    done = ledger.marked_done()
     blocks = read_blocks(run)
     # A pod that takes over an unfinished block repeats the block's failures.
     again -= {rollout.id for block in blocks if block.number not in done for rollout in block.rollouts}

@@ -39,7 +39,7 @@ from megaflow_hpc.slurm.ids import array_of, scancel
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.local import LocalPod
     from megaflow_hpc.slurm.submission import ArrayJob
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 HEARD_S = 10.0
 """A pod counts as running for this many seconds after its last event, whatever Slurm reports."""

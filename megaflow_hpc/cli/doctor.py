@@ -177,7 +177,7 @@ def _mpi() -> Iterator[Finding]:
         return
     remedy = "ask the site for Slurm's plug-in mpi/pmi2 or mpi/pmix, or load an MPI that supports an installed plug-in"
     try:
-        plugin = site.mpi_plugin()
+        plugin = site.mpi_plugins()[0]
     except SiteError as error:
         yield Finding("srun --mpi", "FAIL", str(error), remedy)
         return
@@ -267,8 +267,6 @@ def _apptainer() -> Iterator[Finding]:
     yield _can("processes", "limited by the kernel", probed.processes, "the watchdog counts them instead", "warn")
     remedy = "sandboxes can use kernel keys, io_uring and vsock"
     yield _can("system calls", "sandboxes cannot use kernel keys, io_uring or vsock", probed.calls, remedy, "warn")
-    cgroup = probed.cgroup or "none is delegated; the watchdog enforces the limits"
-    yield Finding("cgroup", "ok", cgroup)
 
 
 def _can(check: str, yes: str, why_not: str, remedy: str, level: Literal["warn", "FAIL"] = "FAIL") -> Finding:

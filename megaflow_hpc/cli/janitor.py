@@ -28,9 +28,8 @@ def register(subparsers: Subparsers) -> None:
 
 
 def _janitor(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.environments.sandbox.janitor import sweep
-    from megaflow_hpc.environments.sandbox.scratch import scratch_directories
-    from megaflow_hpc.host.cleanup import BUILD_DIRECTORY, sweep_directories, sweep_shared_memory
+    from megaflow_hpc.environments.sandbox.scratch import scratch_directories, sweep
+    from megaflow_hpc.host.private import BUILD_DIRECTORY, sweep_directories, sweep_shared_memory
 
     places = [arguments.scratch] if arguments.scratch else scratch_directories()
     counts: Counter[str] = Counter(owners=0, sandboxes=0, processes=0, left=0)

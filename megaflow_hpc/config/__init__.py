@@ -6,10 +6,9 @@ paths in the file are relative to the file's directory.
 
 from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, parsed, read, resolved, schema
 from megaflow_hpc.config.model import ModelConfig
-from megaflow_hpc.config.reading import line_of, place_of, read_yaml
+from megaflow_hpc.config.reading import explain, line_of, place_of, read_yaml
 from megaflow_hpc.config.sections import AgentConfig, Section
 from megaflow_hpc.config.slurm import PodPoolConfig
-from megaflow_hpc.config.validation_errors import explain
 
 __all__ = [
     "AgentConfig",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from megaflow_hpc.config.model import EnginePoolConfig, ModelConfig
 from megaflow_hpc.config.quotas import QuotasConfig
-from megaflow_hpc.config.reading import place_of, read_yaml
+from megaflow_hpc.config.reading import explain, explain_all, place_of, read_yaml
 from megaflow_hpc.config.sections import (
     NAME,
     AgentConfig,
@@ -21,12 +21,12 @@ from megaflow_hpc.config.sections import (
     SchedulingConfig,
     Section,
     TaskSource,
+    as_list,
 )
 from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.config.trained import check_engine, check_trained, trained_model
 from megaflow_hpc.config.training import TrainingConfig
-from megaflow_hpc.config.validation_errors import explain, explain_all
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.resources import docs
 
@@ -41,15 +41,16 @@ class CampaignConfig(Section):
     site: str | None = None
     """Name of the site profile that supplies missing keys, such as partitions and accounts. Default: none."""
     run_dir: str = "runs"
-    """Directory in which each run gets its own directory. All nodes must see it. Default: ``runs``."""
+    """Directory that contains a directory for each run. All nodes must see it. Default: ``runs``."""
     share: Literal["user", "group"] = "user"
-    """Who may read the run directory: only the ``user``, or also the ``group``. Files with keys are never shared.
-    For an engine pool: whose campaigns may use the servers. Default: ``user``."""
+    """Access to the run directory: only the ``user``, or also the ``group``. Files with keys are never shared. For an
+    engine pool: access to its servers. Default: ``user``."""
     tasks: tuple[TaskSource, ...] = ()
     """Sources of tasks. A campaign without tasks and agent is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
-    """Agent that works on the tasks. A list, which requires a campaign without a model, runs every task with each
-    agent. Each agent is then a policy with its own name."""
+    """Agent that works on the tasks, or a list of agents. Each agent of a list runs every task. In a campaign without a
+    model, each agent is a policy with its own name. If the policy is trained, each group is given to one of the agents,
+    in proportion to ``share``."""
     samples: int = Field(1, ge=1)
     """Number of rollouts of each task under each policy. Raise it to measure pass@k or to train. Default: 1."""
     pass_threshold: float = 1.0
@@ -62,7 +63,7 @@ class CampaignConfig(Section):
     models: dict[str, ModelConfig] = Field(default_factory=dict)
     """Models of a campaign with several policies, keyed by policy name."""
     pool: EnginePoolConfig | None = None
-    """How the users of this engine pool share its servers."""
+    """Rules for sharing the servers of this engine pool."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """Sandboxes: images, network, limits."""
     slurm: SlurmConfig = SlurmConfig()
@@ -85,17 +86,7 @@ class CampaignConfig(Section):
             )
         return value
 
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _bare_tasks(cls, value: Any) -> Any:
-        items = value if isinstance(value, list | tuple) else [value]
-        return [{"path": item} if isinstance(item, str) else item for item in items]
-
-    @field_validator("agent", mode="before")
-    @classmethod
-    def _bare_agents(cls, value: Any) -> Any:
-        items = value if isinstance(value, list | tuple) else [value]
-        return [{"name": item} if isinstance(item, str) else item for item in items]
+    _lists = field_validator("tasks", "agent", mode="before")(as_list)
 
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:
@@ -113,26 +104,28 @@ class CampaignConfig(Section):
             raise ValueError("tasks is empty; name at least one source")
         if not self.agent:
             raise ValueError("agent is empty; name one, for example: agent: oracle")
+        if self.model and self.model.judge:
+            raise ValueError("model.judge: a judge needs a model to judge; name both in models")
         if self.model and self.models:
             raise ValueError("give either model or models, not both")
-        if len(self.agent) > 1 and (self.model or self.models):
-            raise ValueError("a list of agents goes without a model; give each policy of models its own agent")
-        names = list(self.models) or [agent.name.rpartition(":")[2] for agent in self.agent]
-        for name in names:
-            if self.models and not NAME.match(name):
+        for name in self.models:
+            if not NAME.match(name):
                 raise ValueError(f"policy {name!r} must be letters, digits, dot, dash or underscore")
-        if len(set(names)) != len(names):
-            raise ValueError(
-                f"agents {names} are not distinct, but results are identified by these names; use a separate class or "
-                "function for each, such as a subclass that sets the arguments"
-            )
+        trained = self.training.policies if self.training else {}
+        for agents in (self.agent, *(model.agent for model in self.models.values())):
+            _check_distinct(agents)
+        for name, policy in self.policies().items():
+            if name not in trained and any(agent.share != 1 for agent in policy.agents):
+                raise ValueError(
+                    f"share: policy {name!r} is not trained, so each of its agents runs every task; leave share out"
+                )
         return self
 
     @model_validator(mode="after")
     def _training(self) -> CampaignConfig:
         if self.training:
             policies = {} if self.is_pool else self.policies()
-            models = {name: (policy.model, policy.agent, policy.samples) for name, policy in policies.items()}
+            models = {name: (policy.model, policy.agents, policy.samples) for name, policy in policies.items()}
             check_trained(self.training, models, "models.{}" if self.models else "model")
             check_engine(self.training, self.slurm.trainer.kind)
         return self
@@ -144,13 +137,22 @@ class CampaignConfig(Section):
 
     @property
     def run_share(self) -> Literal["user", "group"]:
-        """Who may read the run directory. An engine pool shares only its servers, so its directory stays private."""
+        """Access to the run directory. An engine pool shares only its servers, so its directory stays private."""
         return "user" if self.is_pool else self.share
+
+    def judges(self) -> tuple[str, ...]:
+        """Returns the policies that only verifiers may call."""
+        return tuple(name for name, model in self.models.items() if model.judge)
 
     def with_ranks(self, ranks: int) -> CampaignConfig:
         """Returns the campaign with ``ranks`` MPI ranks on each node of a pod."""
         pods = self.slurm.pods.model_copy(update={"ranks_per_node": ranks})
         return self.model_copy(update={"slurm": self.slurm.model_copy(update={"pods": pods})})
+
+    def _samples(self, model: ModelConfig | None) -> int:
+        if model is not None and model.judge:
+            return 0
+        return self.samples if model is None or model.samples is None else model.samples
 
     def policies(self) -> dict[str, Policy]:
         """Returns the policies that run tasks, by name."""
@@ -159,12 +161,12 @@ class CampaignConfig(Section):
         elif self.model:
             models = {"default": self.model}
         else:
-            return {a.name.rpartition(":")[2]: Policy(agent=a, samples=self.samples) for a in self.agent}
+            return {agent.short_title: Policy(agents=(agent,), samples=self.samples) for agent in self.agent}
         return {
             name: Policy(
-                agent=(model and model.agent) or (self.agent or (AgentConfig(name="nop"),))[0],
+                agents=(model and model.agent) or self.agent or (AgentConfig(name="nop"),),
                 model=trained_model(model) if model and self.training and name in self.training.policies else model,
-                samples=self.samples if model is None or model.samples is None else model.samples,
+                samples=self._samples(model),
                 include=model.include if model else (),
             )
             for name, model in models.items()
@@ -177,13 +179,26 @@ def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
     return float(value) if isinstance(value, int | float) else 1.0
 
 
-class Policy(Section):
-    """One agent with at most one model. Derived from the campaign file, never written by a user."""
+def _check_distinct(agents: Sequence[AgentConfig]) -> None:
+    names = [agent.short_title for agent in agents]
+    if len(set(names)) != len(names):
+        raise ValueError(
+            f"agents {names} are not distinct, but results are identified by these names; give each its own name, such "
+            f"as {{as: careful, name: {agents[0].name}}}"
+        )
 
-    agent: AgentConfig
+
+class Policy(Section):
+    """Agents with at most one model. Derived from the campaign file, never written by a user."""
+
+    agents: tuple[AgentConfig, ...]
     model: ModelConfig | None = None
     samples: int = 1
     include: tuple[str, ...] = ()
+
+    def agent(self, title: str) -> AgentConfig:
+        """Returns the agent with this title, as stored in :attr:`.Rollout.agent`."""
+        return next(agent for agent in self.agents if agent.title == title)
 
 
 @dataclass(frozen=True)

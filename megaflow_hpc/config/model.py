@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from megaflow_hpc.config.sections import AgentConfig, Section
-from megaflow_hpc.config.slurm import GPU_TYPE, digits_as_text
+from megaflow_hpc.config.sections import AgentConfig, Section, as_list
+from megaflow_hpc.config.slurm import GpuType
 
 MAX_SERVERS = 10_000
 """Maximum number of engine servers of a policy. A larger number is assumed to be a typo."""
@@ -29,7 +29,7 @@ SERVER_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "ar
 
 
 class WeightsConfig(Section):
-    """How running servers load newly published weights."""
+    """Settings for loading newly published weights into running servers."""
 
     update: Literal["rolling", "together"] = "rolling"
     """``rolling``: servers load one after another, so that some are always available. ``together``: all load at
@@ -97,21 +97,21 @@ class ModelConfig(Section):
     gpus: int = Field(1, ge=0)
     """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for ``scripted``
     and ``replay``, else 1."""
-    gpu_type: str | None = Field(None, pattern=GPU_TYPE)
+    gpu_type: GpuType | None = None
     """Slurm's name for the type of these GPUs, such as ``a100``. ``sinfo -o %G`` prints the names. Default: any
     type."""
     nodes: int = Field(1, ge=1)
     """Nodes of each server, for pipeline parallelism (``vllm`` only). Raise it for models that do not fit on one node.
     Default: 1."""
     weights: WeightsConfig = WeightsConfig()
-    """How servers load published weights."""
+    """Settings for loading published weights."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling settings. Default: sample from the model's own distribution."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Command-line options of the engine, without leading dashes."""
     thoughts: Literal["template", "keep"] = "template"
-    """How earlier answers appear in a prompt. ``template``: as the chat template renders them; if it drops thoughts, a
-    new sequence starts. ``keep``: as they were sampled, so that a conversation stays one sequence (``vllm`` only).
+    """Form of earlier answers in a prompt. ``template``: as the chat template renders them; if it drops thoughts, a new
+    sequence starts. ``keep``: as they were sampled, so that a conversation stays one sequence (``vllm`` only).
     Default: ``template``."""
     media_domains: tuple[str, ...] = ()
     """Hosts from which engines may fetch images that agents name by URL. Default: none; agents must send images as
@@ -129,11 +129,13 @@ class ModelConfig(Section):
     """File with the API key of the ``external`` endpoint. Only its owner may read it (mode 0600). Default: no key."""
     script: str | None = None
     """YAML file with the answers of a ``scripted`` engine."""
-    agent: AgentConfig | None = None
-    """Agent of this policy. Default: the campaign's ``agent``."""
+    agent: tuple[AgentConfig, ...] = ()
+    """Agent of this policy, or a list of them. Default: the campaign's ``agent``."""
     samples: int | None = Field(None, ge=0)
     """Rollouts of each task under this policy. 0: the policy runs no tasks and only answers calls that name it. If it
     is trained, its steps use the groups of the other trained policies' steps. Default: the campaign's ``samples``."""
+    judge: bool = False
+    """True if only verifiers may call the model, to judge rollouts. Agents cannot reach it. Default: false."""
     weight: float = Field(1.0, gt=0)
     """Share of requests for each of these servers, relative to the policy's other servers. Default: 1."""
     also: tuple[dict[str, Any], ...] = ()
@@ -155,12 +157,7 @@ class ModelConfig(Section):
             raise ValueError(f"expected at most {MAX_SERVERS} servers")
         return bounds
 
-    _gpu_type = field_validator("gpu_type", mode="before")(digits_as_text)
-
-    @field_validator("agent", mode="before")
-    @classmethod
-    def _bare_agent(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+    _agents = field_validator("agent", mode="before")(as_list)
 
     @model_validator(mode="before")
     @classmethod
@@ -199,6 +196,8 @@ class ModelConfig(Section):
             raise ValueError(f"engine {self.engine} needs {field!r}")
         if self.nodes > 1 and self.engine not in ("vllm", "scripted"):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
+        if self.judge and (self.samples or self.agent or self.include):
+            raise ValueError("judge: a judge runs no tasks; leave samples, agent and include out")
         if self.gpu_type and not self.gpus:
             raise ValueError(f"gpu_type: {self.gpu_type}: gpus is 0; raise it, or leave gpu_type out")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}
@@ -219,7 +218,7 @@ class ModelConfig(Section):
         """Returns one section for each kind of server of this policy; empty for ``replay``, which needs no servers."""
         if self.engine == "replay":
             return []
-        common = {"also": (), "agent": None}
+        common: dict[str, Any] = {"also": (), "agent": ()}
         return [
             self.model_copy(update=common),
             *(ModelConfig.model_validate({**dict(self), **common, **other}) for other in self.also),
@@ -227,7 +226,7 @@ class ModelConfig(Section):
 
 
 class EnginePoolConfig(Section):
-    """How users share the servers of an engine pool. The top-level key ``share`` sets who may use them."""
+    """Rules for sharing an engine pool's servers. The top-level key ``share`` sets who may use them."""
 
     in_flight: int | None = Field(None, ge=1)
     """Maximum number of concurrent requests per user at each server. Further requests wait. Default: no limit."""

@@ -58,21 +58,24 @@ class _SiteFile(Section):
     users: dict[str, Caps] = Field(default_factory=dict)
 
 
-def site_caps(user: str | None = None, file: Path | None = None) -> tuple[Caps, str]:
-    """Returns a user's caps (by default, the current user's) and the site file. Without a file, there are no caps.
+def site_caps() -> tuple[Caps, str]:
+    """Returns the current user's caps and the path of the site file. Without a file, there are no caps.
 
     Raises:
         ConfigError: The file cannot be read or is invalid.
     """
     named = os.environ.get("MEGAFLOW_SITE_FILE")
-    path = file or (SITE_FILE if SITE_FILE.exists() or not named else Path(named))
-    if file is None and not named and not path.exists():
+    if SITE_FILE.exists():
+        path = SITE_FILE
+    elif named:
+        path = Path(named)
+    else:
         return Caps(), ""
     try:
         site = _SiteFile.model_validate(yaml.safe_load(path.read_text()) or {})
     except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise ConfigError(f"{path}: the site file cannot be used, ask who keeps it: {error}") from None
-    own = site.users.get(user or getpass.getuser(), Caps())
+        raise ConfigError(f"{path}: the site file cannot be used; ask its owner: {error}") from None
+    own = site.users.get(getpass.getuser(), Caps())
     stated = {name: value for name, value in own.model_dump().items() if name in own.model_fields_set}
     return site.caps.model_copy(update=stated), str(path)
 
@@ -102,7 +105,7 @@ def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, sou
         cap = getattr(caps, name)
         if value is not None and cap is not None and value > cap:
             label = labels.get(name, f"quotas.{name}")
-            raise ConfigError(f"{label}: {value} is more than this site lets a campaign take ({cap}, {source})")
+            raise ConfigError(f"{label}: {value} is more than this site allows a campaign ({cap}, {source})")
     limits = {name: getattr(caps, name) for name in QuotasConfig.model_fields}
     limits |= {name: value for name, value in quotas.model_dump().items() if value is not None}
     held = QuotasConfig(**limits)
@@ -119,8 +122,8 @@ def check_scale(wanted: int, pods: PodsConfig, quotas: QuotasConfig) -> None:
     """Raises :class:`ConfigError` if a running campaign may not scale to ``wanted`` pods."""
     caps, source = site_caps()
     if caps.pods is not None and wanted > caps.pods:
-        raise ConfigError(f"--pods {wanted}: more than this site lets a campaign take ({caps.pods}, {source})")
+        raise ConfigError(f"--pods {wanted}: more than this site allows a campaign ({caps.pods}, {source})")
     if quotas.any and wanted > pods.total:
         raise ConfigError(
-            f"--pods {wanted}: the campaign's quotas are shared out among {pods.total} pods; plan it anew for more"
+            f"--pods {wanted}: the campaign's quotas are shared out among {pods.total} pods; plan a new run for more"
         )

@@ -23,7 +23,7 @@ class Key:
     type: str
     """``text``, ``number``, ``list of text``, ``one of fifo, longest``; for a section, a link to its table."""
     default: str
-    """The default as YAML; ``required`` if there is none, empty for a section."""
+    """The default as YAML. ``required`` for a key without a default, empty for a section."""
     text: str
     """Description of the key."""
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import textwrap
+from collections.abc import Sequence
 from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -34,6 +35,7 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
             for field, text in pairwise(definition.body):
                 match field, text:
                     case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(value))):
+                        name = model.model_fields[name].alias or name if name in model.model_fields else name
                         if name in schema["properties"]:
                             schema["properties"][name]["description"] = inspect.cleandoc(value)
 
@@ -42,7 +44,12 @@ class Section(BaseModel):
     """A part of the campaign file. Unknown keys are errors."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, str_strip_whitespace=True, allow_inf_nan=False, json_schema_extra=_describe
+        extra="forbid",
+        frozen=True,
+        str_strip_whitespace=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
+        json_schema_extra=_describe,
     )
 
     @field_validator("*", mode="before")
@@ -86,8 +93,13 @@ class Method(Section):
         return self.name
 
 
+def as_list(value: Any) -> Any:
+    """Returns a single value as a list of one."""
+    return value if isinstance(value, list | tuple) else [value]
+
+
 class TaskSource(Section):
-    """A source of tasks."""
+    """A source of tasks. Its path alone is enough."""
 
     path: str
     """Harbor task directories or ``*.jsonl`` files (a glob), or a Python class ``package.module:Class``."""
@@ -98,9 +110,14 @@ class TaskSource(Section):
     limit: int | None = Field(None, ge=1)
     """Maximum number of tasks, in id order. Useful for a first try. Default: no limit."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
 
 class AgentConfig(Section):
-    """The agent that works on a task, and its limits."""
+    """The agent that works on a task, and its limits. Its name alone is enough."""
 
     name: str
     """Built-in agent (``mini-swe-agent``, ``oracle``, ``nop``, ``command``, ``replay``, …) or a Python class
@@ -116,6 +133,38 @@ class AgentConfig(Section):
     task's timeout."""
     args: dict[str, Any] = {}
     """Arguments of the agent, passed unchanged."""
+    label: str | None = Field(None, alias="as")
+    """Name of this agent in results. Use it to tell two settings of the same agent apart. Default: ``name``."""
+    share: float = Field(1.0, gt=0)
+    """Share of a trained policy's groups that this agent works on, relative to the policy's other agents. Default:
+    1."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("label")
+    @classmethod
+    def _label(cls, value: str | None) -> str | None:
+        if value is not None and not NAME.match(value):
+            raise ValueError(f"{value!r} must be letters, digits, dot, dash or underscore")
+        return value
+
+    @property
+    def title(self) -> str:
+        """The agent's name in results: ``as`` if it is set, else ``name``."""
+        return self.label or self.name
+
+    @property
+    def short_title(self) -> str:
+        """The title without the module of a Python class, as used in the ids of rollouts."""
+        return self.title.rpartition(":")[2]
+
+
+def scaffold(agent: AgentConfig, agents: Sequence[AgentConfig]) -> str:
+    """Returns an agent's name in the ids of its rollouts; empty if it is the only agent of its policy."""
+    return agent.short_title if len(agents) > 1 else ""
 
 
 class SandboxLimits(Section):
@@ -159,7 +208,7 @@ class EnvironmentConfig(Section):
     """Allow commands to create user namespaces (bubblewrap, containers). Limits do not fully cover what runs in
     them. Default: false."""
     verification: Verification | None = None
-    """Which of the agent's changes the tests see. ``fresh``: those in the work directory and in declared artifacts.
+    """Changes of the agent that the tests see. ``fresh``: those in the work directory and in declared artifacts.
     ``shared``: also files that the agent added outside the system directories. ``as-left``: all of them; an agent
     that replaces programs can then choose its own reward. Default: ``fresh`` for tasks with a work directory, else
     ``shared``."""

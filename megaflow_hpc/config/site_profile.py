@@ -7,14 +7,14 @@ the directories of ``MEGAFLOW_PROFILES``, else from the profiles of public sites
     environment: {image_store: /group/ml/images, mirrors: {docker.io: registry.site.edu/hub}}
     model: {python: /group/ml/vllm}
 
-``recognise`` says where ``init`` offers the profile; one match is enough::
+``recognise`` tells ``init`` where to offer the profile. One match is enough::
 
     recognise: {cluster: [perlmutter], host: ["login*.site.edu"], environment: {NERSC_HOST: perlmutter}}
 
 Mappings are merged key by key, and the campaign's keys win. Lists are not merged. ``model`` completes every model of
 the campaign, but adds none. Relative paths are relative to the campaign file, so a profile should use absolute ones. A
-profile may contain shell lines for jobs (``slurm.setup``). So it is rejected if anyone but the current user, root and
-the owner of its directory could change it.
+profile may contain shell lines for jobs (``slurm.setup``). So it is rejected if a user other than the current one, root
+and the owner of its directory could change it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from megaflow_hpc.config.model import ModelConfig
-from megaflow_hpc.config.reading import place_of, read_yaml
+from megaflow_hpc.config.reading import explain_all, place_of, read_yaml
 from megaflow_hpc.config.sections import Section
-from megaflow_hpc.config.validation_errors import explain_all
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.host.private import who_may_replace
 
@@ -46,7 +45,7 @@ SHIPPED = Path(__file__).resolve().parent / "sites"
 
 
 class Recognition(Section):
-    """How ``init`` recognises a site. All values are shell patterns, and one match is enough."""
+    """Patterns by which ``init`` recognises a site. All values are shell patterns, and one match is enough."""
 
     cluster: tuple[str, ...] = ()
     """Slurm's ClusterName."""
@@ -56,7 +55,7 @@ class Recognition(Section):
     """Environment variable → its value."""
 
     def match(self, cluster: str) -> str:
-        """Describes what matches on this machine. Empty if nothing does."""
+        """Returns a description of the match on this machine, or an empty string if nothing matches."""
         for pattern in self.cluster:
             if cluster and fnmatchcase(cluster, pattern):
                 return f"ClusterName={cluster}"
@@ -122,7 +121,7 @@ def find(name: str, place: str) -> Profile:
         raise ConfigError(why)
     fields, node = read_yaml(path)
     if not isinstance(fields, dict) or not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path}: holds no sections; a site profile is YAML such as slurm: {{account: NAME}}")
+        raise ConfigError(f"{path}: has no sections; a site profile is YAML such as slurm: {{account: NAME}}")
     rule = fields.pop("recognise", None)
     wrong = [
         f"{place_of(node, [key], str(path))}: {key!r} is not allowed in a site profile; allowed: "
@@ -152,11 +151,12 @@ def completed(
 ) -> tuple[dict[str, Any], yaml.Node | None]:
     """Returns the values and YAML nodes of a campaign, completed by the profile."""
     adds, nodes = dict(profile.fields), profile.node
-    model = adds.pop("model", None)
-    extra = {} if model is None else {"model": model} if isinstance(fields.get("model"), dict) else {}
-    merged = _merged(fields, adds | extra)
+    model = adds.get("model")
+    if not isinstance(fields.get("model"), dict):  # a profile completes models, but adds none
+        adds.pop("model", None)
+    merged = _merged(fields, adds)
     model_node = next((value for key, value in nodes.value if key.value == "model"), None)
-    kept = [pair for pair in nodes.value if pair[0].value in merged and (pair[0].value != "model" or extra)]
+    kept = [(key, value) for key, value in nodes.value if key.value in adds]
     both = _merged_nodes(node, yaml.MappingNode(nodes.tag, kept, nodes.start_mark)) if node else None
     models = merged.get("models")
     if isinstance(model, dict) and isinstance(models, dict):

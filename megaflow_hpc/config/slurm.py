@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from megaflow_hpc.config.sections import Section
 
@@ -18,14 +18,14 @@ CPUS_PER_RANK = 2
 MIN_LEAD_S = 40
 """Minimum of ``lead_s``. After a drain, the workers need most of it to stop."""
 LIFTED = " (no error because of slurm.check: false)"
-"""Added to findings about the site that would be errors without ``slurm.check: false``."""
+"""Suffix of a warning that would be an error without ``slurm.check: false``."""
 DEFAULT_RANKS = 2
 """Default of ``ranks_per_node``."""
 LEAST_GB = 0.001
 """Minimum memory: Slurm counts in MB, and treats 0 as all memory of a node."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
 _SRUN_OPTION = re.compile(r"-[\w.,:=/@%+-]+\Z", re.ASCII)
-"""Options that need no quoting in a shell."""
+"""Matches options that need no quoting in a shell."""
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
 
 
@@ -33,8 +33,6 @@ OWN_SRUN_OPTIONS = frozenset(
     {"--mpi", "--export", "--ntasks", "-n", "--nodes", "-N", "--wait", "-W", "--kill-on-bad-exit"}
 )
 """Options that the scripts pass to srun. ``slurm.srun`` may not repeat them, because srun uses the last value."""
-GPU_TYPE = r"^[A-Za-z0-9_.+-]+$"
-"""Names of GPU types in Slurm's ``Gres``. Some consist only of digits, such as ``3090``."""
 
 
 def _lines(value: Any) -> Any:
@@ -42,7 +40,7 @@ def _lines(value: Any) -> Any:
     return value.splitlines() if isinstance(value, str) else value
 
 
-def digits_as_text(value: Any) -> Any:
+def _digits_as_text(value: Any) -> Any:
     """Accepts a name that consists of digits, which YAML reads as a number."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
@@ -57,6 +55,11 @@ def _walltime(value: Any) -> Any:
         raise ValueError(f"{value!r} leaves no time to run; {_REMEDY}")
     return value
 
+
+GpuType = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]+$"), BeforeValidator(_digits_as_text)]
+"""Name of a GPU type in Slurm's ``Gres``. Some consist only of digits, such as ``3090``."""
+ShellLines = Annotated[tuple[str, ...], BeforeValidator(_lines)]
+Walltime = Annotated[str | int | None, BeforeValidator(_walltime)]
 
 MAX_PODS = 100_000
 """Maximum number of pods in a section. A larger number is assumed to be a typo."""
@@ -76,15 +79,12 @@ class PodPoolConfig(Section):
     """Number of pods. Default: 1."""
     nodes: int | None = Field(None, ge=1)
     """Nodes of each pod. Default: ``pods.nodes``."""
-    time: str | int | None = None
+    time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: ``pods.time``."""
-    setup: tuple[str, ...] = ()
+    setup: ShellLines = ()
     """Shell lines that these pods run after ``pods.setup``."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options by name."""
-
-    _time = field_validator("time", mode="before")(_walltime)
-    _setup = field_validator("setup", mode="before")(_lines)
 
 
 class PodsConfig(Section):
@@ -106,19 +106,16 @@ class PodsConfig(Section):
     """CPUs of each rank. Default: 2."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory in GB (10^9 bytes) of each node, shared by its ranks. Default: the partition's."""
-    time: str | int | None = None
+    time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. It should be several times as long as a rollout. Default: the
     partition's, or less if account or QOS allow less."""
     pools: tuple[PodPoolConfig, ...] = ()
     """Additional pod arrays in other partitions, accounts or clusters."""
-    setup: tuple[str, ...] = ()
+    setup: ShellLines = ()
     """Shell lines that pods and the gather job run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` selects the
     interpreter for nodes of another architecture."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options by name."""
-
-    _time = field_validator("time", mode="before")(_walltime)
-    _setup = field_validator("setup", mode="before")(_lines)
 
     @field_validator("ranks_per_node", mode="before")
     @classmethod
@@ -127,7 +124,7 @@ class PodsConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Ranks on each node. The default until planning has replaced ``fill`` with a number."""
+        """Ranks on each node. The default number until planning replaces ``fill``."""
         return DEFAULT_RANKS if self.ranks_per_node == "fill" else self.ranks_per_node
 
     @property
@@ -137,7 +134,7 @@ class PodsConfig(Section):
 
     @property
     def here(self) -> int:
-        """Number of pods on this cluster."""
+        """Number of pods on the cluster of the login node."""
         return self.count + sum(pool.count for pool in self.pools if not pool.cluster)
 
 
@@ -151,17 +148,14 @@ class ServersConfig(Section):
     its GPUs, at most 8, unless the site sets a default itself (``DefCpuPerGPU``)."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory in GB (10^9 bytes) of each server on each of its nodes. Default: the partition's."""
-    time: str | int | None = None
+    time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Servers are requeued when it ends. Default: the partition's, or less
     if account or QOS allow less."""
-    setup: tuple[str, ...] = ()
+    setup: ShellLines = ()
     """Shell lines that servers run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` selects the interpreter for
     nodes of another architecture."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options by name."""
-
-    _time = field_validator("time", mode="before")(_walltime)
-    _setup = field_validator("setup", mode="before")(_lines)
 
 
 class TrainerConfig(Section):
@@ -169,8 +163,8 @@ class TrainerConfig(Section):
     commit."""
 
     kind: Literal["own", "veomni"] = "own"
-    """Engine that makes the model and divides it among GPUs. ``own``: transformers and this package. ``veomni``: VeOmni
-    with its kernels, which must be installed in the trainer's environment. Checkpoints of both are the same.
+    """Engine that creates the model and divides it among GPUs. ``own``: transformers and this package. ``veomni``:
+    VeOmni with its kernels, which must be installed in the trainer's environment. Checkpoints of both are the same.
     Default: ``own``."""
     partition: str | None = None
     """GPU partition. Default: ``servers.partition``."""
@@ -178,24 +172,20 @@ class TrainerConfig(Section):
     """Number of nodes. Default: 1."""
     gpus: int = Field(1, ge=0)
     """GPUs on each node. One trainer process runs on each GPU. 0: one process on CPUs. Default: 1."""
-    gpu_type: str | None = Field(None, pattern=GPU_TYPE)
+    gpu_type: GpuType | None = None
     """Slurm's name for the type of these GPUs, such as ``a100``. Default: any type."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory in GB (10^9 bytes) of each node. Default: the partition's."""
-    time: str | int | None = None
+    time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or less if account or QOS allow less."""
     share: Literal["none", "sleep"] = "none"
     """``none``: trainer and engine have their own GPUs. ``sleep``: they share the trainer's GPUs, and the engine sleeps
     during each step. Use it if GPUs are scarce. Default: ``none``."""
-    setup: tuple[str, ...] = ()
+    setup: ShellLines = ()
     """Shell lines that trainers run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` and
     ``MEGAFLOW_TRAINER_PYTHON=…`` select interpreters for nodes of another architecture."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options by name."""
-
-    _time = field_validator("time", mode="before")(_walltime)
-    _setup = field_validator("setup", mode="before")(_lines)
-    _gpu_type = field_validator("gpu_type", mode="before")(digits_as_text)
 
     @model_validator(mode="after")
     def _type_of_gpus(self) -> TrainerConfig:
@@ -209,7 +199,7 @@ class SlurmConfig(Section):
 
     account: str | None = None
     """Account to charge. Default: the user's."""
-    setup: tuple[str, ...] = ()
+    setup: ShellLines = ()
     """Shell lines that every job runs first, such as ``module load apptainer``. What they export overrides values of
     the machine that plans, such as ``MEGAFLOW_SCRATCH``."""
     check: bool = True
@@ -280,5 +270,3 @@ class SlurmConfig(Section):
         except ValueError as error:
             raise ValueError(f"time {error}") from None
         return value
-
-    _setup = field_validator("setup", mode="before")(_lines)

@@ -13,7 +13,7 @@ policy may set a temperature and nothing else. Engines read sampling options fro
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaflow_hpc.config.model import ModelConfig, SamplingConfig
@@ -45,24 +45,26 @@ def _neutral_args(engine: str, args: Mapping[str, Any] | None) -> dict[str, Any]
 
 
 def check_trained(
-    training: TrainingConfig, policies: Mapping[str, tuple[ModelConfig | None, AgentConfig, int]], key: str
+    training: TrainingConfig, policies: Mapping[str, tuple[ModelConfig | None, Sequence[AgentConfig], int]], key: str
 ) -> None:
     """Checks that each trained policy has a model that can load weights, and is sampled from its own distribution.
 
     Args:
         training: The section ``training``.
-        policies: Model, agent and samples per task of each policy, by name.
+        policies: Model, agents and samples per task of each policy, by name.
         key: Key of a policy's model in the file, with ``{}`` for the policy.
 
     Raises:
-        ValueError: A policy cannot be trained; names the key.
+        ValueError: A policy cannot be trained. The message names the key.
     """
     for name, config in training.policies.items():
         where = key.format(name)
-        model, agent, samples = policies.get(name, (None, None, 0))
-        if model is None or agent is None:
+        model, agents, samples = policies.get(name, (None, (), 0))
+        if model is None:
             known = ", ".join(other for other, (found, *_) in policies.items() if found) or "none"
-            raise ValueError(f"training.policies: {name!r} is no policy with a model; this campaign has: {known}")
+            raise ValueError(f"training.policies: {name!r} is not a policy with a model; this campaign has: {known}")
+        if model.judge:
+            raise ValueError(f"training.policies.{name}: {where} is a judge, whose tokens are not recorded")
         if model.engine not in LOADS_WEIGHTS or model.pool:
             what = "an engine pool" if model.pool else f"engine {model.engine}"
             raise ValueError(f"training.policies.{name}: {where} is served by {what}, which loads no trained weights")
@@ -77,7 +79,8 @@ def check_trained(
                 f"training.policies.{name}: a group of one sample has nothing to compare with; set samples to "
                 "8, for example"
             )
-        for at, found in (("agent.args", agent.args), (f"{where}.args", model.args), (f"{where}.also", model.also)):
+        args: list[tuple[str, Any]] = [("agent.args", agent.args) for agent in agents]
+        for at, found in (*args, (f"{where}.args", model.args), (f"{where}.also", model.also)):
             for option, value in _sampling(found):
                 name = option.rpartition(".")[2].replace("-", "_")
                 _check_option(f"{at}.{option}", name, value, model.sampling, f"{where}.sampling.{name}")
@@ -86,10 +89,10 @@ def check_trained(
 
 
 def check_engine(training: TrainingConfig, kind: str) -> None:
-    """Checks that an engine (``slurm.trainer.kind``) can train like this.
+    """Checks that an engine (``slurm.trainer.kind``) supports these training settings.
 
     Raises:
-        ValueError: It cannot; names the key.
+        ValueError: It does not. The message names the key.
     """
     if kind == "own":
         return
@@ -134,8 +137,8 @@ def _check_defaults(where: str, engine: str, args: Mapping[str, Any]) -> None:
     for name, value in args.items():
         if str(name).replace("_", "-") == option and value != good:
             raise ValueError(
-                f"{where}.args.{name} {value!r}: takes temperature and top-p from a model's files, and a loss the "
-                f"probabilities without them; leave it out, or write {good}"
+                f"{where}.args.{name} {value!r}: reads temperature and top-p from the model's files, but the loss "
+                f"needs probabilities without them; leave it out, or write {good}"
             )
 
 

@@ -14,17 +14,135 @@ samples)::
       staleness: 0
       data: [{penalty: -0.5}, zero_variance]
       prompts: {order: uniform, pass_rate: [0.0, 1.0, exclusive]}
+
+The *objective* of a policy has two parts. The trainer differentiates the loss, a function of new and proximal
+log-probabilities and of advantages, with a rule for averaging. The advantage is one number per rollout, computed from
+rewards alone. GRPO, Dr.GRPO and RLOO each define both. The other losses work with any advantage, and the advantage
+``median`` with any loss.
+Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347); Shao et al. 2024 (GRPO, 2402.03300); Liu et al. 2025 (Dr.GRPO,
+2503.20783); Zheng et al. 2025 (GSPO, 2507.18071); Yu et al. 2025 (DAPO, 2503.14476); MiniMax 2025 (CISPO, 2506.13585);
+Zheng et al. 2025 (M2PO, 2510.01161); Ahmadian et al. 2024 (RLOO, 2402.14740).
+
+:mod:`megaflow_hpc.training.algorithms` implements ``data``, which filters and shapes rollouts, and ``prompts``, which
+chooses tasks.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from megaflow_hpc.config.data_algorithms import DataStep, OverLengthConfig, PromptsConfig
-from megaflow_hpc.config.objective import AdvantageConfig, LossConfig
-from megaflow_hpc.config.sections import Method, Section, TaskSource
+from megaflow_hpc.config.sections import Method, Section, TaskSource, as_list
+
+CLIPS: dict[str, tuple[float, float]] = {
+    "ppo": (0.2, 0.2),
+    "grpo": (0.2, 0.2),
+    "dr_grpo": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),  # section 5.1 of the paper
+    "dapo": (0.2, 0.28),  # Clip-Higher, section 3.1 of the paper
+    # No lower bound, as in the paper. Ratios up to 5, as in ScaleRL (2510.13786), which TRL's guide cites.
+    "cispo": (1.0, 4.0),
+    "m2po": (math.inf, math.inf),  # the second moment limits ratios
+    "rloo": (math.inf, math.inf),  # uses no ratio
+}
+"""Loss → default of ``clip``: the clip range, as distances below and above 1."""
+
+
+class LossConfig(Section):
+    """The loss, and the number of passes over a step's data."""
+
+    kind: Literal["ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "m2po", "rloo"] | Method = "dapo"
+    """``ppo``, ``dapo``: clipped token ratios, averaged over all tokens. ``grpo``: averaged in each rollout, then over
+    rollouts. ``dr_grpo``: summed, then divided by rollouts times ``length``. ``gspo``: one ratio per sequence, averaged
+    as in ``grpo``. ``cispo``: ratios are clipped weights without gradient. ``m2po``: the second moment of ratios is
+    limited. ``rloo``: log-probabilities without ratios, divided by rollouts. Or
+    ``module:function``. Default: ``dapo``."""
+    length: int | None = Field(None, ge=1)
+    """Maximum number of sampled tokens in a rollout, the constant by which ``dr_grpo`` divides. Required there.
+    Default: none."""
+    clip: tuple[float, float] | None = None
+    """Clip range of ratios, as distances from 1: ``[below, above]``, or one number for both. Default: the paper's
+    values for each kind; 0.2 and 0.28 for ``dapo``."""
+    entropy: float = Field(0.0, ge=0)
+    """Coefficient of the entropy bonus. Raise it if the policy stops exploring. Default: 0."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the data of each step. Default: 1."""
+    minibatch: int | None = Field(None, ge=1)
+    """Number of tasks in one optimizer step, each with all samples. Default: all tasks of the step, one optimizer
+    step per pass."""
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _not_an_advantage(cls, value: Any) -> Any:
+        if value == "median":
+            raise ValueError("median is an advantage; write advantage: {kind: median} and a loss that it goes with")
+        return value
+
+    @field_validator("clip", mode="before")
+    @classmethod
+    def _both_sides(cls, value: Any) -> Any:
+        return (value, value) if isinstance(value, int | float) else value
+
+    @model_validator(mode="after")
+    def _bounds(self) -> LossConfig:
+        if isinstance(self.kind, Method) and self.clip:
+            raise ValueError(f"clip: {self.kind} has settings of its own; pass them as loss.kind.args")
+        if self.clip and not all(side > 0 for side in self.clip):
+            raise ValueError(f"clip {list(self.clip)}: how far below and above 1, both positive, such as [0.2, 0.28]")
+        if self.kind in ("m2po", "rloo") and self.clip:
+            why = "bounds the second moment of ratios" if self.kind == "m2po" else "takes no ratio"
+            raise ValueError(f"clip: {self.kind} {why}; leave clip out")
+        if self.kind == "dr_grpo" and self.length is None:
+            raise ValueError(
+                "length: dr_grpo divides by this constant; write the largest number of tokens that a rollout may "
+                "sample, such as length: 4096"
+            )
+        if self.kind != "dr_grpo" and self.length is not None:
+            raise ValueError(f"length: {self.kind} has no such constant; leave length out")
+        return self
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Clip range of ratios, as distances below and above 1."""
+        return self.clip or (CLIPS[self.kind] if isinstance(self.kind, str) else (math.inf, math.inf))
+
+
+class AdvantageConfig(Section):
+    """Comparison of a rollout's reward with the other rewards in its group."""
+
+    kind: Literal["grpo", "dr_grpo", "rloo", "median"] | Method = "dr_grpo"
+    """``dr_grpo``: reward minus the group's mean. ``grpo``: the same, divided by the group's standard deviation.
+    ``rloo``: reward minus the mean of the other rollouts. ``median``: reward minus the group's median. Or
+    ``module:function``, which returns a number for each rollout, sequence or turn. Default: ``dr_grpo``."""
+    rewards: dict[str, float] = Field(default_factory=dict)
+    """Weights of several rewards, by the names that verifiers give them. Default: the rollout's single reward."""
+    normalise: Literal["together", "apart"] = "together"
+    """With several ``rewards``: ``together`` adds them up before comparing them within the group. ``apart`` compares
+    each one separately, adds up the results and whitens them (GDPO, arXiv 2601.05242). Default: ``together``."""
+    whiten: bool = False
+    """Scale advantages to mean 0 and standard deviation 1 over the tokens of the batch. Default: false."""
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _not_a_loss(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in CLIPS and value not in ("grpo", "dr_grpo", "rloo"):
+            raise ValueError(f"{value} is a loss; write loss: {{kind: {value}}} and the advantage that it goes with")
+        return value
+
+    @field_validator("rewards")
+    @classmethod
+    def _some_weight(cls, value: dict[str, float]) -> dict[str, float]:
+        if value and not any(value.values()):
+            raise ValueError(f"{value}: every weight is 0; nothing would be learned")
+        return value
+
+    @model_validator(mode="after")
+    def _one_value(self) -> AdvantageConfig:
+        if isinstance(self.kind, Method) and self.normalise == "apart":
+            raise ValueError(f"normalise: apart: {self.kind} gets one reward per rollout; read sample.rewards in it")
+        return self
 
 
 class OptimizerConfig(Section):
@@ -47,7 +165,7 @@ class OptimizerConfig(Section):
     16 bytes per parameter there instead of on the GPU, and makes steps slower. Default: false."""
 
     def rate(self, step: int, steps: int) -> float:
-        """Returns the learning rate of a step (from 1) out of ``steps``. A function of the user's starts from it."""
+        """Returns the learning rate of a step (from 1) out of ``steps``, before a user's schedule function."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         if self.schedule != "linear" or steps <= self.warmup + 1:
@@ -68,7 +186,7 @@ class LoraConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the trainer's ranks, one for each GPU, divide the model and its rows. The default, FSDP over all ranks,
+    """Division of the model and its rows among the trainer's ranks, one for each GPU. The default, FSDP over all ranks,
     suits models whose rows fit one GPU. Replicas × context × tensor must divide the number of ranks."""
 
     replicas: int = Field(1, ge=1)
@@ -89,7 +207,7 @@ class ParallelConfig(Section):
 
 
 class PolicyTraining(Section):
-    """How one policy learns."""
+    """Training settings of one policy."""
 
     base: str | None = None
     """Model directory from which training starts. Set it if engines serve another copy, such as a quantised one.
@@ -98,6 +216,9 @@ class PolicyTraining(Section):
     """The loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards are converted to advantages."""
+    mix_agents: bool = False
+    """Share each group's samples among the policy's agents, so that advantages compare the agents too. Default: false;
+    each group has one agent, and advantages compare like with like."""
     score: Method | None = None
     """Function ``module:function`` that rewards stored rollouts, sequences or turns before their step is planned, such
     as a judge. Default: none."""
@@ -107,10 +228,10 @@ class PolicyTraining(Section):
     sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training). Or
     ``module:function``. Default: ``token``; ``none`` for ``gspo``, as in its paper."""
     columns: dict[str, Method] = Field(default_factory=dict)
-    """Further values of each token, by name: functions ``module:function`` that are called before a step's first
-    update. A loss function reads them. Default: none."""
+    """Extra values of each token, by name. Each is computed by a function ``module:function`` before a step's first
+    update, and read by a loss function. Default: none."""
     truncate: float = Field(2.0, ge=1)
-    """Cap on importance weights. Default: 2."""
+    """Maximum of importance weights. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning-rate schedule."""
     lora: LoraConfig | None = None
@@ -124,7 +245,7 @@ class PolicyTraining(Section):
     recompute: bool = True
     """Recompute activations in the backward pass. Saves memory but slows down steps. Default: true."""
     parallel: ParallelConfig = ParallelConfig()
-    """How several GPUs divide the model."""
+    """Division of the model among several GPUs."""
 
     @model_validator(mode="after")
     def _whole_adapters(self) -> PolicyTraining:
@@ -138,6 +259,112 @@ class PolicyTraining(Section):
         return self.importance or ("none" if self.loss.kind == "gspo" else "token")
 
 
+def _range(value: Any) -> Any:
+    """Validates the bounds, and adds the default third element, ``inclusive``."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        value = (*value, "inclusive")
+    if isinstance(value, list | tuple) and len(value) == 3 and not (0 <= value[0] <= value[1] <= 1):
+        raise ValueError(f"{list(value)}: bounds are pass rates from 0 to 1, the lower one first")
+    return value
+
+
+Range = Annotated[tuple[float, float, Literal["inclusive", "exclusive"]], BeforeValidator(_range)]
+
+
+class OverlongConfig(Section):
+    """Penalty on the reward of long rollouts (soft overlong punishment: DAPO, arXiv 2503.14476, section 3.4)."""
+
+    longest: int = Field(ge=1)
+    """Number of sampled tokens from which the full penalty applies."""
+    buffer: int = Field(ge=1)
+    """Number of tokens before ``longest`` over which the penalty grows from 0."""
+    penalty: float = -1.0
+    """Full penalty, added to the reward. Default: -1."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> OverlongConfig:
+        if self.buffer > self.longest:
+            raise ValueError(f"buffer {self.buffer} is larger than longest {self.longest}")
+        return self
+
+
+class OverLengthConfig(Section):
+    """Treatment of rollouts with a sequence that is too long to train on. No step trains on a longer sequence."""
+
+    longest: int = Field(ge=1)
+    """Maximum number of tokens of a sequence, prompts included."""
+    how: Literal["drop", "truncate", "penalise"] = "drop"
+    """``drop``: drops the rollout. ``truncate``: does not train on the tokens after the first ``longest``.
+    ``penalise``: truncates, and lowers the reward by 1. Default: ``drop``."""
+
+
+class MaskUnfinished(Section):
+    """Counts truncated rollouts in their group but does not train on them (overlong filtering: DAPO)."""
+
+
+class ShuffleConfig(Section):
+    """Permutes the rewards of a step's rollouts at random. For control runs: the rewards then carry no information."""
+
+
+class ZeroVariance(Section):
+    """Drops groups in which all rewards are equal, because their advantages are 0."""
+
+
+class DataStep(Section):
+    """One step of ``data``. It has exactly one key."""
+
+    penalty: float | None = None
+    """Number to add to the reward of a rollout truncated by a limit on turns, tokens or time. MegaFlow, appendix
+    D.1, uses -0.5."""
+    overlong: OverlongConfig | None = None
+    """Lowers the rewards of long rollouts."""
+    over_length: OverLengthConfig | None = None
+    """Drops, truncates or penalises rollouts with a sequence that is too long to train on."""
+    mask_unfinished: MaskUnfinished | None = None
+    """Does not train on truncated rollouts."""
+    shuffle: ShuffleConfig | None = None
+    """Permutes rewards at random, for a control run."""
+    zero_variance: ZeroVariance | None = None
+    """Drops groups in which all rewards are equal."""
+    pass_rate: Range | None = None
+    """Range of pass rates, ``[from, to]``, or ``[from, to, exclusive]`` to exclude the bounds themselves. Drops
+    groups outside it. A rollout passes with a reward of at least ``pass_threshold``."""
+    staleness: int | None = Field(None, ge=0)
+    """Maximum age of a token, in weight versions. Drops rollouts with older tokens."""
+    method: Method | None = None
+    """Function ``module:function`` that changes weights, penalties or rewards, or drops rollouts. In the list of
+    steps, its name alone is enough."""
+
+    @model_validator(mode="after")
+    def _one(self) -> DataStep:
+        if len(self._given()) != 1:
+            raise ValueError("one name with its settings, such as {penalty: -0.5} or zero_variance")
+        return self
+
+    def _given(self) -> list[str]:
+        return [name for name in type(self).model_fields if getattr(self, name) is not None]
+
+    @property
+    def name(self) -> str:
+        """Name of the key that is set."""
+        return self._given()[0]
+
+
+class PromptsConfig(Section):
+    """Choice of the tasks to request next. Default: all tasks in random order, each once before any is repeated."""
+
+    order: Literal["uniform", "curriculum"] | Method = "uniform"
+    """``uniform``: random order, each task once before any is repeated. ``curriculum``: prefer tasks with a pass rate
+    near one half. Or ``module:function``, which chooses among the tasks that the keys below leave. Default:
+    ``uniform``."""
+    pass_rate: Range | None = None
+    """Range of pass rates, ``[from, to]``, or ``[from, to, exclusive]`` to exclude the bounds themselves. Tasks
+    outside it are not requested again. Default: no range."""
+    filter_solved: float | None = Field(None, gt=0, le=1)
+    """Pass rate, as a moving average, at which a task counts as solved and is not requested again. AstraFlow uses
+    0.95. Default: tasks are never left out."""
+
+
 class HeldOutConfig(Section):
     """Evaluation on held-out tasks during training."""
 
@@ -148,11 +375,7 @@ class HeldOutConfig(Section):
     samples: int = Field(4, ge=1)
     """Rollouts of each task in an evaluation. Default: 4."""
 
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _bare_tasks(cls, value: Any) -> Any:
-        items = value if isinstance(value, list | tuple) else [value]
-        return [{"path": item} if isinstance(item, str) else item for item in items]
+    _list = field_validator("tasks", mode="before")(as_list)
 
 
 class TrainingConfig(Section):
@@ -181,9 +404,6 @@ class TrainingConfig(Section):
     """Number of training steps. Default: 100."""
     checkpoint_every: int = Field(5, ge=1)
     """Steps between checkpoints of the trainer's state. The latest three are kept. Default: 5."""
-    nonfinite: int = Field(3, ge=1)
-    """Number of steps in a row after which training ends if none of their gradients is finite. Such a step changes no
-    weights. Default: 3."""
     publish_delta: bool = False
     """Publish only the difference from the last full version of the weights, if it is much smaller. Saves time on
     slow file systems. Default: false."""
@@ -223,7 +443,7 @@ class TrainingConfig(Section):
             asked = policy.loss.minibatch
             if asked and asked > self.batch:
                 raise ValueError(f"policies.{name}.loss.minibatch: {asked} tasks are more than batch: {self.batch}")
-        once = [step.name for step in self.data if step.name in ("staleness", "replay", "over_length")]
+        once = [step.name for step in self.data if step.name in ("staleness", "over_length")]
         for kind in once:
             if once.count(kind) > 1:
                 raise ValueError(f"data: {kind} is given twice")

@@ -151,7 +151,7 @@ INTERNAL: Mapping[str, str] = {
     "POD": "batch script → pod: its name",
     "POD_DIR": "batch script → pod: directory for messages between the two",
     "START": "batch script → pod: number of this start",
-    "END": "batch script → pod: when its walltime ends, in seconds UTC",
+    "END": "batch script → pod: when its walltime ends, in Unix seconds",
     "ELASTIC": "env.sh → batch script: engine servers start and stop on demand",
     "SERVER": "batch script → rank: the engine server that it runs",
     "TRAINER_SHARE": "env.sh → batch script: whether the trainer's job holds the engine server too",
@@ -168,7 +168,7 @@ INTERNAL: Mapping[str, str] = {
     "KEEP_LAB": "launchers/demo → lab-session: leave the lab running",
     "LAB_ID": "launchers/lab → its daemons: which lab they belong to",
 }
-"""Name without ``MEGAFLOW_`` → which component sets it for which other component."""
+"""Name without ``MEGAFLOW_`` → its sender, its reader and its meaning."""
 
 
 def markdown() -> str:

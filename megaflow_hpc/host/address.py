@@ -16,7 +16,7 @@ LOOPBACKS = (LOOPBACK, "localhost", "::1")
 
 
 _FAMILIES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Address families in order of preference. Each has an address reserved for documentation, to which nothing is sent."""
+"""Address families in order of preference, each with an address for documentation. Nothing is sent to it."""
 
 
 def address() -> str:
@@ -62,16 +62,12 @@ def _source_towards(host: str, family: socket.AddressFamily) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """Returns the interface through which this node reaches ``host``, which may be the node itself. Empty if
-    unknown."""
-    host = host or LOOPBACK
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    own = _source_towards(host, family)
+    """Returns the interface through which this node reaches the IPv4 address ``host``, which may be the node itself.
+    Empty if unknown."""
+    own = _source_towards(host or LOOPBACK, socket.AF_INET)
     if not own:
         return ""
-    if family == socket.AF_INET6:
-        return _interface_of_ipv6(own)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no address
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
@@ -82,15 +78,6 @@ def interface_towards(host: str) -> str:
 
 SIOCGIFADDR = 0x8915
 """ioctl request for an interface's IPv4 address; see netdevice(7)."""
-
-
-def _interface_of_ipv6(own: str) -> str:
-    """Returns the interface with this address. Each line of ``/proc/net/if_inet6`` has the address, four numbers and
-    the name."""
-    wanted = ipaddress.ip_address(own).packed.hex()
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
-        return next((line.split()[-1] for line in file if line.startswith(wanted)), "")
-    return ""
 
 
 def unproxied(environ: Mapping[str, str]) -> dict[str, str]:

@@ -25,8 +25,13 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def find_apptainer() -> str:
-    """Returns the absolute path of Apptainer: ``MEGAFLOW_APPTAINER`` if set, else ``apptainer`` or ``singularity``
-    on PATH."""
+    """Returns the absolute path of Apptainer.
+
+    It is ``MEGAFLOW_APPTAINER`` if set, else ``apptainer`` or ``singularity`` on PATH.
+
+    Raises:
+        SiteError: Apptainer is missing or cannot be run.
+    """
     named = os.environ.get("MEGAFLOW_APPTAINER")
     if named:
         if not os.access(named, os.X_OK):
@@ -94,8 +99,8 @@ _SETTINGS = (
     ("user/max_user_namespaces", "0", "the kernel forbids"),
 )
 """Settings below ``/proc/sys`` that prevent users from creating user namespaces, and the value that does so."""
-_OF_NAMESPACES = ("namespace", "uid_map", "setgroups", "unshare")
-"""Words that a program prints if it could not create a user namespace."""
+_NAMESPACE_WORDS = ("namespace", "uid_map", "setgroups", "unshare")
+"""Words in the output of a program that could not create a user namespace."""
 
 
 def explained(output: str, settings: str = "/proc/sys") -> str:
@@ -108,7 +113,7 @@ def explained(output: str, settings: str = "/proc/sys") -> str:
             f"{line}; a campaign's images are for one architecture, and this node is {machine}; use partitions of the "
             "images' architecture for pods, or plan on a node like this one, with a separate image store"
         )
-    if any(word in text for word in _OF_NAMESPACES) and (cause := _restriction(text, settings)):
+    if any(word in text for word in _NAMESPACE_WORDS) and (cause := _restriction(text, settings)):
         profile = "Apptainer's AppArmor profile" if "AppArmor" in cause else "user namespaces"
         return f"{line}; {cause}; ask the site for {profile}, or for a setuid Apptainer"
     return line

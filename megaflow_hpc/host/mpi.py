@@ -16,10 +16,12 @@ from megaflow_hpc.host.address import interface_towards
 
 PMI, PMIX, CRAY = ("pspmi", "pmi2"), ("pspmix", "pmix", "pmix_v5", "pmix_v4", "pmix_v3"), ("cray_shasta",)
 """Types of ``srun --mpi``. MPICH and Intel MPI support PMI without additional libraries. Open MPI supports only pmix.
-Where ParaStation's psslurm replaces slurmd, pspmix serves pmix, and every other type but ``none`` serves PMI 1.1; some
-sites list it as pspmi."""
-LIBRARY_S = 20.0
-LIBRARY = """\
+
+ParaStation's psslurm, which replaces slurmd at some sites, offers PMIx as pspmix. There, every type except pspmix and
+``none`` provides PMI 1.1, which some sites list as pspmi.
+"""
+LOAD_TIMEOUT_S = 20.0
+LIBRARY_PROGRAM = """\
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
@@ -33,8 +35,8 @@ def find_mpiexec() -> str:
     Raises:
         SiteError: No mpiexec was found.
     """
-    beside = Path(sys.executable).parent / "mpiexec"
-    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    own = Path(sys.executable).parent / "mpiexec"
+    path = str(own) if own.exists() else shutil.which("mpiexec")
     if not path:
         raise SiteError(
             "mpiexec: not found; pip install mpich next to megaflow-hpc, load an MPI module, or run with --ranks 1"
@@ -54,13 +56,13 @@ def mpiexec(ranks: int) -> list[str]:
 
 @functools.cache
 def mpi_library() -> str:
-    """Returns the name of mpi4py's MPI library. Empty if it reports none.
+    """Returns the name of mpi4py's MPI library. Empty if the library cannot be loaded.
 
-    A child process loads the library without initializing MPI, because loading can hang or crash the process.
+    A child process loads it without initializing MPI, because loading can hang or crash the process.
     """
     try:
-        command = [sys.executable, "-c", LIBRARY]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIBRARY_S, check=False)
+        command = [sys.executable, "-c", LIBRARY_PROGRAM]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return ""
     output = done.stdout.strip() if done.returncode == 0 else ""
@@ -79,10 +81,11 @@ def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> 
     and ParaStation's pspmi read at most 1,024 bytes per line, so a full chunk makes startup hang. With libfabric, MPICH
     publishes only 16 bytes. libfabric's provider ``sockets`` lets the other ranks continue if one is killed. With
     ``tcp``, rank 0 would wait forever. On nodes with several interfaces, libfabric may choose an unusable one, such as
-    a container bridge. So it is told to use the interface through which this node reaches the step's ``srun``.
+    a container bridge. So ``FI_SOCKETS_IFACE`` names the interface through which this node reaches the step's
+    ``srun``.
 
     Args:
-        library: Full version string of the MPI library. A library built without UCX or without libfabric has no choice.
+        library: Full version string of the MPI library. Without both UCX and libfabric, there is no choice to make.
         environ: Environment of this rank. Network settings in it take precedence.
     """
     device = re.search(r"MPICH Device:\s*(.*)", library)
@@ -94,4 +97,6 @@ def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> 
         return {}
     variables = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "sockets"}
     interface = interface_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
-    return variables | ({"FI_SOCKETS_IFACE": interface} if interface and "FI_SOCKETS_IFACE" not in environ else {})
+    if interface and "FI_SOCKETS_IFACE" not in environ:
+        variables["FI_SOCKETS_IFACE"] = interface
+    return variables

@@ -1,19 +1,27 @@
-"""Creates private directories in shared locations such as ``/tmp``, and checks which users may replace a path."""
+"""Private directories in shared locations such as ``/tmp``: creation, cleanup, and which users may replace a path."""
 
 from __future__ import annotations
 
 import os
 import stat
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megaflow_hpc.errors import SiteError
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.locks import lock_descriptor
-from megaflow_hpc.host.process import user_name
+from megaflow_hpc.host.process import Identity, mapped_files, processes, user_name
 
+SHARED_MEMORY = "/dev/shm"
+STALE_S = 60.0
+"""Minimum age in seconds of an unmapped shared-memory file. A younger one may belong to an MPI world that is still
+starting."""
+POD_DIRECTORY, BUILD_DIRECTORY = "megaflow-pod", "megaflow-build"
+"""Kinds of private directories, named ``KIND.HOST.PID-START.RANDOM`` after the process that owns them."""
 _TURN_S = 5.0
 """Maximum wait in seconds for the lock on the base directory, which another user may hold."""
 
@@ -36,11 +44,12 @@ def open_to_others(path: Path) -> str:
     """
     status = path.stat()
     if status.st_mode & 0o077:
-        return f"others may read it (mode {stat.S_IMODE(status.st_mode):04o}); chmod 600 {path}, and think of a new key"
+        return f"others may read it (mode {stat.S_IMODE(status.st_mode):04o}); chmod 600 {path}, and replace the key"
     return ""
 
 
-_MOST_LINKS = 40
+_MAX_LINKS = 40
+"""Symlinks followed before a path counts as a loop, as in the kernel."""
 
 
 def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what: str = "it") -> str:
@@ -79,7 +88,7 @@ def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what
             return f"{here}: {kind} belongs to {user_name(status.st_uid)}, who can replace it; use another directory"
         if stat.S_ISLNK(status.st_mode):
             links += 1
-            if links > _MOST_LINKS:
+            if links > _MAX_LINKS:
                 return f"{here}: too many links"
             target = os.readlink(here)
             waiting.extendleft(reversed(target.split("/")))
@@ -101,7 +110,7 @@ def _open_to(path: str, status: os.stat_result, what: str) -> str:
     if status.st_uid != os.getuid():
         remedy = f"ask {user_name(status.st_uid)} for {remedy}"
     mode = stat.S_IMODE(status.st_mode)
-    return f"{path}: {who} may write to {what}; {remedy}, or use another place (it has mode {mode:04o})"
+    return f"{path}: {who} may write to {what}; {remedy}, or use another directory (it has mode {mode:04o})"
 
 
 def make_parents(path: Path) -> None:
@@ -154,7 +163,8 @@ def own_directory(base: Path, name: str) -> Path:
 def own_directories(base: Path, name: str) -> list[Path]:
     """Returns all existing directories that :func:`own_directory` has returned for these arguments."""
     plain = base / name
-    return [*([plain] if is_private(plain) else []), *_others(base, name)]
+    others = _others(base, name)
+    return [plain, *others] if is_private(plain) else others
 
 
 def _others(base: Path, name: str) -> list[Path]:
@@ -175,3 +185,61 @@ def _turn(base: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+# --- directories and shared memory of killed processes ---------------------------------------------------------------
+
+
+def process_directory(kind: str = POD_DIRECTORY, base: str | os.PathLike[str] | None = None) -> Path:
+    """Creates a private directory for this process under ``base``, by default the directory for temporary files."""
+    me = Identity.of(os.getpid())
+    return Path(tempfile.mkdtemp(prefix=f"{kind}.{os.uname().nodename}.{me}.", dir=base))
+
+
+def sweep_directories(base: str | os.PathLike[str], kind: str = POD_DIRECTORY) -> int:
+    """Removes directories of ``kind`` under ``base`` whose process on this host has ended. Returns the number
+    removed."""
+    prefix, removed = f"{kind}.{os.uname().nodename}.", 0
+    for path in _ours(base, prefix):
+        owner = Identity.parse(os.path.basename(path).removeprefix(prefix).rpartition(".")[0])
+        if owner and not owner.alive():
+            remove_tree(path, ignore_errors=True)
+            removed += 1
+    return removed
+
+
+def sweep_shared_memory(prefix: str = "mpich") -> int:
+    """Removes shared-memory files of MPI worlds that were killed while starting. Returns the number removed.
+
+    Ranks unlink their files once all ranks have mapped them. So a file of this user that no process maps is garbage.
+    """
+    before = time.time() - STALE_S
+    stale = [p for p, s in _ours(SHARED_MEMORY, prefix).items() if stat.S_ISREG(s.st_mode) and s.st_mtime < before]
+    if not stale:
+        return 0
+    # Other users' processes cannot be inspected, but they cannot have mapped our files.
+    mapped = set().union(*map(mapped_files, processes()))
+    removed = 0
+    for path in stale:
+        with suppress(OSError):
+            if path not in mapped:
+                os.unlink(path)
+                removed += 1
+    return removed
+
+
+def _ours(base: str | os.PathLike[str], prefix: str) -> dict[str, os.stat_result]:
+    """Returns this user's entries with ``prefix`` in a world-writable directory. Symlinks are not followed, because
+    any user may have created them."""
+    entries: dict[str, os.stat_result] = {}
+    try:
+        names = [name for name in os.listdir(base) if name.startswith(prefix)]
+    except OSError:
+        return entries  # the directory is missing or cannot be listed
+    for name in names:
+        path = os.path.join(base, name)
+        with suppress(OSError):  # removed in the meantime
+            status = os.lstat(path)
+            if status.st_uid == os.getuid():
+                entries[path] = status
+    return entries

@@ -1,4 +1,4 @@
-"""Inspects processes through Linux ``/proc``, and kills them by identity, because pids are reused.
+"""Inspects processes through Linux ``/proc``, kills them by identity, and raises this process's descriptor limit.
 
 This module is cheap to import, because the parent of an engine's processes imports it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import resource
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -46,8 +47,7 @@ class Identity:
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
-        """Returns the identity of the process that currently has ``pid``. ``None`` if there is none or it is a
-        zombie."""
+        """Returns the identity of the process that currently has ``pid``. ``None`` if it is missing or a zombie."""
         fields = stat_fields(pid)
         return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
@@ -77,9 +77,12 @@ class Identity:
             os.close(descriptor)
 
 
-def kill_each(pids: Iterable[int]) -> int:
-    """Sends SIGKILL to the processes that currently have these pids. Returns the number of signals sent."""
-    return sum(identity.kill() for pid in pids if (identity := Identity.of(pid)))
+def kill_each(pids: Iterable[int]) -> None:
+    """Sends SIGKILL to the processes that currently have these pids."""
+    for pid in pids:
+        identity = Identity.of(pid)
+        if identity is not None:
+            identity.kill()
 
 
 def read_proc(path: str) -> bytes:
@@ -92,7 +95,8 @@ def read_proc(path: str) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         content = data = os.read(descriptor, 65536)
-        while data := os.read(descriptor, 65536) if len(data) > 1024 else b"":  # at most a page per read
+        while len(data) > 1024:  # a read returns at most a page
+            data = os.read(descriptor, 65536)
             content += data
         return content
     finally:
@@ -194,7 +198,8 @@ def mapped_files(pid: int) -> set[str]:
     """Returns the paths of a process's mapped files. Empty if it has ended or belongs to another user."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as file:
-            return {f"/{path}" for line in file if (path := line.rstrip("\n").partition("/")[2])}
+            paths = [line.rstrip("\n").partition("/")[2] for line in file]
+            return {f"/{path}" for path in paths if path}
     except OSError:
         return set()
 
@@ -205,3 +210,36 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+MAX_DESCRIPTORS = 65_536
+"""Soft limit for processes with many connections, if the hard limit allows it.
+
+The hard limit may be millions. Child processes inherit the soft limit, and some programs loop over all possible
+descriptors.
+"""
+
+
+def descriptor_limit() -> int:
+    """Returns the maximum number of descriptors that this process may open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_descriptor_limit() -> None:
+    """Raises the soft limit to the smaller of the hard limit and :data:`MAX_DESCRIPTORS`. Never lowers it."""
+    global _inherited_limit
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _inherited_limit is None:
+        _inherited_limit = descriptor_limit()
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def inherited_descriptor_limit() -> int | None:
+    """Returns the soft limit with which this process was started. ``None`` if it has not been raised since."""
+    return _inherited_limit if _inherited_limit != descriptor_limit() else None
+
+
+_inherited_limit: int | None = None

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 
 _STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) 
                 finally:
                     os.close(below)
                 links += 1
-                if links > _MOST_LINKS:
+                if links > _MAX_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
                 if target.startswith("/"):
                     if not as_root:

@@ -28,7 +28,7 @@ def all_ids() -> tuple[str, ...]:
     """
     if os.geteuid() == 0 or not unshare() or not shutil.which("newuidmap") or not shutil.which("newgidmap"):
         return unshare()
-    uids, gids = _range("/etc/subuid", "-u"), _range("/etc/subgid", "-g")
+    uids, gids = _range("/etc/subuid"), _range("/etc/subgid", "-g")
     if not uids or not gids:
         return unshare()
     words = (sys.executable, "-I", "-S", "-c", _PROGRAM, uids, gids)
@@ -65,8 +65,8 @@ def namespace() -> Iterator[tuple[str, ...]]:
             holder.stdin.close()
 
 
-def _range(path: str, option: str) -> str:
-    """Returns ``START:COUNT`` of the caller's largest range. Empty if there is none."""
+def _range(path: str, *options: str) -> str:
+    """Returns ``START:COUNT`` of the caller's largest range. Empty if the caller has no range."""
     name = pwd.getpwuid(os.getuid()).pw_name
     rows = []
     try:
@@ -75,10 +75,12 @@ def _range(path: str, option: str) -> str:
     except OSError:
         pass
     ranges = [(int(row[2]), int(row[1])) for row in rows if len(row) == 3 and row[0] in (name, str(os.getuid()))]
-    if not ranges and (program := shutil.which("getsubids")):  # a directory service may provide the ranges
-        words = [program, *(["-g"] if option == "-g" else []), name]
+    program = shutil.which("getsubids")
+    if not ranges and program:  # a directory service may provide the ranges
+        words = [program, *options, name]
         output = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, check=False).stdout
-        ranges = [(int(row[-1]), int(row[-2])) for line in output.splitlines() if len(row := line.split()) == 4]
+        rows = [line.split() for line in output.splitlines()]
+        ranges = [(int(row[-1]), int(row[-2])) for row in rows if len(row) == 4]
     if not ranges:
         return ""
     count, start = max(ranges)

@@ -124,8 +124,9 @@ class WireLink:
         return self._messages.pop() if self._messages else None
 
     def receive_parcel(self, enough: int = 1 << 20) -> bytes | None:
-        """Returns all complete frames that have arrived, up to about ``enough`` bytes, as one parcel. ``None`` if there
-        are none.
+        """Returns the complete frames that have arrived as one parcel, of about ``enough`` bytes at most.
+
+        Returns ``None`` if no complete frame has arrived.
 
         Raises:
             EOFError: The peer closed the connection.

@@ -32,8 +32,8 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, last_workdir
-from megaflow_hpc.environments.images.mapping import ImageMapping, match_name
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping, match_name
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer

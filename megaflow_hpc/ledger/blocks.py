@@ -1,15 +1,15 @@
 """Blocks: immutable lists of rollouts, the unit that pods claim.
 
-The number of file-system operations grows with the number of blocks, not of rollouts. A block is a JSON file
-``RUN/tasks/<number>.json``. Blocks are never removed. They are added by the plan, by ``resume --failed``, by pods that
-hand off work, and by consumers of the rollouts while the campaign runs.
+The number of file-system operations grows with the number of blocks, not with the number of rollouts. A block is a
+JSON file ``RUN/tasks/<number>.json``. Blocks are never removed. The plan adds blocks, and so do ``resume --failed``,
+pods that hand off work, and consumers of the rollouts while the campaign runs.
 
 *Adding exactly once.* A process reserves a block number by hard-linking its file. A repeated call, or another process
-with the same token, must find what the first one added. So the first process links a record ``ledger/added/<token>.0``
-beforehand. It states how the rollouts are split into blocks, and the number of the first block. Every process with that
-token then links the same blocks under the same numbers. If a number is taken by other rollouts, the remaining blocks
-are numbered from the one in the next record, ``<token>.1``, and so on. Records never change, so all processes agree on
-the numbers.
+with the same token, must find the blocks that the first call added. So the first process links a record
+``ledger/added/<token>.0`` beforehand. The record contains the split into blocks, and the number of the first block.
+Every process with that token then links the same blocks under the same numbers. If other rollouts have taken a number,
+the next record ``<token>.1`` contains the number at which the remaining blocks start, and so on. Records never change,
+so all processes agree on the numbers.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
 MAX_BLOCK = 256
-"""Maximum number of rollouts in a block. Losing a pod costs its block's unfinished work. A claim costs five metadata
-operations."""
+"""Maximum number of rollouts in a block. Larger blocks lose more unfinished work with a pod. Smaller blocks need more
+claims, each with five metadata operations."""
 WAVE_SHARE = 3
-"""Each wave of blocks takes 1/WAVE_SHARE of the remaining work. Blocks therefore become small towards the end, so
-that no pod has a backlog while others are idle (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
+"""Each wave of blocks takes 1/WAVE_SHARE of the remaining work. So blocks become small towards the end, and no pod has
+a backlog while others are idle (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
 TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 MAX_LOOKS = 10
-"""Maximum number of attempts to read a file that exists, because linking it was refused, but that a cache still
-hides."""
+"""Maximum number of attempts to read a file that must exist, but that a cache may still hide."""
 
 
 class RolloutGroups(Sequence[Rollout]):
@@ -111,13 +110,14 @@ class _BlockFile(msgspec.Struct):
 
 
 def deal(work: Sequence[float], pods: int, longest_first: bool = False) -> list[list[int]]:
-    """Distributes items over blocks. Returns the items of each block, in the order in which blocks will be claimed.
+    """Distributes items over blocks. Returns the items of each block, in claim order.
 
-    Blocks come in waves. A wave holds about 1/:data:`WAVE_SHARE` of the remaining work. If ``longest_first``, items are
-    dealt round-robin over its blocks. Otherwise the first pods would hold more long items than slots.
+    Blocks come in waves. A wave contains about 1/:data:`WAVE_SHARE` of the remaining work.
 
     Args:
-        work: Expected cost of each item; all 1 if unknown.
+        work: Expected cost of each item. All 1 if unknown.
+        longest_first: Start with the most expensive items. They are dealt round-robin over the blocks of a wave.
+            Otherwise the first pods would get more expensive items than slots.
     """
     order = sorted(range(len(work)), key=lambda n: -work[n]) if longest_first else list(range(len(work)))
     blocks: list[list[int]] = []
@@ -145,28 +145,17 @@ def split(
     size: int | None = None,
     expected_s: Callable[[Rollout], float] | None = None,
     whole: bool = True,
-) -> list[tuple[Rollout, ...]]:
+) -> Iterator[list[Rollout]]:
     """Splits rollouts into blocks for ``pods`` pods, or into blocks of about ``size``. Samples of a group stay
-    together.
+    together. Yields one block at a time, because a plan may have a million rollouts.
 
     Args:
-        expected_s: Expected durations. Groups are sorted by their longest sample, longest first.
+        expected_s: Returns the expected duration of a rollout. Groups are sorted by their total, longest first.
         whole: Keep groups whole even if there are fewer groups than pods.
     """
-    return [tuple(rollouts[place] for place in block) for block in places(rollouts, pods, size, expected_s, whole)]
-
-
-def places(
-    rollouts: Sequence[Rollout],
-    pods: int,
-    size: int | None = None,
-    expected_s: Callable[[Rollout], float] | None = None,
-    whole: bool = True,
-) -> Iterator[list[int]]:
-    """Yields, for each block, the indices of its rollouts in ``rollouts``. The arguments are those of :func:`split`."""
     groups, dealt = _deal_groups(rollouts, pods, size, expected_s, whole)
     for block in dealt:
-        yield [place for number in block for place in groups[number]]
+        yield [rollouts[n] for number in block for n in groups[number]]
 
 
 def count_blocks(rollouts: Sequence[Rollout], pods: int, whole: bool = True) -> int:
@@ -181,12 +170,17 @@ def _deal_groups(
     expected_s: Callable[[Rollout], float] | None,
     whole: bool,
 ) -> tuple[list[range], list[list[int]]]:
-    """Returns the indices of each group or part of a group, and for each block the numbers of its groups."""
+    """Returns the rollout indices of each group or part of a group, and the group numbers of each block."""
     groups = _spans(rollouts)
     if not whole:
-        few = math.ceil(pods * WAVE_SHARE / len(groups)) if 0 < len(groups) < pods else 1
-        parts = [min(max(few, math.ceil(len(group) / MAX_BLOCK)), len(group)) for group in groups]
-        groups = [group[n::count] for group, count in zip(groups, parts, strict=True) for n in range(count)]
+        parts: list[range] = []
+        for group in groups:
+            count = math.ceil(len(group) / MAX_BLOCK)
+            if len(groups) < pods:
+                count = max(count, math.ceil(pods * WAVE_SHARE / len(groups)))
+            count = min(count, len(group))
+            parts += [group[n::count] for n in range(count)]
+        groups = parts
     if size:
         largest_group = max((len(group) for group in groups), default=1)
         groups_in_block = max(1, size // largest_group)
@@ -220,8 +214,8 @@ def write_blocks(
     files = Files(run)
     number = max((number for number in numbers(run) if number < FIRST_HANDED_OFF), default=-1) + 1
     written = []
-    for block in places(rollouts, pods, size, expected_s, whole):
-        content = {"rollouts": [rollouts[place].to_dict() for place in block]}
+    for block in split(rollouts, pods, size, expected_s, whole):
+        content = {"rollouts": [rollout.to_dict() for rollout in block]}
         while not files.answer(Link(task_path(number), content, f"new.{secrets.token_hex(8)}")):
             number += 1  # another process is also adding blocks
         written.append(number)
@@ -232,11 +226,11 @@ def write_blocks(
 def add_blocks(
     run: RunDir, rollouts: Sequence[Rollout], token: str, pods: int = 1, size: int | None = None
 ) -> list[int]:
-    """Adds blocks to a campaign, possibly a running one, and returns their numbers. Splits like :func:`split`.
+    """Adds blocks to a campaign, even while it runs, and returns their numbers. Splits like :func:`split`.
 
     The call is idempotent: with the same token it adds nothing and returns the same numbers, even if an earlier caller
-    was killed at any point. Running pods claim the new blocks. An open lease keeps pods waiting for them; ``resume``
-    starts new pods.
+    was killed at any point. Running pods claim the new blocks. Pods wait for them while there is an open lease.
+    ``resume`` starts new pods.
 
     Args:
         token: Idempotency token of this batch, unique in the run.
@@ -246,14 +240,14 @@ def add_blocks(
         OSError: The run directory is full or unavailable. The call may be repeated.
     """
     make_directory(run.path / ADDED)
-    return Files(run).carry_out(add(split(rollouts, pods, size), token, f"add.{secrets.token_hex(8)}"))
+    return Files(run).carry_out(add(list(split(rollouts, pods, size)), token, f"add.{secrets.token_hex(8)}"))
 
 
 def add(blocks: Sequence[Sequence[Rollout]], token: str, private: str) -> Steps[list[int]]:
     """Adds blocks of rollouts once per token, as steps, and returns their numbers.
 
     Args:
-        blocks: The caller's split of the rollouts. Ignored if another process with this token was faster.
+        blocks: The caller's split of the rollouts. If another process with this token was faster, its split counts.
         private: Prefix for the private files of this call.
 
     Raises:
@@ -293,7 +287,7 @@ def digest(rollouts: Sequence[Rollout]) -> str:
 
 
 def _agree(token: str, turn: int, about: Mapping[str, Any], private: str) -> Steps[Mapping[str, Any]]:
-    """Returns the record of a turn. The first process with this token decides the numbers of the remaining blocks."""
+    """Returns the record of a turn. Its first writer decides the numbers of the remaining blocks for all processes."""
     path = added_path(token, turn)
     record = yield Read(path)
     if record is not None:
@@ -306,7 +300,7 @@ def _agree(token: str, turn: int, about: Mapping[str, Any], private: str) -> Ste
 
 
 def _place(number: int, content: Mapping[str, Any], private: str) -> Steps[bool]:
-    """Links a block. Returns True if the block exists, even if another process with the same token linked it."""
+    """Links a block. Returns True if it now exists, even if another process with the same token linked it."""
     if (yield Link(task_path(number), content, private)):
         return True
     existing = yield from _read_existing(task_path(number))

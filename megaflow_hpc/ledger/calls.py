@@ -1,8 +1,8 @@
 """File-system calls of the ledger, as data.
 
-The rules (:mod:`~megaflow_hpc.ledger.rules`) are generators that yield these calls and are sent the results.
-:class:`~megaflow_hpc.ledger.files.Files` executes them. Tests can therefore run the same code through every
-interleaving of its calls, and on a file system that misbehaves on purpose. Paths are relative to the run directory.
+The rules (:mod:`~megaflow_hpc.ledger.rules`) are generators that yield these calls and receive the results.
+:class:`~megaflow_hpc.ledger.files.Files` executes the calls. So tests can run the same code through every interleaving
+of its calls, and on a file system that misbehaves on purpose. Paths are relative to the run directory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ class Names:
 
     directory: str
     private: bool = False
-    """If True, private names, which begin with a dot, are listed too."""
+    """True to list private names too. They begin with a dot."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """Opens and reads a JSON file. Result: ``dict``, or ``None`` if it is missing. ValueError if it is being
-    written."""
+    """Opens and reads a JSON file. Result: ``dict``, or ``None`` if the file is missing.
+
+    Raises:
+        ValueError: The file is being written.
+    """
 
     path: str
 
@@ -48,7 +51,7 @@ class Link:
     token: str = ""
     """Name of the private file. A call with the same token is a retry of a call that may have succeeded."""
     keep: bool = False
-    """If True, the private file is kept for the next call with this token."""
+    """True to keep the private file for the next call with this token."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Overwrites a small file in place. The directory does not change, and readers may see a torn file."""
+    """Overwrites a small file in place, without changing its directory. Readers may see a torn file."""
 
     path: str
     content: Mapping[str, Any] = field(hash=False)
@@ -95,7 +98,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Stored:
-    """Counts the rollouts that ``<pod>.<start>`` stored, of which the lease may show fewer. Result: ``int``."""
+    """Counts the rollouts that ``<pod>.<start>`` has stored. The lease may show fewer. Result: ``int``."""
 
     owner: str
     lease: Mapping[str, Any] = field(hash=False)

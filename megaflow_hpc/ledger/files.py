@@ -1,7 +1,7 @@
-"""Executes the ledger's calls on a shared file system that caches, resends requests and may be temporarily unavailable.
+"""Execution of the ledger's calls on a shared file system that caches, resends requests and has outages.
 
-- *Link.* A private file is linked to its public name. A refusal proves nothing: if a network file system resent the
-  request, its first copy took the name. So the private file's link count decides.
+- *Link.* A private file is linked to its public name. A refusal proves nothing, because a network file system may have
+  resent the request after its first copy took the name. So the private file's link count decides.
 - *Rename.* A resent rename finds no source file. The file is published again.
 - *Stale handles.* The file is reopened.
 - *Outages.* The error says nothing about the file. Each call waits until the file system is back, so the outcome of
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic
 
 from megaflow_hpc.host.atomic import file_mode, to_json, write_json
+from megaflow_hpc.ledger.accounts import stored_by
 from megaflow_hpc.ledger.calls import (
     Call,
     Clock,
@@ -36,7 +37,6 @@ from megaflow_hpc.ledger.calls import (
     There,
 )
 from megaflow_hpc.ledger.calls import Touch as TouchCall
-from megaflow_hpc.ledger.progress import stored_by
 from megaflow_hpc.rundir.json_files import read_json
 from megaflow_hpc.rundir.layout import RunDir
 
@@ -44,6 +44,7 @@ MAX_STALE_TRIES = 5
 RETRY_S = 1.0
 """Seconds between retries while the file system is unavailable."""
 GIVE_UP_S = 600.0
+"""Raise the error after the file system has been unavailable for this many seconds."""
 AWAY = frozenset(
     (errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.EAGAIN, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 )
@@ -51,12 +52,12 @@ AWAY = frozenset(
 
 
 def passing(error: OSError) -> bool:
-    """Returns whether an error is transient, so that the file may still exist."""
+    """Returns whether an error is transient. The file may still exist."""
     return error.errno in AWAY or error.errno == errno.ESTALE
 
 
 MAX_LINKS = 1000
-"""Maximum number of links to one private file, since file systems limit it."""
+"""Maximum number of links to one private file. File systems limit the number."""
 
 
 def boot_clock() -> float:
@@ -72,9 +73,9 @@ class Files:
         self.journal_length: Callable[[str], int] = lambda owner: 0
         """Returns the number of bytes in complete records of the journal of a ``<pod>.<start>``."""
         self._rewritten: dict[str, BinaryIO] = {}
-        """Path → open file that is overwritten in place."""
+        """Path → open file, for files that are overwritten in place."""
         self._private: dict[str, tuple[Path, int]] = {}
-        """Token → (private file kept for the next call, its number of links)."""
+        """Token → (private file for the next call with this token, its number of links)."""
 
     def carry_out(self, steps: Steps[T]) -> T:
         """Runs an operation to completion and returns its result.
@@ -146,15 +147,15 @@ class Files:
         write_json(self._root / call.path, call.content)
 
     def _rewrite(self, call: Rewrite) -> None:
-        # To reduce server load, the file stays open and no directory changes. Shorter content is padded. Readers retry
-        # if they see a torn file.
+        # Keep the file open, and change no directory, to reduce the load of the file server. Pad shorter content.
+        # Readers retry if they see a torn file.
         file = self._rewritten.pop(call.path, None) or open(self._root / call.path, "r+b")  # noqa: SIM115
         try:
             content = to_json(call.content).encode()
             os.pwrite(file.fileno(), content.ljust(os.fstat(file.fileno()).st_size), 0)
             os.fsync(file.fileno())
         except BaseException:
-            file.close()  # the handle may be stale; the next call reopens the file
+            file.close()  # the handle may be stale, so the next call reopens the file
             raise
         self._rewritten[call.path] = file
 
@@ -179,7 +180,7 @@ class Files:
             try:
                 self._hard_link(private, target)
                 won = True
-            except FileNotFoundError:  # the private file was removed because this pod was assumed dead
+            except FileNotFoundError:  # the coordinator assumed that this pod is dead, and removed the private file
                 self._private.pop(call.token, None)
                 raise
             except FileExistsError:
@@ -187,13 +188,13 @@ class Files:
                 won = _links(private) > links
         if call.keep and won and not refused and links < MAX_LINKS:
             self._private[call.token] = private, links + 1
-        else:  # also after a refusal, since the link count is then uncertain
+        else:  # also after a refusal, because the link count is then uncertain
             self._private.pop(call.token, None)
             private.unlink(missing_ok=True)
         return won
 
     def remove_private(self) -> None:
-        """Removes the private files that are kept for further calls. The next call writes a new one. Raises OSError."""
+        """Removes the private files that were kept for further calls. Raises OSError."""
         for private, _ in self._private.values():
             private.unlink(missing_ok=True)
         self._private.clear()
@@ -202,7 +203,7 @@ class Files:
         os.link(private, target)
 
     def _own(self, private: Path, call: Link) -> Path:
-        """Returns the private file of a call. A retry may find it already there, always complete."""
+        """Returns the private file of a call. If a retry finds the file, it is complete."""
         if call.keep or not private.exists():
             private.unlink(missing_ok=True)
             write_json(private, call.content)
@@ -211,10 +212,10 @@ class Files:
 
 
 class Operation(Generic[T]):
-    """An operation of the rules that can be executed in parts."""
+    """An operation of the rules that is executed in parts."""
 
     result: T
-    """The result, set once the operation has ended."""
+    """The result. Set once the operation has ended."""
 
     def __init__(self, files: Files, steps: Steps[T]) -> None:
         self._files, self._steps = files, steps
@@ -245,12 +246,12 @@ class Operation(Generic[T]):
 
 
 def _repeated(error: OSError, call: Call) -> bool:
-    """Returns whether the error may come from a resent request whose first copy already renamed the file."""
+    """Returns whether the file system may have resent a request after its first copy renamed the file."""
     return error.errno == errno.ENOENT and isinstance(call, Publish | Link)
 
 
 def _links(path: Path) -> int:
-    """Returns the link count of a file. Opening the file makes a network client ask the server."""
+    """Returns the link count of a file. Opens the file, because a network client then asks the server."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.fstat(descriptor).st_nlink

@@ -1,9 +1,9 @@
-"""Hand-offs between pods: requests for work, and the blocks created in response, which other pods may claim. Pure.
+"""Hand-offs between pods: requests for work, and the new blocks that answer them. Pure.
 
-A pod hands off rollouts that it has not started. They become a new block, numbered from ``FIRST_HANDED_OFF``, which
-names the block and epoch of its origin. The claim on the origin keeps count of the blocks handed off, and so does the
-claim of a pod that takes the origin over. A request is an empty file that carries all its data in its name:
-``<pod>.<start>.<n>.<slots>``.
+A pod hands off rollouts that it has not started. They become a new block, and any pod may claim it. Its number is at
+least ``FIRST_HANDED_OFF``, and its file names the block and epoch of its origin. The pod that holds the origin counts
+the blocks handed off from it. So does a pod that takes the origin over. A request is an empty file that carries all its
+data in its name: ``<pod>.<start>.<n>.<slots>``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megaflow_hpc.types import Rollout
 
 
 class NotYet(Exception):
-    """A file is listed but cannot be opened yet, because of a cache. A later poll will succeed."""
+    """A cache hides a file that is listed. A later poll will succeed."""
 
 
 class Origin(NamedTuple):
@@ -32,7 +32,7 @@ class Origin(NamedTuple):
 
 @dataclass
 class HandOffs:
-    """Hand-offs and requests, as known to one start of a pod. Operations are steps.
+    """Hand-offs and requests that one start of a pod knows. Operations are steps.
 
     Args:
         name: ``<pod>.<start>``.
@@ -43,7 +43,7 @@ class HandOffs:
     """Held block → number of blocks handed off from it."""
     _origins: dict[int, Origin] = field(default_factory=dict)
     _requests: list[str] = field(default_factory=list)
-    """Paths of this pod's pending requests. More than one only after an error."""
+    """Paths of this pod's pending requests. There is more than one only after an error."""
     _requests_made: int = 0
 
     # --- blocks ---
@@ -57,25 +57,24 @@ class HandOffs:
         self._counts[block] = self.count(block) + 1
 
     def count(self, block: int) -> int:
-        """Returns the number of blocks handed off from a held block, by this pod or earlier holders."""
+        """Returns the number of blocks that this pod or earlier holders have handed off from a held block."""
         return self._counts.get(block, 0)
 
     def made_of(self, block: int, blocks: Iterable[int]) -> Steps[list[int]]:
-        """Returns those of ``blocks`` that were handed off from the given block."""
-        found = []
+        """Returns the members of ``blocks`` that were handed off from ``block``."""
+        handed_off = []
         for number in blocks:
-            if number < FIRST_HANDED_OFF:
-                continue
-            origin = yield from self.origin(number)
-            if origin.block == block:
-                found.append(number)
-        return found
+            if number >= FIRST_HANDED_OFF:
+                origin = yield from self.origin(number)
+                if origin.block == block:
+                    handed_off.append(number)
+        return handed_off
 
     def take_over(self, block: int, given: int | Sequence[int]) -> Steps[frozenset[str]]:
         """Records the hand-offs that a claim lists for its block. Returns the ids of the rollouts that were handed off.
 
         Args:
-            given: The blocks, or just their number if the predecessor already excluded their rollouts.
+            given: The blocks handed off, or just their number if the predecessor has excluded their rollouts.
 
         Raises:
             NotYet: One of these blocks cannot be read yet.

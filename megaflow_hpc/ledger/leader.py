@@ -1,8 +1,9 @@
-"""Leader election: one process of a campaign does a job on behalf of all.
+"""Leader election: one process of a campaign does a job on behalf of all. The coordinator is such a leader.
 
-The leader holds the lease ``RUN/ledger/<role>.json``, which also contains the leader's report. Another process may take
-the lease once it has expired. If two processes take it at the same moment, the later write wins, and the loser notices
-at its next poll. The job must therefore tolerate being done twice.
+The leader holds the lease ``RUN/ledger/<role>.json``. The file also contains the leader's report. Another process may
+take the lease once it has expired. If two processes take it at the same moment, the later write wins, and the loser
+notices at its next poll. So the job must tolerate that it is done twice. The coordinator is the pod that surveys the
+ledger for all pods. Its report is a :class:`Report`.
 """
 
 from __future__ import annotations
@@ -10,19 +11,26 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from megaflow_hpc.ledger.accounts import Progress
 from megaflow_hpc.ledger.calls import Link, Remove
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.lease import Lease
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.live import Asked
 
 SCALER = "scaler"
 """Role that releases held elements of the engine array when there is work for them."""
 COORDINATOR = "coordinator"
 """Role of the pod that surveys the ledger for all pods."""
 RENEW_S = 30.0
+"""Seconds between two renewals of the lease."""
 STALE_S = 100.0
+"""Seconds without a renewal after which the lease expires."""
 
 
 class Leader:
@@ -44,7 +52,8 @@ class Leader:
         return self._lease.content
 
     def holder(self) -> str:
-        """Returns the leader's name, or an empty string. A lease seen for the first time counts as fresh."""
+        """Returns the leader's name. Empty without a leader. A lease counts as fresh when it is seen for the first
+        time."""
         try:
             unchanged_s = self._files.carry_out(self._lease.look())
         except OSError:
@@ -52,14 +61,14 @@ class Leader:
         return str(self.report.get("holder", "")) if unchanged_s < STALE_S else ""
 
     def confirmed(self) -> bool:
-        """Returns whether the lease is fresh and was seen to be renewed by this object."""
+        """Returns whether the lease is fresh, and this object has seen a renewal."""
         return bool(self.holder()) and self._lease.changed
 
     def hold(self, report: Mapping[str, Any] | None = None) -> bool:
         """Takes or renews the lease. Call it about every :data:`RENEW_S` seconds.
 
         Args:
-            report: Additional content of the lease file, for its readers.
+            report: Additional content of the lease file.
 
         Returns:
             True if this process is the leader.
@@ -74,7 +83,7 @@ class Leader:
         if lease.content:
             self._files.carry_out(lease.publish(now, content))
             return True
-        # Several processes may notice the missing leader at the same moment. Only one of them can link the file.
+        # Several processes may find at the same moment that there is no leader. Only one of them can link the file.
         content = lease.next(content)
         if not self._files.answer(Link(lease.path, content, f"leader.{secrets.token_hex(8)}")):
             return False
@@ -86,3 +95,50 @@ class Leader:
         leader."""
         if self.holder() == self._name:
             self._files.answer(Remove(self._lease.path))
+
+
+FEW = 8
+"""Every pod scans the ledger itself, without a coordinator, if there are at most this many pods."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """State of the ledger, which one pod surveys for all pods."""
+
+    open: int
+    """Number of blocks that are not done."""
+    claimable: int
+    """Number of open blocks that are free or released, or whose holder is gone."""
+    orphans: list[tuple[int, int, str]] = field(default_factory=list)
+    """(block, epoch, holder ``<pod>.<start>``) of blocks that can be taken over, because the holder is gone or has
+    restarted. Pods that take over a block need not read all claims."""
+    requests: dict[str, int] = field(default_factory=dict)
+    """Pending requests for work, each with its number of slots."""
+    opened: bool = False
+    """True if a consumer may add blocks."""
+    awaited: bool = False
+    """True if the lease of such a consumer has not expired."""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The coordinator's report, ``RUN/ledger/coordinator.json``."""
+
+    pods: int = 0
+    """Number of pods that are renewing their lease."""
+    survey: Survey | None = None
+    generation: str = ""
+    """Generation of the published listing of engines."""
+    exceeded: str = ""
+    """Describes the campaign limit that is exceeded. Empty if none is."""
+    progress: dict[str, Progress] = msgspec.field(default_factory=dict)
+    """``<pod>.<start>`` → progress, for every pod that has not ended."""
+    asked: Asked = Asked()
+    """Rollouts that viewers have requested."""
+
+
+def reported(leader: Leader) -> Report:
+    """Returns the leader's report as of the last poll. Empty if it is invalid or of another version."""
+    try:
+        return msgspec.convert(leader.report, Report)
+    except ValueError:  # also raised for lone surrogates
+        return Report()

@@ -15,10 +15,12 @@ unchanged: from the *end* of the read that first showed the value to the *beginn
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger.calls import Clock, Publish, Read, Rewrite, Steps
 
 
@@ -27,14 +29,14 @@ class Times:
     """Lease intervals and timeouts, in seconds."""
 
     renew_s: float = 30.0
-    """Interval at which a pod renews its lease."""
+    """Age at which a pod renews its lease."""
     commit_s: float = 90.0
-    """Lease age at which the fence closes, so that the pod commits nothing more."""
+    """Age of its lease at which a pod's fence closes. The pod commits nothing more."""
     lease_s: float = 180.0
-    """Lease age at which another pod takes over. The margin over ``commit_s`` covers file-system caches."""
+    """Age at which another pod takes over. The margin over ``commit_s`` covers file-system caches."""
     open_s: float = 900.0
-    """Lease age at which pods stop waiting for a consumer. A trainer that restarts or changes its allocation is
-    usually back by then. If it is queued for longer, holding nodes is not worth it."""
+    """Age at which pods stop waiting for a consumer. A trainer that restarts or changes its allocation is usually back
+    by then. If it is queued for longer, the pods should not hold their nodes."""
 
 
 TIMES = Times()
@@ -62,7 +64,7 @@ class PodIdentity:
 
 @dataclass
 class Lease:
-    """One lease file, used by its holder or by an observer. Operations are steps for a file system."""
+    """One lease file, for its holder or for an observer. Operations are steps."""
 
     path: str
     counter: int = 0
@@ -70,24 +72,24 @@ class Lease:
     content: dict[str, Any] = field(default_factory=dict)
     """The content last read or written. Empty if there was no file."""
     renewed_at: float = -math.inf
-    """This machine's clock just before this process last renewed the lease."""
+    """Time just before this process last renewed the lease, on this machine's clock."""
     unchanged_since: float | None = None
-    """This machine's clock just after the read that first showed the current counter."""
+    """Time just after the read that first showed the current counter, on this machine's clock."""
     changed: bool = False
-    """True if the counter was ever seen to change, so the holder was alive in between."""
+    """True if the counter has changed between two reads, so the holder was alive."""
 
     def publish(self, now: float, content: Mapping[str, Any]) -> Steps[None]:
         """Increments the counter and replaces the file.
 
         Args:
-            now: This machine's clock, read before the call, because the lease is valid from then.
+            now: Time before the call, on this machine's clock. The lease is valid from then.
         """
         new = self.next(content)
         yield Publish(self.path, new)
         self.renewed(now, new)
 
     def rewrite(self, now: float, content: Mapping[str, Any]) -> Steps[None]:
-        """Increments the counter in the existing file, without a rename, which would update the directory."""
+        """Increments the counter in the existing file. Unlike a rename, this does not change the directory."""
         new = self.next(content)
         yield Rewrite(self.path, new)
         self.renewed(now, new)
@@ -102,7 +104,7 @@ class Lease:
         self.renewed_at = self.unchanged_since = now
 
     def look(self) -> Steps[float]:
-        """Reads the lease. Returns the number of seconds for which its counter is known to be unchanged."""
+        """Reads the lease. Returns the seconds for which its counter has certainly not changed."""
         began: float = yield Clock()
         try:
             content: dict[str, Any] | None = yield Read(self.path)
@@ -122,3 +124,13 @@ class Lease:
     def unchanged_s(self, now: float) -> float:
         """Returns the age of the counter in seconds, assuming that it has not changed since the last read."""
         return 0.0 if self.unchanged_since is None else now - self.unchanged_since
+
+
+def process_here(lease: Mapping[str, Any]) -> Identity | None:
+    """Returns the process of a pod that runs outside Slurm on this host, dead or alive. Otherwise ``None``."""
+    if lease.get("job_id") or lease.get("host") != os.uname().nodename:
+        return None
+    try:
+        return Identity(int(lease["pid"]), int(lease["pid_start"]))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None

@@ -1,4 +1,4 @@
-"""The ledger as used by a pod or a reader: executes the rules on the run directory.
+"""The ledger of one run, for a pod or a reader. It applies the rules to the run directory.
 
 ::
 
@@ -20,36 +20,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.ledger import names
-from megaflow_hpc.ledger.calls import Clock, Names, Read
+from megaflow_hpc.ledger.accounts import Facts, accounts, add_facts, read_record, recent
+from megaflow_hpc.ledger.calls import Clock, Names, Read, Steps
+from megaflow_hpc.ledger.coordinator import Pruning, Surveyed, survey
 from megaflow_hpc.ledger.files import Files, Operation, boot_clock
+from megaflow_hpc.ledger.leader import Survey
 from megaflow_hpc.ledger.lease import TIMES, PodIdentity, Times
-from megaflow_hpc.ledger.past import Facts, accounts, add_facts, read_record, recent
-from megaflow_hpc.ledger.pruning import Pruning
-from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.ledger.rules import Claim, LedgerRules, Outlook
-from megaflow_hpc.ledger.seals import all_seals, seals_before
-from megaflow_hpc.ledger.survey import Surveyed, survey
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JOB_ID, array_of
 from megaflow_hpc.types import Rollout
 
 DIRECTORIES = ("claims", "released", "done", "leases", "gone", "hungry", "ended")
-
-
-@dataclass(frozen=True)
-class LedgerView:
-    """Claims and done marks from one listing of the ledger."""
-
-    epochs: dict[int, int]
-    """Block → epoch of its latest claim."""
-    done: set[int]
+MAX_LOOKS = 5
+"""Maximum number of attempts to read a listed claim. An attempt fails only if a later claim has just replaced it."""
+Seals = dict[tuple[int, int], tuple[str, int]]
+"""(block, epoch) → (``<pod>.<start>`` that held the block, valid bytes of its journal), for superseded epochs."""
 
 
 class Ledger:
@@ -90,28 +82,28 @@ class Ledger:
         self.renew(force=True)
 
     def renew(self, force: bool = False) -> None:
-        """Renews the lease if it is due. Call it often; calls in between cost nothing."""
+        """Renews the lease if it is due. Call it often."""
         self._files.carry_out(self._rules.renew(force))
 
     def show(self, progress: Mapping[str, Any], every_s: float) -> None:
-        """Publishes the pod's progress in its lease, which is renewed at least every ``every_s`` seconds."""
+        """Publishes the pod's progress in its lease, at least every ``every_s`` seconds."""
         rules = self._rules
         rules.progress = dict(progress)
         rules.renew_s = min(every_s, rules.times.renew_s)
 
     @property
     def may_commit(self) -> bool:
-        """False once the lease is so old that another pod may be about to take over."""
+        """False once the lease is so old that another pod may take over soon."""
         return self._rules.open_at(self._files.answer(Clock()))
 
     @property
     def superseded(self) -> bool:
-        """True if a later start of this array element runs, so the element belongs to that one."""
+        """True if this array element has a later start, which takes over."""
         return self._rules.superseded
 
     @property
     def closes_at(self) -> float:
-        """Time at which :attr:`may_commit` becomes false unless the lease is renewed, on the ledger's clock."""
+        """Time at which :attr:`may_commit` becomes False without a renewal, on the ledger's clock."""
         return self._rules.closes_at
 
     def committed(self, commit: Callable[[], object]) -> bool:
@@ -135,12 +127,12 @@ class Ledger:
         return leases
 
     def accounts(self, leases: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Facts]:
-        """Returns core-seconds and other facts of every start that the run ever had (:mod:`megaflow_hpc.ledger.past`).
+        """Returns core-seconds and other facts of every start that the run ever had.
 
         Args:
             leases: Result of :meth:`leases`. Read if not given.
         """
-        # Read the record first, so that no lease is missed that is removed in the meantime.
+        # Read the record first, so that a lease that is removed in the meantime is not missed.
         _, record = self._files.carry_out(read_record())
         return accounts(self.leases() if leases is None else leases, record)
 
@@ -151,7 +143,7 @@ class Ledger:
         return {*ended.get("arrays", ()), *filter(None, map(array_of, self.pods()))}
 
     def pods(self) -> set[str]:
-        """Returns the pods that have a lease: those that run, and those that ended some minutes ago or hold a block."""
+        """Returns the pods that have a lease: running ones, and others that ended recently or still hold a block."""
         return {name.rpartition(".")[0] for name in self._names(names.LEASES)}
 
     def mark_gone(self, pod_start: str) -> None:
@@ -165,7 +157,7 @@ class Ledger:
     # --- claims ---
 
     def claim(self, journal_length: Callable[[str], int]) -> Claim | None:
-        """Claims one block that is free or whose holder is gone. Returns ``None`` if no block is currently available.
+        """Claims one block that is free, or that has lost its holder. Returns ``None`` if no block is available now.
 
         Args:
             journal_length: Returns the number of bytes in complete records of the journal of a ``<pod>.<start>``. Used
@@ -178,7 +170,7 @@ class Ledger:
         """Releases a block. Does nothing once the fence is closed.
 
         Args:
-            sealed: Length in bytes of this pod's journal up to which everything committed for the block is included.
+            sealed: Bytes of this pod's journal that include everything committed for the block.
             left: Ids of the rollouts that are not stored.
         """
         self._files.carry_out(self._rules.release(claim, sealed, left))
@@ -203,7 +195,7 @@ class Ledger:
         self._files.carry_out(self._rules.mark_done(claim))
 
     def leave(self) -> None:
-        """Removes this pod's private files, when it ends. The coordinator removes those of killed pods."""
+        """Removes this pod's private files at its end. The coordinator removes those of killed pods."""
         self._files.remove_private()
 
     @property
@@ -213,7 +205,7 @@ class Ledger:
 
     @property
     def free(self) -> list[int]:
-        """Blocks that the last :meth:`claim` found free and left. Other pods may have claimed some since."""
+        """Blocks that were still free after the last :meth:`claim`. Other pods may have claimed some since."""
         return self._rules.free
 
     def prefer(self, blocks: Iterable[int]) -> None:
@@ -235,20 +227,17 @@ class Ledger:
     # --- for all pods ---
 
     def survey(self) -> Operation[Surveyed]:
-        """Returns an operation, executable in parts, that determines for all pods what can be claimed.
-
-        It marks pods with expired leases as gone.
-        """
+        """Returns an operation that surveys the ledger for all pods. It marks pods with expired leases as gone."""
         return Operation(self._files, survey(self._rules))
 
     def prune(self) -> Operation[None]:
-        """Returns an operation, executable in parts, that removes unneeded files. Call it after a survey."""
+        """Returns an operation that removes unneeded files. Run it after a survey."""
         if self._pruning is None:
             self._pruning = Pruning(self._rules)
         return Operation(self._files, self._pruning.look())
 
     def follow(self, survey: Survey | None) -> None:
-        """Relies on another pod's survey. ``None`` makes this pod scan the ledger itself again."""
+        """Uses another pod's survey from now on. With ``None``, this pod scans the ledger itself again."""
         self._rules.surveyed = survey
 
     # --- reading ---
@@ -259,7 +248,7 @@ class Ledger:
         return self._marks.finished
 
     def added(self) -> set[str]:
-        """Returns the names of the records of batches added after planning. Records never change."""
+        """Returns the names of the records of all batches that were added after planning. Records never change."""
         return {name for name in self._names(names.ADDED) if name.endswith(".0")}
 
     def rollouts_added(self, record: str) -> int:
@@ -268,35 +257,24 @@ class Ledger:
         rollouts = content.get("rollouts")
         return rollouts if isinstance(rollouts, int) and 0 <= rollouts < 1 << 53 else 0
 
-    def view(self) -> LedgerView:
-        """Lists the claimed blocks, and the blocks that are done except for handed-off rollouts."""
-        return LedgerView(names.latest(self._names(names.CLAIMS)), set(names.done_blocks(self._names(names.DONE))))
+    def marked_done(self) -> set[int]:
+        """Returns the blocks with a done mark. Rollouts that were handed off from them may not be done."""
+        return set(names.done_blocks(self._names(names.DONE)))
 
     def done(self) -> set[int]:
-        """Returns the blocks whose rollouts are all durable, those included that were handed off."""
+        """Returns the blocks with only durable rollouts, including those that were handed off."""
         done = names.done_blocks(self._names(names.DONE))
         handed_off = [n for n in names.block_numbers(self._names(names.TASKS)) if n >= names.FIRST_HANDED_OFF]
         all_back = all(block in done for block in handed_off)
         return {block for block, given in done.items() if all_back or not given}
 
-    def seals(self) -> dict[tuple[int, int], tuple[str, int]]:
-        """Returns (block, epoch) → (its ``<pod>.<start>``, valid bytes of its journal), for superseded epochs.
+    def seals(self) -> Seals:
+        """Returns the seals of all superseded epochs.
 
         Raises:
             LedgerError: A claim is listed but cannot be read.
         """
         return self._files.carry_out(all_seals())
-
-    def earlier(self, claim: Claim) -> list[tuple[int, str, int]]:
-        """Returns the epochs of a block before this claim, as (epoch, ``<pod>.<start>``, valid bytes of its journal).
-
-        Raises:
-            LedgerError: One of their claims is missing.
-        """
-        if len(claim.seals) == claim.epoch:
-            return [(epoch, seal.owner, seal.sealed) for epoch, seal in enumerate(claim.seals)]
-        seals = self._files.carry_out(seals_before({claim.block: claim.epoch}))  # claimed by an earlier version
-        return [(epoch, owner, sealed) for (_, epoch), (owner, sealed) in sorted(seals.items())]
 
     def _names(self, directory: str) -> tuple[str, ...]:
         return self._files.answer(Names(directory))
@@ -313,3 +291,29 @@ class Ledger:
         if self._pod_rules is None:
             raise LedgerError("this ledger was opened for reading; give it a pod identity to claim")
         return self._pod_rules
+
+
+def all_seals() -> Steps[Seals]:
+    """Returns the seals of all superseded epochs. The latest claim of a block repeats the seals of all earlier ones.
+
+    Raises:
+        LedgerError: A claim is listed but cannot be read.
+    """
+    listed = names.latest((yield Names(names.CLAIMS)))
+    ended = names.ends((yield Names(names.DONE)))
+    # A block that ended in epoch 1 was never taken over, so its claims contain no seals.
+    pending = {block for block, epoch in listed.items() if epoch > 0 and not (epoch == 1 and (block, 1) in ended)}
+    seals: Seals = {}
+    for _ in range(MAX_LOOKS):
+        for block in sorted(pending):
+            content = yield Read(names.claim_path(block, listed[block]))
+            if content is not None:
+                pending.remove(block)
+                for epoch, seal in enumerate(names.seals_in(content)):
+                    seals[block, epoch] = seal.owner, seal.sealed
+        if not pending:
+            return seals
+        again = names.latest((yield Names(names.CLAIMS)))
+        listed |= {block: max(listed[block], again.get(block, 0)) for block in pending}
+    path = names.claim_path(min(pending), listed[min(pending)])
+    raise LedgerError(f"{path}: missing; was it removed?")

@@ -1,4 +1,4 @@
-"""File names of the ledger, and the facts encoded in them."""
+"""File names of the ledger, and the facts that they encode."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def task_path(block: int) -> str:
 
 
 def earlier(start: str, than: str) -> bool:
-    """Returns whether one start of an array element came before another. Slurm numbers the starts."""
+    """Returns whether a start of an array element came before another start. Slurm numbers the starts."""
     return start != than and (not (start.isdigit() and than.isdigit()) or int(start) < int(than))
 
 
 def precedes(name: str, than: str) -> bool:
     """Returns whether ``<pod>.<start>`` ``name`` is an earlier start of the same array element as ``than``.
 
-    The earlier start is over, even if its node does not know yet.
+    The earlier start is over, even if its node has not noticed yet.
     """
     (pod, _, start), (other, _, later) = name.rpartition("."), than.rpartition(".")
     return pod == other and start.isdigit() and later.isdigit() and int(start) < int(later)
@@ -65,13 +65,12 @@ def latest(names: Iterable[str]) -> dict[int, int]:
 
 
 def done_path(block: int, epoch: int, given: int) -> str:
-    """Returns the path of a done mark, relative to the run directory. ``epoch`` is that of the claim that ended the
-    block."""
+    """Returns the path of a done mark, relative to the run directory. The claim with this ``epoch`` ended the block."""
     return f"{DONE}/{block:06d}.{epoch}.{given}"
 
 
 def done_blocks(names: Iterable[str]) -> dict[int, int]:
-    """Returns finished block → number of blocks handed off from it. If a block has several marks, the highest epoch
+    """Returns done block → number of blocks handed off from it. If a block has several marks, the highest epoch
     counts."""
     marks = sorted(tuple(map(int, name.split("."))) for name in names)
     return {block: given for block, _, given in marks}
@@ -96,7 +95,7 @@ def all_done(done: Mapping[int, int], blocks: Collection[int]) -> bool:
 
 
 def added_path(token: str, turn: int) -> str:
-    """Returns the path of a record of added blocks, which numbers the blocks that could not be placed before."""
+    """Returns the path of a record of added blocks. Each turn numbers the blocks that are not placed yet."""
     return f"{ADDED}/{token}.{turn}"
 
 
@@ -108,29 +107,15 @@ class Seal(NamedTuple):
     sealed: int
     """Length of the valid part of its journal, in bytes."""
     given: int | Sequence[int]
-    """The blocks that were handed off from it, or just their number if the owner released the block."""
+    """Numbers of the handed-off blocks, or just their count if the owner released the block."""
 
 
 def seals_in(content: Mapping[str, Any]) -> list[Seal]:
     """Returns the seals of all epochs before a claim, oldest first, from the content of the claim.
 
-    A claim repeats the seals of the claim before it, so the latest claim of a block is enough.
+    A claim repeats the seals of the claim before it, so the latest claim of a block contains all of them.
     """
     seals = [Seal(str(owner), int(sealed), given) for owner, sealed, given in content.get("seals", ())]
     if "predecessor" in content:  # missing in a claim that ended its block
         seals.append(Seal(str(content["predecessor"]), int(content["sealed"]), content["given"]))
     return seals
-
-
-def seals(claims: Iterable[tuple[int, int, Mapping[str, Any]]]) -> dict[tuple[int, int], tuple[str, int]]:
-    """Returns (block, epoch) → (``<pod>.<start>`` of that epoch, valid bytes of its journal), for superseded epochs.
-
-    Args:
-        claims: Block, epoch and content of claims, at least of the latest claim of each block.
-    """
-    found = {}
-    for block, epoch, content in claims:
-        last = epoch - 1 if "done" not in content else epoch - 2  # the epoch that ended the block is not sealed
-        for before, seal in enumerate(reversed(seals_in(content)) if epoch else ()):
-            found[block, last - before] = seal.owner, seal.sealed
-    return found

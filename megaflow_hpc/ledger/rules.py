@@ -1,4 +1,4 @@
-"""The rules by which pods share blocks: leases, claims, takeovers, hand-offs. Pure: no file is touched here.
+"""The rules for sharing blocks between pods: leases, claims, takeovers, hand-offs. Pure: no file is touched here.
 
 *Fence.* A pod commits nothing once its lease is ``commit_s`` old, measured from *before* the lease was written. A
 result counts if the fence is still open *after* the result became durable. A pod that sees a later start of the same
@@ -6,17 +6,17 @@ array element closes its fence for good: Slurm considers its node lost, and the 
 
 *Claim.* Only one pod can create ``claims/<block>.<epoch>``. The claim is valid as long as the pod's lease.
 
-*Takeover.* A block that was released, or whose pod is gone, is claimed with the next epoch. The claim records how much
-of the predecessor's journal is valid, its *seal*. The seal is the one that the predecessor released, or else the length
-of the journal after the predecessor was found to be gone. The new holder excludes what was handed off
-(:mod:`~megaflow_hpc.ledger.hand_offs`) and lists the handed-off blocks that it knows. Handed-off blocks that appear
-later are void: they are marked done without being run.
+*Takeover.* If a block was released, or its pod is gone, another pod claims the next epoch. The claim contains the
+*seal*: how much of the predecessor's journal is valid. The predecessor writes the seal when it releases a block.
+Otherwise, the seal is the length of the journal after the predecessor was found to be gone. The new holder excludes
+rollouts that were handed off (:mod:`~megaflow_hpc.ledger.hand_offs`), and lists the handed-off blocks that it knows.
+Handed-off blocks that appear later are void. They are marked done without being run.
 
-*End of a block.* The pod that finishes a block claims its next epoch with the word *done*. A block is therefore either
-done or taken over, whatever its holder and successor know about each other. A mark ``done/<block>.<epoch>.<n>`` repeats
-this for listings: that epoch ended the block, from which n blocks were handed off. The campaign is finished when all
-visible blocks are done, all handed-off blocks that the marks count are visible, and no consumer may add blocks
-(:mod:`megaflow_hpc.ledger.ending`).
+*End of a block.* The pod that finishes a block claims its next epoch with the word *done*. So a block is either done or
+taken over, no matter what its holder and its successor know about each other. A mark ``done/<block>.<epoch>.<n>``
+repeats this for listings: that epoch ended the block, and n blocks were handed off from it. The campaign is finished
+when all visible blocks are done, all handed-off blocks that the marks count are visible, and no consumer may add blocks
+(:mod:`megaflow_hpc.ledger.consumers`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from megaflow_hpc.errors import LedgerError
+from megaflow_hpc.ledger.accounts import counted, take_over
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Steps, There, Touch
-from megaflow_hpc.ledger.ending import Consumers, finish
+from megaflow_hpc.ledger.consumers import Consumers, finish
 from megaflow_hpc.ledger.hand_offs import HandOffs, NotYet
+from megaflow_hpc.ledger.leader import Survey
 from megaflow_hpc.ledger.lease import TIMES, Lease, PodIdentity, Times
 from megaflow_hpc.ledger.names import (
     CLAIMS,
@@ -56,14 +58,12 @@ from megaflow_hpc.ledger.names import (
     precedes,
     seals_in,
 )
-from megaflow_hpc.ledger.past import counted, take_over
-from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.types import Rollout
 
 T = TypeVar("T")
 
 MAX_REFUSALS = 3
-"""Number of refused claims after which the claims are listed again."""
+"""List the claims again after this many refused claims."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ class Claim:
     block: int
     epoch: int
     left: tuple[str, ...] | None = field(default=None, compare=False)
-    """Ids of the rollouts left to run, as listed by the predecessor's release. ``None`` means all that are not
-    stored."""
+    """Ids of the rollouts left to run, from the predecessor's release. ``None`` means all that are not stored."""
     without: frozenset[str] = field(default=frozenset(), compare=False)
     """Ids of the rollouts that were handed off."""
     seals: tuple[Seal, ...] = field(default=(), compare=False)
@@ -82,13 +81,13 @@ class Claim:
 
 
 class Holding(Enum):
-    """State of a claimed block that is neither done nor released, as seen by one pod. Each state implies one next step.
+    """State of a claimed block that is neither done nor released, for one pod. Each state implies one next step.
 
     ========== ======================================================= ==========================================
     state      evidence                                                next step
     ========== ======================================================= ==========================================
     ENDED      the claim says that its block is done                   write the done mark, which its pod did not
-    FORGOTTEN  the claim is ours, but we neither held nor dropped it   hold it: the reply to our call was lost
+    FORGOTTEN  the claim is ours, but we neither held nor dropped it   hold it, because the call's reply was lost
     OURS       the claim is ours                                       none
     GONE       its pod is marked as gone, or its lease expired         claim the next epoch
     ALIVE      its pod was seen to renew, or a survey says so          none
@@ -121,9 +120,9 @@ class Outlook:
     """Findings of a pod's last search for a block to claim."""
 
     unsettled: bool = False
-    """True if a block may become available soon: some holder may be dead, or other pods were faster."""
+    """True if a block may become available soon, because some holder may be dead or other pods were faster."""
     others: bool = False
-    """True if another pod, which may be alive, holds a block."""
+    """True if another pod holds a block and may be alive."""
     unfinished: bool = True
     """True if some block is not done."""
     opened: bool = False
@@ -133,45 +132,49 @@ class Outlook:
 
 
 class LedgerRules:
-    """The ledger as known to one start of a pod. Operations are steps; only one operation may run at a time."""
+    """One start of a pod and its knowledge of the ledger. Operations are steps. Only one operation may run at a time.
+
+    Args:
+        pods: Number of pods that may claim concurrently. Each starts at a different position in the claim order.
+    """
 
     def __init__(self, identity: PodIdentity, times: Times = TIMES, pods: int = 1) -> None:
-        """``pods`` is the number of pods that may claim concurrently. Each starts at a different place in the order."""
         self.identity, self.times = identity, times
         self._place = _number(identity.pod) % pods
         self.lease = Lease(f"{LEASES}/{identity.name}")
         self.renew_s = times.renew_s
-        """Seconds between renewals. Shorter than the default if the lease publishes the pod's progress."""
+        """Seconds between two renewals. Shorter than the default if the lease publishes the pod's progress."""
         self.progress: dict[str, Any] = {}
         """Additional content of the lease."""
         self.superseded = False
         """True if a later start of this array element removed this pod's lease, or has one itself."""
         self.earlier: dict[str, Any] = {}
-        """Facts of earlier starts whose leases this start has removed (:mod:`megaflow_hpc.ledger.past`)."""
+        """Facts of earlier starts whose leases this start has removed (:mod:`megaflow_hpc.ledger.accounts`)."""
         self.leases: dict[str, Lease] = {}
         """``<pod>.<start>`` → lease, for other pods."""
         self.surveyed: Survey | None = None
-        """Another pod's latest survey, if one pod surveys for all. That pod then reads all leases on our behalf."""
+        """Another pod's latest survey, if one pod surveys for all. That pod then reads all leases for the others."""
         self.held: set[Claim] = set()
         self._dropped: set[Claim] = set()
-        """Claims that this pod no longer holds, but that a cache may still show."""
+        """Claims that this pod no longer holds. A cache may still show them."""
         self.seen = Outlook()
         self.consumers = Consumers(times.open_s)
         self.hand_offs = HandOffs(identity.name)
         self.free: list[int] = []
-        """Blocks that the last :meth:`claim` found free and left."""
+        """Blocks that were still free after the last :meth:`claim`."""
         self.preferred: tuple[int, ...] = ()
-        """Blocks that are claimed before others if they are free, in this order."""
+        """Blocks to claim before others if they are free, in this order."""
         self._known: set[int] = set()
         """Every block that has ever been listed."""
         self._owners: dict[tuple[int, int], tuple[str, int | None]] = {}
-        """(block, epoch) → (holder of that claim, number of blocks handed off if the claim ended the block)."""
+        """(block, epoch) → (holder of that claim, number of blocks handed off). The number is ``None`` unless the claim
+        ended the block."""
         self._chains: dict[tuple[int, int], tuple[str, ...]] = {}
         """(block, epoch) → result of :meth:`owners`. Used only by a coordinator."""
         self._looked_at = -math.inf
-        """This machine's clock at the beginning of the last scan."""
+        """Time at the beginning of the last scan, on this machine's clock."""
         self._unanswered: set[tuple[int, int]] = set()
-        """Our claims whose reply was lost, so they may have succeeded."""
+        """Our claims without a reply. They may have succeeded."""
 
     # --- the lease and the fence ---
 
@@ -181,7 +184,7 @@ class LedgerRules:
         return -math.inf if self.superseded else self.lease.renewed_at + self.times.commit_s
 
     def open_at(self, now: float) -> bool:
-        """Returns whether the fence is open, so that results that became durable by ``now`` count."""
+        """Returns whether the fence is open at ``now``. Results that became durable before count."""
         return now < self.closes_at
 
     def may_commit(self) -> Steps[bool]:
@@ -189,7 +192,7 @@ class LedgerRules:
         return self.open_at((yield Clock()))
 
     def committed(self, commit: Callable[[], object]) -> Steps[bool]:
-        """Calls ``commit``. Returns True if its results count: the fence was open before, and still is after they
+        """Calls ``commit``. Returns True if the results count: the fence was open before, and is still open once they
         are durable."""
         if not (yield from self.may_commit()):
             return False
@@ -197,8 +200,8 @@ class LedgerRules:
         return (yield from self.may_commit())
 
     def renew(self, force: bool = False) -> Steps[None]:
-        """Renews the lease if it is due, or always if ``force``. Never renews an old lease, since a takeover may
-        have begun."""
+        """Renews the lease if it is due, or always with ``force``. Never renews a lease after the fence has closed,
+        because a takeover may have begun."""
         now: float = yield Clock()
         if not self.lease.counter:
             yield from self._register(now)
@@ -216,9 +219,9 @@ class LedgerRules:
         return {**asdict(self.identity), **self.progress, **({"earlier": self.earlier} if self.earlier else {})}
 
     def _register(self, now: float) -> Steps[None]:
-        """Writes the lease, and removes the leases of earlier starts of the element, which are over.
+        """Writes the lease, and removes the leases of the element's earlier starts. Those are over.
 
-        Start 0 has no earlier starts. If a later start already has a lease, this one writes none.
+        Start 0 has no earlier starts. If a later start already has a lease, this start writes none.
         """
         me = self.identity.name
         earlier: dict[str, dict[str, Any]] = {}
@@ -244,7 +247,7 @@ class LedgerRules:
         latest_marked = {name.rpartition(".")[0]: name for name in newest_starts(marked)}
         gone = set()
         for owner in sorted(owners):
-            # The lease of a start that a later one superseded was removed, so it may not be marked itself.
+            # A superseded start may not be marked itself, because its lease was removed.
             over = precedes(owner, latest_marked.get(owner.rpartition(".")[0], ""))
             is_gone = owner in marked or over or self._is_earlier_start(owner)
             if not is_gone and self.surveyed is None:
@@ -264,7 +267,7 @@ class LedgerRules:
         return unchanged_s > self.times.lease_s
 
     def forget(self, leases: Collection[str], open_blocks: Collection[int]) -> None:
-        """Drops what was read about other leases and blocks, so that memory does not grow with the campaign."""
+        """Drops knowledge of other leases and blocks, so that memory does not grow with the campaign."""
         self.leases = {name: lease for name, lease in self.leases.items() if name in leases}
         keep = {*open_blocks, *(claim.block for claim in self.held)}
         self._owners = {claim: owner for claim, owner in self._owners.items() if claim[0] in keep}
@@ -277,7 +280,7 @@ class LedgerRules:
     # --- claims ---
 
     def claim(self) -> Steps[Claim | None]:
-        """Claims a block that is free or whose holder is gone. Returns ``None`` if no block is currently available."""
+        """Claims a block that is free, or that has lost its holder. Returns ``None`` if no block is available now."""
         if not (yield from self.may_commit()):
             return None
         try:
@@ -300,13 +303,12 @@ class LedgerRules:
         yield from self.consumers.look()
         self.seen = replace(self.seen, opened=self.consumers.opened, awaited=self.consumers.awaited)
         if not (self.seen.unfinished or self.seen.opened or (yield from self._finish())):
-            self.seen = replace(self.seen, unsettled=True)  # blocks were added before the last consumer left
+            self.seen = replace(self.seen, unsettled=True)  # a consumer added blocks just before it left
         return None
 
     @property
     def _usable_survey(self) -> Survey | None:
-        """The latest survey, if usable. A survey cannot tell whether a claim with a lost reply is ours; only a scan
-        can."""
+        """The latest survey, if usable. After a lost reply, only a scan can tell whether the claim is ours."""
         return None if self._unanswered else self.surveyed
 
     def _may_take(self, survey: Survey) -> bool:
@@ -316,7 +318,7 @@ class LedgerRules:
         """Scans the ledger and claims a block if one is available."""
         self._looked_at = yield Clock()
         done = done_blocks((yield Names(DONE)))
-        blocks = block_numbers((yield Names(TASKS)))  # after the marks, which are written after any hand-offs
+        blocks = block_numbers((yield Names(TASKS)))  # after the marks, because a pod hands off before it marks
         self._known.update(blocks)
         if all_done(done, blocks):
             self.seen = replace(self.seen, unfinished=False, unsettled=False, others=False)
@@ -337,13 +339,13 @@ class LedgerRules:
             return taken
         claim = yield from self._first_of(free)
         if claim is None:
-            self.seen = replace(self.seen, unsettled=True)  # other pods were faster; there may be more
+            self.seen = replace(self.seen, unsettled=True)  # other pods were faster, and more blocks may be free
         return claim
 
     def _take_held(
         self, claimed: Mapping[int, int], released: Collection[tuple[int, int]], done: Collection[int]
     ) -> Steps[Claim | None]:
-        """Takes the next step for each held block (:class:`Holding`) until one of them yields a claim."""
+        """Takes the next step for each held block (:class:`Holding`) until a step returns a claim."""
         survey = self._usable_survey
         blocks = yield from self._states([claim for claim in claimed.items() if claim not in released], survey)
         for held in blocks:
@@ -391,7 +393,7 @@ class LedgerRules:
         return states
 
     def _forget_answered(self, claimed: Mapping[int, int], done: Collection[int]) -> None:
-        """Drops lost replies that this scan has resolved. A cached listing may not show the other claims yet."""
+        """Forgets the claims without a reply that this scan has found. A cached listing may not show the others yet."""
         for block, epoch in list(self._unanswered):
             if block in done or claimed.get(block, -1) >= epoch:
                 self._unanswered.discard((block, epoch))
@@ -410,10 +412,10 @@ class LedgerRules:
         return None
 
     def _first_of(self, free: Sequence[int]) -> Steps[Claim | None]:
-        """Claims the first available block and remembers the remaining ones as free.
+        """Claims the first available block, and remembers the remaining blocks as free.
 
-        Pods that start together begin at different places in the list. If all began at the first block, most claims
-        would be refused. The list is in claim order, so no pod deviates from it by more than the number of pods.
+        Pods that start together begin at different positions in the list. If all began at the first block, most claims
+        would be refused. The list is in claim order, and no pod deviates from it by more than the number of pods.
         """
         refused = 0
         left = list(free)
@@ -433,8 +435,9 @@ class LedgerRules:
         return None
 
     def _succeed(self, block: int, epoch: int, owner: str, seal: Mapping[str, Any]) -> Steps[Claim | None]:
-        """Claims the epoch after another pod's and seals that pod's journal. Repeats the seals of the previous claim,
-        so that it may be removed.
+        """Claims the epoch after another pod's epoch, and seals that pod's journal.
+
+        Repeats the seals of the previous claim, so that the previous claim may be removed.
         """
         content = {"owner": self.identity.name, "predecessor": owner, **seal}
         if epoch:
@@ -442,19 +445,19 @@ class LedgerRules:
         if not (yield from self._link(block, epoch + 1, content, f"{block}.{epoch + 1}")):
             return None
         if (yield Clock()) - self._looked_at >= self.times.commit_s:
-            # Measuring the journal took long, so the name may have been free only because later claims replaced it.
-            # Then this claim does not count. If it is the latest after all, the next scan finds it.
+            # Measuring the journal took long. So the name may have been free only because later claims replaced an
+            # earlier claim of that name. Then this claim does not count. If it is the latest, the next scan finds it.
             return None
         return self._hold((yield from self._claim_of(block, epoch + 1, content)))
 
     def _seal(self, block: int, owner: str) -> Steps[dict[str, Any]]:
-        """Returns the seal of a pod that is gone: the valid length of its journal, and what was handed off."""
+        """Returns the seal of a pod that is gone: the valid length of its journal, and the blocks handed off."""
         blocks = block_numbers((yield Names(TASKS)))
         given = yield from self.hand_offs.made_of(block, blocks)
         return {"sealed": (yield Length(owner)), "left": None, "given": given}
 
     def _remembered(self, block: int, epoch: int) -> Steps[Claim]:
-        """Restores a claim of ours whose reply was lost."""
+        """Restores a claim of ours after its reply was lost."""
         if not epoch:
             return Claim(block, epoch)
         return (yield from self._claim_of(block, epoch, (yield from self._read_claim(block, epoch))))
@@ -465,15 +468,15 @@ class LedgerRules:
         return Claim(block, epoch, None if left is None else tuple(left), without, tuple(seals_in(content)))
 
     def _read_claim(self, block: int, epoch: int) -> Steps[dict[str, Any]]:
-        """Reads a claim. Raises NotYet if it is not visible yet, or was removed because later claims replaced it."""
+        """Reads a claim. Raises NotYet if it is not visible yet, or if it was removed after a later claim."""
         content = yield Read(claim_path(block, epoch))
         if content is None:
             raise NotYet
         return content
 
     def _belongs(self, number: int) -> Steps[bool]:
-        """Returns whether a handed-off block counts. Marks the block done if the next holder of its origin did not
-        know it."""
+        """Returns whether a handed-off block counts. If the next holder of its origin did not know the block, marks it
+        done."""
         origin = yield from self.hand_offs.origin(number)
         epoch = origin.epoch + 1
         successor = yield Read(claim_path(origin.block, epoch))
@@ -485,7 +488,7 @@ class LedgerRules:
             successor = yield from self._read_claim(origin.block, epoch)
         later = epoch - 1 - ("done" in successor) - origin.epoch
         if later < 0:
-            return True  # the pod that handed the block off finished the origin itself, and counted the block
+            return True  # the same pod handed off the block and finished the origin, so it counted the block
         given = seals_in(successor)[-1 - later].given
         if isinstance(given, int) or number in given:
             return True
@@ -493,8 +496,8 @@ class LedgerRules:
         return False
 
     def owner(self, block: int, epoch: int) -> Steps[tuple[str, int | None]]:
-        """Returns the holder of a claim and, if the claim ended its block, the number of blocks handed off. Raises
-        NotYet."""
+        """Returns the holder of a claim, and the number of blocks handed off. The number is ``None`` unless the claim
+        ended its block. Raises NotYet."""
         if (block, epoch) not in self._owners:
             content = yield from self._read_claim(block, epoch)
             self._owners[block, epoch] = str(content["owner"]), content.get("done")
@@ -508,11 +511,11 @@ class LedgerRules:
         return self._chains[block, epoch]
 
     def _link(self, block: int, epoch: int, content: Mapping[str, Any], token: str, keep: bool = False) -> Steps[bool]:
-        """Claims one epoch of a block. Returns whether this pod won it.
+        """Claims one epoch of a block. Returns whether this pod won the claim.
 
         Args:
             token: Identifies this content among all claims of this pod.
-            keep: True if later claims of this pod have the same content and share its private file.
+            keep: Later claims of this pod have the same content, and share its private file.
         """
         name = f"{self.identity.name}.{token}"
         self._unanswered.add((block, epoch))
@@ -533,7 +536,7 @@ class LedgerRules:
         self._dropped.add(claim)
 
     def release(self, claim: Claim, sealed: int, left: Iterable[str]) -> Steps[None]:
-        """Releases a block. Everything committed for it is durable within the first ``sealed`` bytes of the journal."""
+        """Releases a block. The first ``sealed`` bytes of the journal contain everything committed for it."""
         self._drop(claim)
         if not (yield from self.may_commit()):
             return
@@ -567,7 +570,7 @@ class LedgerRules:
 
     def _end(self, block: int, epoch: int, handed_off: int) -> Steps[bool]:
         me = self.identity.name
-        claimed = self._owners.get((block, epoch)) == (me, handed_off)  # an earlier call failed while writing the mark
+        claimed = self._owners.get((block, epoch)) == (me, handed_off)  # an earlier call failed to write the mark
         if not claimed:
             content = {"owner": me, "done": handed_off}
             seals = next((claim.seals for claim in self.held if claim == Claim(block, epoch - 1)), ())
@@ -576,7 +579,7 @@ class LedgerRules:
             else:
                 claimed = yield from self._link(block, epoch, content, f"done.{handed_off}", keep=True)
         if not claimed or (epoch and not (yield from self.may_commit())):
-            return False  # after a long pause, the name may have been free only because later claims replaced it
+            return False  # after a long pause, the name may have been free only because later claims replaced one
         yield Touch(done_path(block, epoch, handed_off))
         return True
 
@@ -585,7 +588,7 @@ class LedgerRules:
 
 
 def _from(place: int, items: Sequence[T]) -> list[T]:
-    """Rotates items so that pods that scan at the same time start at different ones."""
+    """Rotates items, so that pods that scan at the same time start at different items."""
     place %= max(1, len(items))
     return [*items[place:], *items[:place]]
 

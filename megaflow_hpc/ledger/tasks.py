@@ -1,4 +1,4 @@
-"""A run's tasks in a single file, from which a pod reads only the tasks of its blocks.
+"""A run's tasks in a single file. A pod reads only the tasks of its blocks.
 
 ::
 
@@ -7,10 +7,12 @@
                        magic "MFHPCTSK" | u64 lines | u64 bytes of tasks.jsonl | u32 CRC of the rest
                        u64 hashes of the ids, ascending | u64 offsets | u32 lengths
 
-Digests of changed tasks are replaced by accepted ones (:mod:`megaflow_hpc.rundir.accepted`).
+    RUN/ledger/tasks.json    task id → :class:`AcceptedTask`, for tasks with accepted changes
 
-Both are written once, before ``run.json``, which contains the number of tasks and the size of tasks.jsonl. If the index
-is missing or damaged, it is rebuilt from the lines.
+The first two files are written once, before ``run.json``. They never change. ``run.json`` contains the number of tasks
+and the size of tasks.jsonl. If the index is missing or damaged, readers rebuild it from the lines. A user may accept
+changed files of a task (``resume --accept-changes``). Readers then replace the digests of its files. Instructions and
+settings stay as planned.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import hashlib
 import json
 import os
 import struct
+import time
 import zlib
 from array import array
 from bisect import bisect_left
@@ -28,11 +31,78 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.atomic import new_file, write_atomic
+from megaflow_hpc.host.atomic import new_file, write_atomic, write_json
 from megaflow_hpc.host.files import open_regular, read_regular
-from megaflow_hpc.rundir.accepted import AcceptedTask, accepted
+from megaflow_hpc.rundir.json_files import read_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PackedTasks, RunRecord, decode
+
+# --- accepted changes ---
+
+
+class Change(msgspec.Struct):
+    """One accepted change of a task's files."""
+
+    at: float
+    """Unix seconds."""
+    before: str
+    """Digest of the files before the change."""
+    after: str
+
+
+class AcceptedTask(msgspec.Struct):
+    """A task with changed files."""
+
+    files: dict[str, Any]
+    """Digests of the current files. They replace those in the task's metadata."""
+    changes: list[Change] = []
+    """All changes, in order."""
+
+
+def accepted(run: RunDir) -> dict[str, AcceptedTask]:
+    """Returns task id → task, for the tasks with accepted changes.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    try:
+        return read_json(run.accepted_tasks, dict[str, AcceptedTask])
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError(f"{error}; remove the file and resume with --accept-changes again") from None
+
+
+def accept(run: RunDir, tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
+    """Records changed tasks.
+
+    Args:
+        tasks: Task id → (digest of the files before the change, digests of the current files).
+    """
+    known, now = accepted(run), time.time()
+    for name, (before, files) in tasks.items():
+        task = known.setdefault(name, AcceptedTask({}))
+        task.files = dict(files)
+        task.changes.append(Change(now, before, str(files["content"])))
+    write_json(run.accepted_tasks, msgspec.to_builtins(known))
+
+
+def accepted_line(run: RunDir) -> str:
+    """Returns one line that describes the accepted changes. Empty if there are none."""
+    tasks = accepted(run)
+    if not tasks:
+        return ""
+    last = max(change.at for task in tasks.values() for change in task.changes)
+    shown = f"{', '.join(sorted(tasks)[:3])}{', …' if len(tasks) > 3 else ''}"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last))
+    return (
+        f"{len(tasks)} tasks were changed during the run and accepted (last: {when}), so their earlier rewards are not "
+        f"comparable: {shown}; digests: {run.accepted_tasks}"
+    )
+
+
+# --- the task file ---
+
 
 _MAGIC = b"MFHPCTSK"
 _HEAD = struct.Struct("<8sQQI")
@@ -46,7 +116,7 @@ class PlannedTask(msgspec.Struct, frozen=True):
     images: dict[str, str] = {}
     """Image name in the task → SIF file or directory. Images that were not built are omitted."""
     alike: int = 1
-    """Number of the campaign's tasks, including this one, whose agent uses the same image name."""
+    """Number of the campaign's tasks with the same image name for the agent, including this task."""
 
     @property
     def image(self) -> str | None:
@@ -68,7 +138,7 @@ class _Values(ValuesView[PlannedTask]):
 
 
 def write_tasks(run: RunDir, tasks: Iterable[PlannedTask]) -> PackedTasks:
-    """Writes the tasks of a run before its ``run.json`` exists. Holds one task in memory at a time."""
+    """Writes the tasks of a run, before its ``run.json`` exists. Holds one task in memory at a time."""
     lines: list[tuple[int, int, int]] = []
     end = 0
     with new_file(run.packed_tasks) as file:
@@ -83,7 +153,7 @@ def write_tasks(run: RunDir, tasks: Iterable[PlannedTask]) -> PackedTasks:
 
 
 def planned_tasks(run: RunDir, record: RunRecord) -> Mapping[str, PlannedTask]:
-    """Returns the tasks of a run by id, in planned order. Each task is read on access."""
+    """Returns task id → task, in planned order. Reads each task on access."""
     return TaskFile(run, record.packed, accepted(run)) if record.packed is not None else {}
 
 
@@ -96,7 +166,7 @@ def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:
 
 
 class TaskFile(Mapping[str, PlannedTask]):
-    """Mapping of task ids to the tasks of one run, read on access. Not thread-safe.
+    """Mapping of task id to task. Reads each task on access. Not thread-safe.
 
     Any access may raise ConfigError if the file is damaged or missing, and OSError if the run directory is unavailable.
     """
@@ -143,7 +213,7 @@ class TaskFile(Mapping[str, PlannedTask]):
     def _read(self, offset: int, length: int) -> PlannedTask:
         try:
             line = os.pread(self._open(), length, offset)
-        except OSError:  # the handle may be stale; the next access reopens the file
+        except OSError:  # the handle may be stale, so the next access reopens the file
             self._close()
             raise
         return self._decode(line)

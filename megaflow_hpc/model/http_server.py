@@ -27,7 +27,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from megaflow_hpc.host import descriptors
+from megaflow_hpc.host.process import descriptor_limit
 
 KEY_TIMEOUT_S = 10.0
 """Seconds from accept, including the TLS handshake, until the client must have sent request headers with a valid
@@ -79,6 +79,13 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytearray:
     return body
 
 
+def bearer_key(request: web.BaseRequest) -> bytes:
+    """Returns the key of a request, from ``Authorization: Bearer`` or ``x-api-key``; empty if it is missing."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    given = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return given.encode("utf-8", "surrogateescape")  # headers may not be valid UTF-8
+
+
 class BoundedLog:
     """Rate-limited log of events that clients cause: at most one line a minute per kind, with the event count.
 
@@ -108,17 +115,10 @@ class BoundedLog:
         if number := self._due(message):
             self._log.error(message, *arguments, exc_info=exc_info)  # type: ignore[arg-type]
             if number > 1:
-                self._log.error("the same: %d times more since the one before", number - 1)
+                self._log.error("%d more of these since the previous line", number - 1)
 
     def debug(self, *_: object, **__: object) -> None:
         """Discards aiohttp's debug messages."""
-
-    def flush(self) -> None:
-        """Logs all pending counts."""
-        for kind, (_, number) in self._kinds.items():
-            if number:
-                self._log.warning("%s: %d more", kind, number)
-        self._kinds.clear()
 
     def _due(self, kind: str) -> int:
         """Returns the count to log now, or 0 if this kind was logged too recently."""
@@ -164,7 +164,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Responds to input that is not HTTP, and counts it."""
+        """Replies with status 400 to input that is not HTTP, and counts it."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
         cast(BoundedLog, self.logger).refused("malformed requests", str(request.remote))
@@ -184,7 +184,7 @@ class HttpServer(web.Server):
 
     def __init__(self, handle: Handler, log: logging.Logger, *, max_per_owner: int) -> None:
         self.log = BoundedLog(log)
-        limit = descriptors.limit()
+        limit = descriptor_limit()
         self._max_waiting = min(MAX_WAITING, max(limit // 8, MIN_CONNECTIONS))
         self._max_per_owner = max_per_owner
         # A call takes two descriptors, one to the agent and one to the engine. A quarter is reserved for other uses.
@@ -230,7 +230,6 @@ class HttpServer(web.Server):
         for connection in list(self._waiting):
             self._drop(connection)
         await self.shutdown(STOP_TIMEOUT_S)
-        self.log.flush()
 
     def admit(self, request: web.BaseRequest, owner: str) -> bool:
         """Assigns a request's connection to the owner of its key. Returns False if the owner has too many

@@ -22,8 +22,8 @@ from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import pod_log
 from megaflow_hpc.rundir.pods.running import AttemptPlace
-from megaflow_hpc.rundir.summaries import RECENT_S, Summary, WantedPods, policy_of
-from megaflow_hpc.types import VERIFIED, without_round
+from megaflow_hpc.rundir.summaries import RECENT_S, Summary, WantedPods
+from megaflow_hpc.types import VERIFIED, RolloutName
 
 
 class Outcomes:
@@ -56,7 +56,7 @@ class Outcomes:
         if event.status not in VERIFIED or self.limit is None:
             self._keep(event)
             return
-        policy = policy_of(event.id)
+        policy = _arm_of(event.id)
         self._well.setdefault(policy, Counter())[event.status] += 1
         self._inexact[policy] += event.inexact
         self._constrained[policy] += event.constrained
@@ -151,7 +151,7 @@ class Outcomes:
         """
         by_policy: dict[str, list[RolloutEvent]] = {}
         for event in self._kept.values():
-            by_policy.setdefault(policy_of(event.id), []).append(event)
+            by_policy.setdefault(_arm_of(event.id), []).append(event)
         return {policy: self._figures(policy, events, pass_threshold) for policy, events in sorted(by_policy.items())}
 
     def _figures(self, policy: str, events: list[RolloutEvent], pass_threshold: float) -> dict[str, Any]:
@@ -174,7 +174,11 @@ class Outcomes:
 
 
 def _task_of(rollout_id: str) -> str:
-    return without_round(rollout_id.rsplit("/", 2)[0])[0]
+    return RolloutName.parse(rollout_id).task_id
+
+
+def _arm_of(rollout_id: str) -> str:
+    return RolloutName.parse(rollout_id).arm
 
 
 # --- causes of failures -----------------------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ def failing_agents(rollouts: Iterable[RolloutEvent]) -> list[str]:
     return [
         f"policy {policy}: its agent ended with an error in all {len(events)} verified rollouts; the first: "
         f"{events[0].id}: {events[0].error}"
-        for policy, events in _always_with(rollouts, "agent", policy_of)
+        for policy, events in _always_with(rollouts, "agent", _arm_of)
     ]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from megaflow_hpc.ledger.accounts import Progress
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.ledger.progress import Progress
 from megaflow_hpc.rundir.events import AnyEvent, AttemptEvent, PodEvent, RolloutEvent, StartEvent, WorkerEvent
 from megaflow_hpc.rundir.summaries import Summary, busy_at, start_number
 

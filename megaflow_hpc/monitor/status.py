@@ -21,9 +21,9 @@ import msgspec
 from megaflow_hpc.config.campaign import pass_threshold_of
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.leader import COORDINATOR, Leader
-from megaflow_hpc.ledger.progress import Progress, progress_of
-from megaflow_hpc.ledger.report import FEW, process_here, reported
+from megaflow_hpc.ledger.accounts import Progress, progress_of
+from megaflow_hpc.ledger.leader import COORDINATOR, FEW, Leader, reported
+from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.monitor.outcomes import Outcomes, broken_verifiers, causes, failing_agents
 from megaflow_hpc.monitor.state import PodView, lives, run_state
 from megaflow_hpc.monitor.training import TrainerJob, Trainings

@@ -14,7 +14,7 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.training import Commit, TrainingView
 
 NOTHING_SAMPLED = "nothing sampled"
-"""Reason for dropping a rollout without any tokens to train on (:mod:`megaflow_hpc.training.algorithms.filters`)."""
+"""Reason for dropping a rollout without any tokens to train on (:mod:`megaflow_hpc.training.algorithms.choice`)."""
 SUSPICIOUS_Z = 6.0
 """Warn if the absolute value of ``sampling_z``, averaged over the last steps, exceeds this."""
 SUSPICIOUS_SHARE = 0.03
@@ -38,6 +38,8 @@ SHOWN = {
     "dropped/amended": "left_out",
 }
 """Commit metric → its name in the status."""
+BY_AGENT = "reward/"
+"""Prefix of the commit metrics that hold the mean reward of each of several agents."""
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from megaflow_hpc.rundir.marks import ORDERLY, WORLD
 from megaflow_hpc.texts import printable
 
 LEAVE_S = 30
-"""Seconds that rank 0 waits for workers to stop their runners."""
+"""Seconds that rank 0 waits for the workers to stop their runners."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one rank and exits the process, with 0 after an orderly end, otherwise with the error's exit status or 1."""
+    """Runs one rank, then exits the process: with 0 after an orderly end, else with the error's exit status or 1."""
     parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.pod", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", help="run directory, as megaflow-hpc plan printed it")
     run = RunDir(parser.parse_args(argv).run)

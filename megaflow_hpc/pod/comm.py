@@ -1,8 +1,8 @@
 """Message passing between the ranks of a pod. The only module that imports mpi4py.
 
 A :class:`Comm` never blocks in MPI. A blocking receive spins on a core, and hangs if the sender dies while sending a
-large message. Messages to a rank are collected until :meth:`Comm.push` and sent as one parcel, so MPI's overhead is
-paid once per iteration of a loop. There are no collectives and no pickle.
+large message. :meth:`Comm.push` sends all queued messages to a rank as one parcel, so MPI's overhead is paid once per
+iteration of the loop. There are no collectives and no pickle.
 
 ``op`` names a message; :mod:`megaflow_hpc.host.wire` packs it. Rank 0 sends ``init`` ``start`` ``cancel`` ``endpoints``
 ``images`` ``suspend`` ``mirror`` ``beat`` ``stop``. A worker sends ``ready`` ``result`` ``activity`` ``transcript``
@@ -27,27 +27,27 @@ from megaflow_hpc.host.process import mapped_files
 from megaflow_hpc.host.wire import Message, WireLink, pack, packer, unpack_all
 
 BEAT, STOP = pack({"op": "beat"}), pack({"op": "stop"})
-"""Each is sent as a separate parcel, so that a rank can recognize it without unpacking."""
+"""Packed messages that are sent as parcels of their own, so that a rank recognizes them without unpacking."""
 TAG = 77
 BEAT_S = 5.0
-"""Interval at which each side sends a heartbeat."""
+"""Seconds between two heartbeats of a rank."""
 FIRST_S, SHORT_S, LONG_S = 5e-5, 1e-3, 0.08
-"""Sleep times of an idle rank."""
+"""Sleep times of an idle rank in seconds; see :class:`Backoff`."""
 PUSH_BYTES = 1 << 20
-"""Messages larger than this are sent immediately, without waiting for a push."""
+"""Send larger messages immediately, without waiting for a push."""
 INIT_S = 120
-"""Time limit for initialising MPI, in seconds."""
+"""Give up initialising MPI after this many seconds."""
 
 
 class Comm(Protocol):
-    """Messages between rank 0 and the other ranks of a pod. No method blocks."""
+    """Exchanges messages between rank 0 and the other ranks of a pod. No method blocks."""
 
     rank: int
     size: int
 
     @property
     def link(self) -> WireLink | None:
-        """A link on which ``select`` can wait for messages, or ``None`` under MPI."""
+        """A link that ``select`` can wait on for messages. ``None`` under MPI."""
 
     def send(self, rank: int, message: Message | bytes) -> None:
         """Queues a message, packed or not. It is sent with the next push at the latest."""
@@ -56,11 +56,14 @@ class Comm(Protocol):
         """Sends the queued messages."""
 
     def poll(self) -> tuple[int, Message] | None:
-        """Returns the next message and its sender, or ``None``. A lost rank appears to send ``{"op": "left"}``."""
+        """Returns the next message with its sender's rank, or ``None``. Reports a lost rank as ``{"op": "left"}``."""
 
 
 def world_hint() -> tuple[int, int]:
-    """Returns rank and size from the launcher's environment, before MPI is initialised. Without a launcher, (0, 1)."""
+    """Returns rank and size from the launcher's environment variables, or (0, 1) without a launcher.
+
+    Works before MPI is initialised.
+    """
     pairs = [("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMIX_RANK", "SLURM_NTASKS")]
     if "SLURM_STEP_ID" in os.environ:
         pairs.append(("SLURM_PROCID", "SLURM_NTASKS"))
@@ -71,9 +74,9 @@ def world_hint() -> tuple[int, int]:
 
 
 def unlink_shared_memory() -> None:
-    """Unlinks MPI's shared-memory files that this process has mapped. Must be called after every rank has mapped them.
+    """Unlinks MPI's shared-memory files that this process has mapped. Call it once every rank has mapped them.
 
-    The mappings stay valid until the last rank ends. A rank that is killed, or exits by ``os._exit`` as ours do, would
+    The mappings stay valid until the last rank ends. A rank that is killed, or calls ``os._exit`` as ours do, would
     leave the files on the node. MPICH names them by job and step, so a requeued job would attach to the old files.
     """
     for path in mapped_files(os.getpid()):
@@ -83,16 +86,15 @@ def unlink_shared_memory() -> None:
 
 
 def check_shared_memory() -> None:
-    """Raises :class:`SiteError` if another user shares memory with this rank. Must be called before any rank unlinks
-    files.
+    """Raises :class:`SiteError` if another user shares memory with this rank. Call it before any rank unlinks files.
 
-    MPICH opens an existing file of the expected name, and any user of the node can derive that name from job and step.
+    MPICH opens an existing file of the expected name. Any user of the node can derive that name from job and step.
     """
     for path in mapped_files(os.getpid()):
         if path.startswith("/dev/shm/mpich"):
             try:
                 owner = os.lstat(path).st_uid
-            except OSError:  # removed by another user, because our ranks do not unlink files yet
+            except OSError:  # another user has removed it, since our ranks do not unlink files yet
                 owner = -1
             if owner != os.getuid():
                 raise SiteError(
@@ -102,9 +104,9 @@ def check_shared_memory() -> None:
 
 
 class MpiComm:
-    """A :class:`Comm` of point-to-point messages over MPI_COMM_WORLD.
+    """A :class:`Comm` that sends point-to-point messages over MPI_COMM_WORLD.
 
-    The constructor initialises MPI and waits for every rank. After :data:`INIT_S`, SIGALRM ends the process.
+    The constructor initialises MPI and waits for every rank. After :data:`INIT_S` seconds, SIGALRM ends the process.
     """
 
     link: WireLink | None = None
@@ -128,15 +130,15 @@ class MpiComm:
         self.size: int = self._world.Get_size()
         self._status = MPI.Status()
         self.lost: dict[int, str] = {}
-        """Unreachable rank → the MPI error."""
+        """Lost rank → MPI's error."""
         self._unreported: list[int] = []
         """Lost ranks that :meth:`poll_parcel` has not returned yet."""
         self._queued: dict[int, list[bytes]] = {}
-        """Rank → messages of its next parcel."""
+        """Rank → queued messages for its next parcel."""
         self._outgoing: list[tuple[Any, bytes, int]] = []
         """Parcels being sent: request, data, receiver."""
         self._arriving: dict[int, deque[tuple[Any, bytearray]]] = {}
-        """Rank → partially received parcels, in the order in which they were sent."""
+        """Rank → its partially received parcels, in sending order."""
         self._incoming: deque[tuple[int, Message]] = deque()
         self._pack = packer()
         self._reported_error = False
@@ -183,8 +185,8 @@ class MpiComm:
     def poll_parcel(self) -> tuple[int, bytes | bytearray] | None:
         """Returns a rank and its next parcel, still packed, or ``None``.
 
-        A rank that MPI reports as failed appears to send ``{"op": "left"}`` once. A rank that dies or hangs while
-        sending a message is detected by its missing heartbeat.
+        Reports a rank once as ``{"op": "left"}`` if MPI says that it failed. If a rank dies or hangs while sending a
+        message, only its heartbeats stop.
         """
         if self._unreported:
             rank = self._unreported.pop()
@@ -204,7 +206,7 @@ class MpiComm:
         return self._arrived() if self._arriving else None
 
     def _arrived(self) -> tuple[int, bytearray] | None:
-        """Returns the next completely received parcel among those that needed more than one poll."""
+        """Returns the next parcel that needed more than one poll and is now complete."""
         for source, parcels in self._arriving.items():
             try:
                 if not parcels[0][0].Test():
@@ -234,7 +236,7 @@ class MpiComm:
             self._unreported.append(rank)
 
     def flush(self, seconds: float) -> None:
-        """Sends the queued messages, and waits up to ``seconds`` until they are sent."""
+        """Sends the queued messages and waits at most ``seconds`` until they are delivered to MPI."""
         self.push()
         end = time.monotonic() + seconds
         while self._outgoing and time.monotonic() < end:
@@ -242,10 +244,10 @@ class MpiComm:
             time.sleep(0.001)
 
     def leave(self, seconds: int = 0) -> None:
-        """Calls MPI_Finalize under PMIx, whose launcher would treat a rank that simply exits as lost and kill the job.
+        """Calls MPI_Finalize under PMIx. Its launcher treats a rank that simply exits as lost, and kills the job.
 
-        MPI_Finalize waits for the other ranks. After ``seconds``, unless 0, SIGALRM ends the process. Does nothing
-        under other launchers, because MPI_Finalize would wait for a dead rank.
+        MPI_Finalize waits for the other ranks. SIGALRM ends the process after ``seconds``, unless that is 0. Under
+        other launchers, this does nothing, because MPI_Finalize would wait for a dead rank.
         """
         if "PMIX_NAMESPACE" in os.environ:
             signal.alarm(seconds)
@@ -256,7 +258,7 @@ class MpiComm:
         self._outgoing = [parcel for parcel in self._outgoing if not self._is_sent(parcel)]
 
     def _is_sent(self, parcel: tuple[Any, bytes, int]) -> bool:
-        """Returns True if a parcel has been sent or can no longer be sent."""
+        """Returns True if a parcel was sent or cannot be sent any more."""
         request, _, rank = parcel
         try:
             sent: bool = request.Test()
@@ -267,10 +269,10 @@ class MpiComm:
 
 
 class ChildComm:
-    """A :class:`Comm` of two processes without MPI: this process is rank 0, and its runner behind ``link`` is rank 1.
+    """A :class:`Comm` without MPI: this process is rank 0, and its runner at the other end of ``link`` is rank 1.
 
     Args:
-        clock: a monotonic clock, in seconds.
+        clock: A monotonic clock, in seconds.
     """
 
     rank = 0
@@ -285,7 +287,7 @@ class ChildComm:
         try:
             self.link.send_parcel(message if isinstance(message, bytes) else pack(message))
         except OSError:
-            pass  # poll reports the lost runner
+            pass  # poll() reports the lost runner
 
     def push(self) -> None:
         """Does nothing, because messages are sent immediately."""
@@ -299,23 +301,20 @@ class ChildComm:
             self._gone = True
             return 1, {"op": "left", "why": "the runner process ended"}
         if message is None and self._clock() - self._beaten > BEAT_S:
-            # No worker rank sends heartbeats for the runner. The open socket shows that the runner is alive.
+            # A runner sends no heartbeats. Its open socket shows that it is alive.
             self._beaten = self._clock()
             message = {"op": "beat"}
         return None if message is None else (1, message)
 
-    def flush(self, seconds: float) -> None:
-        """Does nothing, because messages are sent immediately."""
-
 
 class Backoff:
-    """Increases sleep times while nothing happens, so an idle rank costs little and a busy one adds no latency.
+    """Increases sleep times while nothing happens, so that an idle rank costs little and a busy one adds no latency.
 
     The first sleep takes :data:`FIRST_S`. Each further sleep is twice as long, up to :data:`SHORT_S`. Later sleeps take
     a fiftieth of the idle time, up to :data:`LONG_S`.
 
     Args:
-        clock: a monotonic clock, in seconds.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,6 +1,6 @@
-"""Summary of a finished attempt for rank 0, which passes on the packed trajectory without unpacking it.
+"""The outcome of an attempt, as a worker sends it to rank 0. Rank 0 never unpacks the trajectory in it.
 
-Unpacking and repacking would take three times the CPU time: 6 instead of 2 us at 1 kB, 830 instead of 270 us at 2 MB.
+Unpacking and repacking would triple the CPU time: from 2 to 6 us for 1 kB, and from 270 to 830 us for 2 MB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaflow_hpc.trajectory import Attempt, Trajectory
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of one attempt, with its trajectory as a packed record."""
+    """Outcome of one attempt. ``record`` is its packed trajectory."""
 
     id: str
     task_id: str
@@ -49,14 +49,14 @@ class Outcome:
     ) -> Outcome:
         """Packs ``trajectory`` with the earlier ``attempts`` and its own.
 
-        Leaves out messages that cannot be packed. An agent may produce such messages, for example a thousand nested
-        lists. The rollout still keeps its verdict.
+        Drops the messages if they cannot be packed, such as a thousand nested lists from an agent. The rollout keeps
+        its verdict.
 
         Args:
-            cause: cause of the failure. Default: the trajectory's ``error_kind``.
+            cause: Cause of the failure. Default: the trajectory's ``error_kind``.
 
         Raises:
-            TypeError, ValueError, OverflowError: another field cannot be packed.
+            TypeError, ValueError, OverflowError: Another field cannot be packed.
         """
         trajectory.attempts = [*attempts, attempt_of(trajectory)]
         try:
@@ -74,7 +74,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Duration of the attempt."""
+        """Duration of the attempt in seconds."""
         return self.finished_at - self.started_at
 
     def to_event(self) -> RolloutEvent:
@@ -95,8 +95,7 @@ class Outcome:
         )
 
     def to_message(self) -> Message:
-        """Returns the ``result`` message for rank 0. It contains only the values, because field names take time to
-        parse."""
+        """Returns the ``result`` message for rank 0. It omits the field names, which take time to parse."""
         return {"op": "result", "outcome": [getattr(self, name) for name in _NAMES]}
 
     @classmethod
@@ -118,5 +117,5 @@ _ATTEMPT_NAMES = tuple(field.name for field in fields(Attempt))
 
 
 def attempt_of(ended: Trajectory | Outcome) -> Attempt:
-    """Returns the record of an attempt, for the later trajectories of its rollout."""
+    """Returns an attempt's entry in the list of attempts that later trajectories of the rollout contain."""
     return Attempt(**{name: getattr(ended, name) for name in _ATTEMPT_NAMES})

@@ -1,11 +1,11 @@
-"""Ranks other than rank 0. The main thread only drives MPI, so nothing delays a heartbeat.
+"""Ranks other than rank 0. Their main thread only drives MPI, so nothing delays a heartbeat.
 
 A *worker rank* forwards parcels between rank 0 (MPI) and its runner (a socket) without unpacking them, and monitors
 both.
 
-An *engine rank* belongs to a heterogeneous job in which engines and pod share one MPI world. It runs an engine server,
-which registers and serves gateways over its own port like any other. Rank 0 learns immediately when an engine ends, the
-engine ends with the pod, and neither waits in Slurm's queue for the other.
+An *engine rank* is part of a heterogeneous job, in which engines and pod share one MPI world. It runs an engine server.
+Like any other, that server registers and serves gateways over its own port. Rank 0 learns immediately when an engine
+ends. The engine ends with the pod. Neither waits in Slurm's queue for the other.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.texts import printable
 
 MASTER_LOST_S = 30.0
+"""Consider rank 0 lost after this many seconds without a message."""
 RUNNER_STOP_S = 20.0
-"""A runner that takes longer than this to stop its sandboxes is killed."""
+"""Kill a runner that takes longer than this to stop its sandboxes."""
 SERVER_STOP_S = 30.0
-"""An engine server that takes longer than this to stop is killed."""
+"""Kill an engine server that takes longer than this to stop."""
 MPI_VARIABLES = ("PMI_", "PMIX_", "PMI2_", "MPI", "HYDI_", "HYDRA_", "OMPI_", "SLURM_PMI")
-"""Prefixes of variables that a child process must not inherit."""
+"""Prefixes of environment variables that a child process must not inherit."""
 
 
 def start_runner() -> tuple[subprocess.Popen[bytes], WireLink]:
-    """Starts the runner, before MPI is initialised. It ends with this process, by end-of-file on its socket."""
+    """Starts the runner. Call it before MPI is initialised. End-of-file on its socket ends the runner with this
+    process."""
     ours, theirs = socket.socketpair()
     number = theirs.fileno()
     process = _start("megaflow_hpc.pod.rollout.runner", [str(number)], pass_fds=[number])
@@ -43,7 +45,7 @@ def start_runner() -> tuple[subprocess.Popen[bytes], WireLink]:
 
 
 def start_server(run: RunDir, index: int) -> subprocess.Popen[bytes]:
-    """Starts engine server ``index`` of ``run.json``, before MPI is initialised."""
+    """Starts engine server ``index`` of ``run.json``. Call it before MPI is initialised."""
     return _start("megaflow_hpc.model.server", [str(run), "--index", str(index)])
 
 
@@ -53,7 +55,7 @@ def _start(module: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) 
         pass_fds=pass_fds,
         stdin=subprocess.DEVNULL,
         env={name: value for name, value in os.environ.items() if not name.startswith(MPI_VARIABLES)},
-        start_new_session=True,  # shields the child from signals to the terminal or the step
+        start_new_session=True,  # so that signals to the terminal or the step do not reach the child
     )
 
 
@@ -83,7 +85,7 @@ class _Heart:
         self._heard_at = time.monotonic()
 
     def beat(self) -> None:
-        """Sends a heartbeat when that is due."""
+        """Sends a heartbeat if one is due."""
         if time.monotonic() - self._beaten_at > BEAT_S:
             self._beaten_at = time.monotonic()
             self._comm.send(0, BEAT)
@@ -109,7 +111,7 @@ def serve(comm: MpiComm, process: subprocess.Popen[bytes], link: WireLink) -> bo
             received = comm.poll_parcel()
             if received is not None:
                 heart.heard()
-                if received[1] != BEAT:  # a heartbeat does not shorten the long sleeps of an idle rank
+                if received[1] != BEAT:  # a heartbeat must not reset the backoff of an idle rank
                     busy = True
                     link.send_parcel(bytes(received[1]))
                 if received[1] == STOP:

@@ -37,7 +37,7 @@ class ProofReport:
 
     secrets: Mapping[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
     """Measurements and versions, by name."""
     began_at: float = field(default_factory=time.time)
 
@@ -63,7 +63,7 @@ class ProofReport:
             "kernel": platform.release(),
             "machine": platform.machine(),
             "findings": [asdict(finding) for finding in self.findings],
-            "facts": self._public_value(self.facts),
+            "facts": {name: self._public(value) for name, value in self.facts.items()},
         }
 
     def write(self, folder: Path) -> Path:
@@ -77,13 +77,6 @@ class ProofReport:
         for secret, shown in sorted(self.secrets.items(), key=lambda item: -len(item[0])):
             text = re.sub(rf"(?<![\w-]){re.escape(secret)}(?![\w-])", shown, text)
         return text
-
-    def _public_value(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._public(value)
-        if isinstance(value, Mapping):
-            return {str(name): self._public_value(one) for name, one in value.items()}
-        return [self._public_value(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def secrets_of(accounts: Iterable[str], folders: Sequence[Path]) -> dict[str, str]:

@@ -27,22 +27,27 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.slurm import accounting, script, site, submission
 from megaflow_hpc.slurm.ids import scancel
 
-POLL_S = 3.0
+POLL_INTERVAL_S = 3.0
+"""Seconds between two polls of Slurm or of a run's status."""
 GONE_S = 120.0
+"""Maximum seconds to wait until Slurm no longer has jobs that have ended or were cancelled."""
 NODE_MINUTES = 8
 """Walltime of the job that tests nodes."""
 CAMPAIGN_MINUTES = 15
 """Walltime of most trials, without the time that a pod gets to drain."""
-USABLE_S, WAIT_S = 75, 15.0
-"""Minimum walltime, without ``slurm.lead_s``, of the pod of the walltime trial, and duration of each of its rollouts. A
-pod that starts slowly still stores one."""
-LOOK_S = 15.0
+USABLE_S = 75
+"""Minimum walltime of the walltime trial's pod, without ``slurm.lead_s``. A pod that starts slowly still stores one
+rollout."""
+WAIT_S = 15.0
+"""Duration of each rollout of the walltime trial."""
+REFUSAL_INTERVAL_S = 15.0
+"""Seconds between two polls for refused requeues."""
 SLOW_VISIBLE_S = 10.0
 """Seconds after which a change that becomes visible on another node counts as slow."""
 CLOCK_S = 5.0
-"""A larger difference between the clocks of two nodes confuses logs and reports."""
+"""Clock difference in seconds above which logs and reports of two nodes are confusing."""
 OWN_OPTIONS = ("time", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
-"""Options of ``extra`` that a trial does not take from the user's campaign file, because it chooses them itself."""
+"""sbatch options that a trial chooses itself. It ignores them in ``extra`` of the user's campaign file."""
 KEPT = ("site", "share", "environment", "slurm")
 """Keys of the user's campaign file that every trial uses."""
 ANSWERS = [f"I write it.\n\n```bash\n{work.SOLUTION}\n```", "Done."]
@@ -69,12 +74,12 @@ class ProofSite:
 
     @cached_property
     def own(self) -> dict[str, Any]:
-        """The content of the user's campaign file."""
+        """Content of the user's campaign file."""
         return yaml.safe_load(self.campaign.text) or {}
 
     @property
     def pod_nodes(self) -> int:
-        """Number of nodes of a trial's pod: two, if the partition has two."""
+        """Number of nodes of a trial's pod: two if the partition has at least two, otherwise one."""
         partition = site.partitions().get(self._pod_partition)
         return min(2, partition.nodes) if partition else 2
 
@@ -95,7 +100,7 @@ class ProofSite:
         return math.ceil((usable_s + self.campaign.config.slurm.lead_s) / 60)
 
     def fields(self, name: str, time: float, slots: int = 2, nodes: int = 1, rollouts: int = 6) -> dict[str, Any]:
-        """Returns the fields of a trial's campaign, with the site's settings of the user's campaign.
+        """Returns the fields of a trial's campaign, with the settings for the site from the user's campaign.
 
         Args:
             time: Minutes until its pod drains. Its walltime is longer by ``slurm.lead_s``.
@@ -133,7 +138,7 @@ class ProofSite:
             scancel(self.jobs)
 
     def submit(self, *words: str) -> str:
-        """Submits a job of the trials' own. Returns its id.
+        """Submits a job that belongs to no campaign. Returns its id.
 
         Args:
             words: sbatch options and the script.
@@ -146,7 +151,7 @@ class ProofSite:
         return job
 
     def wait_until_gone(self) -> None:
-        """Waits until Slurm has no more jobs of the trials' campaigns, at most :data:`GONE_S` seconds."""
+        """Waits until the jobs of the trials' campaigns have ended, but at most :data:`GONE_S` seconds."""
         wait_for([job for run in self.runs for job in run.job_ids()], GONE_S)
 
     def environment_script(self) -> Path:
@@ -159,15 +164,15 @@ class ProofSite:
 # --- nodes ---
 
 
-def submit_nodes(place: ProofSite, name: str, arguments: str, nodes: int, nodelist: str = "") -> tuple[str, Path]:
+def submit_nodes(proof: ProofSite, name: str, arguments: str, nodes: int, nodelist: str = "") -> tuple[str, Path]:
     """Submits a job that runs :mod:`.node` once on each of its nodes. Returns the job's id and the shared directory.
 
     Raises:
         SiteError: Slurm refused the job. Includes Slurm's message.
     """
-    folder = place.folder / name
+    folder = proof.folder / name
     (folder / "shared").mkdir(parents=True)
-    config = place.campaign.config
+    config = proof.campaign.config
     keep = ("account", "partition", "mem", *config.slurm.extra, *config.slurm.pods.extra)
     pod = script.pod_job(config, RunDir(folder), 1)
     options = {key: value for key, value in pod.options.items() if key in keep}
@@ -177,10 +182,10 @@ def submit_nodes(place: ProofSite, name: str, arguments: str, nodes: int, nodeli
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {script.option(key, value)}" for key, value in options.items() if value not in (None, False)]
     step = f'"$MEGAFLOW_PYTHON" -m megaflow_hpc.prove.node {arguments} {shlex.quote(str(folder / "shared"))}'
-    lines += ["role=pods", f". {shlex.quote(str(place.environment_script()))}"]  # a pod's own set-up, too
+    lines += ["role=pods", f". {shlex.quote(str(proof.environment_script()))}"]  # a pod's own set-up, too
     lines += [f"srun --mpi=none --export=ALL --wait=0 ${{megaflow_srun:-}} {step}"]
     write_atomic(folder / "job.sh", "\n".join(lines) + "\n")
-    return place.submit(str(folder / "job.sh")), folder
+    return proof.submit(str(folder / "job.sh")), folder
 
 
 def wait_for(jobs: Sequence[str], timeout_s: float) -> bool:
@@ -189,7 +194,7 @@ def wait_for(jobs: Sequence[str], timeout_s: float) -> bool:
     while any(state.live for state in accounting.live_jobs(jobs).values()):
         if time.monotonic() > end:
             return False
-        time.sleep(POLL_S)
+        time.sleep(POLL_INTERVAL_S)
     return True
 
 
@@ -219,7 +224,7 @@ def nodes_findings(folder: Path, expected: int, report: ProofReport) -> Iterator
 
 
 def _results(folder: Path) -> list[dict[str, Any]]:
-    """Returns what each task of a job has written."""
+    """Returns the result of each task of a job."""
     return [json.loads(path.read_bytes()) for path in sorted((folder / "shared").glob("result.*.json"))]
 
 
@@ -322,39 +327,39 @@ def _tail(log: Path, lines: int = 3) -> list[str]:
 # --- campaigns ---
 
 
-def start_worker(place: ProofSite) -> Run:
-    """Submits the campaign whose agent kills a worker. Its engine server replies from a file."""
+def start_worker(proof: ProofSite) -> Run:
+    """Submits a campaign whose agent kills a worker. Its engine server replies from a file."""
     name = "worker"
-    write_atomic(place.folder / "answers.yaml", yaml.safe_dump({"default": ANSWERS}))
-    model = {"engine": "scripted", "script": str(place.folder / "answers.yaml"), "gpus": int(place.engines_have_gpus)}
-    agent = {"name": "megaflow_hpc.prove.work:KillsItsWorker", "args": {"mark": str(place.folder / "killed")}}
-    fields = place.fields(name, CAMPAIGN_MINUTES, nodes=place.pod_nodes)
-    return place.start(name, fields | {"model": model, "agent": agent})
+    write_atomic(proof.folder / "answers.yaml", yaml.safe_dump({"default": ANSWERS}))
+    model = {"engine": "scripted", "script": str(proof.folder / "answers.yaml"), "gpus": int(proof.engines_have_gpus)}
+    agent = {"name": "megaflow_hpc.prove.work:KillsItsWorker", "args": {"mark": str(proof.folder / "killed")}}
+    fields = proof.fields(name, CAMPAIGN_MINUTES, nodes=proof.pod_nodes)
+    return proof.start(name, fields | {"model": model, "agent": agent})
 
 
-def start_walltime(place: ProofSite) -> Run:
-    """Submits the campaign whose rollouts, one after the other, do not fit into one walltime."""
+def start_walltime(proof: ProofSite) -> Run:
+    """Submits a campaign whose rollouts do not fit into one walltime."""
     name = "walltime"
-    usable_s = place.walltime(USABLE_S) * 60 - place.campaign.config.slurm.lead_s
+    usable_s = proof.walltime(USABLE_S) * 60 - proof.campaign.config.slurm.lead_s
     rollouts = math.ceil(usable_s / WAIT_S) + 1  # one more than a pod can start before it drains
-    fields = place.fields(name, USABLE_S / 60, slots=1, rollouts=rollouts)
+    fields = proof.fields(name, USABLE_S / 60, slots=1, rollouts=rollouts)
     agent = {"name": "megaflow_hpc.prove.work:Waits", "args": {"seconds": WAIT_S}}
-    return place.start(name, fields | {"agent": agent})
+    return proof.start(name, fields | {"agent": agent})
 
 
-def start_model(place: ProofSite) -> Run | None:
+def start_model(proof: ProofSite) -> Run | None:
     """Submits two rollouts with the user's own model. Returns ``None`` if the user's campaign has none."""
-    own = place.own
+    own = proof.own
     models = dict(own.get("models") or {}) | ({"default": own["model"]} if own.get("model") else {})
     model = next((m for m in models.values() if m.get("engine", "vllm") not in ("scripted", "replay")), None)
     if model is None:
         return None
     name = "model"
-    fields = place.fields(name, CAMPAIGN_MINUTES, rollouts=2)
+    fields = proof.fields(name, CAMPAIGN_MINUTES, rollouts=2)
     agent = {"name": "megaflow_hpc.agents.example:MyAgent", "max_turns": 2, "max_tokens": 512}
     dropped = ("agent", "samples", "servers", "also", "include")
     model = {key: value for key, value in model.items() if key not in dropped}
-    return place.start(name, fields | {"model": model, "agent": agent})
+    return proof.start(name, fields | {"model": model, "agent": agent})
 
 
 STARTS: dict[str, Callable[[ProofSite], Run | None]] = {
@@ -365,38 +370,38 @@ STARTS: dict[str, Callable[[ProofSite], Run | None]] = {
 """Name of a trial → function that submits its campaign."""
 
 
-def start_preempted(place: ProofSite) -> Run:
-    """Submits the campaign whose pod will be preempted."""
+def start_preempted(proof: ProofSite) -> Run:
+    """Submits a campaign whose pod will be preempted."""
     name = "preemption"
-    fields = place.fields(name, CAMPAIGN_MINUTES, slots=1)
+    fields = proof.fields(name, CAMPAIGN_MINUTES, slots=1)
     agent = {"name": "megaflow_hpc.prove.work:Waits", "args": {"seconds": 20.0}}
-    return place.start(name, fields | {"agent": agent})
+    return proof.start(name, fields | {"agent": agent})
 
 
-def preempt(place: ProofSite, run: Run, options: list[str]) -> str:
+def preempt(proof: ProofSite, run: Run, options: list[str]) -> str:
     """Waits until the run's pod is working, and submits a job that preempts it. Returns an error message, or "".
 
     Args:
         options: sbatch options of the preempting job, such as ``--qos=high``.
     """
-    end = time.monotonic() + place.wait_s
+    end = time.monotonic() + proof.wait_s
     node = ""
     while not node:
         if time.monotonic() > end:
             return "its pod did not start in time"
         status = run.status()
         node = next((pod["node"] for pod in status["pods"] if pod["running"]), "")
-        time.sleep(POLL_S)
-    write_atomic(place.folder / "preempt.sh", "#!/bin/bash\nsleep 20\n")
+        time.sleep(POLL_INTERVAL_S)
+    write_atomic(proof.folder / "preempt.sh", "#!/bin/bash\nsleep 20\n")
     wanted = [
         f"--nodelist={node}",
         "--exclusive",
         "--time=2",
         "--job-name=prove-preempt",
-        f"--output={place.folder}/%j",
+        f"--output={proof.folder}/%j",
     ]
     try:
-        place.submit(*wanted, *options, str(place.folder / "preempt.sh"))
+        proof.submit(*wanted, *options, str(proof.folder / "preempt.sh"))
     except SiteError as error:
         return str(error)
     return ""
@@ -416,7 +421,7 @@ REMEDIES = {
 }
 
 
-def campaign_findings(place: ProofSite, run: Run, report: ProofReport) -> Iterator[Finding]:
+def campaign_findings(proof: ProofSite, run: Run, report: ProofReport) -> Iterator[Finding]:
     """Waits for a trial's campaign and evaluates its result.
 
     Raises:
@@ -424,12 +429,12 @@ def campaign_findings(place: ProofSite, run: Run, report: ProofReport) -> Iterat
     """
     name = run.path.name
     try:
-        result = _wait(place, run)
+        result = _wait(proof, run)
     except _RequeueRefusedError as error:
         yield Finding(name, "FAIL", f"Slurm refuses to requeue the pod: {error}", _remedy(run, name))
         return
     except (TimeoutError, MegaflowError) as error:
-        lines = [str(error)] if not isinstance(error, TimeoutError) else [f"not finished after {place.wait_s:.0f} s"]
+        lines = [str(error)] if not isinstance(error, TimeoutError) else [f"not finished after {proof.wait_s:.0f} s"]
         status = run.status()
         queued = isinstance(error, TimeoutError) and not status["pods"]
         remedy = QUEUED if queued else _remedy(run, name)
@@ -438,19 +443,19 @@ def campaign_findings(place: ProofSite, run: Run, report: ProofReport) -> Iterat
     if result["state"] != "finished":
         yield Finding(name, "FAIL", "; ".join(["it did not finish", *causes(result)]), _remedy(run, name))
         return
-    yield from _stored(place, run, name, result, report)
+    yield from _stored(proof, run, name, result, report)
 
 
 class _RequeueRefusedError(Exception):
     """Slurm refused repeatedly to requeue a pod. The message is Slurm's."""
 
 
-def _wait(place: ProofSite, run: Run) -> Mapping[str, Any]:
+def _wait(proof: ProofSite, run: Run) -> Mapping[str, Any]:
     """Waits until the run has ended. Returns its status.
 
     Raises:
-        _RequeueRefusedError: A refused requeue was still refused at a second look. The run is cancelled, because
-            waiting would replace its pods by new jobs, and hide the fault.
+        _RequeueRefusedError: Slurm still refused a requeue at the second poll. The run is cancelled, because waiting
+            longer would replace its pods with new jobs and hide the fault.
         TimeoutError: It did not end in time.
         MegaflowError: It failed.
     """
@@ -458,7 +463,7 @@ def _wait(place: ProofSite, run: Run) -> Mapping[str, Any]:
 
     def look(_: Mapping[str, Any]) -> None:
         nonlocal refused, looked
-        if time.monotonic() < looked + LOOK_S:
+        if time.monotonic() < looked + REFUSAL_INTERVAL_S:
             return
         now = {each.job: each.words for each in Marks(run.dir).refused()}
         if again := refused & set(now):
@@ -466,19 +471,19 @@ def _wait(place: ProofSite, run: Run) -> Mapping[str, Any]:
         refused, looked = set(now), time.monotonic()
 
     try:
-        return run.wait(place.wait_s, look)
+        return run.wait(proof.wait_s, look)
     except _RequeueRefusedError:
         run.cancel()
         raise
 
 
-def _stored(place: ProofSite, run: Run, name: str, result: Mapping[str, Any], report: ProofReport) -> Iterator[Finding]:
+def _stored(proof: ProofSite, run: Run, name: str, result: Mapping[str, Any], report: ProofReport) -> Iterator[Finding]:
     from megaflow_hpc.trajectories import open_trajectories
 
     with open_trajectories(run.path) as store:
         rows = list(store)
         attempts = [attempt for row in rows for attempt in row.attempts]
-        place.nodes_used |= {attempt.node for attempt in attempts if attempt.node}
+        proof.nodes_used |= {attempt.node for attempt in attempts if attempt.node}
         ids = Counter(row.id for row in rows)
         unsolved = [f"{row.id} {row.status} {row.error}".strip() for row in rows if name != "model" and row.reward != 1]
         failed = [f"{row.id}: {row.error}" for row in rows if row.status == "failed"]
@@ -494,7 +499,7 @@ def _stored(place: ProofSite, run: Run, name: str, result: Mapping[str, Any], re
         yield Finding(name, "FAIL", found, _remedy(run, name))
         return
     if name == "worker":
-        yield from _worker(place, retried, starts, turns, len({attempt.node for attempt in attempts}))
+        yield from _worker(proof, retried, starts, turns, len({attempt.node for attempt in attempts}))
     elif name == "model" and not turns:
         yield Finding(name, "FAIL", "no model call was recorded", _remedy(run, name))
     elif name == "model":
@@ -509,8 +514,8 @@ def _stored(place: ProofSite, run: Run, name: str, result: Mapping[str, Any], re
         yield Finding(name, "ok", f"{len(rows)} rollouts in {starts} starts of a pod, each stored once")
 
 
-def _worker(place: ProofSite, retried: int, starts: int, turns: int, nodes: int) -> Iterator[Finding]:
-    killed = (place.folder / "killed").exists()
+def _worker(proof: ProofSite, retried: int, starts: int, turns: int, nodes: int) -> Iterator[Finding]:
+    killed = (proof.folder / "killed").exists()
     if not killed or not (retried or starts > 1):
         yield Finding("worker", "warn", "no worker was killed, so this was not tested", "run prove again")
     else:
@@ -537,7 +542,7 @@ def causes(status: Mapping[str, Any]) -> list[str]:
 
 
 def left_findings(folder: Path) -> Iterator[Finding]:
-    """Evaluates what the trials left behind on nodes."""
+    """Reports processes that the trials left behind on nodes."""
     results = _results(folder)
     if not results:
         yield Finding(

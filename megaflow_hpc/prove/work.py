@@ -13,12 +13,12 @@ from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 IMAGE = "prove-image"
 """Name of the tasks' image in ``environment.images``."""
 TASKS = 12
-"""More than the walltime trial needs at any ``slurm.lead_s``."""
+"""Number of tasks. Enough for the walltime trial at any ``slurm.lead_s``."""
 SOLUTION = "echo 42 > answer"
 
 
 class ProofTask:
-    """The task: write 42 into a file."""
+    """A task: write 42 into a file."""
 
     image = IMAGE
     workdir = "/prove"
@@ -45,7 +45,7 @@ class ProofTask:
 
 
 class KillsItsWorker(MyAgent):
-    """Works like the example agent, but once per run it first kills its own MPI rank.
+    """An example agent that first kills its own MPI rank, once per run.
 
     Args:
         mark: File that this agent creates before the kill. If it exists, nothing is killed.
@@ -66,7 +66,7 @@ class KillsItsWorker(MyAgent):
 
 
 class Waits:
-    """Waits, then solves the task.
+    """An agent that waits and then solves the task.
 
     Args:
         seconds: Time to wait.
@@ -83,7 +83,7 @@ class Waits:
 
 
 def first(mark: str) -> bool:
-    """Creates the file ``mark``. Returns False if it exists."""
+    """Creates the file ``mark``. Returns ``False`` if it already exists."""
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
@@ -92,8 +92,7 @@ def first(mark: str) -> bool:
 
 
 def own_rank() -> Identity | None:
-    """Returns the MPI rank to which this process belongs: its topmost ancestor of this package, or itself. ``None`` if
-    this process is not of this package."""
+    """Returns this process's MPI rank: its topmost ancestor that runs this package. ``None`` if there is none."""
     rank, pid = None, os.getpid()
     while pid and b"megaflow_hpc" in read_proc(f"/proc/{pid}/cmdline"):
         rank, pid = Identity.of(pid), parent(pid)

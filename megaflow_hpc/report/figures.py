@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 
 from megaflow_hpc.config.campaign import pass_threshold_of
-from megaflow_hpc.monitor.training import SHOWN
+from megaflow_hpc.ledger.tasks import accepted_line
+from megaflow_hpc.monitor.training import BY_AGENT, SHOWN
 from megaflow_hpc.monitor.usage import JobUse
 from megaflow_hpc.report.cost import Cost, Prices, cost_of
 from megaflow_hpc.report.policies import (
@@ -38,7 +39,6 @@ from megaflow_hpc.report.rollouts import attempt_spans, read_rollouts
 from megaflow_hpc.report.series import significant, thinned
 from megaflow_hpc.report.timeline import Concurrency, Events, PodFigures, concurrency_of, pods_of, read_events
 from megaflow_hpc.report.troubles import Failure, Straggler, counted, failures_of, stragglers_of
-from megaflow_hpc.rundir.accepted import accepted_line
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_jobs, read_run
@@ -217,7 +217,11 @@ def curves_of(run: RunDir, record: RunRecord) -> list[TrainingCurve]:
     curves = []
     for policy in record.config.training.policies:
         commits = TrainingView(run, policy).commits(MAX_COMMITS)
-        for metric, name in SHOWN.items():
+        # (metric, its name, series): the rewards of each of several agents are series of their own
+        shown = [(metric, name, policy) for metric, name in SHOWN.items()]
+        by_agent = sorted({metric for commit in commits for metric in commit.metrics if metric.startswith(BY_AGENT)})
+        shown += [(metric, "reward", f"{policy}+{metric.removeprefix(BY_AGENT)}") for metric in by_agent]
+        for metric, name, series in shown:
             points = []
             for commit in commits:
                 value = commit.metrics.get(metric, math.nan)
@@ -227,5 +231,5 @@ def curves_of(run: RunDir, record: RunRecord) -> list[TrainingCurve]:
             if points:
                 steps = [step for step, _ in points]
                 values = [value for _, value in points]
-                curves.append(TrainingCurve(policy=policy, metric=name, steps=steps, values=values))
+                curves.append(TrainingCurve(policy=series, metric=name, steps=steps, values=values))
     return curves

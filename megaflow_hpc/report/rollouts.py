@@ -45,6 +45,7 @@ class RolloutColumns:
     """Object array of ``str``."""
     task: Labels
     policy: Labels
+    """Policy, followed by ``+`` and the agent if the policy has rollouts of several agents."""
     status: Labels
     error_kind: Labels
     error: NDArray[Any]
@@ -110,7 +111,7 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
     return RolloutColumns(
         ids=store.column("id"),
         task=_labels(store, "task_id"),
-        policy=_labels(store, "policy"),
+        policy=_arms(store),
         status=_labels(store, "status"),
         error_kind=_labels(store, "error_kind"),
         error=np.array([error[:ERROR_CHARS] for error in store.column("error")], object),
@@ -145,6 +146,18 @@ def attempt_spans(store: TrajectoryStore, rows: RolloutColumns) -> Iterator[tupl
 def _finite(values: NDArray[Any]) -> Floats:
     """Converts to float64, replacing NaN and infinities with 0."""
     return np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
+
+
+def _arms(store: TrajectoryStore) -> Labels:
+    policies, agents = _labels(store, "policy"), _labels(store, "agent")
+    pairs, codes = np.unique(np.stack([policies.codes, agents.codes], axis=1), axis=0, return_inverse=True)
+    several = np.bincount(pairs[:, 0], minlength=1) > 1
+    names = []
+    for policy, agent in pairs.tolist():
+        suffix = f"+{agents.names[agent].rpartition(':')[2]}" if several[policy] else ""
+        names.append(f"{policies.names[policy]}{suffix}")
+    order = sorted(range(len(names)), key=names.__getitem__)
+    return Labels([names[n] for n in order], np.argsort(order)[codes.reshape(-1)])
 
 
 def _labels(store: TrajectoryStore, name: str) -> Labels:

@@ -17,8 +17,7 @@ import numpy as np
 
 from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.trajectories.reading.conversations import heading
-from megaflow_hpc.trajectories.reading.row import Row
-from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
 
 Wanted = int | Literal["all", "some", "none"]
 """A number of transcripts, all of them, as many as fit in the page, or none."""

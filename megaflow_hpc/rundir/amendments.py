@@ -4,10 +4,10 @@
 
     RUN/training/<policy>/amendments/000003.json    :class:`Amendment`
 
-The plan of a step never changes. A user or the trainer amends it instead: leaves out a rollout or the whole step, or
-changes a setting. An amendment is claimed like a plan: it is linked to the next free number, which succeeds only once,
-and never changes. The commit of a step stores how many amendments were known when the step was trained. So a step that
-is repeated after a crash applies the same amendments again.
+The plan of a step never changes. A user or the trainer amends it instead: an amendment leaves out a rollout or the
+whole step, or changes a setting. An amendment is claimed like a plan: it is linked to the next free number, which
+succeeds only once. It never changes either. The commit of a step stores the number of amendments that were known when
+the step was trained. So when a step is repeated after a crash, the same amendments apply again.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ USER, TRAINER = "user", "trainer"
 
 
 class Amendment(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """A change to one step, or to all steps that start later. It changes only the settings that are given."""
+    """A change to one step, or to all steps that start later. Settings that are ``None`` stay the same."""
 
     step: int = 0
-    """Step to amend. 0: every step that starts after the amendment."""
+    """Step to amend. 0 means every step that starts after the amendment."""
     skip: bool = False
-    """Do not train on the step at all."""
+    """True to skip the whole step."""
     rollouts: tuple[str, ...] = ()
     """Ids of the rollouts that the step leaves out."""
     lr: float | None = None
     """Learning rate."""
     microbatch: int | None = None
-    """Maximum number of tokens in one forward pass. A trainer sets it for the step and all later ones."""
+    """Maximum number of tokens in one forward pass. If the trainer sets it, it applies to all later steps too."""
     steps: int | None = None
     """Number of training steps."""
     cause: str = ""
-    """Reason, for people."""
+    """Reason, in words."""
     by: str = USER
     """:data:`USER` or :data:`TRAINER`."""
     at: float = 0.0
     """Unix seconds."""
 
     def applies(self, step: int) -> bool:
-        """Returns whether the amendment concerns a step that starts after it."""
+        """Returns whether the amendment applies to a step that starts after it."""
         return self.step in (0, step) or (self.microbatch is not None and step > self.step)
 
 
@@ -67,7 +67,7 @@ class Amendments:
         """Returns all amendments in the order of their numbers, from 1.
 
         Raises:
-            ConfigError: a record is damaged.
+            ConfigError: A record is damaged.
         """
         while True:
             path = self._file(len(self._records) + 1)
@@ -94,9 +94,9 @@ class Amendments:
         """Returns the amendments to apply to a step.
 
         Args:
-            known: number of amendments that the step's commit knew; ``None`` if the step is not committed. A user's
-                later amendments came too late. The trainer's own amendments always apply, because the step cannot be
-                repeated without them.
+            known: Number of amendments in the step's commit. ``None`` if the step is not committed. A user's later
+                amendments do not apply. The trainer's own amendments always apply, because the step cannot be repeated
+                without them.
         """
         return [
             amendment
@@ -125,7 +125,7 @@ class _Id(msgspec.Struct):
 
 
 class _Plan(msgspec.Struct):
-    """The part of a step's plan that is needed here."""
+    """The part of a step's plan that amendments need."""
 
     rollouts: list[_Id]
 
@@ -134,11 +134,11 @@ def skip(run: RunDir, policy: str, step: int, rollout: str | None = None, cause:
     """Leaves a rollout, or all of them, out of a step.
 
     Returns:
-        The amendment's number, and whether the step is already planned. A trainer may have it in hand, and then the
-        amendment has an effect only if that attempt is not committed.
+        The amendment's number, and whether the step is already planned. A trainer may be training a planned step. Then
+        the amendment has an effect only if the trainer does not commit that attempt.
 
     Raises:
-        ConfigError: the step is committed, or the rollout is not in its plan. Nothing is changed.
+        ConfigError: The step is committed, or the rollout is not in its plan. Nothing is changed.
     """
     amendments = Amendments(run, policy)
     _check_open(run, amendments, step)
@@ -164,7 +164,7 @@ def change(run: RunDir, policy: str, changes: dict[str, float | int], cause: str
     """Changes ``lr``, ``microbatch`` or ``steps`` of all steps that start later. Returns the amendment's number.
 
     Raises:
-        ConfigError: a value is out of range, or more steps are committed. Nothing is changed.
+        ConfigError: A value is out of range, or more steps are committed. Nothing is changed.
     """
     amendments = Amendments(run, policy)
     lr = changes.get("lr", 0.0)
@@ -184,7 +184,7 @@ def _commits(amendments: Amendments) -> list[int]:
 
 
 def _check_open(run: RunDir, amendments: Amendments, step: int, so: str = "already") -> None:
-    """Checks that a step is neither committed nor published."""
+    """Raises ConfigError if a step is committed or its weights are published."""
     policy = amendments.path.parent.name
     if step < 1:
         raise ConfigError(f"step {step}: steps are counted from 1")

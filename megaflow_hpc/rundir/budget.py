@@ -1,8 +1,8 @@
-"""Enforce a campaign's total limits: ``limits.core_hours``, ``limits.gpu_hours`` and ``limits.wall``.
+"""A campaign's total limits: ``limits.core_hours``, ``limits.gpu_hours`` and ``limits.wall``.
 
-Every pod reports the core-seconds of its allocation in its lease. Every engine server reports its GPU-seconds in a
-separate file. One pod adds up all reports on behalf of the others. A limit is exceeded by at most the usage between two
-polls, without messages between jobs and without Slurm queries.
+Every pod reports the core-seconds of its allocation in its lease. Every engine server reports its GPU-seconds in a file
+of its own. One pod adds up all reports on behalf of the others. A campaign exceeds a limit by at most its usage between
+two polls. This takes neither messages between jobs nor Slurm queries.
 
 ::
 
@@ -30,7 +30,7 @@ from megaflow_hpc.rundir.layout import RunDir
 
 LIMITS = ("core_hours", "gpu_hours", "wall")
 REPORT_INTERVAL_S = 30.0
-"""Seconds between reports of GPU time."""
+"""Seconds between two reports of GPU time."""
 MAX_S = 1e15
 """Largest plausible number of core-seconds: a billion cores for more than ten days."""
 Hours = Annotated[float, Meta(gt=0, le=MAX_S)]
@@ -38,7 +38,7 @@ _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def cores_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of CPUs in the whole allocation, which is what Slurm accounting charges for."""
+    """Returns the number of CPUs in the whole allocation. Slurm's accounting charges for all of them."""
     counts = environment.get("SLURM_JOB_CPUS_PER_NODE", "")
     if not counts:
         return len(os.sched_getaffinity(0))
@@ -81,10 +81,10 @@ class CampaignBudget:
         return {**self._planned, **self._raised}
 
     def raise_to(self, limits: Mapping[str, float | None]) -> None:
-        """Overrides limits of an existing run. Running pods pick them up at their next poll.
+        """Overrides limits of an existing run. Running pods apply them at their next poll.
 
         Raises:
-            ConfigError: The limit is unknown, or its value is not positive.
+            ConfigError: A limit is unknown, or its value is not positive.
         """
         for name, value in limits.items():
             if name not in LIMITS or (value is not None and not value > 0):
@@ -96,7 +96,7 @@ class CampaignBudget:
         """Returns a sentence that describes an exceeded limit. Empty if no limit is exceeded.
 
         Args:
-            leases: Lease content of every pod start: ``core_s``, and ``began_at`` in Unix seconds.
+            leases: ``core_s``, and ``began_at`` in Unix seconds, of every start of a pod.
         """
         limits = self.limits()
         core_h, gpu_h, wall = (limits[name] for name in LIMITS)
@@ -152,14 +152,14 @@ class Meter:
 
 
 def gpus_of(planned: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of GPUs that Slurm allocated to an engine server, or ``planned`` if Slurm does not say."""
+    """Returns the number of GPUs of an engine server: Slurm's number if it is known, else ``planned``."""
     gpus = environment.get("SLURM_GPUS_ON_NODE", "") if environment.get("SLURM_ARRAY_JOB_ID") else ""
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
     return int(gpus) * int(nodes) if gpus.isdigit() and nodes.isdigit() else planned
 
 
 def held_before(file: Path) -> float:
-    """Returns the GPU-seconds that a server has reported so far. 0 if there is no report."""
+    """Returns the GPU-seconds in a server's report. 0 if there is none."""
     try:
         return read_json(file, GpuTime).gpu_s
     except (FileNotFoundError, ValueError):

@@ -7,13 +7,12 @@
     <policy>.<n>.starting       :class:`FailedServer`: the latest start failed and will be retried, or its external
                                 endpoint is unavailable
     <policy>.<n>.failed.json    :class:`FailedServer`: the server gave up
-    .<policy>.<n>.admin         :class:`AdminKey`: key for the URL paths that change the engine
     .pool.<policy>.key          :class:`PoolMembership`: the engine pool that serves this policy's model
     .listing                    :class:`EndpointListing`: all endpoints, listed by one pod for the others
 
-Every file is replaced by rename and has mode 0600. A later start of the same array element may already have published
-its own files, so a start withdraws only files that carry its ``start``. Readers skip files that are damaged or being
-withdrawn.
+Every file has mode 0600 and is replaced by rename. A later start of the same array element may already have published
+its own files. So a start withdraws only files that contain its own ``start``. Readers skip files that are damaged or
+being withdrawn.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 FAILED, LOADING, LISTING, STARTING = ".failed.json", ".loading", ".listing", ".starting"
 STALE_S = 100.0
-"""Seconds without a new heartbeat (three periods) after which a server counts as dead."""
+"""A server counts as dead after this many seconds without a heartbeat, which is three periods."""
 
 
 class RefusedWeights(msgspec.Struct):
@@ -53,9 +52,9 @@ class Endpoint(msgspec.Struct, kw_only=True):
     """Bearer token. Omitted from the endpoints that an engine pool publishes."""
     model_name: str = ""
     protocol: str = "plain"
-    """Kind of requests that the engine accepts from the gateway: ``text``, ``plain`` or ``split``."""
+    """Protocol between gateway and engine: ``text``, ``plain`` or ``split``."""
     template: str = ""
-    """Describes how the served chat template changes earlier messages. Empty if unknown."""
+    """Effect of the served chat template on earlier messages. Empty if unknown."""
     weight: float = 1.0
     """Share of the policy's requests, relative to the policy's other servers."""
     tls_fingerprint: str = ""
@@ -70,13 +69,13 @@ class Endpoint(msgspec.Struct, kw_only=True):
     weight_version: int = 0
     refused: RefusedWeights | None = None
     down: str = ""
-    """Why the engine did not answer the latest request. Empty if it did answer."""
+    """Why the engine did not answer the latest request. Empty if it answered."""
     in_flight: int = 0
-    """Number of requests that the server is processing or has queued."""
+    """Number of requests that the server processes or has queued."""
     waiting: int = 0
     """Number of requests in the engine's queue."""
     wait_s: float = 0.0
-    """Estimated seconds until the last queued request starts, at the rate of the past 30 seconds."""
+    """Expected seconds until the last queued request starts, at the rate of the past 30 seconds."""
 
 
 class FailedServer(msgspec.Struct, kw_only=True):
@@ -86,7 +85,7 @@ class FailedServer(msgspec.Struct, kw_only=True):
     policy: str
     cause: str
     lasting: bool = False
-    """True if another start would fail in the same way."""
+    """True if another start would fail too."""
     down: bool = False
     """True if the server waits for an external endpoint that is unavailable."""
     job_id: str = ""
@@ -105,13 +104,6 @@ class LoadingServer(msgspec.Struct, kw_only=True):
     weight_version: int
 
 
-class AdminKey(msgspec.Struct):
-    """Key for the URL paths that change an engine, and the server start that it belongs to."""
-
-    start: str
-    key: str
-
-
 class PoolMembership(msgspec.Struct, kw_only=True):
     """A campaign's access to the engine pool that serves one of its policies."""
 
@@ -124,16 +116,16 @@ class PoolMembership(msgspec.Struct, kw_only=True):
 
 
 class EndpointListing(msgspec.Struct, kw_only=True):
-    """All endpoints, as listed by one pod for the others."""
+    """All endpoints, which one pod lists for the others."""
 
     generation: str
-    """Changes whenever the listing changes in a way that pods must notice."""
+    """Digest of the parts of the listing that gateways need."""
     found: dict[str, Any]
-    """File name → decoded endpoint file. For a server of a pool, the URL and key are the ones that this member uses."""
+    """File name → content of the endpoint file. For a pool's server, the key is this campaign's own key."""
 
 
 class Heartbeats:
-    """Judges by the changes that this process sees which servers are alive. Clocks of nodes are never compared.
+    """Detects dead processes: their heartbeats stop changing. Measures with this process's clock only.
 
     Args:
         clock: A monotonic clock, in seconds.
@@ -142,14 +134,16 @@ class Heartbeats:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[str, tuple[object, float]] = {}
-        """Server → its latest state, and when this process first saw that state."""
+        """Name → its latest state, and when this process first saw that state."""
 
-    def unchanged_s(self, server: str, state: object) -> float:
-        """Returns the seconds since this process first saw a server in this state. The first state counts as new."""
+    def unchanged_s(self, name: str, state: object) -> float:
+        """Returns the seconds for which this process has seen ``name`` in this state. The first state counts as new."""
         now = self._clock()
-        if self._seen.get(server, (None, 0.0))[0] != state:
-            self._seen[server] = (state, now)
-        return now - self._seen[server][1]
+        before, since = self._seen.setdefault(name, (state, now))
+        if before != state:
+            self._seen[name] = state, now
+            return 0.0
+        return now - since
 
     def alive(self, endpoint: Endpoint) -> bool:
         """Returns whether a server has renewed its heartbeat, or started again, within :data:`STALE_S`."""
@@ -163,7 +157,7 @@ class EndpointFiles:
         self._folder = run.endpoints
 
     def serving(self, policy: str | None = None) -> list[Endpoint]:
-        """Returns the servers that are serving one policy, or all policies, sorted by file name."""
+        """Returns the servers that serve a policy, or any policy, sorted by file name."""
         paths = [path for path in self._folder.glob("*.json") if not path.name.endswith(FAILED)]
         endpoints = _readable(paths, Endpoint)
         return [endpoint for endpoint in endpoints if endpoint.url and policy in (None, endpoint.policy)]
@@ -173,11 +167,11 @@ class EndpointFiles:
         return _readable(self._folder.glob(f"*{FAILED}"), FailedServer)
 
     def starting(self) -> list[FailedServer]:
-        """Returns the servers whose latest start failed, or whose external endpoint is down, and that still retry."""
+        """Returns the servers that retry after a failed start, or wait for an external endpoint that is down."""
         return _readable(self._folder.glob(f"*{STARTING}"), FailedServer)
 
     def loading(self, policy: str) -> list[LoadingServer]:
-        """Returns a policy's servers that are loading weights."""
+        """Returns the servers of a policy that are loading weights."""
         servers = []
         for path in sorted(self._folder.glob(f"*{LOADING}")):
             server = try_read_json(path, LoadingServer)
@@ -197,14 +191,14 @@ class EndpointFiles:
         return [read_json(path, PoolMembership) for path in paths]
 
     def publish(self, endpoint: Endpoint) -> None:
-        """Publishes a server's heartbeat and withdraws its loading and starting files."""
+        """Publishes a server's heartbeat, and withdraws its loading and starting files."""
         self._write(self._file(endpoint.server), endpoint)
         self._loading_file(endpoint.server).unlink(missing_ok=True)
         if endpoint.heartbeat <= 1:
             self.withdraw_starting(endpoint.server)
 
     def publish_failed(self, server: FailedServer) -> None:
-        """Publishes that a server gave up."""
+        """Publishes the failure of a server that gave up."""
         self._write(self._folder / f"{server.server}{FAILED}", server)
         self.withdraw_starting(server.server)
 
@@ -213,17 +207,16 @@ class EndpointFiles:
         self._write(self._folder / f"{server.server}{STARTING}", server)
 
     def withdraw_starting(self, server: str) -> None:
-        """Withdraws the reason of a failed start, because the server now serves, gave up or is leaving."""
+        """Withdraws the reason of a failed start, once the server serves, gives up or leaves."""
         (self._folder / f"{server}{STARTING}").unlink(missing_ok=True)
 
     def publish_loading(self, server: LoadingServer) -> None:
         """Publishes that a server is loading weights."""
         self._write(self._loading_file(server.server), server)
 
-    def publish_admin_key(self, server: str, key: AdminKey) -> None:
-        """Publishes the admin key of a new start, and withdraws the failure of an earlier start."""
+    def withdraw_failed(self, server: str) -> None:
+        """Withdraws the failure of an earlier start."""
         (self._folder / f"{server}{FAILED}").unlink(missing_ok=True)
-        self._write(self._admin_file(server), key)
 
     def publish_membership(self, membership: PoolMembership) -> None:
         """Publishes the key for the engine pool that serves a policy's model."""
@@ -243,7 +236,6 @@ class EndpointFiles:
         if endpoint is None or endpoint.start != start:
             return False
         self._file(server).unlink(missing_ok=True)
-        self._admin_file(server).unlink(missing_ok=True)
         return True
 
     def withdraw_loading(self, server: str, start: str) -> None:
@@ -265,14 +257,11 @@ class EndpointFiles:
     def _loading_file(self, server: str) -> Path:
         return self._folder / f"{server}{LOADING}"
 
-    def _admin_file(self, server: str) -> Path:
-        return self._folder / f".{server}.admin"
-
     def _write(self, path: Path, value: msgspec.Struct) -> None:
         write_record(path, value, 0o600)
 
 
 def _readable(paths: Iterable[Path], kind: type[T]) -> list[T]:
-    """Return the records of all readable files, in the order of their paths."""
+    """Returns the records of all readable files, in the order of their paths."""
     records = [try_read_json(path, kind) for path in sorted(paths)]
     return [record for record in records if record is not None]

@@ -1,4 +1,4 @@
-"""Engine pools: the model servers of one campaign, shared with other campaigns, possibly of other users.
+"""Engine pools: model servers of one campaign that other campaigns share, possibly of other users.
 
 ::
 
@@ -7,9 +7,9 @@
     POOL/pool/cancelled              the pool was cancelled, so clients should not wait for its servers
     POOL/pool/members/<digest>       SHA-256 of a campaign's key, also the file's content; the file's owner is the user
 
-A campaign generates a key, stores it in a file that only its user can read, and registers the key's digest. Keys are
-never sent to another user. The owner of a digest's file shows which user registered it. Removing the file ends the
-membership. With ``share: group``, the directories are open to the pool owner's group, and the members directory has the
+A campaign generates a key, stores it in a file that only its user can read, and registers the key's digest. No other
+user ever gets the key. The owner of a digest's file is the user who registered it. Removing the file ends the
+membership. With ``share: group``, the pool owner's group may open the directories. Then the members directory has the
 sticky bit.
 """
 
@@ -42,11 +42,11 @@ class AboutPool(msgspec.Struct):
     policies: dict[str, int]
     """Number of servers of each policy."""
     share: str = "user"
-    """Users who may use the pool: ``user`` (its owner only) or ``group``."""
+    """Access to the pool: ``user`` (only its owner) or ``group``."""
 
 
 class EnginePool:
-    """The part of a pool's run directory that is visible to other users."""
+    """The part of a pool's run directory that other users can see."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self.path = Path(run) / "pool"
@@ -58,7 +58,7 @@ class EnginePool:
 
         Args:
             policies: Number of servers of each policy.
-            share: ``user`` restricts the pool to its owner; ``group`` admits the owner's group.
+            share: Access to the pool: ``user`` (only its owner) or ``group``.
         """
         group = share == "group"
         # The setgid bit makes new files inherit the run directory's group instead of the writer's.
@@ -79,15 +79,15 @@ class EnginePool:
 
     @property
     def closed(self) -> str:
-        """Reason not to wait for the pool's servers. Empty while the pool is open."""
+        """Why clients should not wait for the pool's servers. Empty while the pool is open."""
         run = self.path.parent
         if not self._cancelled.exists():
             return ""
         return f"the engine pool {run} was cancelled; its owner can continue it with: megaflow-hpc resume {run}"
 
     def policy(self, name: str) -> str:
-        """Returns the pool's policy that serves a campaign's policy ``name``: the one of that name, or else the only
-        one.
+        """Returns the pool's policy that serves a campaign's policy ``name``: the policy of that name, or else the
+        pool's only policy.
 
         Raises:
             ConfigError: The pool was cancelled, or it has several policies and none has that name.
@@ -100,11 +100,11 @@ class EnginePool:
         return name if name in record else next(iter(record))
 
     def about(self) -> dict[str, int]:
-        """Returns the number of servers by policy.
+        """Returns policy → number of servers.
 
         Raises:
-            ConfigError: The directory is not a pool, this user may not use it, or other users could have replaced it. A
-                replaced pool could read every prompt.
+            ConfigError: The directory is not a pool, this user may not use it, or another user could have replaced it.
+                A replaced pool could read every prompt.
         """
         try:
             if why := who_may_replace(self.path, self.path.stat().st_uid, "this engine pool"):
@@ -162,8 +162,8 @@ class EnginePool:
                     continue
                 try:
                     status = os.fstat(descriptor)
-                    # Members may create any file here. A link to another user's file would contain a different digest
-                    # than its name.
+                    # Members may create any file here. A link to another user's file has a name that differs from the
+                    # digest in it.
                     if stat.S_ISREG(status.st_mode) and os.read(descriptor, 65) == path.name.encode():
                         users[path.name] = user_name(status.st_uid)
                 finally:

@@ -1,4 +1,4 @@
-"""Follows the event files of a run, even while pods replace the files of their earlier starts."""
+"""Reader of a run's event files. It follows them even while pods replace the files of their earlier starts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
-from megaflow_hpc.host import descriptors
 from megaflow_hpc.host.files import behind_hole, open_regular
+from megaflow_hpc.host.process import descriptor_limit
 from megaflow_hpc.rundir import summaries
 from megaflow_hpc.rundir.events import AnyEvent, decode
 from megaflow_hpc.rundir.summaries import CONDENSED, EVENTS, Condensed, Summary, start_number
 
 PIECE = 16 << 20
-"""Bytes read from an event file at a time. Pods never write longer lines."""
+"""Read this many bytes of an event file at a time. Pods never write longer lines."""
 PASSES = 5
-"""Maximum number of directory listings per read. More than one is needed only if a pod condenses its events
-meanwhile."""
+"""Maximum number of directory listings per read. One is enough unless a pod condenses its events meanwhile."""
 _LAST = re.compile(rb'"event": "pod".*"state": "(done|drained|paused)"')
-"""Matches the last event of a pod, after which its file is closed."""
+"""Matches the last event of a pod. Nothing is written to its file afterwards."""
 
 
 @dataclass
@@ -32,11 +31,11 @@ class PodFiles:
     starts: dict[str, str] = field(default_factory=dict)
     """Start → name of its event file."""
     condensed: list[int] = field(default_factory=list)
-    """Last starts covered by the pod's condensed files, highest first. Normally at most one."""
+    """Last start that each condensed file of the pod covers, highest first. Normally there is at most one file."""
 
 
 def list_pods(folder: Path, only: str = "") -> dict[str, PodFiles]:
-    """Returns pod → its event files, of all pods or of one. Costs one directory listing. Raises OSError."""
+    """Returns pod → its event files, for all pods or only one. Costs one directory listing. Raises OSError."""
     pods: dict[str, PodFiles] = {}
     try:
         names = sorted(name for name in os.listdir(folder) if not only or name.startswith(f"{only}."))
@@ -59,16 +58,16 @@ def list_pods(folder: Path, only: str = "") -> dict[str, PodFiles]:
 class EventReader:
     """Reads the events of a run incrementally. Files stay open between reads, as far as the descriptor limit allows.
 
-    A pod's :class:`~.summaries.Condensed` is yielded in place of the events that it replaces. Its ``seen`` is true if
-    the reader has already yielded all of those events. If it has yielded only some of them, it calls ``restart`` and
-    yields everything again from the beginning. Without ``restart``, it yields the condensed events in addition.
+    The reader yields a pod's :class:`~.summaries.Condensed` in place of the events that it replaces. Its ``seen`` is
+    True if the reader has already yielded all of those events. If the reader has yielded only some of them, it calls
+    ``restart`` and begins again. Without ``restart``, it yields the condensed events in addition.
 
     Args:
         folder: ``RUN/events``.
-        only: Kind of event to decode. Empty decodes every kind.
-        about: Rollout whose events are decoded. Empty decodes all events.
+        only: Kind of event to decode. Empty means every kind.
+        about: Id of a rollout, to decode only its events. Empty means all events.
         use_summaries: Yield the summary of a file instead of the events that it covers.
-        restart: Called to discard everything yielded so far.
+        restart: Called when the caller must discard everything that the reader has yielded.
     """
 
     _readers: ClassVar[weakref.WeakSet[EventReader]] = weakref.WeakSet()
@@ -87,21 +86,21 @@ class EventReader:
         self._offsets: dict[str, dict[str, int]] = {}
         """Pod → start → number of bytes read."""
         self._covered: dict[str, int] = {}
-        """Pod → last start that the condensed events cover."""
+        """Pod → last start that the yielded condensed events cover."""
         self._ended: set[Path] = set()
-        """Files that will not grow any more."""
+        """Files that do not grow any more."""
         self._open: dict[Path, BinaryIO] = {}
         self._most_open = 0
         self._readers.add(self)
 
     def read(self, starts: Iterable[str] | None = None) -> Iterator[tuple[str, list[AnyEvent | Summary]]]:
-        """Yields ``<pod>.<start>`` and the events appended since the last call, possibly none, for each file.
+        """Yields ``<pod>.<start>`` and its events since the last call, possibly none, for each file.
 
         Args:
-            starts: Starts of pods (``<pod>.<start>``) whose files are read. Default: all files.
+            starts: Read only the files of these starts (``<pod>.<start>``). Default: all files.
         """
         others = sum(len(reader._open) for reader in list(self._readers) if reader is not self)
-        self._most_open = descriptors.limit() // 2 - others
+        self._most_open = descriptor_limit() // 2 - others
         if starts is not None:
             yield from self._read_named(sorted(starts))
             return
@@ -110,7 +109,7 @@ class EventReader:
                 return
 
     def _read_all(self) -> Generator[tuple[str, list[AnyEvent | Summary]], None, bool]:
-        """Reads every file once. Returns False if a file was replaced in the meantime."""
+        """Reads every file once. Returns False if a pod replaced a file in the meantime."""
         complete = True
         for pod, files in list_pods(self._folder).items():
             for number in files.condensed:
@@ -143,7 +142,8 @@ class EventReader:
         return complete
 
     def _may_continue(self, pod: str, number: int, condensed: Condensed) -> bool:
-        """Replaces what was read of a pod's earlier starts. Returns False if the reader must begin again instead."""
+        """Replaces the events of a pod's earlier starts by ``condensed``. Returns False if the reader must begin
+        again."""
         read = {start: size for start, size in self._offsets.get(pod, {}).items() if start_number(start) <= number}
         before = self._covered.get(pod, -1)
         known = before >= 0 or any(read.values())
@@ -204,7 +204,7 @@ class EventReader:
             lines, offsets[start] = self._read_appended(path, offsets.get(start, 0))
         except OSError:
             if events:
-                offsets.pop(start)  # a summary is used only together with the events after it
+                offsets.pop(start)  # use a summary only together with the events after it
             raise
         if lines and _LAST.search(lines[-1]):
             self._close(path)
@@ -230,12 +230,12 @@ class EventReader:
                 offset += end
                 if len(data) < PIECE:
                     break
-                if not end:  # a hole left by a crash, or data that no pod wrote
+                if not end:  # a crash left a hole, or no pod wrote this
                     offset = max(offset + PIECE, behind_hole(file, offset))
                 file.seek(offset)
             if len(self._open) < self._most_open:
                 self._open[path] = file
             return lines, offset
         finally:
-            if path not in self._open:  # reopen the file after an error, because its handle may be stale
+            if path not in self._open:  # also after an error, because the handle may be stale
                 file.close()

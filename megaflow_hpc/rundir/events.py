@@ -1,10 +1,9 @@
 """Pod events: ``RUN/events/<pod>.<start>.jsonl``, one JSON object per line, append-only.
 
-Only :class:`EventWriter` writes these files; :class:`~megaflow_hpc.rundir.event_reader.EventReader` reads them. Nothing
-depends on them for correctness, so they are flushed but not fsynced. A separate thread writes them, so the event loop
-never waits for a disk. Each line has ``t`` (Unix seconds) and ``event`` (the kind). Readers ignore unknown kinds,
-incomplete lines and unknown keys. A pod's later starts replace the files of its earlier ones
-(:mod:`megaflow_hpc.rundir.summaries`).
+Only :class:`EventWriter` writes these files. :class:`~megaflow_hpc.rundir.event_reader.EventReader` reads them. Results
+do not depend on them, so they are flushed but not fsynced. A separate thread writes them, so the pod's loop never waits
+for a disk. Each line has ``t`` (Unix seconds) and ``event`` (the kind). Readers ignore unknown kinds, incomplete lines
+and unknown keys. A pod's later starts replace the files of its earlier starts (:mod:`megaflow_hpc.rundir.summaries`).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import math
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -23,17 +23,15 @@ from msgspec import Meta
 from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.types import Status
 
-FORMAT_VERSION = 1
-"""Written to the first line of a file. Files without it, from the first releases, also have version 1."""
 ERROR_CHARS = 300
-"""Maximum length of an error in an event, in characters. The trajectory contains the full error."""
+"""Truncate errors in events to this many characters. The trajectory contains the full error."""
 
 
 Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Unix seconds, up to the end of the year 9999. A record with a value out of range is damaged."""
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Number = Annotated[float, Meta(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
-"""A measurement or a reward. Limited to the range of float32, so that sums cannot overflow. Never NaN."""
+"""A measurement or a reward. Its range is that of float32, so that sums cannot overflow. Never NaN."""
 
 
 Outcome = Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(get_args(Status))})\Z")]
@@ -41,9 +39,9 @@ Outcome = Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(get_args(Status))})\Z")]
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
-    """Base of all events; one line of an event file. Fields that are ``None`` are not written.
+    """Base class of all events. An event is one line of an event file, without the fields that are ``None``.
 
-    The most frequent kinds contain only strings and numbers, so the garbage collector does not track them
+    The most frequent kinds contain only strings and numbers. So the garbage collector does not track them
     (``gc=False``).
     """
 
@@ -52,16 +50,13 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event")
 
 
 class PodEvent(Event, tag="pod"):
-    """The pod started, is draining or ended. ``state`` is ``started``, ``draining`` or the pod's last word."""
+    """The pod started, drains or ended. ``state`` is ``started``, ``draining`` or the pod's last word."""
 
     state: str
-    format_version: Count | None = None
     job_id: str | None = None
     node: str | None = None
-    ranks: Count | None = None
-    """MPI ranks of the pod."""
     stored: Count | None = None
-    """Number of rollouts that this pod has stored."""
+    """Number of rollouts that this start of the pod has stored."""
     why: str | None = None
 
 
@@ -73,8 +68,6 @@ class WorkerEvent(Event, tag="worker"):
     slots: Count | None = None
     node: str | None = None
     why: str | None = None
-    rollouts: Count | None = None
-    """Number of rollouts that were running on a lost worker."""
 
 
 class EngineEvent(Event, tag="engine"):
@@ -83,15 +76,6 @@ class EngineEvent(Event, tag="engine"):
     rank: Count
     state: str
     node: str
-
-
-class ClaimEvent(Event, tag="claim"):
-    """A block was ``claimed``, ``done`` or ``released``, or the pod ``gave`` part of it to another pod."""
-
-    block: Count
-    epoch: Count
-    state: str
-    rollouts: Count | None = None
 
 
 class StartEvent(Event, tag="start", gc=False):
@@ -114,11 +98,11 @@ class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
     seconds: Number = 0.0
     turns: Count = 0
     inexact: Count = 0
-    """Number of turns whose sampled token ids are not exact."""
+    """Number of turns with inexact token ids."""
     constrained: Count = 0
     """Number of turns with constrained tokens."""
     cpu_s: Number | None = None
-    """CPU seconds of the rollout's sandboxes. ``None`` if unknown, as for the next two fields."""
+    """CPU seconds of the rollout's sandboxes. ``None`` if unknown. The same holds for the next two fields."""
     memory_peak_mb: Number | None = None
     disk_peak_mb: Number | None = None
 
@@ -133,13 +117,7 @@ class AttemptEvent(Event, tag="attempt", gc=False):
     rank: Count | None = None
 
 
-class EndpointsEvent(Event, tag="endpoints"):
-    """The pod's set of engine servers changed."""
-
-    servers: list[str]
-
-
-AnyEvent = PodEvent | WorkerEvent | EngineEvent | ClaimEvent | StartEvent | RolloutEvent | AttemptEvent | EndpointsEvent
+AnyEvent = PodEvent | WorkerEvent | EngineEvent | StartEvent | RolloutEvent | AttemptEvent
 
 
 def shown(error: str) -> str:
@@ -198,16 +176,12 @@ class EventWriter:
         if not self._lines:
             return
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        try:
+        with suppress(OSError):
             self._file.write(b"".join(lines))
             self._file.flush()
-        except OSError:
-            pass
 
     def close(self) -> None:
         """Writes queued events and closes the file. Disk errors are ignored."""
         self.flush()
-        try:
+        with suppress(OSError):
             self._file.close()
-        except OSError:
-            pass

@@ -1,4 +1,4 @@
-"""Read and write the JSON files of a run directory as typed records. File content is untrusted."""
+"""Typed reading and writing of JSON files in a run directory. File content is untrusted."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def try_read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = 
 
 
 def write_record(path: Path, record: msgspec.Struct, mode: int | None = None) -> None:
-    """Writes a record atomically to ``path``; see :func:`~megaflow_hpc.host.atomic.write_atomic`."""
+    """Publishes a record atomically at ``path`` (:func:`~megaflow_hpc.host.atomic.write_atomic`)."""
     write_json(path, msgspec.to_builtins(record), mode)

@@ -1,4 +1,4 @@
-"""Every path of a run directory, in one class.
+"""The layout of a run directory, with every path in one class.
 
 ::
 
@@ -15,7 +15,7 @@
       endpoints/          <server>.json: engines that are serving
       weights/            <version>/
       training/           <policy>/: plans, commits and checkpoints of its trainer (:mod:`.training`)
-      journal/            <pod>.<start>.journal: acknowledged trajectories; <pod>.<start>.<level>.pack: small journals
+      journal/            <pod>.<start>.journal: acknowledged trajectories; <pod>.<start>.1.pack: small journals
       partial/            checkpoints of rollouts that the end of an allocation interrupted
       trajectories.h5     the result
       events/             <pod>.<start>.jsonl: life-cycle events; <pod>.<start>.summary: summary of its first bytes;
@@ -24,7 +24,7 @@
       logs/               one file per job element, to which each start appends a few lines
       report/
 
-All of it is private to its user (0700, 0600). With ``share: group`` directories are 2750 and files 0640: the group of
+All of it is private to its user (0700, 0600). With ``share: group``, directories are 2750 and files 0640: the group of
 RUN may read, and no other user may write. ``endpoints/``, which contains keys, and ``partial/`` stay private.
 """
 
@@ -77,7 +77,7 @@ class RunDir:
         return str(self.path)
 
     def create(self, share: str = "user") -> None:
-        """Creates the directory and its subdirectories. With ``share="group"`` its group may read them.
+        """Creates the directory and its subdirectories. With ``share="group"``, its group may read them.
 
         Raises:
             ConfigError: Another user may write to a parent directory, or the file system has no hard links.
@@ -101,8 +101,8 @@ class RunDir:
             to_run: Also call :meth:`check_place`, because jobs will run files from the directory.
 
         Raises:
-            ConfigError: The directory belongs to another user, or one of its subdirectories is a symlink, as may happen
-                in an unpacked archive.
+            ConfigError: The directory belongs to another user, or one of its subdirectories is a symlink. An unpacked
+                archive may contain one.
         """
         try:
             owner = self.path.stat().st_uid
@@ -130,7 +130,7 @@ class RunDir:
             raise ConfigError(f"run directory {self.path}: {why}; jobs would run its files")
 
     def full(self) -> str:
-        """Describes a file system without free space or free inodes. Empty if there is space, or if it is unknown."""
+        """Returns a description of a full file system. Empty if there is space, or if it is unknown."""
         try:
             free = os.statvfs(self.path)
         except OSError:
@@ -156,7 +156,7 @@ class RunDir:
         return self.events / f"{pod}.{start}.jsonl"
 
     def log(self, role: str) -> str:
-        """Returns Slurm's file name pattern for an array element's log: ``%A`` is the array job, ``%a`` the element."""
+        """Returns Slurm's pattern for the log of an array element: ``%A`` is the array job, ``%a`` the element."""
         return str(self.logs / f"{role}-%A_%a.log")
 
 

@@ -5,8 +5,9 @@
     <host>.<process>.ask    :class:`Ask`: rollouts that a viewer shows; renewed every few seconds
     <pod>.<start>.json      :class:`PodLiveStatus`: status of the requested rollouts that run in that pod
 
-Pods poll for viewers every few seconds; in large runs one pod polls for all. A viewer whose counter stops changing, by
-the pod's own clock, is assumed gone. Nothing depends on these files. The last pod removes them.
+Pods poll for viewers every few seconds. In large runs, one pod polls for all. If a viewer's counter does not change for
+some time, by the pod's own clock, the pod assumes that the viewer is gone. Nothing depends on these files. The last pod
+removes them.
 """
 
 from __future__ import annotations
@@ -22,24 +23,25 @@ import msgspec
 
 from megaflow_hpc.host.atomic import without_links, write_atomic
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.rundir.endpoints import Heartbeats
 from megaflow_hpc.rundir.events import Count, Number
 from megaflow_hpc.rundir.json_files import try_read_json
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.summaries import start_number
 
 RENEW_S = 10.0
-"""Seconds between renewals of a viewer's request."""
+"""Seconds between two renewals of a viewer's request."""
 POLL_INTERVAL_S = 3.0
-"""Seconds between pods' polls for viewers. Short, because a person is waiting."""
+"""Seconds between two polls for viewers. Short, because a person is waiting."""
 STALE_S = 45.0
-"""A viewer is assumed gone if its counter has not changed for this many seconds."""
+"""Ignore a viewer after its counter has not changed for this many seconds."""
 STALE_VIEWER_CLEANUP_S = 600.0
 """Delete a vanished viewer's file after this many seconds."""
 MAX_ROLLOUTS = 128
 """Maximum number of rollouts requested by all viewers together."""
 MAX_TRANSCRIPTS = 4
 MAX_BYTES = 8 << 20
-"""Maximum size of a file that is read."""
+"""Maximum size of a file in bytes. Larger files are not read."""
 
 
 class Ask(msgspec.Struct, kw_only=True):
@@ -49,7 +51,7 @@ class Ask(msgspec.Struct, kw_only=True):
     rollouts: list[str] = []
     """Rollouts on the viewer's screen."""
     transcript: str = ""
-    """Rollout whose conversation is shown."""
+    """Rollout with its conversation on the screen. Empty if there is none."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -57,9 +59,6 @@ class Asked(msgspec.Struct, frozen=True):
 
     rollouts: tuple[str, ...] = ()
     transcripts: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.rollouts or self.transcripts)
 
 
 class LiveStatus(msgspec.Struct):
@@ -104,16 +103,15 @@ class LiveFiles:
     """
 
     def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._clock = run.live, clock
-        self._viewers: dict[str, tuple[int, float]] = {}
-        """Viewer → (its counter, time at which that value was first seen)."""
+        self._folder = run.live
+        self._heartbeats = Heartbeats(clock)
         self._own = re.sub(r"[^\w.-]", "_", f"{os.uname().nodename}.{os.getpid()}.ask")
         self._counter = 0
 
     # --- for viewers ---
 
     def ask(self, rollouts: list[str], transcript: str = "") -> None:
-        """Requests the live status of some rollouts. Must be repeated every :data:`RENEW_S` seconds.
+        """Requests the live status of some rollouts. Repeat the call every :data:`RENEW_S` seconds.
 
         Raises:
             OSError: The run directory is not writable.
@@ -139,21 +137,18 @@ class LiveFiles:
     def asked(self) -> Asked:
         """Returns the combined requests of all viewers. Costs one listing and one read per viewer. Raises OSError."""
         try:
-            names = {name for name in os.listdir(self._folder) if name.endswith(".ask") and not name.startswith(".")}
+            names = [name for name in os.listdir(self._folder) if name.endswith(".ask") and not name.startswith(".")]
         except FileNotFoundError:
-            names = set()
-        self._viewers = {name: viewer for name, viewer in self._viewers.items() if name in names}
+            names = []
         rollouts: list[str] = []
         transcripts: list[str] = []
         for name in sorted(names):
             ask = try_read_json(self._folder / name, Ask, MAX_BYTES)
-            counter, since = self._viewers.setdefault(name, (-1, self._clock()))
-            if ask is not None and ask.counter != counter:
-                counter, since = self._viewers[name] = ask.counter, self._clock()
-            unchanged_s = self._clock() - since
+            unchanged_s = self._heartbeats.unchanged_s(name, ask.counter if ask else None)
             if ask is not None and unchanged_s < STALE_S:
                 rollouts += ask.rollouts
-                transcripts += [ask.transcript] if ask.transcript else []
+                if ask.transcript:
+                    transcripts.append(ask.transcript)
             elif unchanged_s > STALE_VIEWER_CLEANUP_S:
                 (self._folder / name).unlink(missing_ok=True)
         return Asked(tuple(sorted({*rollouts}))[:MAX_ROLLOUTS], tuple(sorted({*transcripts}))[:MAX_TRANSCRIPTS])
@@ -200,7 +195,7 @@ class Viewers:
         self.show(PodLiveStatus())
 
     def clear_earlier(self) -> None:
-        """Removes the files of this pod's earlier starts, which may have been killed."""
+        """Removes the files of this pod's earlier starts. A killed start leaves its file."""
         pod, _, start = self._pod.rpartition(".")
         with suppress(OSError):
             for name in os.listdir(self._run.live):
@@ -209,7 +204,7 @@ class Viewers:
                     (self._run.live / name).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Removes the files of all pods and viewers, once nothing is running."""
+        """Removes the files of all pods and viewers. Call it once nothing runs any more."""
         remove_tree(self._run.live, ignore_errors=True)
 
 

@@ -1,8 +1,8 @@
-"""Read the logs of a run: list them, read the tail of one, or find all lines about one rollout.
+"""The logs of a run: their list, their tails, and all lines about one rollout.
 
 Each process of a run writes ``RUN/logs/<role>-<job>.log``, or ``<role>-local.log`` without Slurm. An engine writes
-``<policy>.<n>.engine.log``. In a pod's log, lines about a rollout start with its id. Logs contain untrusted text, can
-be of any size and may have incomplete lines. They are read backwards in bounded chunks. Undecodable bytes are kept.
+``<policy>.<n>.engine.log``. In a pod's log, lines about a rollout start with its id. Logs contain untrusted text, have
+any size and may contain incomplete lines. They are read backwards in bounded chunks. Undecodable bytes are kept.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from megaflow_hpc.rundir.marks import explained
 from megaflow_hpc.rundir.summaries import Condensed, Summary, WantedPods
 
 PIECE = 1 << 20
-"""Bytes read at a time."""
+"""Read this many bytes at a time."""
 LINE = 1 << 14
-"""Maximum number of bytes shown per line."""
+"""Show at most this many bytes of a line."""
 TAIL_BYTES = 16 << 20
-"""Maximum number of bytes searched for the last lines of a log."""
+"""Search at most this many bytes for the last lines of a log."""
 SEARCHED_BYTES = 256 << 20
-"""Maximum number of bytes searched for one rollout, over all pods' logs, newest first."""
+"""Search at most this many bytes of all pods' logs, newest first, for one rollout."""
 LOST_LINES, LOST_BYTES = 400, 1 << 16
-"""Limits of the part of a lost pod's log that is searched for the cause."""
+"""Search at most this part of a lost pod's log for the cause."""
 _REQUEUED = "DUE TO JOB REQUEUE ***"
 _END = 4096
 _ENGINE = ".engine"
@@ -53,7 +53,7 @@ class Log:
 
     @property
     def last(self) -> str:
-        """The last line, truncated if it is long. Every access reads the file again."""
+        """The last line, truncated if it is long. Each access reads the file again."""
         try:
             lines = tail(self.path, 1, _END).lines if self.bytes else []
         except OSError:  # removed in the meantime
@@ -62,7 +62,7 @@ class Log:
 
     @property
     def name(self) -> str:
-        """The file name without ``.log``, as users type it."""
+        """The file name without ``.log``."""
         return self.path.name.removesuffix(".log")
 
     @property
@@ -90,7 +90,7 @@ def all_logs(run: RunDir) -> list[Log]:
 
 
 def find_log(run: RunDir, wanted: str) -> Log:
-    """Returns the log identified by a log name, role, job, array element, pod or server.
+    """Returns the log with this name, or of this role, job, array element, pod or server.
 
     Raises:
         ConfigError: No log matches, or several do. The message lists the candidates.
@@ -114,14 +114,14 @@ def find_log(run: RunDir, wanted: str) -> Log:
 
 
 def pod_log(run: RunDir, pod: str) -> Path | None:
-    """Returns the log of a pod, given as ``<pod>.<start>`` as in events and status. ``None`` if there is none."""
+    """Returns the log of a pod, given as ``<pod>.<start>``. ``None`` if there is none."""
     name = pod.rpartition(".")[0]
     path = run.logs / ("pod-local.log" if name.startswith("local-") else f"pod-{name}.log")
     return path if path.exists() else None
 
 
 def why_lost(run: RunDir, pod: str) -> str:
-    """Returns the line of a pod's log that explains why this start (``<pod>.<start>``) ended without a last word.
+    """Returns the line of a pod's log that explains why a start (``<pod>.<start>``) ended without a last word.
 
     Reads only the end of the log. Empty if no line explains it, or if several pods share the log.
     """
@@ -140,13 +140,14 @@ def why_lost(run: RunDir, pod: str) -> str:
             break
         if ended is not None:
             own = []
-        elif not line.endswith(_REQUEUED):  # the end of the previous start
+        elif not line.endswith(_REQUEUED):  # such a line ends the previous start
             own.append(line.strip())
     return explained(own)
 
 
 def _names(logs: list[Log], most: int = 10) -> str:
-    return ", ".join(log.name for log in logs[:most]) + (f" and {len(logs) - most} more" if len(logs) > most else "")
+    names = ", ".join(log.name for log in logs[:most])
+    return names if len(logs) <= most else f"{names} and {len(logs) - most} more"
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,10 @@ def whole(path: Path) -> Iterator[str]:
 
 
 class GrowingLog:
-    """Follows a growing log. A log that was truncated is read again from the start.
+    """Follows a growing log. Reads a truncated log again from its beginning.
 
     Args:
-        offset: Position of the first read. Later reads continue from the previous one.
+        offset: Position of the first read. Each later read continues from the previous one.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -207,7 +208,7 @@ class GrowingLog:
         self.offset, self._rest = offset, b""
 
     def read(self) -> list[str]:
-        """Returns the lines completed since the last call, limited to one chunk. Empty if there are none."""
+        """Returns the lines that were completed since the last call, at most one chunk. Empty if there are none."""
         try:
             with open_regular(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self.offset:
@@ -217,7 +218,7 @@ class GrowingLog:
                     data = file.read(PIECE)
                     self.offset += len(data)
                     *lines, rest = (self._rest + data).split(b"\n")
-                    self._rest = rest[: LINE + 1]  # of an unfinished line, keep only the part that will be shown
+                    self._rest = rest[: LINE + 1]  # keep only the part of an unfinished line that will be shown
                     if not lines and len(data) == PIECE:
                         self.offset = behind_hole(file, self.offset)
                     if lines or len(data) < PIECE:
@@ -238,24 +239,27 @@ class RolloutLog:
         self._run, self._rollout = run, rollout
         self._events = EventReader(run.events, about=rollout)
         self._logs: dict[Path, GrowingLog] = {}
-        self._said = re.compile(rf"(?<![\w./-]){re.escape(rollout)}(?![\w./-])")
+        self._mentions = re.compile(rf"(?<![\w./-]){re.escape(rollout)}(?![\w./-])")
         self.ended = False
         """True once the rollout's outcome is stored."""
         self.skipped = 0
-        """Bytes of logs that were not searched because of the size limit."""
+        """Number of bytes of logs that were not searched because of the limit."""
 
     def read(self) -> list[str]:
         """Returns the lines written since the last call, events first. Empty if there are none."""
-        texts = [(t, text) for _, events in self._events.read() for event in events for t, text in self._texts(event)]
+        texts: list[tuple[float, str]] = []
+        for _, events in self._events.read():
+            for event in events:
+                texts += self._texts(event)
         self.ended = self.ended or any(text.startswith("stored: ") for _, text in texts)
         lines = [f"{_clock(t)} {text}" for t, text in sorted(texts)]
         for log in self._changed_logs():
             while grown := log.read():
-                lines += [f"{log.path.name}: {line}" for line in grown if self._said.search(line)]
+                lines += [f"{log.path.name}: {line}" for line in grown if self._mentions.search(line)]
         return lines
 
     def _texts(self, event: AnyEvent | Summary) -> Iterator[tuple[float, str]]:
-        """Yields a time and a line for each event. For condensed starts, only the outcome of the rollout is known."""
+        """Yields a time and a line for each event. Condensed starts show only the outcome of the rollout."""
         if not isinstance(event, Summary):
             yield event.t, describe(event)
         elif not isinstance(event, Condensed) or event.seen:
@@ -263,12 +267,12 @@ class RolloutLog:
         elif WantedPods([self._rollout]).among(event.digests):
             yield event.t, "stored: ended well before this, in a start whose events were condensed"
         else:
-            yield from (
-                (ended.t, describe(ended.to_event())) for ended in event.ended_badly if ended.id == self._rollout
-            )
+            for ended in event.ended_badly:
+                if ended.id == self._rollout:
+                    yield ended.t, describe(ended.to_event())
 
     def _changed_logs(self) -> list[GrowingLog]:
-        """Return the pod logs whose size has changed since the last read."""
+        """Returns the pod logs with a new size since the last read."""
         pods = [log for log in all_logs(self._run) if log.role == "pod"]
         left = SEARCHED_BYTES
         for log in sorted(pods, key=lambda log: -log.changed_at):
@@ -281,7 +285,7 @@ class RolloutLog:
 
 
 def last_events(run: RunDir, pod: str, most: int) -> tuple[list[AnyEvent], bool]:
-    """Returns at most ``most`` of the latest events of a pod start (``<pod>.<start>``), and whether these are all.
+    """Returns at most ``most`` of the latest events of a start (``<pod>.<start>``), and whether these are all.
 
     Returns no events if the file is unreadable.
     """
@@ -289,12 +293,12 @@ def last_events(run: RunDir, pod: str, most: int) -> tuple[list[AnyEvent], bool]
         end = tail(run.events / f"{pod}.jsonl", most, _END if most == 1 else TAIL_BYTES)
     except OSError:
         return [], False
-    events = [event for line in end.lines if (event := decode(line.encode("utf-8", "surrogateescape")))]
-    return events, end.before == 0
+    decoded = [decode(line.encode("utf-8", "surrogateescape")) for line in end.lines]
+    return [event for event in decoded if event is not None], end.before == 0
 
 
 def describe(event: AnyEvent) -> str:
-    """Describes an event of a rollout in one line."""
+    """Returns one line that describes an event of a rollout."""
     match event:
         case StartEvent():
             return f"attempt {event.attempt} starts on rank {event.rank}"

@@ -1,4 +1,4 @@
-"""Flag files, whose existence is the message. Batch scripts of a run call this module by name.
+"""Marks: small files that signal by their existence. A run's batch scripts execute this module by name.
 
 ::
 
@@ -14,9 +14,9 @@ The batch shell of a pod and its rank 0 exchange files in a private directory (`
 
     drain                       the pod must drain; contains a key of :data:`WHY_DRAIN`, or nothing
     state                       the pod's last word, one of :data:`LAST_WORDS`
-    preempted                   Slurm preempts the pod, so this start was not in vain either
-    progress                    this start has stored something, so it was not in vain
-    world                       all ranks are connected, so later failures are not caused by the type of srun --mpi
+    preempted                   Slurm preempts the pod, so this start does not count as one without progress
+    progress                    this start has stored something
+    world                       all ranks are connected, so the type of srun --mpi causes no later failure
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ WHY_DRAIN = {
     "leaving": "asked to leave, by scale",
     PREEMPTED: "Slurm preempts the allocation, and its grace time runs",
 }
-"""Words of the drain file and their meaning. After ``now`` and ``cancelled``, Slurm soon kills the step. ``preempted``
-is never in the file: rank 0 detects a preemption itself.
+"""Words of the drain file and their meaning. After ``now`` and ``cancelled``, Slurm soon kills the step. The file never
+contains ``preempted``, because rank 0 detects a preemption itself.
 """
 STATE = "state"
 PROGRESS = "progress"
 WORLD = "world"
 LAST_WORDS = ("done", "drained", "paused", "lost")
-"""How a pod ended: all rollouts stored, blocks released, stopped by a limit, or blocks taken over by another pod."""
+"""How a pod ended: it stored all rollouts, released its blocks, stopped at a limit, or lost its blocks to others."""
 ORDERLY = LAST_WORDS[:3]
 """Last words of a pod that ended normally."""
 
@@ -78,12 +78,12 @@ CERTAIN = (
     "slurmstepd-",
 )
 CAUSES = (*CERTAIN, "error")
-"""Substrings of log lines that explain a failure better than the last line does, most informative first."""
+"""Substrings of log lines that explain a failure better than the last line, most informative first."""
 
 
 @dataclass(frozen=True)
 class Unstarted:
-    """A pod whose last start ended before rank 0 had a lease."""
+    """A pod that ended its last start before rank 0 had a lease."""
 
     pod: str
     node: str
@@ -117,7 +117,7 @@ class CancelledMark(msgspec.Struct):
 
 
 class Marks:
-    """Reads and writes the flag files of one run."""
+    """Reads and writes the marks of one run."""
 
     def __init__(self, run: RunDir) -> None:
         self._finished, self._cancelled = run.path / FINISHED, run.ledger / "cancelled"
@@ -129,7 +129,7 @@ class Marks:
 
     @property
     def finished(self) -> bool:
-        """True if every block is done and no consumer may add more. Costs one read, plus two listings if the mark
+        """True if every block is done and no consumer may add blocks. Costs one read, and two listings if the mark
         exists."""
         try:
             mark = json.loads(read_regular(self._finished) or b"{}")
@@ -155,7 +155,7 @@ class Marks:
         return self.finished or self.cancelled
 
     def cancel(self) -> None:
-        """Marks the campaign as cancelled and closes it to consumers. The mark records their names."""
+        """Marks the campaign as cancelled, and closes the leases of consumers. The mark contains their names."""
         consumers = sorted({*self.closed, *self.open})
         write_record(self._cancelled, CancelledMark(consumers))
         for consumer in consumers:
@@ -163,7 +163,7 @@ class Marks:
 
     @property
     def closed(self) -> list[str]:
-        """Consumers that a cancelled campaign had."""
+        """Consumers that could add blocks when the campaign was cancelled."""
         try:
             return read_json(self._cancelled, CancelledMark).consumers
         except (FileNotFoundError, ValueError):
@@ -183,7 +183,7 @@ class Marks:
         return {path.name for path in self._leaving.glob("*")}
 
     def unstarted(self) -> list[Unstarted]:
-        """Returns the pods none of whose starts ever wrote a lease."""
+        """Returns the pods that failed to start and have no lease."""
         pods = []
         paths = sorted(self._unstarted.glob("[!.]*"))
         started = {lease.name.rpartition(".")[0] for lease in self._leases.glob("*")} if paths else set()
@@ -197,7 +197,7 @@ class Marks:
         return pods
 
     def forget_unstarted(self) -> None:
-        """Removes the ``unstarted`` flags before the pods are started again."""
+        """Removes the ``unstarted`` marks, before the pods start again."""
         for path in self._unstarted.glob("*"):
             path.unlink(missing_ok=True)
 
@@ -214,9 +214,11 @@ class Marks:
         return jobs
 
     def forget_refused(self, jobs: Iterable[str] | None = None) -> None:
-        """Removes the ``refused`` flags of these jobs, or all of them."""
-        for path in self._refused.glob("*") if jobs is None else [self._refused / job for job in jobs]:
-            path.unlink(missing_ok=True)
+        """Removes the ``refused`` marks of these jobs, or of all jobs."""
+        if jobs is None:
+            jobs = [path.name for path in self._refused.glob("*")]
+        for job in jobs:
+            (self._refused / job).unlink(missing_ok=True)
 
 
 def planned(names: Iterable[str]) -> int:
@@ -225,24 +227,25 @@ def planned(names: Iterable[str]) -> int:
 
 
 def counts(mark: Mapping[str, object] | None, blocks: int) -> bool:
-    """Returns whether a finished mark covers all blocks. An old mark without a number always does.
+    """Returns whether a finished mark covers all blocks. A mark without a number always does.
 
     Args:
-        blocks: Number of blocks, excluding handed-off ones.
+        blocks: Number of blocks, excluding handed-off blocks.
     """
     return mark is not None and mark.get("blocks", blocks) == blocks
 
 
 def cause(lines: Sequence[str]) -> str:
-    """Returns the line of a log's tail that best explains the failure."""
+    """Returns the line at the end of a log that best explains a failure."""
     texts = [line.strip() for line in lines if line.strip()]
     requeued = [n for n, text in enumerate(texts) if "DUE TO JOB REQUEUE" in text]
-    texts = texts[requeued[-1] + 1 :] if requeued else texts  # lines before are an earlier start's
+    if requeued:  # earlier lines belong to an earlier start
+        texts = texts[requeued[-1] + 1 :]
     return explained(texts, CAUSES) or (texts[-1] if texts else "nothing was written")
 
 
 def explained(lines: Sequence[str], marks: Sequence[str] = CERTAIN) -> str:
-    """Returns the first line that contains the most informative mark. Empty if no line contains any."""
+    """Returns the first line with the most informative of these substrings. Empty if no line contains any."""
     for mark in marks:
         if matching := [line for line in lines if mark in line]:
             return matching[0]

@@ -1,11 +1,11 @@
-"""Slurm requests of a run's new jobs, overridden after planning (``resume --time``, ``--mem``, ``--partition``).
+"""Overrides of the Slurm requests of a run's new jobs (``resume --time``, ``--mem``, ``--partition``).
 
 ::
 
     RUN/ledger/slurm.json    {"pods": {"time": "8:00:00"}, "servers": {"partition": "gpu-long"}}
 
-They override the campaign file. ``run.json`` is never changed, and queued jobs keep their requests. ``null`` selects
-the site's default.
+They override the campaign file. ``run.json`` does not change, and queued jobs keep their requests. ``null`` means the
+site's default.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def override(
     Args:
         config: The campaign as planned.
         changes: Values of :data:`OPTIONS` by role.
-        check: Called with the resulting campaign. Raises an error if the site would reject it.
+        check: Called with the resulting campaign. It raises an error if the site would reject the campaign.
 
     Raises:
         ConfigError: A role is unknown, or a value is invalid. Nothing is changed.

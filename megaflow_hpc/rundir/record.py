@@ -1,7 +1,7 @@
 """``RUN/run.json``: the plan of a run as a typed record, written once and never changed.
 
-Pods need no other file, so later edits of the campaign file do not affect a run. Defaults are defined here or in the
-sections of the campaign file (:mod:`megaflow_hpc.config`). Keys of later versions are ignored.
+Pods read no other configuration, so later edits of the campaign file do not affect a run. This module and the sections
+of the campaign file (:mod:`megaflow_hpc.config`) define the defaults. Unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _CLUSTER = r"(?:@[A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?"
 JOB_ID = re.compile(rf"[0-9][0-9_+,%\[\]-]{{0,99}}{_CLUSTER}")
 """Matches a job, an array or elements of an array, followed by ``@name`` if it is on another cluster.
 
-Job ids in a run directory are untrusted, and they are passed to ``scancel`` and to scripts. Anything else, such as an
-option, is rejected.
+Job ids in a run directory are untrusted, and go to ``scancel`` and to scripts. So anything else, such as an option,
+must be rejected.
 """
 
 
 def array_of(pod: str) -> str | None:
-    """Returns the job array of a pod, which is named like its job. ``None`` if it does not run under Slurm."""
+    """Returns the job array of a pod. A pod has the name of its job. ``None`` if it does not run under Slurm."""
     return re.sub("_[^@]*", "", pod) if JOB_ID.fullmatch(pod) else None
 
 
@@ -62,7 +62,7 @@ class RunHead(msgspec.Struct):
 
     campaign: _Named = msgspec.field(default_factory=_Named)
     total: int = 0
-    """Number of planned rollouts, excluding those added later."""
+    """Number of planned rollouts. Excludes rollouts that were added later."""
 
 
 class ServerRecord(msgspec.Struct):
@@ -73,7 +73,7 @@ class ServerRecord(msgspec.Struct):
     """The ``model`` section of the server's policy, reduced to what this kind of server needs. Contains
     ``sleep_level`` if the server is part of its trainer's job and sleeps during training steps."""
     held: bool = False
-    """True if the element is submitted held, to be released by the autoscaler."""
+    """True if the element is submitted held. The autoscaler releases it."""
 
 
 class ServerGroup(msgspec.Struct, array_like=True):
@@ -92,12 +92,12 @@ class ServerGroup(msgspec.Struct, array_like=True):
 
 
 class PolicyRecord(msgspec.Struct):
-    """One agent with its model, if it has one; see :class:`megaflow_hpc.config.Policy`."""
+    """Agents, and their model if they have one (:class:`megaflow_hpc.config.Policy`)."""
 
-    agent: dict[str, Any] = {}
+    agents: list[dict[str, Any]] = []
     model: dict[str, Any] | None = None
     samples: int = 1
-    """Number of samples per group, excluding spares."""
+    """Number of samples per group, without spare samples."""
     include: list[str] = []
     """Shell patterns for task ids. Empty matches every task."""
 
@@ -112,7 +112,7 @@ class JobRecord(msgspec.Struct):
     elements: int | None = None
     """Number of array elements. ``None`` for a plain job, or if unknown."""
     base: int = 0
-    """Index of the server that runs as element 0."""
+    """Index of the server in element 0."""
     policy: str = ""
     """Policy that a trainer job trains."""
     submitted_at: Time = 0.0
@@ -132,7 +132,7 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
     version: str = ""
-    """Version of megaflow-hpc with which the run was planned."""
+    """Version of megaflow-hpc that planned the run."""
     python: str = ""
     versions: dict[str, Any] = {}
     """Versions of software, engines and models, by name."""
@@ -143,7 +143,7 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     campaign: dict[str, Any] = {}
     """The resolved campaign file. Use :attr:`config` to read it."""
     source: str = ""
-    """SHA-256 of the campaign file, a copy of which is ``RUN/campaign.yaml``."""
+    """SHA-256 of the campaign file. ``RUN/campaign.yaml`` is a copy of it."""
     beside: str = ""
     """Directory of the campaign file, searched for the campaign's agents after ``RUN/code``. Empty if there is no
     file."""
@@ -179,7 +179,7 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
 
 
 def check_version(planned: RunRecord, run: RunDir) -> None:
-    """Rejects a run that was planned by another minor version, which this version must not modify.
+    """Rejects a run that another minor version planned. This version must not modify it.
 
     Raises:
         ConfigError: The versions do not match. The message names both.
@@ -200,7 +200,7 @@ def read_run(run: RunDir) -> RunRecord:
     """Reads ``run.json``.
 
     Raises:
-        ConfigError: The file is missing, damaged, in a later format, or unreadable for this user.
+        ConfigError: The file is missing, damaged, of another format version, or unreadable for this user.
     """
     return _read(run, RunRecord)
 
@@ -211,7 +211,7 @@ def read_head(run: RunDir) -> RunHead:
 
 
 def read_jobs(run: RunDir) -> dict[str, JobRecord]:
-    """Returns every recorded submission, by job or array id. Unreadable files are skipped."""
+    """Returns job or array id → submission, for all recorded submissions. Skips unreadable files."""
     jobs: dict[str, JobRecord] = {}
     for path in run.jobs.glob("[0-9]*.json"):
         if job := try_read_json(path, JobRecord):

@@ -1,9 +1,8 @@
-"""Find runs below a directory, newest first, for ``latest`` and ``megaflow-hpc list``.
+"""Search for runs below a directory, newest first, for ``latest`` and ``megaflow-hpc list``.
 
-The directory may be a home directory with a million files, or a share with files of other users. The search is
-therefore breadth-first, so that nearby runs are found first, begins with directories named ``runs``, and stops at a
-limit, which it reports. It follows symlinks to directories, since ``runs`` is often a link to scratch. Each directory
-is read once.
+The directory may be a home directory with a million files, or a share with files of other users. So the search begins
+with directories named ``runs``, and goes breadth-first, to find nearby runs first. It stops at a limit, and reports
+that. It follows symlinks to directories, because ``runs`` is often a link to scratch. It reads each directory once.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from megaflow_hpc.rundir.record import FORMAT
 DEPTH = 3
 """Default search depth. Finds ``runs/NAME`` in a project below the current directory."""
 DIRECTORIES = 5000
-"""Maximum number of directories read per search, since each one is a request to a file server."""
+"""Maximum number of directories that a search reads. Each is a request to a file server."""
 ENTRIES = 300_000
-"""Maximum number of names read per search."""
+"""Maximum number of names that a search reads."""
 LATEST = "latest"
 RUNS = "runs"
-"""Directories of this name are searched first. It is the default of the campaign file's ``run_dir``."""
+"""Search directories of this name first. It is the default of the campaign file's ``run_dir``."""
 TASK = "task.toml"
-"""A directory that contains this file is a task, and is not searched."""
+"""Do not search a directory that contains this file, because it is a task."""
 
 _ROOMS = {"ledger", "tasks", "journal"}
 """Subdirectories that every run directory has from the beginning."""
 _HEAD = 4096
-"""Number of leading bytes of run.json that contain its format."""
+"""Search this many bytes at the beginning of run.json for its format."""
 
 
 @dataclass
@@ -41,19 +40,20 @@ class FoundRuns:
     """Result of a search."""
 
     runs: list[Path] = field(default_factory=list)
-    """Run directories, newest first; some may be damaged."""
+    """Run directories, newest first. Some may be damaged."""
     unreadable: list[Path] = field(default_factory=list)
     """Directories that this user may not read."""
     cut: bool = False
-    """True if the search stopped at its limit, so there may be more runs."""
+    """True if the search stopped at its limit. There may be more runs."""
     cut_runs: bool = False
-    """True if the search stopped before it had covered all directories named ``runs``."""
+    """True if the search stopped before it had read all directories named ``runs``."""
 
 
 def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> FoundRuns:
     """Returns the run directories up to ``depth`` levels below ``under``, newest first.
 
-    ``run.json`` is written only once, so its modification time is the age of the run. Run directories are not searched.
+    ``run.json`` is written only once, so its modification time is the age of the run. Does not search in run
+    directories.
 
     Raises:
         ConfigError: ``under`` is not a readable directory.
@@ -73,8 +73,7 @@ def latest(under: str | os.PathLike[str] = ".") -> Path:
     """Returns this user's newest run directory, or else the newest of any user. Incomplete runs are ignored.
 
     Raises:
-        ConfigError: No run was found, or the search hit its limit before it had searched the directories named
-            ``runs``.
+        ConfigError: No run was found, or the search stopped before it had read the directories named ``runs``.
     """
     search, directory = find(under), Path(under).absolute()
     if search.cut and (search.cut_runs or not any(RUNS in path.parts[:-1] for path in search.runs)):
@@ -89,7 +88,7 @@ def latest(under: str | os.PathLike[str] = ".") -> Path:
 
 
 def named(text: str) -> Path:
-    """Returns the run directory specified by the user: a path, ``latest`` or ``DIR/latest``.
+    """Returns the run directory that a user names: a path, ``latest`` or ``DIR/latest``.
 
     Raises:
         ConfigError: See :func:`latest`.
@@ -99,8 +98,10 @@ def named(text: str) -> Path:
 
 
 def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Path, dict[str, bool]]]:
-    """Yields directories breadth-first, each with its entries and whether each entry is a directory. Everything below a
-    directory named ``runs`` comes first. The caller clears the entries to prune the search.
+    """Yields directories breadth-first, those below a directory named ``runs`` first.
+
+    Each comes with its entries, and whether each entry is a directory. The caller clears the entries to end the search
+    there.
     """
     seen: set[tuple[int, int]] = set()
     first, others = deque[tuple[Path, int]](), deque([(root, depth)])
@@ -111,7 +112,7 @@ def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Pa
             search.cut_runs = bool(first)
             return
         in_runs = bool(first)
-        path, below = (first or others).popleft()
+        path, below = first.popleft() if in_runs else others.popleft()
         looked += 1
         names: dict[str, bool] = {}
         try:
@@ -136,7 +137,8 @@ def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Pa
         if below and TASK not in names:
             for name, is_directory in sorted(names.items()):
                 if is_directory and name[0] != ".":
-                    (first if in_runs or name == RUNS else others).append((path / name, below - 1))
+                    queue = first if in_runs or name == RUNS else others
+                    queue.append((path / name, below - 1))
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
@@ -147,7 +149,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def _planned_at(path: Path, names: dict[str, bool]) -> int | None:
-    """Return when a run was planned, in Unix nanoseconds. ``None`` if the directory is not a run."""
+    """Returns the time when a run was planned, in Unix nanoseconds. ``None`` if the directory is not a run."""
     try:
         if "run.json" not in names:
             return path.stat().st_mtime_ns if names.keys() >= _ROOMS else None

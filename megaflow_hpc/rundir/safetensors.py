@@ -1,4 +1,4 @@
-"""Read the headers of safetensors files without their tensors, and validate them as an engine would.
+"""Headers of safetensors files. They are read without the tensors, and validated as an engine would.
 
 ::
 
@@ -22,7 +22,7 @@ from megaflow_hpc.host.files import open_regular, read_regular
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000
-"""Maximum length of a header in bytes, the same as in the safetensors library."""
+"""Maximum length of a header in bytes, as in the safetensors library."""
 BITS: Mapping[str, int] = {
     "F4": 4,
     "F6_E2M3": 6,
@@ -48,14 +48,14 @@ BITS: Mapping[str, int] = {
 
 
 class Tensor(NamedTuple):
-    """A tensor, as described in the file's header."""
+    """The header's entry for one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of one file by name.
+    """Returns name → tensor, for one file.
 
     Raises:
         ConfigError: The file is truncated or not a safetensors file. The message names the fault.
@@ -91,7 +91,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def read_directory(folder: Path) -> dict[str, Tensor]:
-    """Reads the tensors of all safetensors files in a directory. Every file in the directory's index must exist.
+    """Returns name → tensor, for all safetensors files in a directory. Every file that the index names must exist.
 
     Raises:
         ConfigError: A file is missing or cannot be loaded.
@@ -113,10 +113,10 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
 
 
 def why_not_of(new: Mapping[str, Tensor], served: Mapping[str, Tensor]) -> str:
-    """Explains why tensors belong to a different model than the served ones. Empty if nothing indicates that.
+    """Returns why tensors cannot belong to the served model. Empty if no reason is found.
 
-    When saving, libraries add prefixes (``model.`` or ``model.language_model.``) and drop tied tensors. So this
-    compares only the shapes of tensors with equal names, and whether any names share a suffix.
+    Libraries add prefixes (``model.`` or ``model.language_model.``) and drop tied tensors when they save a model. So
+    this compares only the shapes of tensors with equal names, and checks that some names have the same suffix.
     """
     for name in new.keys() & served.keys():
         if new[name].shape != served[name].shape:

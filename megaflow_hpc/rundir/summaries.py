@@ -1,15 +1,15 @@
 """Summaries of event files: ``RUN/events/<pod>.<start>.summary`` and ``<pod>.<start>.condensed``.
 
-Event files grow with every rollout, so reading a day-old run would mean gigabytes. Each pod therefore periodically
-replaces a summary of its own file. A summary contains the number of bytes that it covers, the events that still matter
-(of the pod, its workers and unfinished rollouts), counts of the other events, and 8 bytes for each successful rollout.
-Readers continue after the covered bytes. A summary is only an optimisation. If it is missing, damaged, of another
-version or covers more bytes than the file has, all events are read.
+Event files grow with every rollout. After a day, readers would have to read gigabytes. So each pod periodically writes
+a summary of its own file. A summary contains the number of bytes that it covers, and the events that still matter:
+those of the pod, its workers and unfinished rollouts. It also contains counts of the other events, and 8 bytes for each
+successful rollout. Readers continue after the covered bytes. A summary is only an optimisation. Readers read all events
+if it is missing, damaged, of another version, or covers more bytes than the file has.
 
-``<pod>.<start>.condensed`` replaces the event files of this start of a pod and of all earlier ones, which are then
-removed (:mod:`megaflow_hpc.rundir.pods.condensing`). So a pod has a few files however often it started, and one file
-once it is over. Of several such files of a pod, the one with the highest start counts, and event files of starts that
-it covers are ignored.
+``<pod>.<start>.condensed`` replaces the event files of this start of a pod and of all earlier starts. They are then
+removed (:mod:`megaflow_hpc.rundir.pods.condensing`). So a pod has a few files no matter how often it started, and one
+file once it is over. If a pod has several such files, the one with the highest start counts. Readers ignore the event
+files of the starts that it covers.
 
 ::
 
@@ -49,7 +49,7 @@ EVENTS = ".jsonl"
 DIGEST = 8
 """Bytes per digest of a rollout id. With ten million ids, one in 400,000 campaigns has a collision."""
 RECENT_S = 300.0
-"""Length in seconds of the period before the last event for which stored rollouts are counted by the second."""
+"""Count stored rollouts by the second for this many seconds before the last event."""
 
 
 class EndedBadly(msgspec.Struct, array_like=True, gc=False):
@@ -59,7 +59,7 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
     status: Outcome
     kind: str
     error: str
-    """Error message. Kept only for the first error of its kind in this pod; otherwise empty."""
+    """Error message. Empty except for the first error of its kind in this pod."""
     t: Time
     seconds: Number
     turns: Count
@@ -67,12 +67,12 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
     began: tuple[Count, Count, Time] | None
     """(rank, attempt number, start time) of the last attempt, if known."""
     start: str = ""
-    """Start of the pod that ran this attempt, if the summary covers several starts; otherwise empty."""
+    """Start of the pod that ran this attempt. Empty if the summary covers only one start."""
     node: str = ""
-    """Node that ran this attempt, if the summary covers several starts; otherwise empty."""
+    """Node that ran this attempt. Empty if the summary covers only one start."""
 
     def to_event(self) -> RolloutEvent:
-        """Restores the event, with the fields that were kept."""
+        """Returns the event, with the fields that were kept."""
         return RolloutEvent(
             t=self.t,
             id=self.id,
@@ -86,7 +86,7 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
 
 
 class Summary(Event, tag="summary"):
-    """Aggregate of a pod's first events. Later events are applied after it."""
+    """Aggregate of a pod's first events. Readers apply the later events after it."""
 
     covers: Count
     """Number of bytes of the event file that this summary covers."""
@@ -97,40 +97,39 @@ class Summary(Event, tag="summary"):
     digests: bytes
     """Digests of the ids of successful rollouts, unordered, :data:`DIGEST` bytes each."""
     inexact: dict[str, Count]
-    """Policy → number of turns of successful rollouts whose sampled token ids are inexact."""
+    """Policy → number of turns with inexact token ids in successful rollouts."""
     ended_badly: list[EndedBadly]
     retries: dict[str, Count]
-    """Cause → number of failed attempts that were retried. Like the next fields, this includes attempts in
-    :attr:`events`."""
+    """Cause → number of failed attempts that were retried. Includes the attempts in :attr:`events`, as do the next two
+    fields."""
     failures: dict[str, dict[str, Count]]
     """Cause → node → number of failed attempts."""
     recent: dict[Count, Count]
     """Second → number of rollouts stored in that second, for the last minutes before :attr:`t`."""
     constrained: dict[str, Count] = msgspec.field(default_factory=dict)
-    """Policy → number of turns of successful rollouts that contain constrained tokens."""
+    """Policy → number of turns with constrained tokens in successful rollouts."""
     busy_at: Time = 0.0
     """Time at which the pod last started or ended a rollout."""
     stored: Count = 0
-    """Number of times that a rollout was stored, including repeats of a rollout."""
+    """Number of stored results. Counts a rollout again if it was stored again."""
     version: int = VERSION
 
 
 class Condensed(Summary, tag="condensed", kw_only=True):
-    """Aggregate of several starts of a pod. Its :attr:`events` are failed attempts of rollouts that did not succeed."""
+    """Aggregate of several starts of a pod. :attr:`events` contains failed attempts of unsuccessful rollouts."""
 
     starts: Count
     """Number of starts that left events."""
     after: int
-    """Last start covered by the file that this one replaced, or -1."""
+    """Last start that the previous condensed file covers, or -1."""
     sizes: dict[str, Count]
     """Start → bytes of its event file, for the starts after :attr:`after`."""
     slots: list[tuple[Time, Time, Number]]
     """(begin, end, mean number of slots) of successive periods."""
     last: list[AnyEvent] | None = None
-    """Events of the pod itself and of its workers in the last start, in order. ``None`` if an earlier version wrote the
-    file."""
+    """Events of the pod itself and of its workers in the last start, in order."""
     seen: bool = False
-    """True if the reader has already yielded everything that this replaces. Set by the reader."""
+    """True if the reader has already yielded all events that this replaces. Set by the reader."""
 
 
 T = TypeVar("T", bound=Summary)
@@ -154,18 +153,13 @@ class WantedPods:
 
 
 def busy_at(before: float, event: AnyEvent) -> float:
-    """Returns when a pod last started or ended a rollout, or wrote its first event, as of the given event.
+    """Returns the time at which a pod last started or ended a rollout, or else wrote its first event.
 
     Args:
-        before: Result for the preceding event, or 0 for the first one.
+        before: Result for the preceding event, or 0 for the first event.
+        event: The latest event.
     """
     return event.t if isinstance(event, (StartEvent, RolloutEvent, AttemptEvent)) or not before else before
-
-
-def policy_of(rollout: str) -> str:
-    """Returns the policy part of a rollout id, ``<task>/<policy>/<sample>``. Empty if the id is invalid."""
-    parts = rollout.rsplit("/", 2)
-    return parts[1] if len(parts) == 3 else ""
 
 
 def path_of(events: Path) -> Path:
@@ -174,7 +168,7 @@ def path_of(events: Path) -> Path:
 
 
 def start_number(start: str) -> int:
-    """Returns the number of a pod's start. -1 if it has none; such starts are never condensed."""
+    """Returns the number of a pod's start. -1 if the start has no number. Such starts are never condensed."""
     return int(start) if start.isascii() and start.isdecimal() and len(start) < 18 else -1
 
 
@@ -194,7 +188,7 @@ def write_record(path: Path, summary: Summary) -> int:
 
 
 def read(events: Path) -> Summary | None:
-    """Returns the summary of an event file. ``None`` if there is no usable one."""
+    """Returns the summary of an event file. ``None`` if it is missing or unusable."""
     try:
         summary = _read_record(path_of(events), _decoder)
         return summary if summary is not None and events.stat().st_size >= summary.covers else None

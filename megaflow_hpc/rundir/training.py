@@ -1,4 +1,4 @@
-"""Files that expose a trainer's state to other processes: completed steps, its starts, and the outcome of the last one.
+"""Files in which a trainer shows its state to other processes: its commits, its starts, and how the last start ended.
 
 ::
 
@@ -6,10 +6,10 @@
       commits/000012.json     :class:`Commit`: step 12 is complete
       amendments/000003.json  :class:`~megaflow_hpc.rundir.amendments.Amendment`: a step is left out, or changed
       trainers/000002.json    :class:`Trainer`: the trainer's second start; earlier starts may no longer commit
-      last                    outcome of the last start that ended, and its log tail; written by the batch shell
+      last                    how the latest ended start ended, and the end of its log; written by the batch shell
       gpu-<job>-<node>.*      GPUs that trainer and engine use in turn: :class:`SharedGpu`
 
-All other files there are private to the trainer (:mod:`megaflow_hpc.training`).
+All other files in this directory are private to the trainer (:mod:`megaflow_hpc.training`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import cause
 
 LAST_WORD_LOG_BYTES = 4000
-"""Size in bytes of the log tail that is stored with the last word."""
+"""Store this many bytes from the end of the log with the last word."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 _NUMBERED = re.compile(r"(\d{6,})\.json")
 """File name of a numbered record."""
 FOR_GOOD = ("failed", "lost")
-"""Last words after which a trainer is not restarted: an error, or too many starts without a commit."""
+"""Last words that prevent a restart of the trainer: an error, or too many starts without a commit."""
 
 
 def numbered(folder: Path) -> list[int]:
@@ -60,7 +60,7 @@ class Commit(msgspec.Struct, kw_only=True):
     columns: str = ""
     """Digest of the file with the step's columns. Empty if it has none."""
     checkpoint: str | None = None
-    """Directory of the trainer's state after the step, relative to RUN if inside it. ``None`` if no state was saved."""
+    """Directory of the trainer's state after the step, relative to RUN if it is inside. ``None`` if none was saved."""
     weights: int = 0
     """The policy's newest weight version after the step. 0 is the campaign's initial model."""
     trainer: int = 0
@@ -89,7 +89,7 @@ class Trainer(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class LastWord:
-    """Outcome of one start of the trainer."""
+    """How one start of the trainer ended."""
 
     word: str
     """``done``, ``requeued``, ``left`` (ended by Slurm or the job's owner), or one of :data:`FOR_GOOD`."""
@@ -97,14 +97,14 @@ class LastWord:
     exit_status: int
     log: str
     cause: str
-    """The log line that explains the outcome, if one was found."""
+    """The log line that best explains it."""
 
 
 def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, written: int = 0) -> None:
-    """Writes the last word on a start of the trainer, in the format of ``trainer.sh``.
+    """Writes the last word of a start of the trainer, in the format of ``trainer.sh``.
 
     Args:
-        written: Number of bytes that earlier starts wrote to the log.
+        written: Number of bytes in the log from earlier starts.
     """
     with open(log, "rb") as file:
         file.seek(max(written, file.seek(0, os.SEEK_END) - LAST_WORD_LOG_BYTES))
@@ -114,18 +114,17 @@ def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, w
 
 
 class GpuRequest(msgspec.Struct, frozen=True):
-    """Written by the trainer while it wants or holds the GPUs."""
+    """The trainer's request. It exists while the trainer wants or holds the GPUs."""
 
     turn: str
     """Unique id of one use of the GPUs."""
     process: str
-    """Process that outlives every other process of this turn (:class:`~megaflow_hpc.host.process.Identity`)."""
+    """Process that outlives all other processes of this turn (:class:`~megaflow_hpc.host.process.Identity`)."""
     boot: str
 
 
 class GpuGrant(msgspec.Struct, frozen=True):
-    """Written by the server. Its engines do not use the GPUs while the trainer's file exists and the trainer is
-    alive."""
+    """The server's grant. Its engines do not use the GPUs while the request exists and the trainer is alive."""
 
     turn: str
     wake_s: float = 0.0
@@ -133,11 +132,11 @@ class GpuGrant(msgspec.Struct, frozen=True):
 
 
 class SharedGpu:
-    """GPUs that a policy's trainer and its engine use in turn. Two files, each with one writer, serve as the lock.
+    """GPUs that a policy's trainer and its engine use in turn. Two files serve as the lock, each with one writer.
 
-    Both sides run on the same node in the same job, so each can check whether a process of the other is alive. The
-    trainer uses the GPUs only while the server's file names its turn. The server starts or wakes an engine only while
-    no live trainer wants them. So neither side needs to know whether or when the other was killed.
+    Both sides run on the same node in the same job. So each side can check whether a process of the other side is
+    alive. The trainer uses the GPUs only while the server's file names its turn. The server starts or wakes an engine
+    only while no live trainer wants the GPUs. So neither side needs to know whether the other side was killed.
     """
 
     def __init__(self, run: RunDir, policy: str) -> None:
@@ -158,13 +157,13 @@ class SharedGpu:
         return given if given and given.turn == turn else None
 
     def release(self) -> None:
-        """Reports that the trainer no longer uses the GPUs."""
+        """Withdraws the request, once the trainer no longer uses the GPUs."""
         self._wish_file.unlink(missing_ok=True)
 
     # --- used by the server ---
 
     def wanted(self) -> str:
-        """Returns the turn of a live trainer that wants or holds the GPUs. Empty if there is none."""
+        """Returns the turn of a live trainer that wants or holds the GPUs. Empty without one."""
         try:
             self._wish = read_json(self._wish_file, GpuRequest)
         except FileNotFoundError:
@@ -181,7 +180,7 @@ class SharedGpu:
 
 
 class TrainingView:
-    """Read-only view of one policy's training. Files are cached once read."""
+    """Read-only view of one policy's training. Caches the commits that it has read."""
 
     def __init__(self, run: RunDir, policy: str) -> None:
         self.policy, self._path, self._lease = policy, run.training / policy, run.ledger / "open" / policy
@@ -189,11 +188,11 @@ class TrainingView:
 
     @property
     def open(self) -> bool:
-        """True while the trainer has not ended, so it may still request rollouts."""
+        """True while the trainer may still request rollouts."""
         return self._lease.exists()
 
     def commits(self, count: int) -> list[Commit]:
-        """Returns the last ``count`` commits, oldest first. Unreadable commits are skipped."""
+        """Returns the last ``count`` commits, oldest first. Skips unreadable commits."""
         numbers = self._numbers("commits")[-count:]
         commits = {}
         for number in numbers:
@@ -211,7 +210,7 @@ class TrainingView:
         return [start for start in starts if start]
 
     def last_word(self) -> LastWord | None:
-        """Returns the last word on the most recent start that ended. ``None`` if there is none or it is unreadable."""
+        """Returns the last word of the latest start that ended. ``None`` if it is missing or unreadable."""
         try:
             first, _, end = read_regular(self._path / "last").decode("utf-8", "replace").partition("\n")
             word, node, status, log = first.split(" ", 3)

@@ -1,4 +1,4 @@
-"""Store a weight version as a delta to an earlier full version, and restore it bit for bit.
+"""Deltas: weight versions that are stored as the difference from an earlier full version, and restored bit for bit.
 
 ::
 
@@ -7,10 +7,10 @@
       model.safetensors.delta    positions and values of the words in that file that differ from version 5
       config.json, …             as in a full version
 
-At small learning rates most bfloat16 weights do not change: one Adam step at 1e-6 changes about 2 %. Files are compared
-word by word (2 bytes for bfloat16, 4 for float32). The gaps between changed words, and the XOR of those words with the
-base, are deflated separately. An unchanged word costs a fraction of a bit. Files are processed in chunks of
-:data:`WORDS` words and never held in memory as a whole.
+At small learning rates, most bfloat16 weights do not change: one Adam step at 1e-6 changes about 2 %. Files are
+compared word by word (2 bytes for bfloat16, 4 for float32). The gaps between changed words, and the XOR of those words
+with the base, are deflated separately. An unchanged word costs a fraction of a bit. Files are processed in chunks of
+:data:`WORDS` words, and are never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ except ImportError:  # no wheel for this architecture: zlib writes the same form
     from zlib import compress as _compress
 
 WORDS = 2**23
-"""Number of words compared at a time: 16 MB in bfloat16."""
+"""Compare this many words at a time: 16 MB in bfloat16."""
 MIN_DELTA_FACTOR = 4
-"""Minimum ratio of full size to delta size. If a delta is larger, a full version is written instead."""
+"""Minimum ratio of full size to delta size. With a larger delta, a full version is published instead."""
 SUFFIX = ".delta"
 WIDTHS = {"BF16": 2, "F16": 2}
 """Word size in bytes by the safetensors dtype of a file's first tensor. Other dtypes use 4."""
 _HEADER = struct.Struct("<4I")
-"""Bytes of the gaps, bytes of the deflated gaps, number of changed words, bytes of the deflated words."""
+"""Header of a chunk: bytes of the gaps, bytes of the deflated gaps, number of changed words, bytes of the deflated
+words."""
 
 
 def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int, int] | None:
@@ -59,8 +60,8 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
         base: The earlier full version ``number``.
 
     Returns:
-        Size of the tensors and size of the delta, in bytes. ``None``, with nothing written, if the two directories do
-        not have the same files of the same sizes.
+        Size of the tensors and size of the delta, in bytes. If the two directories do not have the same files of the
+        same sizes, writes nothing and returns ``None``.
     """
     names = sorted(path.name for path in whole.iterdir() if path.suffix == ".safetensors")
     sizes = {name: (whole / name).stat().st_size for name in names}
@@ -88,8 +89,8 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
 
 
 def write_small_delta(whole: Path, base: Path, number: int, folder: Path) -> bool:
-    """Calls :func:`write_delta` and keeps the result if it is small enough. Returns whether it was kept. LoRA
-    adapters are never stored as deltas."""
+    """Writes a delta like :func:`write_delta`, and keeps it if it is small enough. Returns whether it was kept. Never
+    stores a LoRA adapter as a delta."""
     if (whole / ADAPTER).exists():
         return False
     delta = write_delta(whole, base, number, folder)
@@ -138,7 +139,7 @@ def put_together(delta: Path, base: Path, whole: Path) -> Path:
 
 
 def _width(path: Path) -> int:
-    """Return the word size of a file in bytes, which is the item size of its first tensor."""
+    """Returns the word size of a file in bytes: the item size of its first tensor."""
     return next((WIDTHS.get(tensor.dtype, 4) for tensor in read_header(path).values()), 4)
 
 
@@ -147,7 +148,7 @@ def _words(data: bytes, word: int) -> NDArray[Any]:
 
 
 def _encode(new: bytes, old: bytes, word: int) -> bytes:
-    """Encode a chunk: the gaps between changed words as bytes (255 means 255 plus the next byte), and the XORs."""
+    """Encodes a chunk: the gaps between changed words, and the XORs. In a gap, 255 means 255 plus the next byte."""
     change = _words(new, word) ^ _words(old, word)
     at = np.flatnonzero(change)
     gaps = np.diff(at, prepend=-1) - 1

@@ -1,4 +1,4 @@
-"""Validate weights before a trainer publishes them: an engine must be able to load them for the policy's model."""
+"""Validation of weights before they are published. An engine must be able to load them for the policy's model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 ADAPTER = "adapter_config.json"
 """File that identifies a directory as a LoRA adapter in PEFT's format."""
 DELTA = "delta.json"
-"""File that identifies a directory as a delta to another version; see :mod:`megaflow_hpc.rundir.weight_delta`."""
+"""File that identifies a directory as a delta to another version (:mod:`megaflow_hpc.rundir.weight_delta`)."""
 LORA_RANK = 16
 """vLLM's default for ``max-lora-rank``."""
 MATCHING_KEYS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
 """Keys of ``config.json`` that must be equal in the trained and the served model."""
 MAX_COPIED_BYTES = 64 * 2**20
-"""Maximum size of a file (configuration, tokenizer) copied from the campaign's model into a version that lacks it."""
+"""Copy only files up to this size, such as a tokenizer, from the campaign's model into a version that lacks them."""
 
 
 class Adapter(msgspec.Struct):
@@ -55,7 +55,7 @@ class Delta(msgspec.Struct):
 
 
 def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Returns the policy for which weights are published, and its ``model`` section.
+    """Returns the policy that weights are published for, and its ``model`` section.
 
     Raises:
         ConfigError: The policy is unknown, or its model is an external endpoint.
@@ -73,7 +73,7 @@ def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
 
 
 def check(source: Path, model: Mapping[str, Any]) -> None:
-    """Checks that a directory contains weights that the engine of a ``model`` section can load.
+    """Checks that a directory contains weights for the engine of a ``model`` section.
 
     Raises:
         ConfigError: The weights are missing or cannot be loaded. The message says why.
@@ -95,7 +95,7 @@ def check(source: Path, model: Mapping[str, Any]) -> None:
 
 
 def why_not_served(base: Path, served: Path) -> str:
-    """Explains why a model trained from ``base`` cannot replace ``served``. Empty if no reason is found."""
+    """Returns why a model trained from ``base`` cannot replace ``served``. Empty if no reason is found."""
     if base == served:
         return ""
     ours, theirs = (_read(folder / "config.json") for folder in (base, served))
@@ -111,12 +111,12 @@ def why_not_served(base: Path, served: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a model directory. Returns an empty result if it is missing or unreadable."""
+    """Reads a JSON file of a model directory. Returns an empty result if the file is missing or unreadable."""
     return try_read_json(path, dict[str, Any]) or {}
 
 
 def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:
-    """Check tensors by their headers. If an engine found the error instead, the policy would be down for minutes."""
+    """Checks the headers of tensors. If an engine found the error instead, the policy would be down for minutes."""
     tensors = read_directory(source)
     base = Path(str(model.get("path") or ""))
     if not whole or not base.is_dir():
@@ -157,7 +157,7 @@ def base_of(folder: Path) -> int | None:
 
 
 def complete(staged: Path, model: Mapping[str, Any]) -> None:
-    """Copies other files of the campaign's model that this version lacks, since engines may start from a version."""
+    """Copies files of the campaign's model that a version lacks, because an engine may start from the version."""
     base = Path(str(model.get("path") or ""))
     if model.get("engine") == "scripted" or not model.get("path") or not base.is_dir() or (staged / ADAPTER).exists():
         return

@@ -10,17 +10,20 @@
       5/                      or a delta to an earlier version (delta.json); see weight_delta
       1/megaflow-weights.json remains of a removed version; its number is never reused
 
-A version is complete before it becomes visible. Its files are written and fsynced in a hidden directory. One rename
-gives it the number ``n``; another updates the pointer. *Numbers* are positive and increase across all policies of a
-run. Version 0 is the model of the campaign file. *Ordinals* count the versions of one policy: 0 is the campaign's
-model, then 1, 2, … Staleness is a difference of ordinals. A *token* (a trainer's step) makes publishing idempotent:
-publishing with the same token again returns the existing version.
+A version is complete before it becomes visible. The publisher writes and fsyncs its files in a hidden directory. One
+rename gives the version its number ``n``. Another rename updates the pointer. *Numbers* are positive and increase
+across all policies of a run. Version 0 is the model of the campaign file. *Ordinals* count the versions of one policy:
+0 is the campaign's model, then 1, 2, … Staleness is a difference of ordinals. A *token* (a trainer's step) makes
+publishing idempotent: publishing with the same token again returns the existing version.
 
-Publishers may run concurrently on several nodes and be killed at any moment. The rename decides, since only one
-publisher can win a number. The winner of ``n`` has read all lower versions, so the ordinal and token in its files are
-correct without a lock. The pointer ends up at the highest number, whichever publisher writes last. If a publisher was
-killed before updating the pointer, the next one updates it. A killed publisher leaves a hidden directory behind. No
+Publishers may run concurrently on several nodes, and be killed at any moment. Only one publisher can rename its
+directory to a number. That publisher has read all lower versions, so the ordinal and token in its files are correct
+without a lock. In the end, the pointer names the highest number, no matter which publisher writes last. If a publisher
+was killed before it updated the pointer, the next one updates it. A killed publisher leaves a hidden directory. No
 process reads it, and the next publisher removes it.
+
+``checksums.json`` contains the size and SHA-256 of each file. Engines compare their copies with it. A single server
+reads a version where it is, so its policy needs no checksums.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,12 +49,64 @@ from megaflow_hpc.host.process import Identity, boot_id
 from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
-from megaflow_hpc.rundir.weight_checksums import CHECKSUMS, Checksum, write_checksums
 from megaflow_hpc.rundir.weight_source import ADAPTER, base_of, check, complete, policy_of
+
+# --- checksums ---
+
+
+CHECKSUMS = "checksums.json"
+MAX_THREADS = 8
+"""Read at most this many files at a time."""
+
+
+class Checksum(msgspec.Struct, frozen=True):
+    """Size and digest of a file."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """SHA-256 in hexadecimal."""
+
+
+def checksum(path: Path) -> Checksum:
+    """Reads a file and returns its checksum. Raises OSError."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return Checksum(file.tell(), digest.hexdigest())
+
+
+def write_checksums(folder: Path, known: Mapping[str, Checksum]) -> None:
+    """Writes the checksums of all files in a directory to :data:`CHECKSUMS`. Raises OSError.
+
+    Args:
+        known: File name → checksum that the file's writer computed. All other files are read.
+    """
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    sums = {n: known[n] for n in names if n in known and known[n].size == (folder / n).stat().st_size}
+    unread = [name for name in names if name not in sums and name != CHECKSUMS]
+    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        sums |= zip(unread, threads.map(lambda name: checksum(folder / name), unread), strict=True)
+    write_json(folder / CHECKSUMS, msgspec.to_builtins(sums))
+
+
+def read_checksums(folder: Path) -> dict[str, Checksum]:
+    """Returns file name → published checksum. Empty without a checksum file.
+
+    Raises:
+        OSError, ValueError: The file cannot be read, or is damaged.
+    """
+    try:
+        return read_json(folder / CHECKSUMS, dict[str, Checksum])
+    except FileNotFoundError:
+        return {}
+
+
+# --- versions ---
+
 
 ABOUT = "megaflow-weights.json"
 STALE_PUBLISHER_S = 86_400.0
-"""Age in seconds after which files of a publisher on another node are removed. Copying a large model takes far less."""
+"""Remove the files of a publisher on another node after this many seconds. Copying a large model takes far less."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +151,13 @@ class VersionRecord(msgspec.Struct, kw_only=True):
     source: str = ""
     """Directory that was published."""
     staged: str = ""
-    """Name of the directory in which the version was staged."""
+    """Name of the hidden directory where the version was staged."""
     removed: bool = False
     """True if the version's other files have been removed."""
 
 
 def current(run: RunDir, policy: str) -> Version:
-    """Returns the version to serve now. Opens and reads one file, so cached file attributes do no harm.
+    """Returns the version to serve now. Opens and reads one file, so cached attributes do no harm.
 
     Raises:
         OSError: The run directory is temporarily unreadable, so the version is unknown.
@@ -110,12 +166,12 @@ def current(run: RunDir, policy: str) -> Version:
         pointer = read_json(_pointer(run, policy), Pointer)
     except (FileNotFoundError, ValueError):
         return Version(policy=policy)
-    # The run directory may have been moved, so derive the path from the number.
+    # Derive the path from the number, because the run directory may have been moved.
     return Version(pointer.version, str(run.weights / str(pointer.version)), policy, ordinal=pointer.ordinal)
 
 
 def newest(run: RunDir, policy: str) -> Version:
-    """Returns the highest version of a policy. The pointer lags behind it briefly, or longer if a publisher was killed.
+    """Returns the highest version of a policy. The pointer lags behind it, especially after a publisher was killed.
 
     Lists ``RUN/weights`` and reads one small file for each version above the pointer's.
 
@@ -130,7 +186,7 @@ def newest(run: RunDir, policy: str) -> Version:
 
 
 def versions(run: RunDir, policy: str | None = None) -> list[Version]:
-    """Returns all versions, of one policy or of all, whose files still exist, oldest first."""
+    """Returns the versions of one policy or of all policies, oldest first. Excludes removed versions."""
     return [version for version in _history(run, _numbers(run)) if version.path and policy in (None, version.policy)]
 
 
@@ -179,9 +235,9 @@ def publish(
         keep: Remove all but this many of the policy's newest versions.
         token: Name of this act of publishing, such as ``step-000012``. If the policy has a version with this token,
             that version is returned and ``source`` is ignored.
-        digest: Digest of the content, if the publisher knows it. It is stored, and compared if the token is used again.
+        digest: Digest of the content, if the publisher knows it. It is compared if the token is used again.
         delta: Write only the difference from the policy's last whole version, if it is small. ``source`` is kept.
-        checksums: Checksums of files in ``source`` that their writers computed, so that they are not read again.
+        checksums: File name → checksum that the file's writer computed, so that the file is not read again.
 
     Raises:
         ConfigError: There is no such policy, ``source`` has no weights, or ``token`` was published with another digest.
@@ -241,7 +297,7 @@ def _numbers(run: RunDir) -> list[int]:
 
 
 def _about(folder: Path) -> VersionRecord | None:
-    """Return the record in a version's directory. ``None`` if it is not a version. Raises OSError."""
+    """Returns the record in a version's directory. ``None`` if it is not a version. Raises OSError."""
     try:
         return read_json(folder / ABOUT, VersionRecord)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -249,7 +305,7 @@ def _about(folder: Path) -> VersionRecord | None:
 
 
 def _history(run: RunDir, numbers: Iterable[int]) -> list[Version]:
-    """Return the versions with these numbers, including removed ones."""
+    """Returns the versions with these numbers, including removed versions."""
     history = []
     for number in numbers:
         folder = run.weights / str(number)
@@ -261,10 +317,10 @@ def _history(run: RunDir, numbers: Iterable[int]) -> list[Version]:
 
 
 def _published(history: Iterable[Version], policy: str, token: str, digest: str) -> Version | None:
-    """Return the version that was published with a token.
+    """Returns the version that was published with a token.
 
     Raises:
-        ConfigError: It was published with another digest.
+        ConfigError: The version was published with another digest.
     """
     for version in history:
         if version.policy == policy and version.token == token:
@@ -289,8 +345,8 @@ def _add(
     delta: bool,
     checksums: Mapping[str, Checksum] | None,
 ) -> Version:
-    """Stage a new version and give it the next number. Returns it, or the version that another process published
-    first with the same token."""
+    """Stages a new version and gives it the next number. Returns this version, or the version that another process
+    published first with the same token."""
     host = _place()
     staged = run.weights / f".publishing.{host}.{Identity.of(os.getpid())}.{secrets.token_hex(4)}"
     try:
@@ -320,10 +376,11 @@ def _add(
 
 
 def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Version:
-    """Rename to the first free number. Renaming onto a non-empty directory fails, so each number is won once.
+    """Renames a staged version to the first free number. A rename to a non-empty directory fails, so only one process
+    gets a number.
 
-    Version directories never disappear, so the winner of ``n`` knows all lower versions. The ordinal that it wrote
-    beforehand is correct.
+    Version directories never disappear, so the process that gets ``n`` knows all lower versions. The ordinal that it
+    wrote beforehand is correct.
     """
     numbers = _numbers(run)
     below = _history(run, numbers)
@@ -349,7 +406,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
             os.rename(staged, folder)
         except OSError:
             taken = _about(folder)
-            if taken is None or taken.staged != staged.name:  # otherwise a network file system resent our own request
+            if taken is None or taken.staged != staged.name:  # else a network file system resent our own request
                 if not folder.exists():
                     raise
                 below += _history(run, [number])
@@ -360,7 +417,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
 
 
 def _empty(folder: Path) -> None:
-    """Remove a version's files. Its number and record are kept, so ordinals never change."""
+    """Removes a version's files. Keeps its number and record, so that ordinals never change."""
     about = _about(folder)
     if about is None:
         return
@@ -368,20 +425,20 @@ def _empty(folder: Path) -> None:
         about.removed = True
         write_record(folder / ABOUT, about)
     for name in os.listdir(folder):
-        if ABOUT not in name:  # nor a record that another process is about to rename to it
+        if ABOUT not in name:  # keep a record that another process is about to rename, too
             remove_tree(folder / name, ignore_errors=True)
 
 
 def _place() -> str:
-    """Identify this node's boot and PID namespace, within which pids are unique."""
+    """Returns an id of this node's boot and PID namespace. Pids are unique within both."""
     return hashlib.sha256(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
 
 
 def _sweep(run: RunDir, host: str) -> None:
-    """Remove the files of killed publishers."""
+    """Removes the files of killed publishers."""
     for path in run.weights.glob(".publishing.*"):
-        where, process = [*path.name.split("."), "", ""][2:4]
-        identity = Identity.parse(process) if where == host else None
+        fields = path.name.split(".")
+        identity = Identity.parse(fields[3]) if len(fields) > 3 and fields[2] == host else None
         try:
             died = identity is not None and not identity.alive()
             if died or time.time() - path.stat().st_mtime > STALE_PUBLISHER_S:

@@ -34,8 +34,7 @@ from megaflow_hpc.rundir.record import JobRecord, ServerGroup, read_jobs
 from megaflow_hpc.slurm import script, site
 from megaflow_hpc.slurm.fits import charged, seconds, timed
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, scancel
-from megaflow_hpc.slurm.limits import Allowance, chunks, resource_caps
-from megaflow_hpc.slurm.resources import Amounts, at_once, impossible
+from megaflow_hpc.slurm.limits import Allowance, Amounts, at_once, chunks, impossible, resource_caps
 from megaflow_hpc.slurm.script import GATHER_WARN_S, Job, option_name, pod_job, server_job, trainer_job
 
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.slurm import limits, resources, site
+from megaflow_hpc.slurm import limits, site
 from megaflow_hpc.slurm.script import Job, option_name
 from megaflow_hpc.slurm.site import Partition
 
@@ -27,30 +28,31 @@ def seconds(time: str | int | None) -> float | None:
     text = str(time if time is not None else "").strip()
     if text.lower() in ("infinite", "unlimited"):
         return math.inf
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
         return None
-    numbers = [int(part) for part in parts]
-    if not dash and len(numbers) < 3:  # minutes[:seconds]
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is None and len(numbers) < 3:  # minutes[:seconds]
         numbers.insert(0, 0)
     hours, minutes, secs = (*numbers, 0, 0)[:3]  # [days-]hours[:minutes[:seconds]]
     return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs)
 
 
-def partitions_of(options: Mapping[str, Any]) -> list[Partition]:
+def partitions_of(options: Mapping[str, Any], cluster: str = "") -> list[Partition]:
     """Returns the partitions that Slurm may choose for a job with these sbatch options.
+
+    Args:
+        cluster: Default: this cluster.
 
     Raises:
         SiteError: The controller does not respond.
     """
-    partitions = site.partitions()
-    names = str(options.get("partition") or "").split(",")
-    return [partitions[name] for name in names if name in partitions] if names != [""] else _default(partitions)
-
-
-def _default(partitions: Mapping[str, Partition]) -> list[Partition]:
-    return [partition for partition in partitions.values() if partition.default]
+    partitions = site.partitions(cluster) if cluster else site.partitions()  # "" would be cached separately
+    names = str(options.get("partition") or "")
+    if not names:
+        return [partition for partition in partitions.values() if partition.default]
+    return [partitions[name] for name in names.split(",") if name in partitions]
 
 
 def timed(job: Job, unasked_s: float | None = None) -> Job:
@@ -62,7 +64,9 @@ def timed(job: Job, unasked_s: float | None = None) -> Job:
     options = {option_name(name): value for name, value in job.options.items() if value is not None}
     if job.cluster or not {"time", "t"}.isdisjoint(options):
         return job
-    parts = [options, *(options | {option_name(n): v for n, v in engine.items()} for engine in job.engines)]
+    parts = [options]
+    for engine in job.engines:
+        parts.append(options | {option_name(name): value for name, value in engine.items()})
     asked = [asked_time(part, unasked_s) for part in parts]
     times = [time for time in asked if time is not None]
     if not times:
@@ -170,7 +174,7 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     partitions = partitions_of(options)
     if not partitions:
         return []
-    job = resources.asked(options)
+    job = limits.asked(options)
     reasons = []
     names = " or ".join(partition.name for partition in partitions)
     wanted = seconds(options.get("time"))
@@ -194,9 +198,7 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     return [*reasons, *_gpu_refusals(key, options, job, partitions)]
 
 
-def _gpu_refusals(
-    key: str, options: Mapping[str, Any], job: resources.Amounts, partitions: list[Partition]
-) -> list[str]:
+def _gpu_refusals(key: str, options: Mapping[str, Any], job: limits.Amounts, partitions: list[Partition]) -> list[str]:
     """Explains why no node of the partitions has the requested GPUs."""
     if not job.get("gres/gpu"):
         return []
@@ -242,12 +244,12 @@ def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
     return any(partition.name in site.whole_nodes() for partition in partitions_of(options))
 
 
-def charged(options: Mapping[str, Any]) -> resources.Amounts:
+def charged(options: Mapping[str, Any]) -> limits.Amounts:
     """Returns the resources that accounting charges for a job: the requested ones, or those of whole nodes.
 
     A job on whole nodes gets all of their CPUs and GPUs, but only the requested memory (sbatch --exclusive).
     """
-    amounts = resources.asked(options)
+    amounts = limits.asked(options)
     with contextlib.suppress(SiteError):  # unknown; the request is the minimum
         if site.has_slurm() and takes_whole_nodes(options):
             partitions = partitions_of(options)
@@ -268,11 +270,8 @@ def ranks_that_fill(jobs: Iterable[Job], cpus_per_rank: int) -> int:
     """
     sizes = []
     for job in jobs:
-        options = job.named
-        by_name = site.partitions(job.cluster)
+        partitions = partitions_of(job.named, job.cluster)
         limits_of = {} if job.cluster else site.cpu_limits()
-        names = str(options.get("partition") or "").split(",")
-        partitions = [by_name[n] for n in names if n in by_name] if names != [""] else _default(by_name)
         if not partitions:
             raise ConfigError("ranks_per_node: fill: the size of a node is unknown; name the partition, or the ranks")
         sizes += [min(part.least_cpus, limits_of.get(part.name, part.least_cpus)) for part in partitions]

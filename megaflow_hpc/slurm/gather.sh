@@ -8,10 +8,10 @@ set -u
 rm -f "$RUN/ledger/refused/$SLURM_JOB_ID" # of an earlier start
 
 # USR2: the walltime is near. TERM: the job is preempted or cancelled, and Slurm decides about a requeue.
-near=no
+near=no gather=''
 trap 'near=yes; kill -TERM "$gather" 2>/dev/null' USR2
 trap 'requeues=no; kill -TERM "$gather" 2>/dev/null' TERM
-kept() { stat -c %Y.%s "$RUN/.trajectories.h5.unfinished" "$RUN/.trajectories.h5.index" 2>/dev/null; }
+kept() { stat -c %Y.%s "$RUN/.trajectories.h5.unfinished" 2>/dev/null; }
 before=$(kept)
 
 "$MEGAFLOW_PYTHON" -m megaflow_hpc gather "$RUN" @ARGUMENTS@ &

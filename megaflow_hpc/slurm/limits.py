@@ -1,4 +1,9 @@
-"""Reads how many jobs Slurm lets this user queue and run at once: array size, association and QOS limits.
+"""Reads the limits of this user's jobs: array size, association and QOS limits, and trackable resources (TRES).
+
+Resources have Slurm's names: ``cpu``, ``node``, ``mem`` (in MB), ``gres/gpu``, ``gres/gpu:a100``. A limit applies to
+one job, or to all running jobs of a user, an account, an association or a QOS. If the same limit is set in several
+places, the first of these applies: the partition's QOS, the job's QOS, the association
+(https://slurm.schedmd.com/resource_limits.html).
 
 Associations and QOS take one ``sacctmgr`` query each. Only the array size is known if a site has no accounting, does
 not enforce limits, or its slurmdbd is down. Slurm enforces all limits itself. Checking them in advance keeps a campaign
@@ -7,17 +12,169 @@ from being rejected half-way or pending forever.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.slurm import resources, site
-from megaflow_hpc.slurm.resources import Cap
+from megaflow_hpc.slurm import site
+from megaflow_hpc.slurm.script import option_name
+
+Amounts = dict[str, int]
+"""Resource → amount. Memory is in MB."""
+
+PER_JOB = "MaxTRESPerJob"
+LIMITS = {"maxtres": PER_JOB, "maxtrespu": "MaxTRESPerUser", "maxtrespa": "MaxTRESPerAccount", "grptres": "GrpTRES"}
+"""Name of a limit in sacctmgr's format option → its name in the manual."""
+_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+
+
+class Cap(NamedTuple):
+    """A limit on one resource."""
+
+    limit: str
+    """A value of :data:`LIMITS`."""
+    resource: str
+    value: int
+    of: str
+    """Owner of the limit: ``QOS …`` or ``account …``."""
+
+    def __str__(self) -> str:
+        return f"{self.of} allows {self.resource}={self.value} ({self.limit})"
+
+
+def amounts(text: str) -> Amounts:
+    """Parses ``cpu=64,gres/gpu=4,mem=100G`` as printed by sacctmgr. Skips values that are not numbers: they mean no
+    limit."""
+    parsed: Amounts = {}
+    for resource, _, value in (part.partition("=") for part in text.split(",")):
+        with contextlib.suppress(ValueError):
+            parsed[resource] = megabytes(value) if resource == "mem" else int(value)
+    return parsed
+
+
+def megabytes(text: str) -> int:
+    """Converts ``100G`` or ``2000`` (MB) to MB.
+
+    Raises:
+        ValueError: The text has neither format.
+    """
+    match = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text.strip().upper())
+    if not match:
+        raise ValueError(f"{text!r}: expected a number of MB, or one with K, M, G or T")
+    return round(float(match[1]) * _MB[match[2]])
+
+
+def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
+    """Returns the limits in effect.
+
+    Args:
+        rows: Owners of limits with their sacctmgr fields, in order of precedence.
+    """
+    by_scope: dict[tuple[str, str], Cap] = {}
+    for of, row in rows:
+        for field, limit in LIMITS.items():
+            for resource, value in amounts(row.get(field, "")).items():
+                by_scope.setdefault((limit, resource), Cap(limit, resource, value, of))
+    return list(by_scope.values())
+
+
+def asked(options: Mapping[str, Any]) -> Amounts:
+    """Returns the minimum resources requested by a job with these sbatch options."""
+    options_given = _given(options)
+    nodes = _number(options_given, "nodes", 1)
+    tasks = _number(options_given, "ntasks", nodes * _number(options_given, "ntasks-per-node", 1))
+    request = {"node": nodes, "cpu": tasks * _number(options_given, "cpus-per-task", 1)}
+    with contextlib.suppress(ValueError):
+        if "mem" in options_given:
+            request["mem"] = megabytes(options_given["mem"]) * nodes
+        elif "mem-per-cpu" in options_given:
+            request["mem"] = megabytes(options_given["mem-per-cpu"]) * request["cpu"]
+    per_node = options_given.get("gres", "").split(",")
+    if "gpus-per-node" in options_given:
+        per_node.append(f"gpu:{options_given['gpus-per-node']}")
+    for text in per_node:
+        for resource, count in _gres(text).items():
+            request[resource] = request.get(resource, 0) + count * nodes
+    for name, times in (("gpus", 1), ("gpus-per-task", tasks)):
+        text = f"gpu:{options_given[name]}" if name in options_given else ""
+        for resource, count in _gres(text).items():
+            request[resource] = max(request.get(resource, 0), count * times)
+    return request
+
+
+def gpu_requests(options: Mapping[str, Any]) -> dict[str, float]:
+    """Returns option → GPUs per node that it requests. The options contradict each other unless all values are
+    equal."""
+    given = _given(options)
+    nodes = _number(given, "nodes", 1)
+    tasks = _number(given, "ntasks-per-node", 0) or _number(given, "ntasks", nodes) / nodes
+    factors = {"gpus-per-node": 1.0, "gpus-per-task": tasks, "gpus": 1 / nodes, "G": 1 / nodes}
+    found = {name: _gpus(f"gpu:{given[name]}") * times for name, times in factors.items() if name in given}
+    if any(part.strip().removeprefix("gres/").startswith("gpu") for part in given.get("gres", "").split(",")):
+        found["gres"] = float(_gpus(given["gres"]))
+    return found
+
+
+def _gpus(text: str) -> int:
+    """Returns the number of GPUs of all types in ``gpu:a100:2,gpu:h100:1,license:3``."""
+    return sum(_gres(part).get("gres/gpu", 0) for part in text.split(","))
+
+
+def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
+    """Returns the part of a job's resources that counts towards limits shared by several jobs."""
+    counted = {cap.resource for cap in limits if cap.limit != PER_JOB}
+    return {resource: count for resource, count in amounts.items() if resource in counted}
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, str]:
+    return {option_name(name): str(value) for name, value in options.items() if value not in (None, False)}
+
+
+def _number(options: Mapping[str, str], name: str, default: int) -> int:
+    """Returns the first number in an option's value, such as 2 for ``2-4`` nodes."""
+    match = re.match(r"\d+", options.get(name, ""))
+    return int(match[0]) if match else default
+
+
+def _gres(text: str) -> Amounts:
+    """Parses ``gpu:4`` or ``gpu:a100:4``. The latter counts for both resources. ``gpu`` alone counts as 1."""
+    name, _, rest = text.strip().removeprefix("gres/").removeprefix("gres:").partition(":")
+    kind, _, count = rest.rpartition(":")
+    if rest and not count.isdigit():
+        kind, count = count, "1"
+    if not name:
+        return {}
+    number = int(count or 1)
+    amounts = {f"gres/{name}": number}
+    if kind:
+        amounts[f"gres/{name}:{kind}"] = number
+    return amounts
+
+
+def impossible(limits: Iterable[Cap], job: Amounts) -> Cap | None:
+    """Returns the limit that prevents even a single such job from running, or ``None``."""
+    over = [cap for cap in limits if job.get(cap.resource, 0) > cap.value]
+    return max(over, key=lambda cap: job[cap.resource] / max(1, cap.value), default=None)
+
+
+def at_once(limits: Iterable[Cap], job: Amounts, others: Iterable[Amounts] = ()) -> tuple[int, Cap] | None:
+    """Returns how many such jobs may run alongside ``others``, and the limit that decides. ``None`` if nothing
+    limits them."""
+    others = list(others)
+    counts = []
+    for cap in limits:
+        each = job.get(cap.resource, 0)
+        if cap.limit != PER_JOB and each:
+            left = cap.value - sum(other.get(cap.resource, 0) for other in others)
+            counts.append((max(0, left) // each, cap))
+    return min(counts, key=lambda each: each[0], default=None)
 
 
 @dataclass(frozen=True)
@@ -47,10 +204,9 @@ REQUESTS_OF_A_REQUEUE = 3
 """Requests that a pod sends to slurmctld between two starts: the requeue, a query of its restart count, and the job
 step."""
 BUCKET, REFILL_PER_S = 100.0, 20.0
-"""Assumed requests of a user that a site accepts in a burst, and then per second, if it sets no limit
-(``rl_enable``)."""
-LARGEST_PART = 10
-"""The walltime divided by this is the most that a pod gives up so that pods drain one after another."""
+"""Requests that we send in a burst, and then per second, to a site that sets no limit (``rl_enable``)."""
+MAX_WINDOW_SHARE = 0.1
+"""Largest share of the walltime over which pods spread their drains. A pod gives up at most this much time."""
 
 
 def request_rate() -> tuple[float, float]:
@@ -75,7 +231,7 @@ def request_rate() -> tuple[float, float]:
 
 
 def requeue_window_s(pods: int, walltime_s: float | None) -> int:
-    """Returns the period, in seconds, over which pods spread their drains, each at its own second.
+    """Returns the period in seconds over which pods spread their drains. Each pod has its own second.
 
     Pods that drained together would exceed a user's request rate. At two requests a second, a thousand pods need 25
     minutes. 0 if the site can handle all of them at once, or if the walltime is unknown or unlimited.
@@ -87,7 +243,7 @@ def requeue_window_s(pods: int, walltime_s: float | None) -> int:
         return 0
     burst, per_s = request_rate()
     beyond = max(0.0, REQUESTS_OF_A_REQUEUE * pods - burst)
-    return int(min(math.ceil(beyond / per_s), walltime_s / LARGEST_PART))
+    return int(min(math.ceil(beyond / per_s), walltime_s * MAX_WINDOW_SHARE))
 
 
 def chunks(count: int, size: int) -> list[int]:
@@ -103,28 +259,27 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
         SiteError: The controller does not respond.
     """
     array_size = site.max_array_size()
-    user = getpass.getuser()
     try:
-        rows = _rows(user, options)
+        rows = _rows(options)
     except SiteError:  # no accounting, or slurmdbd is down: sbatch will report what Slurm rejects
         return Allowance(array_size)
     caps = _caps(rows, options)
-    limits = [limit for of, row in rows for limit in _job_limits(row, of)]
-    submits = [limit for limit in limits if limit.kind == "submit"]
-    running = min((limit.value for limit in limits if limit.kind == "jobs"), default=None)
+    submits, jobs_running = _job_limits(rows, "submit"), _job_limits(rows, "jobs")
+    running = min((value for value, _ in jobs_running), default=None)
     if not submits:
         return Allowance(array_size, running=running, caps=caps)
     jobs = Counter[str]()
-    for line in site.ask("squeue", "--local", "-h", "-r", "-u", user, "-o", "QOS %q|account %a").splitlines():
+    output = site.ask("squeue", "--local", "-h", "-r", "-u", getpass.getuser(), "-o", "QOS %q|account %a")
+    for line in output.splitlines():
         jobs.update(line.split("|"))
-    narrow = min(submits, key=lambda limit: limit.value - jobs[limit.of])
-    return Allowance(array_size, narrow.value, jobs[narrow.of], running, f"{narrow.of} allows {narrow.value}", caps)
+    value, of = min(submits, key=lambda limit: limit[0] - jobs[limit[1]])
+    return Allowance(array_size, value, jobs[of], running, f"{of} allows {value}", caps)
 
 
 def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
     """Returns the resource limits for jobs with these sbatch options. Empty if accounting is not available."""
     try:
-        return _caps(_rows(getpass.getuser(), options), options)
+        return _caps(_rows(options), options)
     except SiteError:
         return ()
 
@@ -133,7 +288,7 @@ def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns the longest allowed walltime in Slurm's format, and the owner of the limit. ``None`` if no limit is
     known."""
     try:
-        rows = _rows(getpass.getuser(), options)
+        rows = _rows(options)
     except SiteError:
         return None
     for of, row in rows:
@@ -145,20 +300,10 @@ def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
 def _caps(rows: Sequence[tuple[str, Mapping[str, str]]], options: Mapping[str, Any]) -> tuple[Cap, ...]:
     if "," in str(options.get("partition") or ""):  # a limit of one partition may not apply to another
         rows = rows[-2:]
-    return tuple(resources.caps(rows))
+    return tuple(caps(rows))
 
 
-class Limit(NamedTuple):
-    """A limit on the number of jobs."""
-
-    kind: str
-    """``submit`` or ``jobs``."""
-    value: int
-    of: str
-    """Owner of the limit, ``QOS …`` or ``account …``, whose jobs are counted."""
-
-
-def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+def _rows(options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
     """Returns the limit owners with their sacctmgr fields, in order of precedence.
 
     Raises:
@@ -166,16 +311,16 @@ def _rows(user: str, options: Mapping[str, Any]) -> list[tuple[str, dict[str, st
     """
     if not site.enforces_limits():
         return []
-    account = _association(user, options)
+    account = _association(options)
     own = str(options.get("qos") or account["qos"])
     names = [*sorted(site.partition_qos(str(options.get("partition") or "")) - {own}), own]
     return [*((f"QOS {name}", qos(name)) for name in names if name), (f"account {account['account']}", account)]
 
 
-def _association(user: str, options: Mapping[str, Any]) -> dict[str, str]:
+def _association(options: Mapping[str, Any]) -> dict[str, str]:
     """Returns the user's association: its default QOS, and its limits under sacctmgr's names."""
     fields = ("cluster", "account", "user", "partition", *_JOBS, "maxtres", "grptres", "maxwall")
-    output = site.sacctmgr("assoc", f"user={user}", f"format={','.join(fields)},defaultqos")
+    output = site.sacctmgr("assoc", f"user={getpass.getuser()}", f"format={','.join(fields)},defaultqos")
     cluster = site.cluster_name()
     rows = [dict(zip((*fields, "qos"), line.split("|"), strict=True)) for line in output.splitlines()]
     rows = [row for row in rows if row["cluster"] == cluster]
@@ -198,7 +343,7 @@ def qos(name: str) -> dict[str, str]:
     Raises:
         SiteError: The site has no accounting, or it does not respond.
     """
-    fields = ("name", "flags", *_QOS_JOBS, *resources.LIMITS, "maxwall")
+    fields = ("name", "flags", *_QOS_JOBS, *LIMITS, "maxwall")
     for line in site.sacctmgr("qos", f"format={','.join(fields)}").splitlines():  # one cached query for all QOS
         row = line.split("|")
         if row[0] == name:
@@ -206,9 +351,11 @@ def qos(name: str) -> dict[str, str]:
     return {}
 
 
-def _job_limits(row: Mapping[str, str], name: str) -> list[Limit]:
-    return [
-        Limit("submit" if "submit" in field else "jobs", int(row[field]), name)
-        for field in (*_QOS_JOBS, *_JOBS)
-        if row.get(field, "").isdigit()
-    ]
+def _job_limits(rows: Iterable[tuple[str, Mapping[str, str]]], kind: str) -> list[tuple[int, str]]:
+    """Returns the limits on the number of jobs, each with its owner, ``QOS …`` or ``account …``.
+
+    Args:
+        kind: ``submit`` for limits on pending and running jobs, ``jobs`` for limits on running jobs.
+    """
+    fields = [field for field in (*_QOS_JOBS, *_JOBS) if ("submit" in field) == (kind == "submit")]
+    return [(int(row[field]), of) for of, row in rows for field in fields if row.get(field, "").isdigit()]

@@ -85,32 +85,37 @@ def script(job: Job) -> str:
     options = dict(job.options)
     if job.elements is not None:
         options.setdefault("array", job.indices)
-    lines += [
-        f"#SBATCH {option(name, value)}" for name, value in options.items() if value is not None and value is not False
-    ]
+    lines += [f"#SBATCH {word}" for word in _words(options)]
     for engine in job.engines:
-        lines += ["#SBATCH hetjob", *(f"#SBATCH {option(n, v)}" for n, v in engine.items() if v not in (None, False))]
-    texts = resources.files("megaflow_hpc.slurm")
-    body = texts.joinpath(f"{job.role}.sh").read_text(encoding="utf-8")
-    body = body.replace("@OWN@\n", texts.joinpath("own.sh").read_text(encoding="utf-8"))
-    cluster = "" if job.run else "${MEGAFLOW_CLUSTER:+@$MEGAFLOW_CLUSTER}"
-    if job.cluster:
-        cluster = f"@{job.cluster}"
-    body = body.replace("@REQUEUE@\n", texts.joinpath("requeue.sh").read_text(encoding="utf-8"))
-    body = body.replace("@REQUEUES@", "requeues=yes" if job.run else REQUEUES_BY_HAND)
-    body = body.replace("@CLUSTER@", cluster)
-    run_argument = '${1:?the run directory that "megaflow-hpc plan" printed}'
-    body = body.replace("@RUN@", shlex.quote(job.run) if job.run else run_argument)
-    pool_argument = "" if job.run else "${2:+.$2}"  # a pool's number may follow the run directory
-    body = body.replace("@POOL@", pool_argument if job.pool is None else f".{job.pool}")
-    body = body.replace("@POLICY@", shlex.quote(job.policy) if job.policy else "${2:-default}")
-    body = body.replace(" @INDEX@", f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "")
-    if job.engines:  # one part of the step for each component of the job
-        body = body.replace("srun --export=ALL", "srun --het-group=0 --export=ALL").replace(
-            "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK_HET_GROUP_0"
-        )
-    body = body.replace(" @ENGINES@", "".join(_engine_part(n) for n in range(len(job.engines))))
-    return "\n".join(lines) + "\n\n" + body.replace("@ARGUMENTS@", shlex.join(job.arguments))
+        lines += ["#SBATCH hetjob", *(f"#SBATCH {word}" for word in _words(engine))]
+    if job.run:
+        run, cluster, pool, requeues = shlex.quote(job.run), "", "", "requeues=yes"
+    else:  # The script takes these from its command line and environment.
+        run = '${1:?the run directory that "megaflow-hpc plan" printed}'
+        cluster, pool, requeues = "${MEGAFLOW_CLUSTER:+@$MEGAFLOW_CLUSTER}", "${2:+.$2}", REQUEUES_BY_HAND
+    body = _text(job.role)
+    if job.engines:  # The step has one part for each component of the job.
+        body = body.replace("srun --export=ALL", "srun --het-group=0 --export=ALL")
+        body = body.replace("SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK_HET_GROUP_0")
+    replacements = {
+        "@OWN@\n": _text("own"),
+        "@REQUEUE@\n": _text("requeue"),
+        "@REQUEUES@": requeues,
+        "@CLUSTER@": f"@{job.cluster}" if job.cluster else cluster,
+        "@RUN@": run,
+        "@POOL@": pool if job.pool is None else f".{job.pool}",
+        "@POLICY@": shlex.quote(job.policy) if job.policy else "${2:-default}",
+        " @INDEX@": f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "",
+        " @ENGINES@": "".join(_engine_part(n) for n in range(len(job.engines))),
+        "@ARGUMENTS@": shlex.join(job.arguments),
+    }
+    for placeholder, text in replacements.items():
+        body = body.replace(placeholder, text)
+    return "\n".join(lines) + "\n\n" + body
+
+
+def _text(name: str) -> str:
+    return resources.files("megaflow_hpc.slurm").joinpath(f"{name}.sh").read_text(encoding="utf-8")
 
 
 def _engine_part(server: int) -> str:
@@ -133,12 +138,19 @@ def option(name: str, value: Any) -> str:
     return f"--{name}" if value is True or value == "" else f"--{name}={shlex.quote(str(value))}"
 
 
+def _words(options: Mapping[str, Any]) -> list[str]:
+    return [option(name, value) for name, value in options.items() if value is not None and value is not False]
+
+
 def command(job: Job, path: str) -> str:
     """Returns the sbatch command for submitting ``path`` by hand with this job's options."""
-    options = {**({} if job.elements is None else {"array": job.indices}), **job.options}
-    words = [option(name, value) for name, value in options.items() if value is not None and value is not False]
-    policy = [shlex.quote(job.policy)] if job.policy else [] if job.pool is None else [str(job.pool)]
-    return " ".join(["sbatch", *words, path, shlex.quote(job.run or "$RUN"), *policy])
+    array = {} if job.elements is None else {"array": job.indices}
+    words = ["sbatch", *_words({**array, **job.options}), path, shlex.quote(job.run or "$RUN")]
+    if job.policy:
+        words.append(shlex.quote(job.policy))
+    elif job.pool is not None:
+        words.append(str(job.pool))
+    return " ".join(words)
 
 
 def _walltime(value: str | int | None) -> str | None:
@@ -151,7 +163,9 @@ def _megabytes(gb: float | None) -> str | None:
 
 def _gpus(count: int, gpu_type: str | None) -> str | None:
     """Returns a request for GPUs per node in the format of ``--gres``."""
-    return f"gpu:{gpu_type}:{count}" if gpu_type and count else f"gpu:{count}" if count else None
+    if not count:
+        return None
+    return f"gpu:{gpu_type}:{count}" if gpu_type else f"gpu:{count}"
 
 
 def _common(config: CampaignConfig, run: RunDir, role: str) -> dict[str, Any]:
@@ -181,8 +195,10 @@ def pod_job(
         throttle: Maximum number of elements that run concurrently.
     """
     pods = config.slurm.pods
-    own = {name: getattr(pool, name) for name in ("partition", "account", "time", "nodes")} if pool else {}
-    own = {name: value for name, value in own.items() if value is not None}
+    own: dict[str, Any] = {}
+    if pool:
+        own = {"partition": pool.partition, "account": pool.account, "time": _walltime(pool.time), "nodes": pool.nodes}
+        own = {name: value for name, value in own.items() if value is not None} | pool.extra
     options = {
         **_common(config, run, "pod"),
         "partition": pods.partition,
@@ -196,10 +212,9 @@ def pod_job(
         "dependency": dependency,
         **config.slurm.extra,
         **pods.extra,
-        **{name: _walltime(value) if name == "time" else value for name, value in own.items()},
-        **(pool.extra if pool else {}),
+        **own,
     }
-    cluster = (pool and pool.cluster) or ""
+    cluster = (pool.cluster if pool else None) or ""
     if cluster:
         options |= {"clusters": cluster, "dependency": None}  # a job cannot depend on jobs of another cluster
     index = next((number for number, other in enumerate(pods.pools) if other is pool), None)
@@ -267,13 +282,12 @@ def together_job(
         gpu_types: Type of the GPUs of each server. Default: any type for all of them.
     """
     pod = pod_job(config, run, 1)
-    kept = ("partition", "nodes", "ntasks", "gres", "cpus-per-task", "mem")
-    servers = [
-        server_job(config, run, 1, count, cpus_per_gpu=cpus_per_gpu, gpu_type=kind).options
-        for count, kind in zip(gpus, gpu_types or [""] * len(gpus), strict=True)
-    ]
-    beyond = {**config.slurm.extra, **config.slurm.servers.extra}
-    engines = [{n: v for n, v in options.items() if n in kept or n in beyond} for options in servers]
+    kept = {"partition", "nodes", "ntasks", "gres", "cpus-per-task", "mem"}
+    kept |= {*config.slurm.extra, *config.slurm.servers.extra}
+    engines = []
+    for count, kind in zip(gpus, gpu_types or [""] * len(gpus), strict=True):
+        server = server_job(config, run, 1, count, cpus_per_gpu=cpus_per_gpu, gpu_type=kind)
+        engines.append({name: value for name, value in server.options.items() if name in kept})
     return replace(pod, options={**pod.options, "output": str(run.logs / "pod-%j.log")}, elements=None, engines=engines)
 
 

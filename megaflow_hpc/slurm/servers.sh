@@ -11,7 +11,7 @@ rm -f "$RUN/ledger/refused/$element" # of an earlier start
 
 # USR2: the walltime is near, and the element continues in another allocation. TERM: the job is preempted or cancelled, and
 # Slurm decides about a requeue.
-drained=no
+drained=no server=''
 trap 'drained=yes; kill -TERM "$server" 2>/dev/null' USR2
 trap 'requeues=no; kill -TERM "$server" 2>/dev/null' TERM
 

@@ -190,11 +190,6 @@ def _merged(one: Partition, other: Partition) -> Partition:
     )
 
 
-def mpi_plugin() -> str:
-    """Returns the ``srun --mpi`` plug-in to try first, given the MPI library of mpi4py."""
-    return mpi_plugins()[0]
-
-
 @functools.cache
 def mpi_plugins() -> tuple[str, ...]:
     """Returns the MPI plug-ins to try, most likely first. ``MEGAFLOW_MPI`` overrides them.
@@ -266,8 +261,13 @@ def cluster_name() -> str:
 def partition_qos(names: str) -> set[str]:
     """Returns the QOS of partitions, whose limits apply in addition to the job's own. ``names`` is in sbatch's
     format."""
-    wanted = names.split(",") if names else [p.name for p in partitions().values() if p.default]
+    wanted = _named(names)
     return {qos for name, qos in _each_partition("QoS") if name in wanted and qos != "N/A"}
+
+
+def _named(names: str | None) -> list[str]:
+    """Returns the partitions in ``names`` (in sbatch's format), or the default partitions."""
+    return names.split(",") if names else [p.name for p in partitions().values() if p.default]
 
 
 def whole_nodes() -> set[str]:
@@ -318,7 +318,7 @@ def engine_cpus(names: str | None) -> int | None:
         SiteError: Slurm does not respond.
     """
     by_name = partitions()
-    wanted = names.split(",") if names else [p.name for p in by_name.values() if p.default]
+    wanted = _named(names)
     shares = [by_name[name].cpus_per_gpu if name in by_name else 0 for name in wanted]
     if not shares or not min(shares):
         return None
@@ -336,24 +336,18 @@ def check_site(config: CampaignConfig, where: Any) -> None:
     Raises:
         ConfigError: A partition does not exist. The message names it and lists the existing partitions.
     """
-    by_name = partitions()
-    pods = config.slurm.pods
-    for n, pool in enumerate(pods.pools):
-        there = partitions(pool.cluster) if pool.cluster else by_name
-        _check_partition(f"slurm.pods.pools.{n}.partition", pool.partition, there, pool.cluster or "here", where)
-    wanted = [("slurm.pods.partition", pods.partition)]
+    slurm = config.slurm
+    wanted = [(f"slurm.pods.pools.{n}", pool.partition, pool.cluster or "") for n, pool in enumerate(slurm.pods.pools)]
+    wanted.append(("slurm.pods", slurm.pods.partition, ""))
     if any(policy.model for policy in config.policies().values()):
-        wanted.append(("slurm.servers.partition", config.slurm.servers.partition))
+        wanted.append(("slurm.servers", slurm.servers.partition, ""))
     if config.training:
-        wanted.append(("slurm.trainer.partition", config.slurm.trainer.partition))
-    for key, names in wanted:
-        _check_partition(key, names, by_name, "here", where)
-
-
-def _check_partition(key: str, names: str | None, existing: Iterable[str], cluster: str, where: Any) -> None:
-    for name in names.split(",") if names else ():
-        if name not in existing:
-            at = f"at {cluster}" if cluster != "here" else cluster
-            raise ConfigError(
-                f"{where(key)}: {key}: no partition {name!r} {at}; there are: {', '.join(sorted(existing))}"
-            )
+        wanted.append(("slurm.trainer", slurm.trainer.partition, ""))
+    for section, names, cluster in wanted:
+        existing = partitions(cluster) if cluster else partitions()  # "" would be cached separately
+        for name in names.split(",") if names else ():
+            if name not in existing:
+                key, at = f"{section}.partition", f"at {cluster}" if cluster else "here"
+                raise ConfigError(
+                    f"{where(key)}: {key}: no partition {name!r} {at}; there are: {', '.join(sorted(existing))}"
+                )

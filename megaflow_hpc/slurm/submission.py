@@ -66,15 +66,13 @@ class ScriptExecutor(submitit.SlurmExecutor):
 
     def submit_job(self) -> list[ArrayJob]:
         """Submits the job and returns one handle per element (one in total for a plain job)."""
-        first = cast(ArrayJob, self._submit_command(""))
-        if self._job.cluster:
-            elements = range(self._job.first, self._job.first + (self._job.elements or 1))
-            names = [ids.named(f"{first.job_id}_{i}", self._job.cluster) for i in elements]
-            return [ClusterJob(folder=self.folder, job_id=name, tasks=[0]) for name in names]
-        if self._job.elements is None:
-            return [first]
-        indices = range(self._job.first, self._job.first + self._job.elements)
-        return [ArrayJob(folder=self.folder, job_id=f"{first.job_id}_{i}", tasks=[0]) for i in indices]
+        job, submitted = self._job, cast(ArrayJob, self._submit_command(""))
+        if job.elements is None:
+            return [submitted]
+        handle = ClusterJob if job.cluster else ArrayJob
+        indices = range(job.first, job.first + job.elements)
+        names = [ids.named(f"{submitted.job_id}_{i}", job.cluster) for i in indices]
+        return [handle(folder=self.folder, job_id=name, tasks=[0]) for name in names]
 
 
 SITE_VARIABLES = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"))

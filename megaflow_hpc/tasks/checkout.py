@@ -4,15 +4,15 @@ An agent may commit, switch branches, rewrite the history, break the index or re
 hooks, filters, attributes and drivers that run when git reads the checkout. So the commit is stored on the host, in
 ``checkout.json`` next to the sandbox's layer. The patch is computed with a separate git directory that ignores the
 agent's configuration, index and references. Only the objects of the agent's repository are read. If they are gone, the
-image's repository is exposed briefly. Patches are stored as JSON, so files that are not UTF-8 or contain NUL bytes
-become binary hunks. Git runs in the sandbox, where the agent can replace it. So treat a patch as the agent's
-submission, not as evidence.
+image's repository is exposed briefly. Git runs in the sandbox, where the agent can replace it. So treat a patch as the
+agent's submission, not as evidence.
+
+Patches are stored as JSON. If a patch is not UTF-8 or contains NUL bytes, all its files become binary hunks.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -64,16 +64,13 @@ g() {{ git {settings} "$@"; }}
 g cat-file -e '{commit}^{{tree}}' 2>/dev/null || exit {gone}
 g read-tree {commit} || exit 1
 g add -A --ignore-errors . >&2 # reports files that cannot be added, and continues
-{diffs}
+{diff}
 """
-_DIFF = """diff --cached --binary --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ \
-  {commit} {paths} || exit 1"""
+_DIFF = """{git} diff --cached --binary --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ \
+  {commit} {options} || exit 1"""
 _AS_BINARY = "echo '* -diff' >\"$d/git/info/attributes\"; g -c diff.default.binary=true"
-_MAX_PATHS_BYTES = 40_000
-"""Maximum total length in bytes of the paths in one command. If the paths of non-UTF-8 files exceed it, every file
-becomes a binary hunk."""
-_ESCAPED = re.compile(rb"\\([0-3][0-7]{2}|.)")
-_ESCAPES = {b"a": b"\a", b"b": b"\b", b"t": b"\t", b"n": b"\n", b"v": b"\v", b"f": b"\f", b"r": b"\r"}
+_GITLINK = re.compile(rb"^(?:(?:new|deleted) file mode|old mode|new mode|index [0-9a-f]+\.\.[0-9a-f]+) 160000$", re.M)
+"""Matches a line of a patch's header that names the commit of a separate repository."""
 
 
 @dataclass(frozen=True)
@@ -220,26 +217,17 @@ def _noted(sandbox: ApptainerSandbox) -> Start | None:
 
 async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
     """Computes the patch. Returns ``None`` if the recorded commit is missing."""
-    patch = await _diff(sandbox, start, [f"g {_DIFF.format(commit=start.commit, paths='')}"])
+    patch = await _diff(sandbox, start, _DIFF.format(git="g", commit=start.commit, options=""))
     if patch is None or _is_text(patch.data):
         return patch
-    names = _not_text(patch.data)
-    some = " ".join(shlex.quote(f":(literal){name}") for name in names)
-    others = " ".join(shlex.quote(f":(exclude,literal){name}") for name in names)
-    diffs = [f"{_AS_BINARY} {_DIFF.format(commit=start.commit, paths=f'--no-renames -- {some}')}"]
-    if names and len(os.fsencode(some)) < _MAX_PATHS_BYTES:
-        diffs.insert(0, f"g {_DIFF.format(commit=start.commit, paths=f'-- . {others}')}")
-    else:
-        diffs = [f"{_AS_BINARY} {_DIFF.format(commit=start.commit, paths='--no-renames')}"]
-    patch = await _diff(sandbox, start, diffs)
+    patch = await _diff(sandbox, start, _DIFF.format(git=_AS_BINARY, commit=start.commit, options="--no-renames"))
     if patch is None or _is_text(patch.data):
         return patch
-    left = f"not UTF-8, although git was asked for binary hunks: {', '.join(map(ascii, _not_text(patch.data)))}"
-    return Patch(patch.data, f"{patch.error}\n{left}".strip()[-2000:])
+    return Patch(patch.data, f"{patch.error}\nnot UTF-8, although git was asked for binary hunks".strip()[-2000:])
 
 
-async def _diff(sandbox: ApptainerSandbox, start: Start, diffs: Sequence[str]) -> Patch | None:
-    """Runs commands that print parts of a patch. Returns ``None`` if the recorded commit is missing."""
+async def _diff(sandbox: ApptainerSandbox, start: Start, diff: str) -> Patch | None:
+    """Runs a command that prints a patch. Returns ``None`` if the recorded commit is missing."""
     long = len(start.commit) == 64
     script = _READ.format(
         top=shlex.quote(start.top),
@@ -250,7 +238,7 @@ async def _diff(sandbox: ApptainerSandbox, start: Start, diffs: Sequence[str]) -
         more="[extensions]\\n\\tobjectformat = sha256\\n" if long else "",
         settings=" ".join(f"-c {shlex.quote(setting)}" for setting in start.settings),
         gone=EXIT_NO_COMMIT,
-        diffs="\n".join(diffs),
+        diff=diff,
     )
     # Truncated output keeps the first and the last half, so the first half must fit the whole patch.
     done = await sandbox.exec(script, cwd="/", timeout_s=GIT_TIMEOUT_S, output_limit=2 * MAX_PATCH_BYTES)
@@ -263,20 +251,14 @@ async def _diff(sandbox: ApptainerSandbox, start: Start, diffs: Sequence[str]) -
     if len(done.stdout_bytes) > MAX_PATCH_BYTES:
         return Patch(b"", f"the patch of {start.top} is larger than {MAX_PATCH_BYTES >> 20} MiB")
     left_out = [line for line in done.stderr.splitlines() if line.startswith(("error:", "fatal:"))]
-    for part in _parts(done.stdout_bytes):
+    for part in re.split(rb"^diff --git ", done.stdout_bytes, flags=re.M)[1:]:
         if _GITLINK.search(part.partition(b"\n@@")[0]):
-            name = ", ".join(map(ascii, _names(part)))
-            left_out.append(f"{name}: a separate repository; the patch names its commit and contains none of its files")
+            names = part.partition(b"\n")[0]  # the same name twice, after a/ and b/
+            name = names[: len(names) // 2].strip(b'"').removeprefix(b"a/").decode("utf-8", "surrogateescape")
+            left_out.append(
+                f"{name!a}: a separate repository; the patch names its commit and contains none of its files"
+            )
     return Patch(done.stdout_bytes, "\n".join(left_out)[-2000:])
-
-
-_GITLINK = re.compile(rb"^(?:(?:new|deleted) file mode|old mode|new mode|index [0-9a-f]+\.\.[0-9a-f]+) 160000$", re.M)
-
-
-def _not_text(patch: bytes) -> list[str]:
-    """Returns the names of files whose changes contain NUL bytes or invalid UTF-8."""
-    names = dict.fromkeys(name for part in _parts(patch) if not _is_text(part) for name in _names(part))
-    return [name for name in names if "\0" not in name]
 
 
 def _is_text(data: bytes) -> bool:
@@ -285,34 +267,3 @@ def _is_text(data: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return b"\0" not in data
-
-
-def _parts(patch: bytes) -> list[bytes]:
-    """Splits a patch by file. No line inside a hunk can look like a file header."""
-    return re.split(rb"^(?=diff --git )", patch, flags=re.M)[1:]
-
-
-def _names(part: bytes) -> list[str]:
-    """Returns a file's names before and after its change."""
-    head, *lines = part.split(b"\n")
-    for line in lines:
-        if line.startswith((b"@@ ", b"GIT binary patch")):
-            break
-        if line.startswith(b"rename from "):
-            to = next((other for other in lines if other.startswith(b"rename to ")), line)
-            return [_unquoted(line[12:]), _unquoted(to[10:])]
-    both = head[len(b"diff --git ") :]  # the same name twice, after a/ and b/
-    name = _unquoted(both[: len(both) // 2])
-    return [name.removeprefix("a/")]
-
-
-def _unquoted(name: bytes) -> str:
-    """Decodes a path that git quoted because of special characters."""
-    if name.startswith(b'"'):
-
-        def plain(found: re.Match[bytes]) -> bytes:
-            given = found[1]
-            return bytes([int(given, 8)]) if len(given) == 3 else _ESCAPES.get(given, given)
-
-        name = _ESCAPED.sub(plain, name[1:-1])
-    return name.decode("utf-8", "surrogateescape")

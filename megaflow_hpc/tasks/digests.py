@@ -83,7 +83,7 @@ def check_unchanged(task: Task) -> None:
     """Checks that a task's files have not changed since planning.
 
     Raises:
-        ConfigError: a file has changed; names the most recently modified one.
+        ConfigError: a file has changed. The message names the most recently modified one.
     """
     recorded = task.metadata.get(KEY)
     if not recorded:  # rollouts of this task read no files

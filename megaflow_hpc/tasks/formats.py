@@ -10,14 +10,16 @@ import importlib
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.environments.images.mapping import ImageRequest
+from megaflow_hpc.environments.images.sources import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.checkout import Patch
+from megaflow_hpc.tasks.judging import Judge
 from megaflow_hpc.types import ExecResult, Network, Task, Verdict
 
 MAX_REWARD = 3.4028234663852886e38
@@ -47,6 +49,10 @@ class VerificationContext:
     """Starts a separate verifier's sandbox, whose environment is given as a task."""
     patch: Patch | None = None
     """The agent's changes to the git checkout in the working directory, if there was a checkout."""
+    messages: Callable[[], list[dict[str, Any]]] = list
+    """Returns the agent's conversation so far."""
+    judge: Callable[[], AbstractAsyncContextManager[Judge]] | None = None
+    """Opens an address at which judges answer. ``None`` if the campaign has none."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class TaskFormat(Protocol):
                 skipped.
 
         Raises:
-            ConfigError: the source is invalid; names file, line, value and remedy.
+            ConfigError: the source is invalid. The message names file, line, value and remedy.
         """
 
     def settle(self, tasks: Sequence[Task], /) -> list[Task]:
@@ -163,10 +169,10 @@ class OneStep:
     def step_name(self, step: Task) -> str:
         return ""
 
-    async def begin_step(self, step: Task, sandbox: ApptainerSandbox) -> None:
+    async def begin_step(self, step: Task, sandbox: ApptainerSandbox, /) -> None:
         pass
 
-    def may_continue(self, step: Task, verdict: Verdict) -> bool:
+    def may_continue(self, step: Task, verdict: Verdict, /) -> bool:
         return True
 
     def combine(self, task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:

@@ -30,7 +30,8 @@ EMPTY_HOME = "/.megaflow-home"
 _LOADED = ("PATH", "HOME", "BASE", "ENV")
 """Suffixes of environment variables that point to files or directories that programs load (``PYTHONPATH``,
 ``CARGO_HOME``, ``PYTHONUSERBASE``, ``BASH_ENV``)."""
-_OTHERS = ("PATH", "HOME")
+_NOT_LOADED = ("PATH", "HOME")
+"""Variables that end like those of :data:`_LOADED`, but have rules of their own."""
 _MAX_NAMED = 50
 
 
@@ -126,7 +127,9 @@ class JudgedLayer:
 
     def _rules(self) -> KeepRules:
         home = self._variables["HOME"].strip("/")
-        loaded = (value for name, value in self._variables.items() if name.endswith(_LOADED) and name not in _OTHERS)
+        loaded = (
+            value for name, value in self._variables.items() if name.endswith(_LOADED) and name not in _NOT_LOADED
+        )
         return KeepRules(
             kept=sorted(set(self._kept)),
             additions=not self._context.fresh,

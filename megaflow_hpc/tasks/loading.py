@@ -1,15 +1,20 @@
-"""Finds, reads and filters a campaign's tasks."""
+"""Finds, reads and filters a campaign's tasks, and resolves their images."""
 
 from __future__ import annotations
 
 import fnmatch
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
+from megaflow_hpc.environments.images.image_file import working_directory
+from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
 from megaflow_hpc.errors import ConfigError, Mistakes
-from megaflow_hpc.tasks.formats import format_of_source
+from megaflow_hpc.tasks.formats import format_of, format_of_source
 from megaflow_hpc.types import Task
 
 
@@ -74,3 +79,39 @@ def _of_source(
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def image_requests(tasks: Sequence[Task]) -> list[ImageRequest]:
+    """Returns the images of tasks: agents' images in task order, then those of separate verifiers."""
+    wanted = [format_of(task).images(task) for task in tasks]
+    agents = [request for requests in wanted for request in requests[:1]]
+    return agents + [request for requests in wanted for request in requests[1:]]
+
+
+def in_image_directories(
+    tasks: Sequence[Task],
+    files: Mapping[str, str],
+    images: Images,
+    mapping: ImageMapping,
+) -> list[Task]:
+    """Sets missing working directories of tasks from their images, or from the base image if the image is built.
+
+    Args:
+        tasks: the tasks.
+        files: the result of :meth:`Images.resolve_all` for ``mapping``.
+        images: the image store.
+        mapping: ``environment.images``.
+    """
+    placed = []
+    for task in tasks:
+        if task.workdir is None and task.image:
+            request = format_of(task).images(task)[0]
+            image: str | Path = files[task.image]
+            if request.base:
+                image = images.resolve(request.base, mapping, build=False)
+            task = replace(task, workdir=working_directory(image))
+        placed.append(task)
+    return placed

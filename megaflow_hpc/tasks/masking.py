@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from urllib.parse import quote, quote_plus
 
-from megaflow_hpc.types import Artifact, Verdict
+from megaflow_hpc.types import Verdict
 
 MASK = b"[masked]"
 MIN_SECRET_LENGTH = 6
@@ -46,11 +46,11 @@ class Mask:
             output=self.text(verdict.output),
             error=self.text(verdict.error),
             agent_error=self.text(verdict.agent_error),
-            artifacts=self._artifacts(verdict.artifacts),
+            artifacts=[
+                replace(artifact, name=self.text(artifact.name), data=self.data(artifact.data))
+                for artifact in verdict.artifacts
+            ],
         )
-
-    def _artifacts(self, artifacts: Sequence[Artifact]) -> list[Artifact]:
-        return [replace(one, name=self.text(one.name), data=self.data(one.data)) for one in artifacts]
 
 
 def _forms(value: str) -> Iterator[bytes]:

@@ -19,6 +19,9 @@ r"""Tasks written as a Python class: ``tasks: [package.module:Class]``.
         async def solve(self, sandbox):               # optional; run by the oracle agent
             await sandbox.exec("echo 3 > answer")
 
+``score`` may have further parameters: ``messages`` (the agent's conversation), ``patch`` (its changes to the checkout
+in ``workdir``) and ``judge`` (:class:`~megaflow_hpc.tasks.judging.Judge`).
+
 ``setup``, ``score`` and ``solve`` may also be synchronous. They then run in a thread, and the sandbox's ``exec``,
 ``upload``, ``download`` and ``read`` block. A class defines one task, whose id is the class name or ``id``. With a
 class method ``instances`` that returns ``{name: keyword arguments}``, it defines one task per name. A rollout calls
@@ -26,18 +29,22 @@ class method ``instances`` that returns ``{name: keyword arguments}``, it define
 
 The code runs in the worker. It is imported from the campaign file's directory or from the interpreter's path. If
 ``setup`` raises, the rollout fails with kind ``user``, and the error names file and line. If ``score`` raises, the
-reward is 0 and the verdict has an error, because the agent may have caused it. A ``score`` that calls a judge model
-should raise :class:`~megaflow_hpc.errors.ModelServiceError` if the judge is down; the call is then retried.
+reward is 0 and the verdict has an error, because the agent may have caused it. If the judge is down, ``score`` is
+called again, whatever it returned or raised.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,12 +52,13 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.images.sources import ImageRequest
+from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, OneStep, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
-from megaflow_hpc.tasks.user_code import call, code_of, guarded, origin
+from megaflow_hpc.tasks.judging import Judge, WaitingJudge
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
 
 SETTINGS: Mapping[str, tuple[type, ...]] = {
@@ -68,6 +76,11 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
 }
 """Class or instance attribute → accepted types. Only ``image`` is required."""
 
+NONE = "none"
+"""Value of ``image`` for a task without a sandbox."""
+EXTRAS = frozenset({"messages", "patch", "judge"})
+"""Parameters that ``score`` may have besides the sandbox."""
+
 _instances: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Sandbox → its instance, so that ``score`` sees what ``setup`` stored on ``self``."""
 
@@ -83,6 +96,8 @@ class ClassSource(msgspec.Struct, frozen=True):
     """Keyword arguments for the class."""
     file: str = ""
     """Source file of the class. Empty if it has none."""
+    judged: bool = False
+    """True if ``score`` asks a judge."""
 
 
 def looks_like_class(source: str) -> bool:
@@ -99,7 +114,7 @@ def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
         base: directory that is searched for the module before the interpreter's own path.
 
     Raises:
-        ConfigError: the class is invalid; names its file and line, the problem and what was expected.
+        ConfigError: the class is invalid. The message names its file and line, the problem and what was expected.
     """
     cls = _load(source, str(Path(base).absolute()))
     where = f"{source} ({_place(cls)})"
@@ -132,10 +147,11 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
     if not values["image"]:
         raise ConfigError(f"{where}: image is missing; name an image, and map it in environment.images of the campaign")
     user = values["user"]
+    place = ClassSource(source, base, keywords, _file(cls), "judge" in _wanted(task.score))
     made = Task(
         id=name,
         instruction=instruction,
-        image=values["image"],
+        image="" if values["image"] == NONE else values["image"],
         path=source,
         kind="python",
         workdir=values["workdir"],
@@ -145,9 +161,9 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         verifier_timeout_s=float(values["score_timeout_s"] or 600),
         limits=Limits(values["memory_mb"], values["cpus"], values["disk_mb"], values["processes"] or 512),
         network=values["network"],
-        metadata={"python": msgspec.to_builtins(ClassSource(source, base, keywords, _file(cls)))},
+        metadata={"python": msgspec.to_builtins(place)},
     )
-    SandboxSpec(made.image, made.env, made.workdir, network=made.network or "none").check()
+    SandboxSpec(made.image or NONE, made.env, made.workdir, network=made.network or "none").check()
     return made
 
 
@@ -227,15 +243,20 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         ModelServiceError: raised by ``score``; the call can be retried.
     """
     context = context or VerificationContext()
-    layer = JudgedLayer(sandbox, context, [] if context.as_left else [task.workdir or "/"], {})
-    if context.fresh or context.as_left:
-        await layer.start_when_used()
-    else:
-        await layer.start(sandbox.spec)
+    if task.image:
+        await _start_judged(task, sandbox, context)
     instance = _instance(task, sandbox)
     del _instances[sandbox]
+    wanted = _wanted(instance.score)
+    more: dict[str, Any] = {}
+    if "messages" in wanted:
+        more["messages"] = context.messages()
+    if "patch" in wanted:
+        more["patch"] = context.patch.data.decode("utf-8", "replace") if context.patch else ""
     try:
-        score = await call(task, instance.score, sandbox, task.verifier_timeout_s)
+        async with _judge(task, context) if "judge" in wanted else nullcontext() as judge:
+            more |= {"judge": judge} if judge else {}
+            score = await call(task, instance.score, sandbox, task.verifier_timeout_s, **more)
     except (SandboxError, ModelServiceError):
         _instances[sandbox] = instance
         raise
@@ -252,6 +273,25 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     if not rewards:
         raise UserCodeError(f"{code_of(instance.score)}: score of task {task.id} returned no reward; expected a number")
     return Verdict.of(rewards)
+
+
+async def _start_judged(task: Task, sandbox: ApptainerSandbox, context: VerificationContext) -> None:
+    layer = JudgedLayer(sandbox, context, [] if context.as_left else [task.workdir or "/"], {})
+    if context.fresh or context.as_left:
+        await layer.start_when_used()
+    else:
+        await layer.start(sandbox.spec)
+
+
+def _wanted(score: Callable[..., Any]) -> frozenset[str]:
+    """Returns which of :data:`EXTRAS` are parameters of a method ``score``."""
+    return EXTRAS & set(inspect.signature(score).parameters)
+
+
+def _judge(task: Task, context: VerificationContext) -> AbstractAsyncContextManager[Judge]:
+    if context.judge is None:
+        raise ConfigError(f"task {task.id}: its score asks a judge; name a model with judge: true in models")
+    return context.judge()
 
 
 def _instance(task: Task, sandbox: ApptainerSandbox) -> Any:
@@ -272,6 +312,9 @@ class PythonClassFormat(OneStep):
     ) -> list[Task]:
         return read_python_tasks(source, base)
 
+    def images(self, task: Task) -> list[ImageRequest]:
+        return super().images(task) if task.image else []
+
     def files(self, task: Task) -> list[str]:
         source = msgspec.convert(task.metadata["python"], ClassSource)
         return [source.file] if source.file else []
@@ -286,3 +329,123 @@ class PythonClassFormat(OneStep):
 
 
 FORMAT: TaskFormat = PythonClassFormat()
+
+
+# --- calls of user code -----------------------------------------------------------------------------------------------
+
+
+async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox, timeout_s: float, **more: Any) -> Any:
+    """Calls one method of a task with its sandbox, in the event loop or in a thread, with a time limit.
+
+    Args:
+        more: further keyword arguments of the method.
+
+    Raises:
+        UserCodeError: the method raised any other exception, or timed out.
+        SandboxError: the sandbox was lost.
+        ModelServiceError: raised by the method.
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            if inspect.iscoroutinefunction(method):
+                return await method(sandbox, **more)
+            # After a timeout, the thread runs until it next uses the sandbox, which is closed by then.
+            loop = asyncio.get_running_loop()
+            plain = dict(more)
+            if isinstance(judge := more.get("judge"), Judge):
+                plain["judge"] = WaitingJudge(judge, loop)
+            result = await _in_thread(lambda: method(WaitingSandbox(sandbox, loop), **plain), task.id)
+            return await result if inspect.isawaitable(result) else result
+    except (SandboxError, ModelServiceError):
+        raise
+    except (Exception, SystemExit) as error:
+        if limit.expired():
+            raise UserCodeError(
+                f"{code_of(method)}: {method.__name__} of task {task.id} ran longer than its {timeout_s:g} s"
+            ) from None
+        raise UserCodeError(f"{origin(error)}: {method.__name__} of task {task.id} raised {error!r}") from error
+
+
+async def _in_thread(call: Callable[[], Any], name: str) -> Any:
+    """Runs ``call`` in a new thread, so that a call that never returns does not occupy the loop's thread pool."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def body() -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = call(), None
+        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # a future cannot hold these
+            outcome = None, RuntimeError(repr(error)).with_traceback(error.__traceback__)
+        except BaseException as error:
+            outcome = None, error
+        try:
+            loop.call_soon_threadsafe(finish, *outcome)
+        except RuntimeError:  # the loop is closed, so nothing waits for the result
+            pass
+
+    threading.Thread(target=body, name=f"task-{name}", daemon=True).start()
+    return await done
+
+
+def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[UserCodeError]) -> Any:
+    """Returns the result of ``call``. Converts an exception to an error of type ``kind`` that names ``what`` and the
+    line."""
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        raise kind(f"{what} raised {error!r} at {origin(error)}") from error
+
+
+def origin(error: BaseException) -> str:
+    """Returns ``file:line`` of the innermost frame in user code rather than in a library."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    library = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)), "<frozen")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(library)]
+    frame = (frames or traceback.extract_tb(error.__traceback__))[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def code_of(method: Callable[..., Any]) -> str:
+    """Returns ``file:line`` of a method's definition."""
+    code = getattr(method, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(method)
+
+
+class WaitingSandbox:
+    """A synchronous sandbox: each method blocks until it is done. For use in a thread."""
+
+    def __init__(self, sandbox: ApptainerSandbox, loop: asyncio.AbstractEventLoop) -> None:
+        self._sandbox = sandbox
+        self._loop = loop
+
+    def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+    def exec(self, command: Any, **options: Any) -> ExecResult:
+        """Runs a command and waits for it. ``options`` are those of the sandbox's own ``exec``."""
+        result: ExecResult = self._wait(self._sandbox.exec(command, **options))
+        return result
+
+    def upload(self, source: str, target: str) -> None:
+        """Copies a file or directory from the host into the sandbox."""
+        self._wait(self._sandbox.upload(source, target))
+
+    def download(self, source: str, target: str) -> None:
+        """Copies a file or directory from the sandbox to the host."""
+        self._wait(self._sandbox.download(source, target))
+
+    def read(self, path: str, limit: int = READ_LIMIT) -> bytes | None:
+        """Returns the first ``limit`` bytes of a file, or ``None`` if it is not a regular file."""
+        content: bytes | None = self._wait(self._sandbox.read(path, limit))
+        return content

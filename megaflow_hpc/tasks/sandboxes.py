@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.tasks.formats import VerificationContext
+from megaflow_hpc.tasks.judging import Judge
 from megaflow_hpc.types import Task
 
 
@@ -41,16 +44,22 @@ def verification_context(
     environment: EnvironmentConfig,
     images: Mapping[str, str],
     start: Callable[[SandboxSpec], Awaitable[ApptainerSandbox]],
+    messages: Callable[[], list[dict[str, Any]]] = list,
+    judge: Callable[[], AbstractAsyncContextManager[Judge]] | None = None,
 ) -> VerificationContext:
     """Returns the context in which a campaign verifies a task.
 
     Args:
         images: image name in the tasks → SIF file or directory.
         start: starts a separate verifier's sandbox.
+        messages: returns the agent's conversation so far.
+        judge: opens an address at which judges answer.
     """
     return VerificationContext(
         fresh=environment.verification_of(task) == "fresh",
         as_left=environment.verification_of(task) == "as-left",
         network="none" if environment.network == "gateway" else environment.network,
         start=lambda task: start(sandbox_spec(task, images, environment)),
+        messages=messages,
+        judge=judge,
     )

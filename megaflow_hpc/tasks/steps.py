@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import (
@@ -30,6 +30,7 @@ from megaflow_hpc.errors import (
 )
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext, format_of
+from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.types import Task, Verdict
 
 T = TypeVar("T")
@@ -171,13 +172,34 @@ async def verify(
             patches.append(await _difference(sandbox, step))
         return await task_format.verify(step, sandbox, replace(context, patch=patches[0]), stay=stay)
 
-    verdict, why = await _on_kept_state(judge, step, context)
-    verdict = verdict or Verdict(error=why)
-    if verdict.error:
-        zeros = dict.fromkeys(verdict.rewards or names or ["reward"], 0.0)
-        verdict = replace(verdict, reward=0.0, rewards=zeros)
+    verdict = _settled(*await _on_kept_state(judge, step, context), names)
     kept = checkout.to_artifacts(patches[0], f"steps/{name}/" if name else "") if patches else []
     return replace(verdict, artifacts=[*kept, *verdict.artifacts])
+
+
+def _settled(verdict: Verdict | None, why: str, names: Sequence[str]) -> Verdict:
+    """Returns the verdict with reward 0 if the verifier failed; ``why`` says so if there is none."""
+    verdict = verdict or Verdict(error=why)
+    if not verdict.error:
+        return verdict
+    zeros = dict.fromkeys(verdict.rewards or names or ["reward"], 0.0)
+    return replace(verdict, reward=0.0, rewards=zeros)
+
+
+async def run_conversation(
+    task: Task,
+    sandbox: NoSandbox,
+    context: VerificationContext,
+    run_agent: RunAgent,
+    verifying: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Verdict:
+    """Runs a task without a sandbox. Raises the errors of :func:`run_steps`."""
+    task_format, none = format_of(task), cast(ApptainerSandbox, sandbox)
+    await task_format.prepare(task, none)
+    await run_agent(0, task)
+    with verifying():
+        judge = partial(task_format.verify, task, none, context, stay=False)
+        return _settled(*await _on_kept_state(judge, task, replace(context, start=None)), [])
 
 
 async def _difference(sandbox: ApptainerSandbox, step: Task) -> checkout.Patch | None:

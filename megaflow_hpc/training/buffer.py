@@ -10,6 +10,8 @@ of such a block still has no readable record after a while, the record is lost, 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import time
@@ -28,10 +30,11 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.algorithms.rewards import scored, scores
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, StoredRollout, TurnTokens
 from megaflow_hpc.training.microbatch import Ordinal
-from megaflow_hpc.training.plan import RecordPlace, Settled, StepPlan
+from megaflow_hpc.training.plan import RecordPlace, Settled
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
 from megaflow_hpc.trajectories.reading.follow import MAX_CACHE_AGE_S, Follower
-from megaflow_hpc.trajectory import TokenSequence, Trajectory
+from megaflow_hpc.trajectories.reading.sources import experts_of
+from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import VERIFIED, Rollout
 
 logger = logging.getLogger(__name__)
@@ -62,12 +65,13 @@ class _Collected:
 
 @dataclass(frozen=True)
 class Arrived:
-    """Location of a rollout's record, and the lengths needed for packing."""
+    """Location of a rollout's record, and the lengths that packing needs."""
 
     place: RecordPlace
     lengths: tuple[int, ...]
     """Token count of each of the policy's sequences."""
     sampled: tuple[int, ...]
+    """Number of sampled tokens in each of them."""
 
 
 class Buffer:
@@ -96,11 +100,11 @@ class Buffer:
     ) -> None:
         self._held_out, self._score = held_out, score
         self._unscored: list[tuple[Sample, Arrived]] = []
-        """Rollouts that were read and wait for the scorer."""
+        """Rollouts that were read but not scored yet."""
         self._run, self._sequences, self._owners, self._ordinal = run, sequences, owners, ordinal
         self._follower = Follower(run, cursor=settled.cursor or None)
         self._unread: deque[RecordEntry] = deque()
-        """Entries returned by the follower that are not processed yet. The follower's cursor is already past them."""
+        """Entries from the follower that are not processed yet. The follower's cursor is already past them."""
         self._groups: dict[str, _Collected] = {}
         self._group_of: dict[str, str] = {}
         """Rollout id → its unsettled group."""
@@ -111,10 +115,10 @@ class Buffer:
         self._first_block, self._settled = settled.first_block, set(settled.groups)
         self.arrived: dict[str, Arrived] = {}
         self._done: set[int] = set()
-        """Blocks that were done at the last look."""
+        """Blocks that were done at the last check."""
         self._looked_at = -math.inf
         self._missing: dict[str, float] = {}
-        """Rollout of a done block without a record → monotonic time when this was first seen."""
+        """Rollout of a done block without a record → monotonic time at which it was first missed."""
         self._look_for_blocks()
         for place in settled.waiting:
             self._add(place)
@@ -124,7 +128,7 @@ class Buffer:
 
         Raises:
             OSError: the run directory cannot be read now; the next call continues.
-            ConfigError: the scorer raised an exception or returned something else than its contract says.
+            ConfigError: the scorer raised an exception or broke its contract.
         """
         done = self._done_blocks()  # listed first, so that the poll covers all of their records
         self._unread.extend(self._follower.entries())
@@ -176,20 +180,6 @@ class Buffer:
             self._settled -= self._named.pop(self._first_block)
             self._first_block += 1
 
-    def read_groups(self, plan: StepPlan) -> list[tuple[SampleGroup, dict[str, Arrived]]]:
-        """Rereads the groups that an earlier plan trained on for the first time, without damaged records."""
-        by_group: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
-        for rollout in plan.rollouts:
-            read = None if rollout.replayed else self.read(rollout.place, rollout.scores)
-            if read is not None:
-                by_group.setdefault(rollout.group, {})[rollout.id] = read
-        groups = []
-        for name, own in by_group.items():
-            samples = tuple(sample for sample, _ in own.values())
-            arrived = {rollout: arrival for rollout, (_, arrival) in own.items()}
-            groups.append((SampleGroup(name, samples[0].task, samples), arrived))
-        return groups
-
     @property
     def settled(self) -> Settled:
         """State from which a later buffer can be rebuilt."""
@@ -230,14 +220,14 @@ class Buffer:
         return rollout.task_id not in self._held_out and (self._owners is None or rollout.policy in self._owners)
 
     def _done_blocks(self) -> set[int]:
-        """Returns the blocks that are done. Looks again only after a while, and only if a rollout is missing."""
+        """Returns the blocks that are done. Rereads them at intervals, and only while a rollout is missing."""
         now = time.monotonic()
         if now - self._looked_at >= LOST_AFTER_S / 4 and any(map(_lacking, self._groups.values())):
             self._done, self._looked_at = Ledger(self._run).done(), now
         return self._done
 
     def _give_up_lost(self, done: set[int]) -> int:
-        """Counts rollouts as failed whose records are lost. Returns their number."""
+        """Counts rollouts with lost records as failed. Returns their number."""
         now, before = time.monotonic(), self._missing
         missing = [
             (rollout, name, group)
@@ -253,6 +243,7 @@ class Buffer:
                 id=rollout.id,
                 task=rollout.task_id,
                 group=name,
+                agent=rollout.agent,
                 index=rollout.sample_index,
                 status="failed",
                 error_kind=LOST,
@@ -318,7 +309,7 @@ def _lacking(group: _Collected) -> list[tuple[int, Rollout]]:
 
 
 class DamagedRecord(ConfigError):
-    """A rollout's record is damaged. The run directory itself can be read."""
+    """A damaged record of a rollout in a run directory that can otherwise be read."""
 
 
 class Sequences:
@@ -328,7 +319,7 @@ class Sequences:
     modify the returned sequences.
 
     Args:
-        longest: number of tokens at which longer sequences are cut off; ``None``: they are not.
+        longest: maximum number of tokens of a sequence; longer ones are cut off. ``None``: no maximum.
     """
 
     def __init__(self, run: RunDir, policy: str, longest: int | None = None) -> None:
@@ -371,7 +362,7 @@ def _tokens(sequences: Iterable[TokenSequence]) -> int:
 
 
 def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -> tuple[Sample, Arrived]:
-    """Reads what data algorithms and packing need to know about a rollout. Raises the errors of
+    """Reads the fields of a rollout that data algorithms and packing use. Raises the errors of
     :meth:`Sequences.read`."""
     trajectory, sequences = sequences_of.read(place)
     sampled = tuple(int(np.count_nonzero(np.frombuffer(s.loss_mask, np.uint8))) for s in sequences)
@@ -390,6 +381,7 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
         id=trajectory.id,
         task=trajectory.task_id,
         group=trajectory.group_id,
+        agent=trajectory.agent,
         index=trajectory.sample_index,
         status=trajectory.status,
         error_kind=trajectory.error_kind,
@@ -414,5 +406,38 @@ def _turns(trajectory: Trajectory, sequences: list[TokenSequence]) -> tuple[Turn
     for call, turn in enumerate(trajectory.turns):
         number = numbers.get(id(trajectory.sequences[turn.sequence])) if turn.sequence >= 0 else None
         if number is not None:
-            turns.append(TurnTokens(call, number, turn.token_start, turn.token_end))
+            turns.append(TurnTokens(call, number, turn.token_start, turn.token_end, _state(trajectory, turn)))
     return tuple(turns)
+
+
+def _state(trajectory: Trajectory, turn: Turn) -> str:
+    """Returns a digest of the message that a model call answered."""
+    before = trajectory.parents[turn.message] if 0 <= turn.message < len(trajectory.parents) else -1
+    if before < 0:
+        return ""
+    text = json.dumps(trajectory.messages[before], sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+Routing = tuple[int, int, int]
+"""Layers (with and without experts) of a mixture of experts, experts per token, and experts."""
+
+
+def check_experts(sequence: TokenSequence, routing: Routing) -> None:
+    """Checks that a model can route the tokens of a sequence to the experts that the engine chose.
+
+    Raises:
+        DamagedRecord: the numbers of layers or of experts differ, or the model has no such expert.
+    """
+    experts = experts_of(sequence)
+    if experts is None:
+        return
+    layers, per_token, count = routing
+    if experts.shape[1:] != (layers, per_token):
+        raise DamagedRecord(
+            f"its record has {experts.shape[1]} layers with {experts.shape[2]} experts for each token, but the "
+            f"trainer's model has {layers} with {per_token}"
+        )
+    known = experts[(experts != np.iinfo(experts.dtype).max).any((1, 2))]
+    if len(known) and known.max() >= count:
+        raise DamagedRecord(f"its record names expert {known.max()}, but the trainer's model has {count}")

@@ -2,7 +2,7 @@
 
     from megaflow_hpc.training.dataflow import Dataflow
 
-    flow = Dataflow("runs/fix-bugs", policy="default", consumer="mine")
+    flow = Dataflow("runs/fix-bugs", policy="default")
     state = flow.restore()                       # the last commit that has a checkpoint, or None
     for step in flow.steps():                    # plans of an earlier start first, unchanged
         for minibatch in step.minibatches():
@@ -23,34 +23,40 @@ and commits; the other ranks follow its plans.
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import OpenLease
 from megaflow_hpc.rundir.amendments import TRAINER, Amendment, Amendments, settings
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.training import Commit, Trainer
-from megaflow_hpc.rundir.weights import ordinals
+from megaflow_hpc.rundir.weights import Checksum, Version, current, ordinals, publish
 from megaflow_hpc.training import methods
-from megaflow_hpc.training.buffer import DamagedRecord, Sequences
+from megaflow_hpc.training.algorithms.samples import SCORE
+from megaflow_hpc.training.buffer import DamagedRecord, Routing, Sequences, check_experts
 from megaflow_hpc.training.evaluation import request_evaluation
-from megaflow_hpc.training.microbatch import Routing, check_experts
-from megaflow_hpc.training.plan import PlannedRollout, StepPlan, TrainingFiles, amended
+from megaflow_hpc.training.microbatch import Minibatch, split
+from megaflow_hpc.training.plan import Columns, PlannedRollout, StepPlan, TrainingFiles, amended
 from megaflow_hpc.training.planning import NO_TASK_LEFT, Planning
-from megaflow_hpc.training.pod_watch import PodWatch
 from megaflow_hpc.training.policy import trained_policy
-from megaflow_hpc.training.step import Step, UnreadableRollout
+from megaflow_hpc.training.readiness import PodWatch
 from megaflow_hpc.trajectory import TokenSequence
 
 logger = logging.getLogger(__name__)
@@ -62,6 +68,202 @@ STATS_PER_S = 200
 """Maximum number of journals to stat per second. A campaign with many pods is polled less often."""
 SAY_INTERVAL_S = 30.0
 """Seconds between log lines about what a step is waiting for."""
+KEPT_CHECKPOINTS = 3
+"""Number of recent checkpoints that a trainer keeps."""
+KEPT_VERSIONS = 3
+"""Number of recent weight versions that a trainer keeps. An engine may still serve one while it loads the next."""
+
+
+class UnreadableRollout(ConfigError):
+    """A damaged record of a planned rollout. ``rollout`` is the rollout's id."""
+
+    def __init__(self, rollout: str, cause: object) -> None:
+        super().__init__(f"rollout {rollout}: {cause}")
+        self.rollout = rollout
+
+
+class Step:
+    """One training step. Its rollouts are the same after every restart and for any number of ranks.
+
+    Attributes:
+        plan: the stored plan, without the rollouts that amendments leave out.
+        amendments: number of amendments recorded when the step started.
+        columns: extra values of each token, set by a trainer before it takes minibatches.
+        wait_s: seconds spent waiting for its rollouts.
+        plan_s: seconds spent reading and planning.
+    """
+
+    def __init__(
+        self, flow: Dataflow, plan: StepPlan, wait_s: float = 0.0, plan_s: float = 0.0, amendments: int = 0
+    ) -> None:
+        self._flow, self.plan, self.wait_s, self.plan_s = flow, plan, wait_s, plan_s
+        self.amendments = amendments
+        self.columns: Columns = {}
+
+    @property
+    def number(self) -> int:
+        """Step number, from 1."""
+        return self.plan.step
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """Index of each rollout's group in the step."""
+        seen: dict[str, int] = {}
+        return [seen.setdefault(rollout.group, len(seen)) for rollout in self.plan.rollouts]
+
+    @cached_property
+    def _digest(self) -> str:
+        return self._flow.files.digest(self.number)
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature of the step's tokens. A trainer divides logits by it."""
+        return self._flow.temperature
+
+    @property
+    def tokens(self) -> int:
+        """Number of sampled tokens."""
+        return sum(sum(rollout.sampled) for rollout in self.plan.rollouts)
+
+    def minibatches(self) -> Iterator[Minibatch]:
+        """Yields the minibatches of all ``loss.epochs``, split by ``loss.minibatch`` and reshuffled in each epoch."""
+        loss = self._flow.settings.loss
+        for epoch in range(loss.epochs):
+            if loss.minibatch is None:
+                yield self.minibatch()
+                continue
+            random = np.random.default_rng([*self.plan.seed, epoch])
+            for rollouts in split(self.groups, loss.minibatch, random):
+                yield self.minibatch(rollouts)
+
+    def minibatch(self, rollouts: list[int] | None = None) -> Minibatch:
+        """Returns a minibatch of the given rollouts; by default, the whole step."""
+        chosen = list(range(len(self.plan.rollouts))) if rollouts is None else rollouts
+        flow, copies = self._flow, self._flow.settings.parallel.copies  # successive ranks have the same micro-batches
+        share = flow.rank // copies, max(flow.ranks // copies, 1)
+        planned = self.plan.rollouts
+        return Minibatch(planned, chosen, self.groups, self.sequences, flow.ordinal, *share, self.columns)
+
+    def sequences(self, rollout: int) -> list[TokenSequence]:
+        """Reads the policy's sequences of a rollout, by its index in the plan.
+
+        Raises:
+            UnreadableRollout: its record is damaged.
+            ConfigError: the file system cannot read it.
+        """
+        return self._flow.sequences(self.plan.rollouts[rollout])
+
+    def statistics(self) -> dict[str, float]:
+        """Returns statistics of the step's rollouts: rewards, tokens, staleness and drops."""
+        plan = self.plan
+        rewards = plan.rewards
+        stale = plan.staleness
+        causes = Counter(plan.drops.values())
+        scores = [
+            rollout.scores[SCORE] for rollout in plan.rollouts if SCORE in rollout.scores and not rollout.replayed
+        ]
+        return {
+            "reward": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+            **self._by_agent(),
+            **({"score": math.fsum(scores) / len(scores)} if scores else {}),
+            "rollouts": len(plan.rollouts),
+            "groups": len(set(self.groups)),
+            "tokens": self.tokens,
+            "staleness": sum(stale) / len(stale) if stale else 0.0,
+            "staleness_max": max(stale, default=0),
+            **{f"dropped/{cause}": count for cause, count in sorted(causes.items())},
+        }
+
+    def _by_agent(self) -> dict[str, float]:
+        """Returns the mean reward of each agent and its number of rollouts, if the policy has several agents."""
+        agents = self._flow.trained.agents
+        if len(agents) < 2:
+            return {}
+        numbers: dict[str, float] = {}
+        for agent in agents:
+            own = [rollout for rollout in self.plan.rollouts if rollout.agent == agent.title and not rollout.replayed]
+            rewards = [rollout.reward for rollout in own if rollout.reward is not None]
+            numbers[f"rollouts/{agent.short_title}"] = len(own)
+            if rewards:
+                numbers[f"reward/{agent.short_title}"] = math.fsum(rewards) / len(rewards)
+        return numbers
+
+    def publish(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        move: bool = False,
+        keep: int | None = None,
+        checksums: Mapping[str, Checksum] | None = None,
+    ) -> Version:
+        """Publishes a model directory as the weights after this step. Repeating the call publishes nothing new.
+
+        If the campaign sets ``publish_delta`` and the change from the last full version is small, only a delta is
+        published.
+
+        Args:
+            folder: weights in the engine's format.
+            move: move the directory instead of copying it. It must be on the run directory's file system.
+            keep: number of the policy's newest versions to keep; older ones are removed.
+            checksums: known checksums of files in ``folder``, so that these are not read again.
+
+        Raises:
+            ConfigError: ``folder`` is not a model directory with weights.
+            LedgerError: a later trainer has taken over.
+        """
+        flow = self._flow
+        if flow.rank:
+            return current(flow.run, flow.policy)
+        flow.check()
+        # The version is identified by the plan, because a repeated step may produce different bits on a GPU.
+        made = publish(
+            flow.run,
+            folder,
+            flow.policy,
+            move=move,
+            keep=keep,
+            token=f"step-{self.number:06d}",
+            digest=self._digest,
+            delta=flow.config.publish_delta,
+            checksums=checksums,
+        )
+        if move:  # ``folder`` still exists if a delta was written or the step was already published
+            remove_tree(folder, ignore_errors=True)
+        return made
+
+    def commit(
+        self, checkpoint: str | os.PathLike[str] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Records that the step is done, and requests the rollouts that are due next.
+
+        Args:
+            checkpoint: durable directory with the trainer's state after this step. A later start continues from it.
+            metrics: finite numbers by name, stored with the commit and in ``metrics.jsonl``.
+
+        Raises:
+            ConfigError: the checkpoint directory is missing.
+            LedgerError: a later trainer has taken over; this one must end.
+        """
+        flow = self._flow
+        if flow.rank:
+            return
+        where = None if checkpoint is None else flow.files.checkpoint_name(checkpoint)
+        all_metrics = {**self.statistics(), **(metrics or {})}
+        commit = Commit(
+            step=self.number,
+            plan=self._digest,
+            columns=flow.files.columns_digest(self.number) if self.columns else "",
+            checkpoint=where,
+            weights=current(flow.run, flow.policy).version,
+            trainer=flow.trainer,
+            amendments=self.amendments,
+            metrics={name: float(value) for name, value in all_metrics.items() if math.isfinite(value)},
+            at=time.time(),
+        )
+        flow.files.commit(commit)
+        with open(flow.files.metrics, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"step": self.number, "at": round(commit.at, 3), **commit.metrics}) + "\n")
+        flow.committed(commit)
 
 
 class Dataflow:
@@ -70,11 +272,10 @@ class Dataflow:
     Args:
         run: the run directory.
         policy: the policy to train; may be omitted if the campaign trains only one.
-        consumer: name under which the trainer holds the campaign open; by default the policy's.
         rank, ranks: this process of a distributed trainer, and the number of its processes.
         training: a section ``training`` for a campaign without one. Training then uses the planned rollouts as they
             arrive, whatever their staleness, and requests no others.
-        say: called with a line about what a step is waiting for, at most every 30 s; by default, it is logged.
+        say: receives a line about what a step waits for, at most every 30 s; by default, the line is logged.
         agree: broadcasts rank 0's value to all ranks, so that all apply the same amendments. By default, each rank
             applies those that it reads when a step starts.
 
@@ -87,7 +288,6 @@ class Dataflow:
         self,
         run: RunDir | str | os.PathLike[str],
         policy: str | None = None,
-        consumer: str | None = None,
         *,
         rank: int = 0,
         ranks: int = 1,
@@ -100,11 +300,10 @@ class Dataflow:
         self.run = run if isinstance(run, RunDir) else RunDir(run)
         self.run.check_ours()
         self.record = read_run(self.run)
-        planned = self.record.config.training if self.record.campaign else None
+        planned = self.record.config.training
         self.config = training or planned or _missing(self.run)
         methods.prepare(self.run, self.config, self.record.beside)
         self.trained = trained_policy(self.run, self.record, policy, self.config)
-        self.consumer = consumer or self.policy
         self.rank, self.ranks = rank, ranks
         self.files = TrainingFiles(self.run, self.policy)
         self.trainer = 0
@@ -194,9 +393,9 @@ class Dataflow:
         self.files.create()
         methods.record(self.run, methods.digests(methods.methods_of(self.config).values()))
         if self._paced:  # opened first, because a trainer without an open lease counts as ended
-            self._lease = OpenLease(self.run, self.consumer)
+            self._lease = OpenLease(self.run, self.policy)
             self._lease.keep()
-        self.trainer = self.files.enter(Trainer.here(self.consumer))
+        self.trainer = self.files.enter(Trainer.here(self.policy))
 
     def close(self) -> None:
         """Stops requesting rollouts, so that the campaign can end. A trainer that dies or is requeued leaves it
@@ -206,7 +405,7 @@ class Dataflow:
             self._lease = None
 
     def leave(self) -> None:
-        """Ends this process's part, but keeps the campaign open for the trainer to resume."""
+        """Releases this process's lease, but keeps the campaign open for a later start of the trainer."""
         if self._lease is not None:
             self._lease.leave()
             self._lease = None
@@ -223,14 +422,14 @@ class Dataflow:
     # --- amendments ---
 
     def amend(self, amendment: Amendment) -> None:
-        """Records a change to a step that cannot be trained as planned, and reports it."""
+        """Records and reports a change to a step that cannot be trained as planned."""
         self.check()
         number = self._amendments.claim(amendment)
         left_out = f"leaves out {', '.join(amendment.rollouts)}" if amendment.rollouts else "changes"
         self.tell(f"{self.run}: amendment {number}: step {amendment.step} {left_out}: {amendment.cause}")
 
     def again(self, step: Step) -> Step:
-        """Returns a step with the amendments that were recorded since it started."""
+        """Returns a step with the amendments recorded since it started."""
         plan = self.files.read(StepPlan, step.number)
         assert plan is not None, step.number
         return self._step(plan, step.wait_s, step.plan_s)
@@ -240,7 +439,7 @@ class Dataflow:
         return Step(self, amended(plan, amendments), wait_s, plan_s, known)
 
     def _amend(self, step: int) -> tuple[int, list[Amendment]]:
-        """Applies the settings in force in a step. Returns the number of amendments known to it, and those in force."""
+        """Applies the settings of a step. Returns the number of recorded amendments, and those in force."""
         commit = self.files.read(Commit, step)
         known = commit.amendments if commit else None
         in_force = self._amendments.in_force(step, known)
@@ -263,7 +462,7 @@ class Dataflow:
                 self.leave_out(plan.step, rollout.id, error)
 
     def leave_out(self, step: int, rollout: str, cause: object) -> None:
-        """Leaves a rollout out of a step, by an amendment, unless it is left out already."""
+        """Leaves a rollout out of a step by an amendment, unless an earlier one does."""
         if all(rollout not in amendment.rollouts for amendment in self._amendments.in_force(step)):
             amendment = Amendment(step=step, rollouts=(rollout,), cause=str(cause), by=TRAINER, at=time.time())
             self.amend(amendment)
@@ -302,7 +501,7 @@ class Dataflow:
             request_evaluation(self.run, self.trained, evaluate.samples, commit.step)
 
     def add_checkpoint(self, step: int, checkpoint: str | os.PathLike[str]) -> None:
-        """Names a checkpoint in the commit of its step, which was committed before the checkpoint was durable.
+        """Adds a checkpoint to the commit of its step, which was written before the checkpoint was durable.
 
         Raises:
             ConfigError: the checkpoint directory is missing.
@@ -335,14 +534,11 @@ class Dataflow:
         """
         try:
             sequences = self._sequences.at(rollout.place)
-        except DamagedRecord as error:
-            raise UnreadableRollout(rollout.id, error) from None
-        if self.routing:
-            try:
+            if self.routing:
                 for sequence in sequences:
                     check_experts(sequence, self.routing)
-            except ConfigError as error:
-                raise UnreadableRollout(rollout.id, error) from None
+        except DamagedRecord as error:
+            raise UnreadableRollout(rollout.id, error) from None
         return sequences
 
     # --- plans ---

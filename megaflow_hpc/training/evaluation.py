@@ -16,14 +16,16 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.training.policy import TrainedPolicy
 from megaflow_hpc.trajectories.reading.store import open_trajectories
-from megaflow_hpc.types import Rollout, round_of
+from megaflow_hpc.types import round_of
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results on the held-out tasks after one step."""
+    """Results of one agent on the held-out tasks after one step."""
 
     step: int
+    agent: str
+    """Name of the agent in the campaign."""
     rollouts: int
     """Number of rollouts with a reward."""
     reward: float
@@ -38,27 +40,28 @@ def request_evaluation(run: RunDir, policy: TrainedPolicy, samples: int, step: i
     Raises:
         OSError: the run directory is unavailable.
     """
-    tasks = sorted(policy.held_out)
-    rollouts = [Rollout(task, policy.name, sample, policy.agent, step) for task in tasks for sample in range(samples)]
-    add_blocks(run, rollouts, token=f"{policy.name}.evaluate.{step:06d}", pods=policy.pods)
+    add_blocks(
+        run, policy.evaluation_rollouts(step, samples), token=f"{policy.name}.evaluate.{step:06d}", pods=policy.pods
+    )
 
 
 def evaluations(run: RunDir, policy: str) -> list[Evaluation]:
-    """Returns the results of all evaluations so far, in step order. Reads the rows of the whole campaign.
+    """Returns the results of all evaluations so far by step and agent, in this order. Reads the rows of the whole
+    campaign.
 
     Raises:
         ConfigError: the run is missing.
     """
     record = read_run(run)
     held_out, threshold = set(record.held_out), record.config.pass_threshold
-    rewards_by_step: dict[int, list[float]] = {}
+    results: dict[tuple[int, str], list[float]] = {}
     with open_trajectories(run.path) as store:
-        names = ("task_id", "group_id", "policy", "reward")
+        names = ("task_id", "group_id", "policy", "agent", "reward")
         columns = [store.source.column(f"trajectories/{name}") for name in names]
-        for task, group, whose, reward in zip(*columns, strict=True):
+        for task, group, whose, agent, reward in zip(*columns, strict=True):
             if task in held_out and whose == policy and not math.isnan(reward):
-                rewards_by_step.setdefault(round_of(task, group), []).append(float(reward))
+                results.setdefault((round_of(task, group), str(agent)), []).append(float(reward))
     return [
-        Evaluation(step, len(own), float(np.mean(own)), float(np.mean([reward >= threshold for reward in own])))
-        for step, own in sorted(rewards_by_step.items())
+        Evaluation(step, agent, len(own), float(np.mean(own)), float(np.mean([reward >= threshold for reward in own])))
+        for (step, agent), own in sorted(results.items())
     ]

@@ -1,4 +1,4 @@
-"""Takes turns with the policy's engine on shared GPUs (``slurm.trainer.share: sleep``).
+"""Alternates with the policy's engine on shared GPUs (``slurm.trainer.share: sleep``).
 
     turns = GpuTurns(flow)
     turns.take(step.number)                      # the engine sleeps now
@@ -16,19 +16,15 @@ import time
 
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.rundir.training import SharedGpu
-from megaflow_hpc.training.dataflow import SAY_INTERVAL_S, Dataflow
-
-FIRST_POLL_S, MAX_POLL_S = 0.05, 0.5
-"""Bounds of the poll interval while waiting for the engine to sleep. The interval doubles after each poll."""
+from megaflow_hpc.training.dataflow import FIRST_POLL_S, MAX_POLL_S, SAY_INTERVAL_S, Dataflow
 
 
 class GpuTurns:
-    """Takes the shared GPUs for this rank of a dataflow, and returns them."""
+    """Acquires the shared GPUs for this rank of a dataflow, and releases them."""
 
     def __init__(self, flow: Dataflow) -> None:
         self._flow = flow
-        planned = flow.record.config if flow.record.campaign else None
-        self.shared = planned is not None and planned.slurm.trainer.share == "sleep"
+        self.shared = flow.record.config.slurm.trainer.share == "sleep"
         """True if the trainer and the engine share GPUs."""
         self._gpu = SharedGpu(flow.run, flow.policy)
         # With several ranks, their parent process (torch's launcher) ends last.
@@ -61,6 +57,6 @@ class GpuTurns:
         return turn_given.wake_s
 
     def give(self) -> None:
-        """Returns the GPUs to the engine. Call it only once no rank has data on them."""
+        """Releases the GPUs to the engine. Call it only once no rank has data on them."""
         if self.shared and not self._flow.rank:
             self._gpu.release()

@@ -1,4 +1,4 @@
-"""Divides the trainer's ranks, one for each GPU, into a grid. Needs no torch, so a campaign is checked before its jobs.
+"""Divides the trainer's ranks, one for each GPU, into a grid. Needs no torch, so planning can check a layout.
 
 The last index is the fastest::
 
@@ -15,7 +15,7 @@ from megaflow_hpc.errors import ConfigError
 
 @dataclass(frozen=True)
 class Layout:
-    """Numbers of ranks along each dimension of the grid.
+    """Number of ranks along each dimension of the grid.
 
     Raises:
         ConfigError: the dimensions do not divide the ranks.
@@ -55,7 +55,7 @@ class Layout:
         return self.ranks // (self.replicas * self.tensor)
 
     def check_heads(self, kind: str, heads: int, key_heads: int) -> None:
-        """Checks that the attention heads of a model can be divided like this.
+        """Checks that this layout can divide the attention heads of a model.
 
         Raises:
             ConfigError: they cannot.
@@ -72,7 +72,9 @@ class Layout:
 
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:
-    """Returns how often key heads are repeated so that ranks get equal shares of heads with the keys that belong to
-    them; 0 if that is impossible."""
+    """Returns how many copies of each key head are needed so that ranks get equal shares of heads with their keys.
+
+    Returns 0 if that is impossible.
+    """
     copies = ranks // math.gcd(key_heads, ranks)
     return 0 if heads % ranks or heads % (key_heads * copies) else copies

@@ -1,7 +1,7 @@
 """Predicts the memory of a training by arithmetic, from a model's ``config.json`` and the headers of its safetensors.
 
-The peak of a GPU is the largest of these moments of a step, each with the parameters, masters, moments and gradients
-that stay:
+The peak of a GPU is the most expensive of these moments of a step. Each includes the parameters, masters, moments and
+gradients, which stay allocated:
 
 ====== ================================================================================================
 layers the backward pass of a layer: the inputs of the layers before it, its own recomputed activations, the
@@ -36,18 +36,18 @@ from megaflow_hpc.training.layout import Layout, key_copies
 CHUNK_LOGITS = 2**26
 """Number of logits that the trainer computes at once."""
 PROCESS_BYTES = 10**9
-"""Node's memory of a rank without tensors: Python, torch, transformers and CUDA's libraries. An assumption for GPUs."""
+"""Host memory of a rank without tensors: Python, torch, transformers and CUDA's libraries. An estimate for GPUs."""
 MAX_SHARD_BYTES = 5 * 10**9
-"""Size of a safetensors file of a published version. It is held in memory twice while it is written."""
+"""Maximum size of a safetensors file of a published version. The writer holds a file in memory twice."""
 GPU_GB = {
     "a40": 48, "b200": 180, "h100": 80, "h200": 141, "l4": 24, "l40": 48, "l40s": 48, "mi300x": 192, "t4": 16,
 }  # fmt: skip
-"""GPU types that exist with one size of memory only → GB (10^9 bytes), by their manufacturers' data sheets."""
+"""GPU type that is sold with one memory size only → its memory in GB (10^9 bytes), from the data sheets."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a causal language model. Numbers of parameters, unless stated."""
+    """Sizes of a causal language model, as numbers of parameters unless stated otherwise."""
 
     name: str
     hidden: int
@@ -75,19 +75,19 @@ class ModelShape:
     head_norms: bool
     """True if queries and keys are normalised."""
     ends: int
-    """Embeddings and all that is in no layer."""
+    """Embeddings and other parameters outside the layers."""
     output: int
-    """Output embedding. If it is tied, the same parameters as the input embedding."""
+    """Output embedding. A tied one shares its parameters with the input embedding."""
     dense: int
-    """Largest layer without its experts."""
+    """The largest layer, experts excluded."""
     expert: int
-    """Experts of the largest layer."""
+    """All experts of the largest layer."""
     all_experts: int
-    """Experts of all layers."""
+    """All experts of all layers."""
     total: int
     """All parameters."""
     largest: int
-    """Largest tensor."""
+    """The largest tensor."""
     linear: Mapping[str, int]
     """Name of each matrix inside a layer → inputs plus outputs."""
     stored_bytes: int
@@ -182,8 +182,8 @@ class Prediction:
     load: int
     """Memory of a node while the ranks load the model."""
     node: int
-    """Memory of the first node while training: checkpoints and versions are written from it, and offloaded optimizers
-    kept in it."""
+    """Memory of the first node while training. It includes copies of checkpoints and versions while they are written,
+    and offloaded optimizers."""
     checkpoint: int
     """Bytes of a checkpoint."""
     version: int
@@ -193,17 +193,17 @@ class Prediction:
 
     @property
     def moment(self) -> str:
-        """Moment of the peak."""
+        """Moment with the highest memory use."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Part → bytes of a GPU at its peak."""
+        """Part → bytes of a GPU at the peak."""
         return self.moments[self.moment]
 
     @property
     def peak(self) -> int:
-        """Peak of a GPU."""
+        """Peak memory of a GPU."""
         return sum(self.parts.values())
 
 
@@ -263,7 +263,7 @@ def predict(
     logits: float = max(16 * chunk, head + 12 * chunk)
     if full:
         logits = max(logits, (3 * size if several or model.tied else to_master) * output)
-    last = (4 + 4 * size) * model.hidden * row  # the last norm, judged tokens and their gradients
+    last = (4 + 4 * size) * model.hidden * row  # the last norm, the target tokens and their gradients
     down = size * model.hidden * model.intermediate / tensor if several and full else 0  # gradient of the last matrix
     moments: dict[str, dict[str, float]] = {
         "layers": stays
@@ -309,7 +309,7 @@ def predict(
 
 
 def _held(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the bytes of a token that a layer keeps for its backward pass."""
+    """Returns the bytes per token that a layer keeps for its backward pass."""
     query = model.heads * model.head / layout.tensor
     key = model.key_heads * model.head / layout.tensor
     norm = 4 + size  # a copy in float32, and its normalised form
@@ -325,7 +325,7 @@ def _held(model: ModelShape, layout: Layout, size: int) -> float:
 
 
 def _inside(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the bytes of a token that the MLP or the experts of a layer keep."""
+    """Returns the bytes per token that the MLP or the experts of a layer keep."""
     held = 4 * size * model.intermediate / layout.tensor
     if model.experts:
         rows = model.chosen
@@ -335,7 +335,7 @@ def _inside(model: ModelShape, layout: Layout, size: int) -> float:
 
 
 def _in_flight(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the bytes of a token that a layer's backward pass needs besides."""
+    """Returns the additional bytes per token that a layer's backward pass needs."""
     flight = size * model.hidden
     if model.experts:
         return flight + (2 if layout.expert > 1 else 3) * model.chosen * size * model.hidden
@@ -343,7 +343,7 @@ def _in_flight(model: ModelShape, layout: Layout, size: int) -> float:
 
 
 def _adapters(model: ModelShape, lora: LoraConfig) -> int:
-    """Returns the number of parameters of all adapters."""
+    """Returns the number of parameters in all adapters."""
     every = lora.targets == "all-linear"
     sizes = (n for name, n in model.linear.items() if every or set(name.split(".")) & set(lora.targets))
     return lora.rank * sum(sizes)
@@ -354,8 +354,11 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
 
 
 def gpu_memory(gpu_type: str | None) -> float | None:
-    """Returns the GB (10^9 bytes) of a GPU by Slurm's name for its type, such as ``a100_80gb`` or ``h100``; ``None`` if
-    the name does not say it."""
+    """Returns a GPU's memory in GB (10^9 bytes), or ``None`` if its type does not determine it.
+
+    Args:
+        gpu_type: Slurm's name for the type, such as ``a100_80gb`` or ``h100``.
+    """
     name = (gpu_type or "").lower()
     if stated := re.search(r"(\d+)\s*gb", name):
         return float(stated[1])

@@ -32,7 +32,7 @@ from megaflow_hpc.rundir.layout import RunDir
 
 RECORD_FILE = "methods.json"
 OURS = "megaflow_hpc"
-"""This package. Its version is part of the run, so its files need no digest."""
+"""Name of this package. A run records the package's version, so its modules need no digest."""
 
 
 def methods_of(training: TrainingConfig) -> dict[str, Method]:
@@ -58,19 +58,19 @@ def _of_policy(policy: PolicyTraining) -> dict[str, Any]:
     }
 
 
-def prepare(run: RunDir, training: TrainingConfig, beside: str) -> None:
+def prepare(run: RunDir, training: TrainingConfig, folder: str) -> None:
     """Makes a run's functions importable in this process, and checks that their files are unchanged.
 
     Args:
         run: the run directory.
         training: the section ``training``.
-        beside: directory of the campaign file, searched last; empty if unknown.
+        folder: directory of the campaign file, searched last; empty if unknown.
 
     Raises:
         ConfigError: a module cannot be found, or its file was changed.
     """
     if methods := methods_of(training):
-        look_in(str(run.code) if run.code.is_dir() else "", beside)
+        look_in(str(run.code) if run.code.is_dir() else "", folder)
         before = _recorded(run)
         for module, digest in digests(methods.values()).items():
             if before.get(module, digest) != digest:
@@ -180,7 +180,7 @@ def call(method: Method, *values: Any, **named: Any) -> Any:
 
 
 def guarded(method: Method) -> Callable[..., Any]:
-    """Returns a function that calls a method by :func:`call`, under the method's own name."""
+    """Returns a function that calls a method through :func:`call`, and has the method's own name."""
     return functools.update_wrapper(functools.partial(call, method), resolve(method).func)
 
 
@@ -233,7 +233,7 @@ def wrong(method: Method, found: str, expected: str) -> ConfigError:
 
 
 def _at(error: BaseException) -> str:
-    """Returns where in the user's code an error was raised. Empty if only this module and importlib were involved."""
+    """Returns the line of the user's code that raised an error, or an empty string if it is outside the user's code."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     last = frames[-1] if frames else None
     own = last is None or last.filename in (__file__, importlib.__file__, functools.__file__)

@@ -8,7 +8,7 @@ operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.plan import Columns, PlannedRollout
 from megaflow_hpc.trajectories.reading.sources import experts_of
 from megaflow_hpc.trajectory import TokenSequence
@@ -50,7 +49,7 @@ class MicroBatch:
     rollout_tokens: NDArray[np.int64]
     """(S), number of tokens to train on in the whole rollout of each sequence."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """(T) for each name: further values of sampled tokens; see :mod:`megaflow_hpc.training.trainer.columns`."""
+    """(T) for each name: extra values of sampled tokens; see :mod:`megaflow_hpc.training.trainer.columns`."""
     experts: NDArray[np.int16] | None = None
     """(T, layers, experts per token), the engine's routing; -1 for tokens whose experts are unknown. ``None`` if no
     sequence has experts."""
@@ -67,10 +66,6 @@ class MicroBatch:
         return [(rollout, blake2b(self.tokens[a:b].tobytes(), digest_size=16).digest()) for rollout, a, b in bounds]
 
 
-Routing = tuple[int, int, int]
-"""Layers (with and without experts) of a mixture of experts, experts per token, and experts."""
-
-
 class SequencePart(NamedTuple):
     """One sequence of one rollout."""
 
@@ -82,8 +77,8 @@ class SequencePart(NamedTuple):
 
 
 EQUAL_LENGTH = 12 * 4096
-"""Length of a sequence for which causal attention costs as much as all else in a layer: about 12 × the hidden size,
-here that of a model with 8 billion parameters. It only guides packing."""
+"""Sequence length at which causal attention costs as much as the rest of a layer: about 12 × the hidden size, here that
+of a model with 8 billion parameters. It only guides packing."""
 
 Load = Callable[[int], list[TokenSequence]]
 """Index of a rollout in the plan → the policy's sequences."""
@@ -154,9 +149,6 @@ class Minibatch:
         mask = _joined([np.frombuffer(s.loss_mask, np.uint8) for s in sequences], np.uint8)
         logprobs = _joined([np.frombuffer(s.logprobs, np.float32) for s in sequences], np.float32)
         versions = _joined([np.frombuffer(s.weight_versions, np.int32) for s in sequences], np.int32)
-        for number in np.unique(versions[versions >= 0]).tolist():
-            versions[versions == number] = -2 - self._ordinal(number)  # negative, so that no version is converted twice
-        versions[versions < -1] = -2 - versions[versions < -1]
         weights = np.repeat(np.array([self._planned[p.rollout].weight for p in parts], np.float32), lengths)
         advantages = _joined(
             [token_advantages(self._planned[part.rollout], part.sequence, part.length) for part in parts], np.float32
@@ -167,7 +159,7 @@ class Minibatch:
             offsets=offsets,
             mask=mask,
             logprobs=np.where(mask == 1, logprobs, np.float32(0)),
-            versions=versions,
+            versions=ordinals_of(versions, self._ordinal),
             advantages=np.where(mask == 1, advantages, np.float32(0)),
             weights=np.where(mask == 1, weights, np.float32(0)),
             sample=np.array([part.rollout for part in parts], np.int32),
@@ -179,6 +171,13 @@ class Minibatch:
             },
             experts=_experts(sequences),
         )
+
+
+def ordinals_of(versions: NDArray[np.int32], ordinal: Ordinal) -> NDArray[np.int32]:
+    """Converts campaign-wide weight versions (T) to the policy's own count. Keeps -1 for tokens without a version."""
+    distinct, inverse = np.unique(versions, return_inverse=True)
+    converted = [ordinal(version) if version >= 0 else -1 for version in distinct.tolist()]
+    return np.array(converted, np.int32)[inverse]
 
 
 def _experts(sequences: Sequence[TokenSequence]) -> NDArray[np.int16] | None:
@@ -196,36 +195,18 @@ def _experts(sequences: Sequence[TokenSequence]) -> NDArray[np.int16] | None:
     return np.concatenate(joined)
 
 
-def check_experts(sequence: TokenSequence, routing: Routing) -> None:
-    """Checks that a model can route a sequence as the engine did.
-
-    Raises:
-        ConfigError: the numbers of layers or of experts differ, or the model has no such expert.
-    """
-    experts = experts_of(sequence)
-    if experts is None:
-        return
-    layers, per_token, count = routing
-    if experts.shape[1:] != (layers, per_token):
-        raise ConfigError(
-            f"its record has {experts.shape[1]} layers with {experts.shape[2]} experts for each token, but the "
-            f"trainer's model has {layers} with {per_token}"
-        )
-    known = experts[(experts != np.iinfo(experts.dtype).max).any((1, 2))]
-    if len(known) and known.max() >= count:
-        raise ConfigError(f"its record names expert {known.max()}, but the trainer's model has {count}")
-
-
 def _has_advantage(rollout: PlannedRollout, sequence: int) -> bool:
-    """Returns whether some token of a sequence has an advantage other than 0."""
+    """Returns whether any token of a sequence has a non-zero advantage."""
     if rollout.turns:
         return any(a for turn, a in zip(rollout.turns, rollout.advantages, strict=True) if turn[0] == sequence)
     return bool(rollout.advantages[sequence] if rollout.advantages else rollout.advantage)
 
 
 def token_advantages(rollout: PlannedRollout, sequence: int, length: int) -> NDArray[np.float32]:
-    """Returns the advantage of each of a sequence's ``length`` tokens. Tokens outside all turns have 0 if each turn has
-    its own."""
+    """Returns the advantage of each of a sequence's ``length`` tokens.
+
+    If turns have advantages of their own, tokens outside all turns get 0.
+    """
     if not rollout.advantages:
         return np.full(length, rollout.advantage, np.float32)
     if not rollout.turns:
@@ -261,13 +242,29 @@ def _balanced(parts: Sequence[SequencePart], tokens: int, ranks: int) -> list[li
         count += 1
 
 
+def rows_in_order(lengths: Iterable[int], tokens: int) -> Iterator[list[int]]:
+    """Yields the indices of successive sequences that fit into one forward pass of ``tokens`` tokens together."""
+    row: list[int] = []
+    room = tokens
+    for index, length in enumerate(lengths):
+        if row and length > room:
+            yield row
+            row, room = [], tokens
+        row.append(index)
+        room -= length
+    if row:
+        yield row
+
+
 def _first_fit(parts: Sequence[SequencePart], tokens: int) -> list[int]:
     """Returns the free tokens of each bin after first-fit packing."""
     room: list[int] = []
     for part in parts:
-        chosen = next((n for n, left in enumerate(room) if left >= part.length), len(room))
-        room += [tokens] * (chosen == len(room))
-        room[chosen] -= part.length
+        chosen = next((n for n, left in enumerate(room) if left >= part.length), None)
+        if chosen is None:
+            room.append(tokens - part.length)
+        else:
+            room[chosen] -= part.length
     return room
 
 

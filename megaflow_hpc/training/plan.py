@@ -7,14 +7,14 @@
     added/3610421.json      :class:`Added`: extra tasks that the trainer requested
     steps/000012.json       :class:`StepPlan`: the rollouts that step 12 trains on and drops; never changed
     amendments/000003.json  changes to steps that are not committed (:mod:`megaflow_hpc.rundir.amendments`)
-    columns/000012.npz      further values of its tokens, computed by the trainer; names the plan's digest
+    columns/000012.npz      extra values of its tokens, computed by the trainer; contains the plan's digest
     commits/000012.json     commit of step 12: its checkpoint, weights and metrics
     trainers/000002.json    the second start of the trainer; earlier starts can no longer commit
     checkpoints/12/         the trainer's own files
 
 A plan is claimed before it is used: its file is linked to the step's number, which succeeds only once. A trainer that
 loses this race uses the existing plan. So a step always has the same rollouts, no matter which process dies. A trainer
-that was wrongly presumed dead can repeat a step, but cannot commit it. Other subpackages read commits and starts too,
+that was wrongly assumed dead can repeat a step, but cannot commit it. Other subpackages read commits and starts too,
 so these records are defined in :mod:`megaflow_hpc.rundir.training`.
 """
 
@@ -43,6 +43,9 @@ from megaflow_hpc.rundir.training import Commit, Trainer, numbered
 FORMAT_VERSION = 2
 """Version 2 added advantages of sequences and turns."""
 
+COLUMN_PREFIX = "column."
+"""Prefix of a column's name in a file of columns."""
+
 R = TypeVar("R", bound=msgspec.Struct)
 BySequence = Mapping[tuple[int, int], NDArray[np.float32]]
 """(rollout, sequence) in a step → values (L) of its tokens."""
@@ -66,11 +69,13 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     id: str
     task: str
     group: str
+    agent: str = ""
+    """Name of the agent in the campaign."""
     place: RecordPlace
     reward: float | None = None
     """The verifier's reward; ``None`` if the rollout was not verified."""
     scores: dict[str, float] = {}
-    """Rewards from a scorer, by name; ``score`` is the one of the whole rollout, which counts instead of ``reward``."""
+    """Rewards from a scorer, by name. ``score`` rates the whole rollout, and counts instead of ``reward``."""
     advantage: float = 0.0
     """Advantage of each sampled token; the mean over them if :attr:`advantages` is set."""
     advantages: list[float] = []
@@ -82,7 +87,7 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     oldest: int = -1
     """Ordinal of the oldest version that sampled a token; -1 if nothing was sampled."""
     replayed: bool = False
-    """True if an earlier step trained on it too."""
+    """True for a rollout of an earlier step that a function of ``data`` added."""
     lengths: list[int] = []
     """Token count of each of the policy's sequences."""
     sampled: list[int] = []
@@ -93,7 +98,7 @@ class Settled(msgspec.Struct, kw_only=True, frozen=True):
     """Groups settled after a step, and the rollouts still waiting."""
 
     cursor: dict[str, Any] = {}
-    """Journal position at which reading resumes."""
+    """Position in each journal at which reading resumes."""
     waiting: list[RecordPlace] = []
     """Rollouts that were read but are not in any step yet."""
     first_block: int = 0
@@ -121,7 +126,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
     trainer: int = 0
     """Start number of the trainer that made the plan."""
     scorer: str = ""
-    """Function that scored the rollouts, and the SHA-256 digest of its file."""
+    """Name of the function that scored the rollouts, and the SHA-256 digest of its file."""
 
     @property
     def staleness(self) -> list[int]:
@@ -254,13 +259,10 @@ class TrainingFiles:
         """
         arrays = {
             "plan": np.frombuffer(bytes.fromhex(self.digest(plan.step)), np.uint8),
-            "rollouts": np.array([rollout.id for rollout in plan.rollouts], str),
-            "sequences": np.array([len(rollout.lengths) for rollout in plan.rollouts], np.int64),
-            "lengths": np.array([length for _, length in _sequences(plan)], np.int64),
         }
         for name, by_sequence in values.items():
             parts = [by_sequence.get(key, np.zeros(length, np.float32)) for key, length in _sequences(plan)]
-            arrays[f"column.{name}"] = np.concatenate([np.zeros(0, np.float32), *parts])
+            arrays[COLUMN_PREFIX + name] = np.concatenate([np.zeros(0, np.float32), *parts])
         file = io.BytesIO()
         np.savez(file, **arrays)  # type: ignore[arg-type]
         path = self.columns_file(plan.step)
@@ -269,40 +271,32 @@ class TrainingFiles:
             write_atomic(path, file.getvalue(), exclusive=True)
 
     def columns(self, plan: StepPlan) -> Columns:
-        """Returns the columns of a step, of which amendments may have left out rollouts since.
+        """Returns the columns of a step.
 
         Raises:
             ConfigError: the file is missing or damaged, or belongs to another plan.
         """
         path = self.columns_file(plan.step)
-        try:
-            data = read_regular(path)
-            if not data.startswith(b"PK"):
-                raise ValueError("it is not an .npz file")
-            with np.load(io.BytesIO(data), allow_pickle=False) as file:
-                found = {name: file[name] for name in file.files}
-            if found.pop("plan").tobytes() != bytes.fromhex(self.digest(plan.step)):
-                raise ValueError("it belongs to another plan")
-            stored, lengths = found.pop("rollouts"), found.pop("lengths")
-            owners = np.repeat(stored, found.pop("sequences")).tolist()
-            ours = {rollout.id: rollout.lengths for rollout in plan.rollouts}
-            theirs = [length for id, length in zip(owners, lengths.tolist(), strict=True) if id in ours]
-            if theirs != [length for rollout in ours.values() for length in rollout]:
-                raise ValueError("it has other rollouts or other numbers of tokens")
-            if any(values.shape != (lengths.sum(),) or values.dtype != np.float32 for values in found.values()):
-                raise ValueError("it has another number of values")
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise ConfigError(f"{path}: cannot be read ({error}); remove it, and it is computed again") from None
+        lengths = np.array([length for _, length in _sequences(plan)], np.int64)
         columns = {}
-        for name, values in found.items():
-            parts: dict[str, list[NDArray[np.float32]]] = {id: [] for id in ours}
-            for id, part in zip(owners, np.split(values, np.cumsum(lengths)[:-1]), strict=False):
-                parts.get(id, []).append(part)
-            columns[name.removeprefix("column.")] = list(parts.values())
+        try:
+            with np.load(io.BytesIO(read_regular(path)), allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            if arrays["plan"].tobytes() != bytes.fromhex(self.digest(plan.step)):
+                raise ValueError("it belongs to another plan")
+            for name, values in arrays.items():
+                if not name.startswith(COLUMN_PREFIX):
+                    continue
+                if len(values) != lengths.sum():
+                    raise ValueError("it has another number of values")
+                parts = iter(np.split(values, np.cumsum(lengths)[:-1]))
+                columns[name.removeprefix(COLUMN_PREFIX)] = [[next(parts) for _ in r.lengths] for r in plan.rollouts]
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{path}: cannot be read ({error}); remove it, and it is computed again") from None
         return columns
 
     def prune_columns(self, step: int) -> None:
-        """Removes the columns of steps up to ``step``, which are never repeated."""
+        """Removes the columns of steps up to ``step``, because these steps are never repeated."""
         for path in self.columns_file(step).parent.glob("[0-9]*.npz"):
             if int(path.stem) <= step:
                 path.unlink(missing_ok=True)

@@ -1,8 +1,7 @@
-"""Rank 0's part of the dataflow: it requests rollouts, follows them, and plans steps of complete groups."""
+"""Requests and plans on rank 0: follows the rollouts that arrive, and plans steps of complete groups."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -13,16 +12,15 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
-from megaflow_hpc.training.algorithms.advantage import Values
-from megaflow_hpc.training.algorithms.choice import REPLAYED_STEPS, Choice
+from megaflow_hpc.training.algorithms.choice import Choice
+from megaflow_hpc.training.algorithms.rewards import Values
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer, Sequences
 from megaflow_hpc.training.methods import identity, takes
 from megaflow_hpc.training.microbatch import Ordinal
-from megaflow_hpc.training.peers import Peer
 from megaflow_hpc.training.plan import PlannedRollout, RecordPlace, Settled, StepPlan, TrainingFiles
 from megaflow_hpc.training.policy import TrainedPolicy
-from megaflow_hpc.training.readiness import Readiness
+from megaflow_hpc.training.readiness import Peer, Readiness
 from megaflow_hpc.training.staleness import FIRST_REFILL_ROUND, StalenessControl
 
 KEPT_SUCCESSES = 2
@@ -35,7 +33,6 @@ class Planner:
 
     Args:
         learned: state of the algorithms after the last plan.
-        earlier: earlier plans, the latest first; read only as far as replay needs.
         bound: maximum staleness of a rollout; older ones are dropped. ``None``: no maximum.
     """
 
@@ -45,8 +42,7 @@ class Planner:
         policy: TrainedPolicy,
         buffer: Buffer,
         learned: dict[str, Any],
-        earlier: Iterable[StepPlan] = (),
-        bound: int | None = None,
+        bound: int | None,
     ) -> None:
         self._bound = bound
         self._config, self._policy, self.buffer = config, policy, buffer
@@ -54,20 +50,11 @@ class Planner:
         self.learned = learned
         self.lacks = 0
         """Number of groups missing when the last plan could not be made."""
-        replays = any(step.replay for step in config.data)
-        self._replayable = REPLAYED_STEPS * config.batch if replays else 0
         score = policy.settings.score
         self._scorer = identity(score) if score else ""
         self._keeps_successes = any(step.method and takes(step.method, "earlier") for step in config.data)
         self._read: dict[RecordPlace, tuple[Sample, Arrived] | None] = {}
-        """Kept successes that were read. ``None`` for a damaged record."""
-        self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
-        """Groups that may be replayed, newest last."""
-        for plan in earlier if self._replayable else ():
-            for group in reversed(buffer.read_groups(plan)):
-                self._used.appendleft(group)
-            if len(self._used) == self._replayable:
-                break
+        """Location of a kept success → what was read there; ``None`` for a damaged record."""
 
     def plan(
         self,
@@ -90,7 +77,7 @@ class Planner:
             least: minimum number of groups to settle, oldest first, if more than ``want`` are complete.
             last: no more rollouts will arrive, so fewer groups are enough.
             replace: do not count dropped groups towards ``want``.
-            short: accept fewer groups to train on if ``want`` groups are complete.
+            short: accept fewer groups to train on, provided that ``want`` groups are complete.
             only: ids of the groups that the step may settle; by default, all.
             due: ids of the groups to settle before others.
         """
@@ -108,33 +95,21 @@ class Planner:
             if len(choice.taken) < want and not (last or short):
                 self.lacks = want - len(choice.taken)
                 return None
-        arrived = dict(self.buffer.arrived)
-        for _, used in self._used:
-            arrived.update(used)
         kept = {read[0].id: read[1] for read in self._read.values() if read}
-        arrived |= kept
-        again = {sample.id for group in choice.replayed for sample in group.samples} | kept.keys()
-        groups = [*choice.taken, *choice.replayed]
-        valued = advantages(self._policy.settings, groups)
+        arrived = self.buffer.arrived | kept
+        valued = advantages(self._policy.settings, choice.taken)
         rollouts = [
-            _planned(sample, arrived[sample.id], valued[sample.id], sample.id in again)
-            for group in groups
+            _planned(sample, arrived[sample.id], valued[sample.id], sample.id in kept)
+            for group in choice.taken
             for sample in group.samples
             if sample.id in valued and sample.tokens
         ]
         left = {group.id for group in choice.left}
         settled = [group for group in complete if group.id not in left]
         successes = self.learned.get("successes", {})
-        self.learned = {
-            "data": choice.state,
-            "prompts": self._prompts.learn(self.learned.get("prompts", {}), settled),
-        }
+        self.learned = {"prompts": self._prompts.learn(self.learned.get("prompts", {}), settled)}
         if self._keeps_successes:
             self.learned["successes"] = self._with_successes(successes, settled, choice.drops)
-        if self._replayable:
-            for group in choice.taken:
-                own = group.only(tuple(sample for sample in group.samples if sample.id not in kept))
-                self._used.append((own, {sample.id: arrived[sample.id] for sample in own.samples}))
         self.buffer.settle(group.id for group in settled)
         return StepPlan(
             step=step,
@@ -153,21 +128,27 @@ class Planner:
 
     def _earlier(self, groups: Iterable[SampleGroup]) -> dict[str, list[Sample]]:
         """Reads the kept successes of the groups' tasks. Damaged records are left out."""
-        tasks = {group.task for group in groups}
-        kept = {
-            task: [(RecordPlace(*place), scores) for place, scores in of_task]
-            for task, of_task in self.learned.get("successes", {}).items()
-            if self._keeps_successes and task in tasks
-        }
         before, self._read = self._read, {}
-        for place, scores in (success for of_task in kept.values() for success in of_task):
-            self._read[place] = before[place] if place in before else self.buffer.read(place, scores)
-        return {task: [read[0] for p, _ in of_task if (read := self._read[p])] for task, of_task in kept.items()}
+        if not self._keeps_successes:
+            return {}
+        tasks = {group.task for group in groups}
+        earlier: dict[str, list[Sample]] = {}
+        for task, successes in self.learned.get("successes", {}).items():
+            if task not in tasks:
+                continue
+            earlier[task] = []
+            for fields, scores in successes:
+                place = RecordPlace(*fields)
+                read = before[place] if place in before else self.buffer.read(place, scores)
+                self._read[place] = read
+                if read:
+                    earlier[task].append(read[0])
+        return earlier
 
     def _with_successes(
         self, kept: Mapping[str, list[Any]], settled: Iterable[SampleGroup], drops: Collection[str]
     ) -> dict[str, list[Any]]:
-        """Returns task → (place, scores) of the newest rollouts that passed, those of settled groups included."""
+        """Returns task → (place, scores) of the newest passed rollouts, including those of settled groups."""
         successes = dict(kept)
         passed = [
             sample
@@ -194,8 +175,6 @@ class Planner:
             complete,
             version=version,
             want=settles,
-            replayed=[group for group, _ in self._used],
-            state=self.learned.get("data", {}),
             random=np.random.default_rng(self._seed(step)),
             advantage=self._policy.settings.advantage,
             pass_threshold=self._policy.pass_threshold,
@@ -221,6 +200,7 @@ def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], rep
         id=sample.id,
         task=sample.task,
         group=sample.group,
+        agent=sample.agent,
         place=arrived.place,
         reward=None if verified != verified else verified,
         scores=dict(sample.scores),
@@ -236,14 +216,14 @@ def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], rep
 
 
 class Planning:
-    """Requests and plans for one policy.
+    """Requests the rollouts of one policy, and plans its steps.
 
     Args:
         run: the run directory.
         files: where plans and requests are recorded.
         policy: the policy that is trained.
         config: the section ``training``.
-        paced: whether the training is the campaign's own, so that its staleness bound holds. Otherwise, the planned
+        paced: True if the campaign itself defines the training, so that its staleness bound holds. Otherwise, planned
             rollouts are used as they arrive, whatever their age.
         sequences: reads token sequences.
         ordinal: converts a campaign-wide weight version to the policy's own count.
@@ -269,7 +249,7 @@ class Planning:
         self._readiness = Readiness(run)
         self._flags = Marks(run)
         self._planner: Planner | None = None
-        """Rollouts not settled by any plan. Rebuilt from the last plan when needed."""
+        """Holds the rollouts that no plan settles. Rebuilt from the last plan when needed."""
         helpers = [Peer(run, helper) for helper in policy.helpers] if paced else []
         self.control = StalenessControl(files, policy, config, self._readiness, helpers)
         self.ends = ""
@@ -283,7 +263,7 @@ class Planning:
             committed: number of the last step that is committed.
 
         Raises:
-            OSError: the run directory does not answer; the next call continues.
+            OSError: the run directory is unavailable; the next call continues.
         """
         if self._requests:
             self.control.keep(committed, self._learned_prompts())
@@ -325,7 +305,7 @@ class Planning:
             trainer: number of this trainer's start.
 
         Raises:
-            OSError: the run directory does not answer; the next call continues.
+            OSError: the run directory is unavailable; the next call continues.
         """
         if self._planner is None:
             self._planner = self._new_planner(step)
@@ -382,9 +362,7 @@ class Planning:
         owners = frozenset(owner.policy for owner in self._owners) or policy.owners
         score = policy.settings.score
         buffer = Buffer(self._run, self._sequences, owners, self._ordinal, settled, policy.held_out, score)
-        plans = (self._files.read(StepPlan, number) for number in range(step - 1, 0, -1))
-        earlier = (plan for plan in plans if plan is not None)
-        return Planner(self._config, policy, buffer, learned, earlier, self._bound)
+        return Planner(self._config, policy, buffer, learned, self._bound)
 
     def _planned(
         self, planner: Planner, step: int, version: int, trainer: int, over: bool, followed: set[str]

@@ -1,25 +1,31 @@
-"""The policy to train, as described by the campaign."""
+"""The policy to train, and the function that reads it from a run."""
 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from megaflow_hpc.config import resolved
+from megaflow_hpc.config.sections import AgentConfig, scaffold
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord
+from megaflow_hpc.types import Rollout
 
 
 @dataclass(frozen=True)
 class TrainedPolicy:
-    """The trained policy of a run, with everything needed to request and plan its rollouts."""
+    """A policy that a run trains, with all that is needed to request and plan its rollouts."""
 
     name: str
     settings: PolicyTraining
-    agent: str
-    """Name of the agent that runs the policy's rollouts."""
+    agents: tuple[AgentConfig, ...]
+    """Agents that run the policy's rollouts."""
     tasks: tuple[str, ...]
     """Ids of the tasks to train on."""
     held_out: frozenset[str]
@@ -29,7 +35,7 @@ class TrainedPolicy:
     policies call too."""
     followed: tuple[str, ...]
     """Policies whose training steps this policy's steps follow, if it samples nothing itself (``samples: 0``);
-    see :mod:`~megaflow_hpc.training.peers`."""
+    see :mod:`~megaflow_hpc.training.readiness`."""
     helpers: tuple[str, ...]
     """Policies that learn from this policy's groups, because they sample nothing themselves."""
     samples: int
@@ -42,6 +48,47 @@ class TrainedPolicy:
     """Seed of all random choices."""
     temperature: float
     """Sampling temperature, by which a trainer divides logits."""
+
+    def rollouts(self, groups: Sequence[tuple[str, int]], samples: int, random: np.random.Generator) -> list[Rollout]:
+        """Returns the rollouts of groups to train on. The agents get groups in proportion to their shares, or samples
+        of each group (``mix_agents``).
+
+        Args:
+            groups: task and round of each group.
+            samples: number of rollouts in a group.
+            random: generator that decides which agent gets which group or sample.
+        """
+        if self.settings.mix_agents:
+            return [
+                Rollout(task, self.name, sample, agent.title, round)
+                for task, round in groups
+                for sample, agent in enumerate(_apportioned(self.agents, samples, random))
+            ]
+        return [
+            Rollout(task, self.name, sample, agent.title, round, scaffold(agent, self.agents))
+            for (task, round), agent in zip(groups, _apportioned(self.agents, len(groups), random), strict=True)
+            for sample in range(samples)
+        ]
+
+    def evaluation_rollouts(self, step: int, samples: int) -> list[Rollout]:
+        """Returns the rollouts of each held-out task with each agent after a step, which is their round."""
+        return [
+            Rollout(task, self.name, sample, agent.title, step, scaffold(agent, self.agents))
+            for task in sorted(self.held_out)
+            for agent in self.agents
+            for sample in range(samples)
+        ]
+
+
+def _apportioned(agents: Sequence[AgentConfig], count: int, random: np.random.Generator) -> list[AgentConfig]:
+    """Returns ``count`` agents in random order. Each occurs in proportion to its share, rounded up or down (systematic
+    sampling)."""
+    if len(agents) == 1:
+        return [agents[0]] * count
+    bounds = np.cumsum([agent.share for agent in agents])
+    points = (np.arange(count) + random.random()) * (bounds[-1] / count)
+    chosen = np.searchsorted(bounds[:-1], points, side="right")
+    return [agents[number] for number in random.permutation(chosen)]
 
 
 def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: TrainingConfig) -> TrainedPolicy:
@@ -66,21 +113,22 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         tasks = [task for task in tasks if any(fnmatch.fnmatchcase(task, pattern) for pattern in include)]
     samples = planned.samples if planned else 1
     own = [other for other in config.policies if other not in record.policies or record.policies[other].samples]
-    if samples and record.campaign:  # pods close a group once it has enough rewards
-        samples += record.config.scheduling.spare
+    campaign = record.config
+    if samples:  # pods close a group once it has enough rewards
+        samples += campaign.scheduling.spare
     return TrainedPolicy(
         name=name,
         settings=config.policies[name],
-        agent=str(planned.agent.get("name", "")) if planned else "",
+        agents=tuple(resolved(AgentConfig, agent) for agent in planned.agents) if planned else (),
         tasks=tuple(tasks),
         held_out=held_out,
         owners=frozenset({name}) if planned is None or planned.samples else None,
         followed=() if samples else tuple(own),
         helpers=tuple(other for other in config.policies if other not in own) if samples else (),
         samples=samples,
-        pods=record.config.slurm.pods.total if record.campaign else 1,
-        pass_threshold=record.config.pass_threshold if record.campaign else 1.0,
-        seed=(record.config.seed if record.campaign else None) or 0,
+        pods=campaign.slurm.pods.total,
+        pass_threshold=campaign.pass_threshold,
+        seed=campaign.seed or 0,
         temperature=float(model.get("sampling", {}).get("temperature", 1.0)),
     )
 

@@ -1,23 +1,139 @@
-"""Determines which engines a trainer must wait for before it requests rollouts.
+"""Determines what a trainer waits for: the pods, the engines, and the trainers of other policies.
 
-Engines load each new version of their policy's weights at their own pace. Rollouts requested before that are sampled by
-older weights, so a trainer with a staleness bound waits for every engine that is alive. It does not wait for an engine
-that is dead or refuses the version (:class:`~megaflow_hpc.rundir.endpoints.RefusedWeights`), unless no other engine is
-left. Engines that are not registered need no wait, because they start with the newest weights.
+*Pods.* A live pod renews its lease. If no lease has been renewed for a while, the trainer asks the site whether pods
+are running or queued. It runs a command from its environment, because a trainer does not call Slurm itself. Without a
+command, the trainer keeps waiting.
+
+*Engines.* They load each new version of their policy's weights at their own pace. Rollouts requested before that are
+sampled by older weights, so a trainer with a staleness bound waits for every engine that is alive. It does not wait for
+an engine that is dead or refuses the version (:class:`~megaflow_hpc.rundir.endpoints.RefusedWeights`), unless no other
+engine is left. Engines that are not registered need no wait, because they start with the newest weights.
+
+*Other trainers.* A policy with ``samples: 0`` is a *helper*: it runs no tasks, and other policies' agents call its
+model. The policies with rollouts of their own are *owners*. A helper's step ``s`` uses the groups that the owners'
+steps ``s`` use. So no group is lost, none is used twice, and the helper's training is complete when its owners'
+trainers have ended and it has used all their steps. With a staleness bound k, an owner requests the batch of step ``s``
+only after every helper has committed step ``s - 1 - k``. So groups cannot pile up at a slow helper, and its bound holds
+too. A deadlock is impossible: step ``s`` of a helper needs step ``s`` of its owners, which need only earlier steps of
+the helper.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megaflow_hpc.errors import StarvedError
+from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.rundir.endpoints import STALE_S, Endpoint, EndpointFiles, Heartbeats
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import OPEN
+from megaflow_hpc.rundir.training import FOR_GOOD, Commit, Trainer, TrainingView
 from megaflow_hpc.rundir.weights import current
+from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 
-READS_PER_S = 100
-"""Number of endpoint files to read per second. If there are fewer, they are read at every call."""
+POLL_INTERVAL_S = 30.0
+"""Seconds between polls of the leases, and between queries to the site."""
+LEASE_READS_PER_S = 10
+"""Maximum number of leases to read per second. A run with many pods is polled less often."""
+GIVE_UP_S = 900.0
+"""Seconds without pods after which a trainer gives up. Until then, the user or ``watch`` may start new pods."""
+ASK_VARIABLE = "MEGAFLOW_ASK_PODS"
+"""Environment variable with a command that prints the number of running and queued pods, or fails if it is unknown."""
+QUEUED = "no pod runs yet; some are queued or starting"
+ASK_TIMEOUT_S = 120.0
+"""Timeout of the command in seconds."""
+ENDPOINT_READS_PER_S = 100
+"""Maximum number of endpoint files to read per second. If there are fewer files, every call reads them."""
+
+
+# --- pods ---
+
+
+def ask_site() -> int | None:
+    """Returns the number of running and queued pods, or ``None`` if unknown, as for a manually started trainer."""
+    command = os.environ.get(ASK_VARIABLE, "")
+    if not command:
+        return None
+    try:
+        done = subprocess.run(shlex.split(command), capture_output=True, timeout=ASK_TIMEOUT_S, check=True)
+        return int(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+class PodWatch:
+    """Watches the pods of a run on behalf of a waiting trainer.
+
+    Args:
+        run: the run directory.
+        ask: returns the number of running and queued pods, or ``None`` if unknown.
+        clock: monotonic clock in seconds.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        ask: Callable[[], int | None] = ask_site,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._ask, self._clock = run, ask, clock
+        self._ledger = Ledger(run)
+        self._seen: dict[str, object] = {}
+        """``<pod>.<start>`` → lease counter at the last poll."""
+        self._next_at = self._alive_at = clock()
+        """Time of the next poll, and the last time at which a pod was known to be alive."""
+        self._gone_at: float | None = None
+        """Time at which pods were first found to be missing; ``None`` if any is alive or queued."""
+        self._said = ""
+
+    def begin(self) -> None:
+        """Starts a new wait. Assumes that a pod is alive now."""
+        self._next_at = self._alive_at = self._clock()
+        self._gone_at, self._said = None, ""
+
+    def look(self) -> str:
+        """Returns a message if pods are missing, or an empty string if any is alive. Cheap enough to call often.
+
+        Raises:
+            StarvedError: no pod has been running or queued for :data:`GIVE_UP_S`.
+            OSError: the run directory is unavailable.
+        """
+        now = self._clock()
+        if now >= self._next_at:
+            self._said = self._describe_absence(now)
+            self._next_at = now + max(POLL_INTERVAL_S, len(self._seen) / LEASE_READS_PER_S)
+        return self._said
+
+    def _describe_absence(self, now: float) -> str:
+        leases = {name: lease.get("counter") for name, lease in self._ledger.leases().items() if not lease.get("ended")}
+        if any(self._seen.get(name) != counter for name, counter in leases.items()):
+            self._alive_at = now
+        self._seen = dict(leases)
+        if now - self._alive_at <= TIMES.lease_s:
+            self._gone_at = None
+            return ""
+        coming = self._ask()
+        if coming != 0:
+            self._gone_at = None
+            return "no pod runs, and the number of queued pods is unknown" if coming is None else QUEUED
+        self._gone_at = self._gone_at or now
+        silent = now - self._gone_at
+        remedy = f"start some with: megaflow-hpc resume {self._run}"
+        if silent >= GIVE_UP_S:
+            raise StarvedError(
+                f"{self._run}: for {silent / 60:.0f} minutes no pod ran and none was queued, so no rollout can "
+                f"arrive; {remedy}, and training continues from its last checkpoint"
+            )
+        return f"no pod runs and none is queued; {remedy}; this trainer ends in {(GIVE_UP_S - silent) / 60:.0f} min"
+
+
+# --- engines ---
 
 
 @dataclass(frozen=True)
@@ -25,7 +141,7 @@ class ServedWeights:
     """The engines of one policy at one moment."""
 
     missing: str
-    """Describes what a request must wait for; empty if nothing."""
+    """Description of the engines that a request must wait for, or an empty string."""
     serve_newest: bool
     """True if a live engine serves the newest weights."""
 
@@ -42,7 +158,7 @@ class Readiness:
         self._run, self._files, self._clock = run, EndpointFiles(run), clock
         self._heartbeats = Heartbeats(clock)
         self._polled: dict[tuple[str, int], tuple[ServedWeights, float]] = {}
-        """(policy, version) → the engines at the last poll, and when to poll next."""
+        """(policy, version) → the engines at the last poll, and the time of the next one."""
 
     def ordinal(self, policy: str) -> int:
         """Returns the ordinal of a policy's newest weights."""
@@ -59,12 +175,12 @@ class Readiness:
         if last is not None and now < last[1]:
             return last[0]
         endpoints = self._files.serving(policy)
-        engines = self._judge(policy, endpoints, version)
+        engines = self._compared(policy, endpoints, version)
         self._polled = {key: value for key, value in self._polled.items() if key[0] != policy}
-        self._polled[policy, version] = engines, now + len(endpoints) // READS_PER_S
+        self._polled[policy, version] = engines, now + len(endpoints) // ENDPOINT_READS_PER_S
         return engines
 
-    def _judge(self, policy: str, endpoints: list[Endpoint], version: int) -> ServedWeights:
+    def _compared(self, policy: str, endpoints: list[Endpoint], version: int) -> ServedWeights:
         alive = [endpoint for endpoint in endpoints if self._heartbeats.alive(endpoint)]
         behind = [endpoint for endpoint in alive if endpoint.weight_version < version]
         serve_newest = len(behind) < len(alive)
@@ -83,8 +199,56 @@ def _refuses(endpoint: Endpoint, version: int) -> bool:
 
 
 def _cause(endpoint: Endpoint, version: int) -> str:
-    """Describes why an engine is not waited for, with the remedy."""
+    """Returns why a request does not wait for an engine, and the remedy."""
     again = f"scontrol requeue {endpoint.job_id}" if endpoint.job_id else "start it again"
     if endpoint.refused is not None and _refuses(endpoint, version):
         return f"{endpoint.server} refuses them ({endpoint.refused.cause}); to try again: {again}"
     return f"{endpoint.server} has not renewed its heartbeat for {STALE_S:.0f} s; if it does not return: {again}"
+
+
+# --- other trainers ---
+
+
+class Peer:
+    """Reads the progress of another policy's training from the run directory.
+
+    Args:
+        run: the run directory.
+        policy: name of the policy.
+    """
+
+    def __init__(self, run: RunDir, policy: str) -> None:
+        self.policy = policy
+        self._run, self._files, self._view = run, TrainingFiles(run, policy), TrainingView(run, policy)
+
+    @property
+    def committed(self) -> int:
+        """Number of the last committed step, or 0. Raises OSError."""
+        return max(self._files.numbers(Commit), default=0)
+
+    @property
+    def ended(self) -> bool:
+        """True if a trainer has ended the training, complete or early. False if it failed, or has not started yet.
+
+        Raises:
+            OSError: the run directory is unavailable.
+        """
+        latest = self._files.read(Trainer, max(self._files.numbers(Trainer), default=0))
+        return latest is not None and not (self._run.path / OPEN / latest.consumer).exists()
+
+    def groups(self, step: int) -> set[str] | None:
+        """Returns the groups that a step of the policy uses or drops, or ``None`` if it is not planned yet."""
+        plan = self._files.read(StepPlan, step)
+        return None if plan is None else plan.groups
+
+    def waited_for(self, act: str) -> str:
+        """Returns a message which says that a step waits for this policy's trainer.
+
+        Args:
+            act: an infinitive, such as ``commit step 3``.
+        """
+        word = self._view.last_word()
+        text = f"the trainer of policy {self.policy!r} to {act}"
+        if word is None or word.word not in FOR_GOOD:
+            return text
+        return f"{text}, but it {word.word} ({word.cause}); start it again with: megaflow-hpc resume {self._run}"

@@ -13,11 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from megaflow_hpc.training.algorithms.prompts import TaskStatistics
-from megaflow_hpc.training.algorithms.samples import Earlier, SampleGroup
+from megaflow_hpc.training.algorithms.samples import Earlier, Sample, SampleGroup
 
 
 def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[str, list[float]]:
-    """Advantage of each turn: its return minus the mean return of the group's rollouts at the same turn.
+    """Gives each turn an advantage: its return minus the mean return of the group's rollouts at the same turn.
 
     The return of turn t is the sum over s ≥ t of ``discount``^(s − t) × the reward of turn s. The rollout's reward is
     added to that of its last turn. A turn that only one rollout reached has advantage 0. The return is that of
@@ -26,13 +26,7 @@ def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[
     """
     advantages: dict[str, list[float]] = {}
     for group in groups:
-        returns: dict[str, list[float]] = {}
-        for sample in group.samples:
-            rewards = list(sample.turn_rewards) or [0.0]
-            rewards[-1] += sample.reward
-            for turn in reversed(range(len(rewards) - 1)):
-                rewards[turn] += discount * rewards[turn + 1]
-            returns[sample.id] = rewards
+        returns = {sample.id: _returns(sample, discount) for sample in group.samples}
         longest = max(map(len, returns.values()))
         reached = [[own[turn] for own in returns.values() if turn < len(own)] for turn in range(longest)]
         means = [math.fsum(values) / len(values) for values in reached]
@@ -40,8 +34,43 @@ def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[
     return advantages
 
 
+def _returns(sample: Sample, discount: float) -> list[float]:
+    rewards = list(sample.turn_rewards) or [0.0]
+    rewards[-1] += sample.reward
+    for turn in reversed(range(len(rewards) - 1)):
+        rewards[turn] += discount * rewards[turn + 1]
+    return rewards
+
+
+def anchor_groups(groups: Sequence[SampleGroup], discount: float = 0.95, weight: float = 1.0) -> dict[str, list[float]]:
+    """Gives each turn the advantage of its rollout, plus ``weight`` × its advantage among turns with the same state.
+
+    The first part is the rollout's reward, with its turns', minus the mean of the group. The second is the turn's
+    return, as in :func:`returns_to_go`, minus the mean return of all turns in the group that answered an equal message,
+    such as the same output of a command. A state that occurs once adds nothing. Deviations are not normalised
+    (F = 1). Feng et al. 2025, GiGPO, arXiv 2505.10978, equations 2 to 8.
+    """
+    advantages: dict[str, list[float]] = {}
+    for group in groups:
+        totals = {sample.id: sample.reward + math.fsum(sample.turn_rewards) for sample in group.samples}
+        mean = math.fsum(totals.values()) / len(totals)
+        returns = {sample.id: _returns(sample, discount) for sample in group.samples}
+        by_state: dict[str, list[float]] = {}
+        for sample in group.samples:
+            for turn, value in zip(sample.turns, returns[sample.id], strict=False):
+                by_state.setdefault(turn.state, []).append(value)
+        means = {state: math.fsum(values) / len(values) for state, values in by_state.items()}
+        for sample in group.samples:
+            among = [
+                value - means[turn.state] if turn.state else 0.0
+                for turn, value in zip(sample.turns, returns[sample.id], strict=False)
+            ]
+            advantages[sample.id] = [totals[sample.id] - mean + weight * step for step in among or [0.0]]
+    return advantages
+
+
 def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, float]:
-    """Advantage 1 for rollouts with at least a reward of ``threshold``, else 0: rejection-sampling fine-tuning.
+    """Gives advantage 1 to rollouts with a reward of at least ``threshold``, else 0: rejection-sampling fine-tuning.
 
     With ``loss.kind: megaflow_hpc.training.trainer.recipes:likelihood`` it trains on the passed rollouts as on
     demonstrations (Yuan et al. 2023, RFT, arXiv 2308.01825; Dong et al. 2023, RAFT, arXiv 2304.06767).
@@ -50,7 +79,7 @@ def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, f
 
 
 def pairs(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Advantage 1 for a group's best rollout, −1 for its worst and 0 for the others: a preference pair for DPO.
+    """Gives advantage 1 to a group's best rollout, −1 to its worst and 0 to the others: a preference pair for DPO.
 
     Among equal rewards, the first counts. A group with equal rewards gives no pair (Rafailov et al. 2023, DPO, arXiv
     2305.18290).
@@ -67,7 +96,7 @@ def pairs(groups: Sequence[SampleGroup]) -> dict[str, float]:
 def by_duration(
     groups: Sequence[SampleGroup], version: int, random: np.random.Generator, cap: float = 4.0
 ) -> list[SampleGroup]:
-    """Weights each rollout by its duration / the mean duration of the step, at most ``cap``.
+    """Weights each rollout by its duration divided by the mean duration of the step, at most ``cap``.
 
     With a bound on age, or a time limit, short rollouts arrive more often than long ones, in proportion to
     1 / duration. Weighting by the inverse of the chance to be included removes this bias (Horvitz and Thompson 1952).
@@ -97,8 +126,8 @@ def past_successes(
     Without it, such a group has equal rewards, and nothing is learned from the tasks that are solved most rarely. The
     newest success of the same task is added that is at most ``age`` versions old (by default, of any age) and not in
     another group. Other policies sampled it, so it needs ``importance``: ``token`` or ``sequence``, which compare its
-    recorded log-probabilities with those of the policy before the step. Learning from one's own past successes is the
-    idea of Oh et al. 2018, Self-Imitation Learning, arXiv 1806.05635; of RLEP (Zhang et al. 2025, arXiv 2507.07451) for
+    recorded log-probabilities with those of the policy before the step. Learning from past successes is the idea of
+    Oh et al. 2018, Self-Imitation Learning, arXiv 1806.05635, and of RLEP (Zhang et al. 2025, arXiv 2507.07451) for
     language models.
     """
     added: set[str] = set()
@@ -139,7 +168,7 @@ def uncertain(
 def by_effective_size(
     step: int, steps: int, lr: float, metrics: Mapping[str, float], power: float = 0.5, floor: float = 0.1
 ) -> float:
-    """Learning rate × (effective sample size / number of tokens)^``power``, at least ``floor`` of the rate.
+    """Scales the learning rate by (effective sample size / number of tokens)^``power``, at least by ``floor``.
 
     The effective sample size of importance weights w is (Σ w)² / Σ w² (Kong 1992), here of new / engine over the tokens
     of an update. Old rollouts lower it, and their gradient has a higher variance. The idea is VCPO's (arXiv

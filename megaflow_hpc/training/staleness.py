@@ -1,9 +1,10 @@
 """Bounds the staleness of rollouts by choosing when to request them.
 
-A batch holds the tasks of one step. With a staleness bound k, the batch of step s is requested when step s - 1 - k is
-committed, by every helper policy too (:mod:`~megaflow_hpc.training.peers`), and every engine has loaded the newest
-weights (:mod:`~megaflow_hpc.training.readiness`). A step takes complete groups first. It waits for an incomplete group
-that would be older than k in the next step. With k = 0 training is synchronous.
+A batch holds the tasks of one step. With a staleness bound k, the batch of step s is requested once step s - 1 - k is
+committed, by every helper policy too, and every engine has loaded the newest weights
+(:mod:`~megaflow_hpc.training.readiness`). A step takes complete groups first. It waits for an incomplete group that
+would be older than k in the next step. With k = 0 training is synchronous.
+
 If dropped groups are replaced (``refill``), a step requests further tasks itself. Tasks that a trainer adds
 (:meth:`StalenessControl.add`) make a step larger if other groups would be too old for the next step.
 """
@@ -20,15 +21,14 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.ledger.blocks import add_blocks
 from megaflow_hpc.training.algorithms import Prompts
 from megaflow_hpc.training.algorithms.samples import SampleGroup
-from megaflow_hpc.training.peers import Peer
 from megaflow_hpc.training.plan import Added, Refill, TaskBatch, TrainingFiles
 from megaflow_hpc.training.policy import TrainedPolicy
-from megaflow_hpc.training.readiness import Readiness
-from megaflow_hpc.types import Rollout, round_of
+from megaflow_hpc.training.readiness import Peer, Readiness
+from megaflow_hpc.types import round_of
 
 ASYNCHRONOUS_BATCHES = 4
-"""Batches in flight in asynchronous training, which has no staleness bound. Enough to keep pods busy, but few enough
-that their samples are still useful."""
+"""Number of batches in flight in asynchronous training, which has no staleness bound. It keeps pods busy, and samples
+recent enough to be useful."""
 FIRST_ADDED_ROUND = 10**9
 """First round number of tasks that a trainer adds."""
 FIRST_REFILL_ROUND = 10**10
@@ -68,7 +68,7 @@ class StalenessControl:
         self._added = max(0, *files.numbers(TaskBatch), 0)
         """Number of batches whose blocks exist. The blocks of the last recorded batch may be missing."""
         self._refills_are_complete = False
-        """True once the blocks of every refill exist. Before that, those of the last recorded refill may be missing."""
+        """True once the blocks of every refill exist. Until then, those of the last recorded refill may be missing."""
 
     @property
     def ahead(self) -> int:
@@ -139,7 +139,7 @@ class StalenessControl:
             learned: state of task selection after the steps planned so far.
 
         Raises:
-            OSError: the run directory does not answer; the next call continues.
+            OSError: the run directory is unavailable; the next call continues.
         """
         if not self._refills_are_complete:
             number, refill = self._last_refill()
@@ -154,7 +154,7 @@ class StalenessControl:
             self._added += 1
 
     def may_request(self, commits: int) -> bool:
-        """Returns whether rollouts requested now can keep the bound. If not, :attr:`waits_for` says why.
+        """Returns whether rollouts requested now can keep the bound. If not, :attr:`waits_for` names the reason.
 
         Args:
             commits: number of steps that helpers must have committed.
@@ -178,7 +178,7 @@ class StalenessControl:
 
         Raises:
             LedgerError: the token is not a valid file name, or was used for other tasks.
-            OSError: the run directory does not answer; the call may be repeated.
+            OSError: the run directory is unavailable; the call may be repeated.
         """
         number = zlib.crc32(token.encode())
         version = self._version()
@@ -227,11 +227,8 @@ class StalenessControl:
         self._add_blocks(batch, f"{number:06d}")
 
     def _add_blocks(self, batch: TaskBatch, token: str) -> None:
-        rollouts = [
-            Rollout(task, self._policy.name, sample, self._policy.agent, round)
-            for task, round in batch.tasks
-            for sample in range(batch.samples)
-        ]
+        random = np.random.default_rng([self._policy.seed, 4, zlib.crc32(token.encode())])
+        rollouts = self._policy.rollouts(batch.tasks, batch.samples, random)
         if rollouts:  # empty if no task is left to request
             token = f"{self._policy.name}.{token}"
             add_blocks(self._files.run, rollouts, token=token, pods=self._policy.pods)

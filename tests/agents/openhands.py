@@ -12,9 +12,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import yaml
 
 from megaflow_hpc import open_trajectories
+from megaflow_hpc.agents.command import PACKAGES
+from tests.agents.test_cli_agents import repair
+from tests.training.test_scaffolds import train_with_programs
 
 OLD, NEW = "return a - b", "return a + b"
 ANSWERS = [
@@ -61,3 +65,10 @@ def test_openhands_repairs_a_file_and_is_recorded_as_one_sequence(
         assert (found.status, found.reward, found.error) == ("completed", 1.0, "")
         assert [turn.sequence for turn in found.turns] == [0, 0, 0]
         assert [len(m.get("tool_calls") or ()) for m in found.messages if m["role"] == "assistant"] == [1, 1, 1]
+
+
+def test_five_programs_feed_one_training_step(
+    tmp_path: Path, base_sif: Path, make_task: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {**{agent: repair(agent) for agent in PACKAGES}, "openhands": ANSWERS}
+    train_with_programs(tmp_path, base_sif, make_task, monkeypatch, answers)

@@ -49,7 +49,7 @@ from megaflow_hpc.rundir.pods.condensing import condense
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter
 from megaflow_hpc.trajectories.journal import packs
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 from megaflow_hpc.trajectories.reading.follow import Follower
 from megaflow_hpc.types import Rollout
 from tests.support.journals import record
@@ -91,12 +91,12 @@ from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 run = RunDir(sys.argv[1])
 ledger = Ledger(run, PodIdentity("999_0", sys.argv[2]), pods=int(sys.argv[3]))
 ledger.register()
 events = EventWriter(run.event_file("999_0", sys.argv[2]))
-blocks = ClaimedBlocks(run, ledger, events, StoredRollouts(run), {})
+blocks = ClaimedBlocks(run, ledger, StoredRollouts(run), {})
 coordination = Coordination(ledger, Endpoints(run, {}), CampaignBudget(run, {"core_hours": 1e9}))
 survey = ledger.survey()
 while not survey.advance(10_000):
@@ -140,7 +140,7 @@ class Start:
         self.ledger = Ledger(run, name, clock, pods=world.pods)
         self.events = EventWriter(run.event_file(pod, start))
         self.summary = SummaryWriter(run.event_file(pod, start), clock)
-        self.blocks = ClaimedBlocks(run, self.ledger, self.events, StoredRollouts(run, self.ledger.renew), AnyTasks())
+        self.blocks = ClaimedBlocks(run, self.ledger, StoredRollouts(run, self.ledger.renew), AnyTasks())
         self.coordination = Coordination(
             self.ledger, Endpoints(run, {"default": 1}), CampaignBudget(run, LIMITS), clock
         )
@@ -148,7 +148,7 @@ class Start:
         self.block: ClaimedBlock | None = None
         self.ledger.register()
         condense(run.events, pod, start)
-        self.events.write(PodEvent(state="started", job_id=pod, node="n", ranks=2))
+        self.events.write(PodEvent(state="started", job_id=pod, node="n"))
         self.events.write(WorkerEvent(rank=1, state="ready", slots=96, node="n"))
         self.events.flush()
 
@@ -382,7 +382,7 @@ def measure(world: Aged, day: int, seconds: float) -> dict[str, Any]:
     row["gather, s"], row["gather, MB"] = round(gathering["s"], 1), gathering["mb"]
     world.run.trajectories.unlink()
     own = {top: files.pop(top) for top in ("journal", "tasks", "ledger/done") if top in files}
-    done = Ledger(world.run).view().done
+    done = Ledger(world.run).marked_done()
     claims = [path for path in (world.run.ledger / "claims").iterdir() if path.name[0] != "."]
     ended = [path.stat().st_size for path in claims if int(path.name[:6]) in done]
     own["claims of done blocks"] = len(ended), sum(ended)

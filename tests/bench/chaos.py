@@ -28,7 +28,7 @@ import h5py
 
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import MegaflowError
-from megaflow_hpc.host.cleanup import POD_DIRECTORY, sweep_directories, sweep_shared_memory
+from megaflow_hpc.host.private import POD_DIRECTORY, sweep_directories, sweep_shared_memory
 from megaflow_hpc.ledger import read_blocks
 from tests.bench.chaos_campaign import WAYS, submit, write_campaign
 from tests.bench.faults import AWAY_S, COORDINATOR, KINDS, Faults, current_lab, limit_requests
@@ -238,7 +238,7 @@ def _clear(run: Run) -> None:
 
 def _leave(run: Run, scratch: Path, mark: str, since: float) -> list[str]:
     """What remains after the janitor has passed, as it does before each pod."""
-    from megaflow_hpc.environments.sandbox.janitor import sweep
+    from megaflow_hpc.environments.sandbox.scratch import sweep
 
     left: list[str] = []
 

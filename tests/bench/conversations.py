@@ -161,8 +161,8 @@ class Outcome:
 
 async def converse(count: int, *, seed: int = 0, drift: float = 0.2, protocol: str = "split") -> Outcome:
     """Holds ``count`` conversations at one gateway, eight at a time."""
-    from megaflow_hpc.model.engines.scripted.engine import SplitEngine
     from tests.support.serving import gateway_before
+    from tests.support.split_engine import SplitEngine
 
     engine = SplitEngine(RandomScript(seed), "m", drift=drift, seed=seed)
     outcome, turns = Outcome(), asyncio.Semaphore(8)

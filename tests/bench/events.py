@@ -55,7 +55,7 @@ def write_pod(run: RunDir, number: int, slots: int, hours: float, seconds: float
             event.t = round(begins_at + t, 3)
             lines.append(encode(event))
 
-    say(0, PodEvent(state="started", job_id=f"900_{number}", node=f"n{number:04d}", ranks=8))
+    say(0, PodEvent(state="started", job_id=f"900_{number}", node=f"n{number:04d}"))
     say(1, *(WorkerEvent(rank=r, state="ready", slots=slots // 8 + 1, node=f"n{number:04d}") for r in range(8)))
     stored, every = 0, seconds / slots
     for step in range(int(hours * 3600 / every)):

@@ -26,8 +26,7 @@ from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
-from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler, Work
 from megaflow_hpc.types import Rollout
 from tests.bench.arguments import above_zero, add_count
 from tests.bench.command import main

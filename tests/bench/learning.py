@@ -2,6 +2,7 @@
 
     python -m tests.bench.learning curve [--steps 10]                    the reward rises beyond its interval
     python -m tests.bench.learning killed [--steps 6]                    the trainer and then the pod are killed
+    python -m tests.bench.learning agents [--steps 40]                   two agents, both of whose rewards rise
     python -m tests.bench.learning two [--lasting 10 --slots 76]         two policies, each with an engine and a trainer
 
 ``--folder`` keeps the working directory with ``models/tiny-1``, which takes a minute to make. Exit status 1: the check
@@ -10,8 +11,9 @@ failed.
 ``curve`` compares the rewards that the first and the last weights earned. ``killed`` kills the trainer after a third
 of the steps, which restarts by itself, and the pod after two thirds, which ends ``run``; ``resume`` finishes. Then a
 trainer alone repeats all steps from the same plans without interruption, and both must have the same parameters.
-``two`` counts rollouts that were used twice or by the other policy's trainer. With ``--lasting`` each of its rollouts
-waits for a heavy-tailed time with that mean (``tests.bench.pace``).
+``agents`` trains one policy by two agents, which phrase tasks differently. ``two`` counts rollouts that were used twice
+or by the other policy's trainer. With ``--lasting`` each of its rollouts waits for a heavy-tailed time with that mean
+(``tests.bench.pace``).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import numpy as np
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.campaign.job_environment import trainer_python
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.report import process_here
+from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer, TrainingView
 from megaflow_hpc.training.plan import TrainingFiles
@@ -180,11 +182,45 @@ def _tensors(run: RunDir, step: int) -> dict[str, bytes]:
     return {name: data[size + begin : size + end] for name, (begin, end) in offsets.items()}
 
 
-def two(asked: argparse.Namespace) -> int:
+def _campaign(asked: argparse.Namespace, staleness: str) -> dict[str, Any]:
+    """Returns the campaign of ``learn.py``. Changes to its working directory."""
     os.chdir(asked.folder)
     learn = _settings(asked.folder)
-    words = learn.read(["--local", "--steps", str(asked.steps), "--staleness", asked.staleness or "1"])
-    campaign = learn.fields(words, Path("campaign.yaml").read_text(), os.environ["MEGAFLOW_TEST_BASE_SIF"], {})
+    words = learn.read(["--local", "--steps", str(asked.steps), "--staleness", asked.staleness or staleness])
+    fields = learn.fields(words, Path("campaign.yaml").read_text(), os.environ["MEGAFLOW_TEST_BASE_SIF"], {})
+    return dict(fields)
+
+
+def _carried_out(campaign: dict[str, Any]) -> RunDir:
+    run = Campaign(**campaign).plan(launcher="local")
+    print(run.path, flush=True)
+    run.start("local")
+    run.wait()
+    return run.dir
+
+
+def agents(asked: argparse.Namespace) -> int:
+    campaign = _campaign(asked, "0")
+    agent = campaign["agent"]
+    polite = {**agent, "as": "polite", "args": {**agent["args"], "preface": "Would you please: "}}
+    campaign["agent"] = [{**agent, "as": "plain"}, polite]
+    run = _carried_out(campaign)
+    for line in TrainingFiles(run, "default").metrics.read_text().splitlines():
+        step = json.loads(line)
+        print(step["step"], *(f"{name} {step[f'reward/{name}']:.3f}" for name in ("plain", "polite")))
+    learned = []
+    with open_trajectories(run.path) as store:
+        names, rewards, versions = (store.column(name) for name in ("agent", "reward", "weight_version_min"))
+        for name in ("plain", "polite"):
+            print(name, end=": ")
+            learned.append(rises(rewards[names == name], versions[names == name], asked.steps))
+    wrong = faults(run) + ([] if all(learned) else ["a reward does not rise beyond its interval"])
+    print("\n".join(wrong) or "all is as it should be")
+    return int(bool(wrong))
+
+
+def two(asked: argparse.Namespace) -> int:
+    campaign = _campaign(asked, "1")
     campaign["slurm"]["pods"]["slots_per_rank"] = asked.slots
     if asked.lasting:
         campaign["agent"] |= {"name": "tests.bench.lasting:Lasting", "args": {"mean_s": asked.lasting}}
@@ -193,13 +229,10 @@ def two(asked: argparse.Namespace) -> int:
     policies["default"]["optimizer"] |= asked.optimizer
     campaign["models"] = {name: copy.deepcopy(model) for name in POLICIES}
     campaign["training"]["policies"] = {name: copy.deepcopy(policies["default"]) for name in POLICIES}
-    run = Campaign(**campaign).plan(launcher="local")
-    print(run.path, flush=True)
-    run.start("local")
-    run.wait()
+    run = _carried_out(campaign)
     taken, seconds = [], []
     for name in POLICIES:
-        files = TrainingFiles(run.dir, name)
+        files = TrainingFiles(run, name)
         metrics = [json.loads(line) for line in files.metrics.read_text().splitlines()]
         print(name, " ".join(f"{step['reward']:.3f}" for step in metrics))
         seconds += [step["seconds"] for step in metrics[WARM_UP_STEPS:]]
@@ -211,7 +244,7 @@ def two(asked: argparse.Namespace) -> int:
     return int(bool(twice or strange))
 
 
-MODES = {"curve": (curve, 10), "killed": (killed, 6), "two": (two, 10)}
+MODES = {"curve": (curve, 10), "killed": (killed, 6), "agents": (agents, 40), "two": (two, 10)}
 """Functions with their default numbers of steps."""
 
 

@@ -38,7 +38,7 @@ from megaflow_hpc.cli.output import say, table
 from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.training.layout import Layout
 from megaflow_hpc.training.memory import ModelShape, predict
-from megaflow_hpc.training.trainer import attention, losses
+from megaflow_hpc.training.trainer import layers, losses
 from megaflow_hpc.training.trainer.model import DTYPES, PolicyModel, ProcessGroup
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 from megaflow_hpc.training.trainer.sharding import Grid
@@ -190,7 +190,7 @@ def prepare() -> Any:
     )
     # Without a kernel of its own, a device computes it in several steps, with more temporary tensors than CUDA.
     kernels.impl("silu_backward", lambda gradient, _: torch.empty_like(gradient), "PrivateUse1")
-    attention._one_by_one = attention._fused
+    layers._one_by_one = layers._fused
 
     from torch.distributed.device_mesh import DeviceMesh  # type: ignore[import-not-found]
     from transformers.distributed.tensor_parallel import (  # type: ignore[import-not-found]
@@ -295,8 +295,8 @@ def _tracked(folder: Path, settings: PolicyTraining, ranks: int) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
         _materialise(policy, device)
         causal.requires_grad_(True)
-        attention.register()
-        causal.set_attn_implementation(attention.ATTENTION_NAME)
+        layers.register()
+        causal.set_attn_implementation(layers.ATTENTION_NAME)
         if settings.recompute:
             causal.gradient_checkpointing_enable({"use_reentrant": False})
         policy.train()

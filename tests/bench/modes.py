@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
 
 @contextmanager
 def _directory(base: Path) -> Iterator[Path]:
-    from megaflow_hpc.environments.sandbox.janitor import sweep
+    from megaflow_hpc.environments.sandbox.scratch import sweep
     from megaflow_hpc.host.files import remove_tree
 
     path = Path(tempfile.mkdtemp(prefix="bench-", dir=base))

@@ -26,7 +26,7 @@ from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout import rollout as attempt
-from megaflow_hpc.pod.rollout.agent_run import AgentRun
+from megaflow_hpc.pod.rollout.rollout import AgentRun
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.harbor import verifier
@@ -89,7 +89,7 @@ async def measure(folder: Path, image: str, count: int, slots: int) -> str:
     totals: list[float] = []
     async with ApptainerProvider() as provider:
         services = Services(
-            config, {"nop": Policy(agent=AgentConfig(name="nop"))}, {"base": image}, provider, ModelGateway()
+            config, {"nop": Policy(agents=(AgentConfig(name="nop"),))}, {"base": image}, provider, ModelGateway()
         )
 
         async def one(number: int) -> None:

@@ -168,7 +168,7 @@ async def _resets(provider: ApptainerProvider, image: str, count: int) -> list[f
 
 def _leftovers(image: str, count: int, provider: ApptainerProvider) -> dict[str, int]:
     """Counts processes, mounts and files of a killed owner's sandboxes after one sweep."""
-    from megaflow_hpc.environments.sandbox.janitor import sweep
+    from megaflow_hpc.environments.sandbox.scratch import sweep
     from megaflow_hpc.host.process import Identity, descendants
 
     with tempfile.TemporaryDirectory(dir=provider.scratch) as scratch:

@@ -17,8 +17,7 @@ from itertools import groupby
 
 from megaflow_hpc.ledger.blocks import deal
 from megaflow_hpc.pod.scheduling.groups import GroupRules, Groups
-from megaflow_hpc.pod.scheduling.scheduler import Order, Scheduler
-from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.pod.scheduling.scheduler import Order, Scheduler, Work
 from megaflow_hpc.types import Rollout
 
 RANK_SLOTS = 32

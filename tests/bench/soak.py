@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
-from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.environments.sandbox.scratch import sweep
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.files import remove_tree
 from tests.support.waiting import eventually, until

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from megaflow_hpc.ledger import Ledger, PodIdentity, read_block, write_blocks
 from megaflow_hpc.pod.master.claimed_blocks import ClaimedBlocks
-from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.frames import pack_record
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.types import Rollout
 from tests.bench.figures import Figure
@@ -73,7 +72,7 @@ def take_over(run: RunDir, name: str, pods: int) -> tuple[float, int, float, int
         longest, last = max(longest, time.monotonic() - last), time.monotonic()
 
     ledger.register()
-    blocks = ClaimedBlocks(run, ledger, EventWriter(run.event_file(name, "0")), StoredRollouts(run, renew), AnyTasks())
+    blocks = ClaimedBlocks(run, ledger, StoredRollouts(run, renew), AnyTasks())
     began, read, claimed, left = time.monotonic(), bytes_read(), 0, 0
     last = began
     while block := blocks.claim():

@@ -22,8 +22,8 @@ from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.cache.cache import ImageCache
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.layered import read_layered
-from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree

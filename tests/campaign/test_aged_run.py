@@ -11,6 +11,7 @@ from megaflow_hpc.campaign.edits import lost_journals
 from megaflow_hpc.campaign.overview import glances
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.names import latest
 from megaflow_hpc.report.cost import _of_reports
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.event_reader import list_pods
@@ -64,7 +65,7 @@ def costs(run: RunDir) -> dict[str, int]:
 def others(run: RunDir) -> int:
     """Returns the number of files that are not results, blocks or histories of open blocks."""
     sizes = {top: count for top, (count, _) in aged.files_of(run).items()}
-    done, claims = Ledger(run).view().done, list((run.ledger / "claims").iterdir())
+    done, claims = Ledger(run).marked_done(), list((run.ledger / "claims").iterdir())
     sizes["ledger/claims"] = sum(path.name[0] == "." or int(path.name[:6]) not in done for path in claims)
     return sum(count for top, count in sizes.items() if top not in ("journal", "tasks", "ledger/done", "partial"))
 
@@ -126,7 +127,8 @@ def test_numbers_and_costs_after_200_starts_are_those_after_eight(
     late_start = aged.Start(world, 0)
     late_start.kill()
     world.__dict__["all"].append(late_start)
-    held = {block for block, epoch in Ledger(world.run).view().epochs.items()} - Ledger(world.run).view().done
+    claims = [path.name for path in (world.run.ledger / "claims").iterdir() if path.name[0] != "."]
+    held = latest(claims).keys() - Ledger(world.run).marked_done()
     world.resubmit()
     heirs = [start for start in world.start() if start.block]
     taken = {start.block.claim.block for start in heirs if start.block}

@@ -48,7 +48,7 @@ def test_a_failing_agent_is_verified_and_a_hanging_test_costs_one_rollout(
 ) -> None:
     campaign = make_campaign(1, agent="oracle")
     make_task(tmp_path / "tasks", "fails", solution="echo 42 > answer; exit 3")
-    make_task(tmp_path / "tasks", "loud", solution="head -c 1000000000 /dev/zero; echo 42 > answer")
+    make_task(tmp_path / "tasks", "loud", solution="head -c 100000000 /dev/zero; echo 42 > answer")
     make_task(tmp_path / "tasks", "slow", solution="sleep 600", agent_s=3)
     hang = make_task(tmp_path / "tasks", "hangs", test="sleep 600")
     toml = hang / "task.toml"

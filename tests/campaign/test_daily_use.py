@@ -17,7 +17,7 @@ import pytest
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.config import ModelConfig, load
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.tasks.swebench.lines import read_tasks
+from megaflow_hpc.tasks.swebench.plan import read_tasks
 from tests.support.campaigns import Make, cli, planned, rows, run_local
 from tests.support.processes import processes
 from tests.support.waiting import until

@@ -32,7 +32,7 @@ def test_a_pod_without_signs_of_life_is_silent_and_a_clock_that_is_off_does_not_
     assert "retried by cause: sandbox 1" in done.stdout
     monitor = Monitor(run.dir)
     assert monitor.status()["pods"][0]["state"] == "silent"
-    event(run, "claim", 2 * STALE_S, block=0, epoch=0, state="claimed")  # it writes: only its clock is behind
+    event(run, "engine", 2 * STALE_S, rank=1, state="ready", node="n1")  # it writes: only its clock is behind
     assert monitor.status()["pods"][0]["state"] == "started"
 
 

@@ -14,7 +14,7 @@ from megaflow_hpc.campaign.overview import _Look
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.ledger import Ledger
-from megaflow_hpc.ledger.open_lease import OpenLease
+from megaflow_hpc.ledger.consumers import OpenLease
 from megaflow_hpc.monitor.state import run_state
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles

@@ -27,7 +27,7 @@ def model(path: Path, weights: bytes = b"w" * 100) -> Path:
 
 
 def policy(path: Path, python: Path) -> Policy:
-    return Policy(agent=AgentConfig(name="mini-swe-agent"), model=ModelConfig(path=str(path), python=str(python)))
+    return Policy(agents=(AgentConfig(name="mini-swe-agent"),), model=ModelConfig(path=str(path), python=str(python)))
 
 
 def test_versions_name_engine_model_and_agent_and_reach_the_campaign_file(tmp_path: Path) -> None:

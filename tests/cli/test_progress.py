@@ -28,7 +28,7 @@ from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.report.figures import LoadedRun
 from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.trajectories.exports import export, jsonl
-from megaflow_hpc.trajectories.maintenance import anonymise, compact, disk_usage, gather, validate
+from megaflow_hpc.trajectories.maintenance import anonymise, compact, gather, validate
 from tests.support.samples import commit, trajectory
 
 LONG: dict[str, list[Any]] = {
@@ -43,7 +43,7 @@ LONG: dict[str, list[Any]] = {
     "verify {run}": [validate.verify],
     "compact {run}": [compact.compact],
     "anonymise {run} -o {run}/copy.h5": [anonymise.anonymise],
-    "du {run}": [disk_usage.of_run],
+    "du {run}": [compact.usage_of_run],
     "export {run} --format jsonl": [export],
     "import {run}/export/trajectories.jsonl -o {run}/back.h5": [jsonl.import_jsonl],
     "report {run} --prometheus {run}/metrics.prom": [LoadedRun.__init__],

@@ -64,9 +64,9 @@ def test_the_stable_part_of_the_campaign_file_is_read(tmp_path: Path) -> None:
 
 def test_a_list_of_agents_gives_a_policy_each(tmp_path: Path) -> None:
     campaign = load(tmp_path, MINIMAL.replace("oracle", "[oracle, nop]"))
-    assert {name: policy.agent.name for name, policy in campaign.policies().items()} == {
-        "oracle": "oracle",
-        "nop": "nop",
+    assert {name: [agent.name for agent in policy.agents] for name, policy in campaign.policies().items()} == {
+        "oracle": ["oracle"],
+        "nop": ["nop"],
     }
 
 
@@ -76,8 +76,39 @@ def test_a_policy_may_bring_its_own_agent_samples_and_tasks(tmp_path: Path) -> N
         "  b: {engine: scripted, script: s, samples: 1, include: [x*], agent: nop}\n"
     )
     policies = load(tmp_path, MINIMAL + text).policies()
-    assert (policies["a"].samples, policies["a"].agent.name) == (4, "oracle")
-    assert (policies["b"].samples, policies["b"].agent.name, policies["b"].include) == (1, "nop", ("x*",))
+    assert (policies["a"].samples, policies["a"].agents[0].name) == (4, "oracle")
+    assert (policies["b"].samples, policies["b"].agents[0].name, policies["b"].include) == (1, "nop", ("x*",))
+
+
+def test_agents_of_one_policy_have_names_of_their_own(tmp_path: Path) -> None:
+    agents = "agent: [{as: careful, name: 'm:A', share: 2}, 'm:A', nop]\n"
+    text = "name: x\ntasks: t\nsamples: 2\nmodel: {path: m}\ntraining: {policies: {default: {}}}\n" + agents
+    campaign = load(tmp_path, text)
+    (policy,) = campaign.policies().values()
+    assert [(agent.title, agent.short_title, agent.share) for agent in policy.agents] == [
+        ("careful", "careful", 2),
+        ("m:A", "A", 1),
+        ("nop", "nop", 1),
+    ]
+    again = config.parse(campaign.model_dump(mode="json"))
+    assert again == campaign, "as in run.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("agent: [nop, nop]\n", r"agents \['nop', 'nop'\] are not distinct.*\{as: careful, name: nop\}"),
+        ("agent: ['a:X', 'b:X']\nmodel: {path: m}\n", "not distinct"),
+        ("agent: nop\nmodels: {p: {path: m, agent: [nop, nop]}}\n", "not distinct"),
+        ("agent: [{name: nop, as: a/b}]\n", "'a/b' must be letters"),
+        ("agent: [{name: nop, as: a+b}]\n", r"'a\+b' must be letters"),
+        ("agent: [{name: nop, share: 0}]\n", "share 0: expected a number above 0"),
+        ("agent: [nop, {name: oracle, share: 2}]\nmodel: {path: m}\n", "share: policy 'default' is not trained"),
+    ],
+)
+def test_wrong_lists_of_agents(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load(tmp_path, f"name: x\ntasks: t\n{text}")
 
 
 def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:

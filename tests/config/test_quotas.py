@@ -14,11 +14,14 @@ from megaflow_hpc.errors import ConfigError
 FILE = "caps: {in_flight: 64, requests_per_s: 100, pods: 4}\nusers: {alice: {in_flight: 128}}\n"
 
 
-def test_a_users_own_caps_stand_in_the_place_of_the_common_ones(tmp_path: Path) -> None:
+def test_a_users_own_caps_replace_the_common_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "site.yaml"
     file.write_text(FILE)
-    alice, source = site_caps("alice", file)
-    bob, _ = site_caps("bob", file)
+    monkeypatch.setattr("megaflow_hpc.config.quotas.SITE_FILE", file)
+    monkeypatch.setenv("LOGNAME", "alice")
+    alice, source = site_caps()
+    monkeypatch.setenv("LOGNAME", "bob")
+    bob, _ = site_caps()
     assert (alice.in_flight, alice.requests_per_s, bob.in_flight, source) == (128, 100, 64, str(file))
 
 
@@ -38,16 +41,17 @@ def test_a_variable_does_not_replace_the_sites_own_file(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("text", ["caps: {pods: none}", "caps: [", "cap: {}"])
-def test_a_broken_site_file_is_an_error_and_not_no_cap(tmp_path: Path, text: str) -> None:
+def test_a_broken_site_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     (tmp_path / "site.yaml").write_text(text)
+    monkeypatch.setattr("megaflow_hpc.config.quotas.SITE_FILE", tmp_path / "site.yaml")
     with pytest.raises(ConfigError, match=r"site\.yaml: the site file cannot be used"):
-        site_caps("bob", tmp_path / "site.yaml")
+        site_caps()
 
 
 @pytest.mark.parametrize(
     ("quotas", "pods", "servers", "named"),
     [
-        ({"in_flight": 65}, {}, 1, r"quotas\.in_flight: 65 is more than this site lets a campaign take \(64, /s\)"),
+        ({"in_flight": 65}, {}, 1, r"quotas\.in_flight: 65 is more than this site allows a campaign \(64, /s\)"),
         ({"requests_per_s": 100.5}, {}, 1, r"quotas\.requests_per_s: 100\.5"),
         ({}, {"count": 3, "pools": [{"count": 2}]}, 1, r"slurm\.pods \(of all pools\): 5"),
         ({}, {}, 3, r"servers \(of all policies\): 3"),

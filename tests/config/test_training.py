@@ -10,9 +10,14 @@ import pytest
 import yaml
 
 from megaflow_hpc import config
-from megaflow_hpc.config.data_algorithms import OverlongConfig
-from megaflow_hpc.config.objective import CLIPS, LossConfig
-from megaflow_hpc.config.training import OptimizerConfig, PolicyTraining, TrainingConfig
+from megaflow_hpc.config.training import (
+    CLIPS,
+    LossConfig,
+    OptimizerConfig,
+    OverlongConfig,
+    PolicyTraining,
+    TrainingConfig,
+)
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import NEUTRAL
 from tests.support.places import ROOT
@@ -30,7 +35,7 @@ training:
       optimizer: {lr: 1.0e-6, clip_norm: 1.0}
   batch: 64
   staleness: 2
-  data: [{penalty: -0.5}, {zero_variance: {}}, {staleness: 2}, {replay: 0.0}]
+  data: [{penalty: -0.5}, {zero_variance: {}}, {staleness: 2}]
   prompts: {order: uniform, pass_rate: [0.0, 1.0, exclusive]}
   steps: 100
   checkpoint_every: 5
@@ -64,7 +69,7 @@ def test_everything_can_be_said(tmp_path: Path) -> None:
     assert training is not None
     policy = training.policies["default"]
     assert (policy.loss.band, policy.loss.minibatch, policy.loss.epochs) == ((2e-4, 4e-4), 64, 2)
-    assert [step.name for step in training.data] == ["penalty", "zero_variance", "staleness", "replay"]
+    assert [step.name for step in training.data] == ["penalty", "zero_variance", "staleness"]
     assert training.data[0].penalty == -0.5
     assert training.data[2].staleness == 2
     assert training.evaluate is not None
@@ -98,7 +103,7 @@ def test_gspo_has_no_importance_weights_unless_the_file_asks_for_them() -> None:
     ("text", "expected"),
     [
         ("policies: {}", "names no policy; write policies: {default: {}}"),
-        ("policies: {other: }", "'other' is no policy with a model; this campaign has: default"),
+        ("policies: {other: }", "'other' is not a policy with a model; this campaign has: default"),
         ("policies: {default: {loss: {kind: median}}}", "median is an advantage; write advantage: {kind: median}"),
         ("policies: {default: {advantage: {kind: gspo}}}", "gspo is a loss; write loss: {kind: gspo}"),
         ("policies: {default: {loss: {minibatch: {tasks: 4}}}}", "expected a whole number"),
@@ -124,8 +129,8 @@ def test_gspo_has_no_importance_weights_unless_the_file_asks_for_them() -> None:
         ("policies: {default: }\ndata: [filter]", "unknown key 'training.data.0.filter'"),
         ("policies: {default: }\ndata: [{staleness: 1}, {staleness: 2}]", "staleness is given twice"),
         (
-            "policies: {default: }\ndata: [{replay: {ratio: 0.3}}]",
-            "replay: expected a number",
+            "policies: {default: }\ndata: [{replay: 0.3}]",
+            "training.data.replay: this key was removed: write loss.epochs",
         ),
         ("policies: {default: }\ndata: [{overlong: {longest: 10, buffer: 20}}]", "buffer 20 is larger than longest 10"),
         ("policies: {default: }\ndata: [{pass_rate: [0.9, 0.1]}]", "the lower one first"),

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from megaflow_hpc.model import json_text
-from megaflow_hpc.model.gateway import engine_client
+from megaflow_hpc.model.gateway import engine_call
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from tests.fuzz.contract import PART, Target, reader
@@ -27,7 +27,7 @@ _ENOUGH_S = 60.0
 _SMALL = (
     (json_text, "LARGE", 300),
     (json_text, "OFFLOAD_BYTES", 400),
-    (engine_client, "SMALL_ANSWER", 500),
+    (engine_call, "SMALL_ANSWER", 500),
 )
 """Limits lowered for the test, so that answers of a kilobyte are handled as if they had megabytes."""
 

@@ -16,8 +16,7 @@ from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out
 from megaflow_hpc.environments.images.image_file import working_directory
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.tar import RefusedMember
-from megaflow_hpc.host.unpack import Budget, unpack_tar
+from megaflow_hpc.host.tar import Budget, RefusedMember, unpack_tar
 from tests.fuzz.contract import Target, reader, scratch
 from tests.support.archives import END, archive, hardlink, member, raw, symlink
 

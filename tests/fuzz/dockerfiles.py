@@ -44,7 +44,7 @@ CMD ["bash"]
     + b"# no\n*.log\n!keep.log\ndir/**/x\n/sub\n",
     b"FROM debian\nRUN <<A cat <<B\nx\nA\ny\nB\nHEALTHCHECK CMD true\nONBUILD RUN x\n" + PART + b"**\n!one.txt\n",
     b"FROM scratch\n" + PART + b"[a-z]?\\*\n",
-    b"ARG A\nFROM x:${A:-1}\nWORKDIR a\nWORKDIR /b/../c\nADD --exclude=*.md dir /x/\nCOPY --parents dir/a /y/\n" + PART,
+    b"ARG A\nFROM x:${A:-1}\nWORKDIR a\nWORKDIR /b/../c\nADD --exclude=*.md dir /x/\nCOPY dir/a /y/\n" + PART,
 )
 _WORDS = (
     b"FROM ", b"RUN ", b"COPY ", b"ADD ", b"ENV ", b"ARG ", b"ONBUILD ", b"AS ", b"--from=", b"link.txt", b"../",

@@ -66,7 +66,7 @@ def records(data: bytes) -> None:
     """Read any bytes as a record behind a valid frame."""
     with scratch() as folder:
         run = _run_with_record(folder, data)
-        with open_trajectories(run.path, seals={}) as store:
+        with open_trajectories(run.path) as store:
             everything(store)
 
 
@@ -75,7 +75,7 @@ def gathered(data: bytes) -> None:
     """Gather such a record. The file is valid, and reads as the journal does."""
     with scratch() as folder:
         run = _run_with_record(folder, data)
-        with open_trajectories(run.path, seals={}) as store:
+        with open_trajectories(run.path) as store:
             before = {"ids": repr(store.ids), **everything(store)}
         path = gather(run, seals={})
         assert validate(path) == []
@@ -131,7 +131,7 @@ def _lines() -> list[bytes]:
     with scratch() as folder:
         run = run_dir(folder / "run")
         commit(run, "pod", *[(0, 0, trajectory(n)) for n in (1, 2, 5)])
-        with open_trajectories(run.path, seals={}) as store:
+        with open_trajectories(run.path) as store:
             export(store, ["jsonl"], folder)
         data = (folder / "trajectories.jsonl").read_bytes()
     return [data, data.splitlines()[0], gzip.compress(data, mtime=0)]

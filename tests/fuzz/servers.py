@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from megaflow_hpc.model.engines.launch import Launch
-from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server.proxy import Proxy
 from tests.fuzz.contract import Target, reader
+from tests.support.split_engine import SplitEngine
 
 KEY, ROOT = b"@KEY@", b"@ROOT@"
 """Inputs contain these in place of the key, and of the path of the rollout: at the proxy, ``/v1``."""
@@ -69,7 +69,7 @@ class Site:
         self.loop.set_exception_handler(lambda _, context: self.log.bad.append(repr(context)))
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._protocol, self._at_proxy = protocol, proxy
-        self.proxy = Proxy(host="127.0.0.1")
+        self.proxy = Proxy()
         self.gateway = ModelGateway(wait_s=2.0)
         self.key, self.root = "", ""
         self._runner: web.AppRunner | None = None

@@ -15,7 +15,7 @@ from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.harbor.rewards import read_rewards
 from megaflow_hpc.tasks.harbor.steps import steps_of
 from megaflow_hpc.tasks.swebench.instances import read_instances
-from megaflow_hpc.tasks.swebench.lines import load, read_tasks
+from megaflow_hpc.tasks.swebench.plan import load, read_tasks
 from megaflow_hpc.tasks.swebench.runs import judge
 from megaflow_hpc.types import Task
 from tests.fuzz.contract import PART, Target, parts, reader, scratch

@@ -84,14 +84,14 @@ class Bench:
         """Compares the kernel for packed rows with the loop, in bits and in speed."""
         import torch
 
-        from megaflow_hpc.training.trainer import attention
+        from megaflow_hpc.training.trainer import layers
 
-        attention.register()  # switches cuDNN's attention off, as the trainer does
-        kernels = {"varlen": attention._fused, "loop": attention._one_by_one}
+        layers.register()  # switches cuDNN's attention off, as the trainer does
+        kernels = {"varlen": layers._fused, "loop": layers._one_by_one}
         found: dict[str, Any] = {}
         lengths = self._lengths(self.short // 4)
-        packing = attention.Packing.of(lengths, self.device)
-        exact = self._attend(attention._one_by_one, packing, torch.float32)
+        packing = layers.Packing.of(lengths, self.device)
+        exact = self._attend(layers._one_by_one, packing, torch.float32)
         results = {}
         for name, kernel in kernels.items():
             try:
@@ -107,7 +107,7 @@ class Bench:
             found["bits_between"] = [_bits(a, b.float()) for a, b in pairs]
         found["row"] = {"tokens": sum(lengths), "sequences": len(lengths)}
         lengths = self._lengths(self.short)
-        packing = attention.Packing.of(lengths, self.device)
+        packing = layers.Packing.of(lengths, self.device)
         found["timed_row"] = {"tokens": sum(lengths), "sequences": len(lengths)}
         for name in results:
             taken = self._seconds(lambda name=name: self._attend(kernels[name], packing, torch.bfloat16))

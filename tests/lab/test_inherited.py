@@ -28,6 +28,7 @@ def test_a_campaign_is_run_from_inside_an_allocation(tmp_path: Path, make_campai
     script.write_text(
         "#!/bin/bash\n#SBATCH -n1 --mem-per-cpu=300M --time=10\n"
         "export SLURM_RESTART_COUNT=3 SBATCH_PARTITION=nowhere SBATCH_TIMELIMIT=0:01 SLURM_CPU_BIND=mask_cpu:0x1\n"
+        "umask 077\n"
         f"cd {ROOT} && srun -n1 {' '.join(words)} >{tmp_path}/out\n"
     )
     log = tmp_path / "log"

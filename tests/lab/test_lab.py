@@ -49,6 +49,7 @@ def test_a_new_lab_is_complete_and_its_status_says_so(lab: Lab) -> None:
     assert all(alive(daemon) for daemon in report["daemons"].values())
     assert report["nodes"] == {f"cpu{i}": "idle" for i in range(1, 5)} | {f"gpu{i}": "idle" for i in (1, 2)}
     assert set(lab.slurm("sinfo", "-h", "-o", "%R").split()) == {"cpu", "gpu", "preempt"}
+    assert "WaitTime                = 0 sec" in lab.slurm("scontrol", "show", "config")
 
 
 def test_a_healthy_lab_is_used_again(lab: Lab) -> None:

@@ -27,7 +27,7 @@ WHOLE_TABLE = "REQUEST_JOB_INFO"
 SQUEUE = {"REQUEST_JOB_USER_INFO": 1, "REQUEST_PARTITION_INFO": 1}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with own_lab(tmp_path_factory.mktemp("counted")) as lab:
         yield lab
@@ -68,6 +68,8 @@ def test_each_query_is_the_smallest_that_slurm_has(lab: Lab) -> None:
     before = requests()
     subprocess.run(["squeue", "-h", "-j", ",".join(arrays)], check=True, capture_output=True)
     assert counted(before)[WHOLE_TABLE] == 1, "this Slurm fetches the whole table for several ids"
+    ids.scancel(arrays)
+    until(lambda: not lab.slurm("squeue", "-h"), "the queue is empty")
 
 
 def test_a_campaign_that_is_followed_watched_and_looked_at_asks_within_its_budget(

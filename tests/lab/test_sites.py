@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc import Campaign
-from tests.support.campaigns import Make, rows, stored
+from tests.support.campaigns import Make, rows, small_rows, stored
 from tests.support.labs import Lab, own_lab, pods
 from tests.support.waiting import until
 
@@ -38,7 +39,6 @@ class Variant:
 
 SERVERS = "{{engine: scripted, script: answers.yaml, gpus: {}}}"
 VARIANTS = {
-    "plain": Variant("scontrol show config", "WaitTime                = 0 sec"),
     "waittime": Variant("scontrol show config", "WaitTime                = 15 sec"),
     "norequeue": Variant("scontrol show config", "JobRequeue              = 0"),
     "grace": Variant("scontrol show partition preempt", "GraceTime=40", pods("preempt", count=1)),
@@ -65,8 +65,6 @@ VARIANTS = {
         {"servers": "nodelist=gpu2"},
     ),
     "ratelimit": Variant("scontrol show config", "rl_enable"),
-    "psslurm": Variant("srun --mpi=none --mem=100 sh -c 'cat /proc/$PPID/comm'", "psid"),
-    "array": Variant("scontrol show config", "MaxArraySize            = 5", pods(count=6, ranks=1)),
 }
 
 
@@ -77,7 +75,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_variant_is_tried(tmp_path: Path) -> None:
-    assert json.loads(Lab(tmp_path).call("sites", "--json").stdout).keys() == VARIANTS.keys()
+    assert json.loads(Lab(tmp_path).call("sites", "--json").stdout).keys() == {"plain", "psslurm", "array", *VARIANTS}
     done = Lab(tmp_path).call("start", "--site", "psslrum")
     assert (done.returncode, "did you mean psslurm?" in done.stderr) == (1, True)
 
@@ -91,7 +89,7 @@ def test_a_campaign_runs_on_a_lab_with_a_trait_of_real_sites(name: str, place: P
         pytest.skip(done.stderr.strip())
     with own_lab(place) as lab:
         assert variant.answer in lab.slurm(*shlex.split(variant.ask))
-        assert "stop it first" in lab.call("start", "--site", "lua" if name != "lua" else "plain").stderr
+        assert "stop it first" in lab.call("start", "--site", "plain").stderr
         policies = ("default",) if variant.model else ("oracle", "nop")
         if variant.model:
             campaign = make_campaign(2, f"{variant.slurm}model: {variant.model}\n", agent="oracle", answers=["done"])
@@ -112,6 +110,7 @@ def test_a_campaign_runs_on_a_lab_with_a_trait_of_real_sites(name: str, place: P
 def test_a_pod_drains_and_starts_again_where_psslurm_starts_batch_scripts(place: Path, make_campaign: Make) -> None:
     assert Lab(place).call("start", "--site", "psslurm").returncode == 0
     with own_lab(place) as lab:
+        assert "psid" in lab.slurm("srun", "--mpi=none", "--mem=100", "sh", "-c", "cat /proc/$PPID/comm")
         campaign = make_campaign(6, pods(count=1), agent="oracle", solution="sleep 3; echo 42 > answer")
         run = Campaign.from_yaml(campaign).submit()
         until(lambda: stored(run) >= 1, "a rollout is stored")
@@ -120,3 +119,24 @@ def test_a_pod_drains_and_starts_again_where_psslurm_starts_batch_scripts(place:
         assert run.wait(timeout_s=120)["state"] == "finished"
         assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(6)}
         assert "Restarts=1 " in lab.slurm("scontrol", "show", "job", pod)
+
+
+def names_and_comments(ids: list[str]) -> set[tuple[str, str]]:
+    """Of elements, from accounting."""
+    output = subprocess.check_output(["sacct", "-nXP", "-j", ",".join(ids), "-o", "JobName,Comment"], text=True)
+    return {(name, comment) for name, _, comment in (line.partition("|") for line in output.splitlines())}
+
+
+def test_seven_pods_are_one_campaign_where_arrays_have_five_elements(place: Path, make_campaign: Make) -> None:
+    assert Lab(place).call("start", "--site", "array").returncode == 0
+    with own_lab(place) as lab:
+        assert "MaxArraySize            = 5" in lab.slurm("scontrol", "show", "config")
+        run = Campaign.from_yaml(make_campaign(8, pods(count=7, ranks=1))).submit()
+        assert [record.elements for record in run.slurm_jobs.arrays.records() if record.role == "pods"] == [3, 4]
+        summary = run.wait(timeout_s=240)
+        assert summary["state"] == "finished"
+        assert rows(run.path) == small_rows(8)
+        assert len({pod["pod"] for pod in summary["pods"]}) <= 7
+        nodes = [pod["node"] for pod in summary["pods"]]
+        assert len(set(nodes)) < len(nodes), "pods of less than a node share one"
+        until(lambda: names_and_comments(run.job_ids("pods")) == {("small", run.path.name)}, "accounting has them")

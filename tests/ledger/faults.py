@@ -35,8 +35,7 @@ from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.ledger.names import LEASES
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.frames import pack_record
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
-from megaflow_hpc.trajectories.journal.winners import counts, index
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts, counts, index
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.trajectories.reading.follow import follow
 from megaflow_hpc.types import Rollout

@@ -17,8 +17,10 @@ from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger.blocks import add
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Rewrite, There, Touch
 from megaflow_hpc.ledger.calls import Stored as StoredBy
-from megaflow_hpc.ledger.ending import finish
+from megaflow_hpc.ledger.consumers import finish
+from megaflow_hpc.ledger.coordinator import Pruning
 from megaflow_hpc.ledger.lease import PodIdentity, Times
+from megaflow_hpc.ledger.ledger import Seals, all_seals
 from megaflow_hpc.ledger.names import (
     CLAIMS,
     FIRST_HANDED_OFF,
@@ -28,12 +30,10 @@ from megaflow_hpc.ledger.names import (
     TASKS,
     claim_path,
     pairs,
-    seals,
+    seals_in,
     task_path,
 )
-from megaflow_hpc.ledger.pruning import Pruning
 from megaflow_hpc.ledger.rules import LedgerRules
-from megaflow_hpc.ledger.seals import all_seals
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, planned
 from megaflow_hpc.rundir.marks import counts as counts_all
 from megaflow_hpc.trajectories.journal.winners import RecordEntry, counts, decide
@@ -504,7 +504,10 @@ class Model:
     def _valid(self, state: State) -> list[RecordEntry]:
         files = self._files(state)
         claimed = [(b, e) for b, e in pairs(_look(files, Names(CLAIMS))) if e]
-        sealed = seals([(b, e, json.loads(files[claim_path(b, e)])) for b, e in claimed])
+        sealed: Seals = {}
+        for block, epoch in claimed:
+            for before, seal in enumerate(seals_in(json.loads(files[claim_path(block, epoch)]))):
+                sealed[block, before] = seal.owner, seal.sealed
         return [
             entry
             for entry, block, end in self._entries(state)

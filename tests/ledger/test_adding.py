@@ -188,7 +188,7 @@ def test_a_cancelled_campaign_is_closed_and_remembers_its_consumers(run: RunDir)
 
 
 def test_a_thread_renews_the_lease_until_its_owner_leaves_it_open(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaflow_hpc.ledger.open_lease.RENEW_S", 0.02)
+    monkeypatch.setattr("megaflow_hpc.ledger.consumers.RENEW_S", 0.02)
     path, lease = run.ledger / "open" / "default", OpenLease(run, "default")
     lease.keep()
     first = path.read_text()

@@ -12,10 +12,10 @@ import pytest
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
 from megaflow_hpc.ledger.calls import Names, Read
+from megaflow_hpc.ledger.coordinator import PRUNE_S
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.leader import STALE_S
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.ledger.pruning import PRUNE_S
 from megaflow_hpc.pod.master.coordination import CALLS_PER_TURN, Coordination, Role
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
@@ -235,8 +235,8 @@ def test_files_of_the_ledger_follow_what_is_alive(run: RunDir) -> None:
             for _ in range(3):
                 claim = pod.claim(start)
                 assert claim is not None
-                for epoch, owner, _ in pod.ledger.earlier(claim):
-                    assert sealed.setdefault((claim.block, epoch), owner) == owner
+                for epoch, seal in enumerate(claim.seals):
+                    assert sealed.setdefault((claim.block, epoch), seal.owner) == seal.owner
                 if number % 3 == 0:
                     (run.partial / f"{pod.name}.json").write_text('{"rollouts": {}}')
                     pod.ledger.release(claim, start, [])
@@ -395,7 +395,8 @@ def test_a_block_handed_off_is_void_though_the_claim_that_tells_was_removed(run:
     claims = [last.claim() for _ in range(3)]
     assert [claim.block for claim in claims if claim] == [1000000], "the other is void"
     assert [path.name for path in (run.ledger / "done").iterdir()] == ["1000001.0.0"]
-    assert [owner for _, owner, _ in last.ledger.earlier(Claim(block, 3))] == ["a.0", "b.0", "c.0"]
+    seals = Ledger(run).seals()
+    assert [seals[block, epoch][0] for epoch in range(3)] == ["a.0", "b.0", "c.0"]
 
 
 def test_claims_stay_while_an_earlier_holder_lives_that_could_end_its_block_with_them(run: RunDir) -> None:

@@ -11,7 +11,7 @@ from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer, say_last
-from megaflow_hpc.training.algorithms import filters
+from megaflow_hpc.training.algorithms import choice
 from megaflow_hpc.training.plan import TrainingFiles
 from tests.support.training import training_run
 
@@ -92,7 +92,7 @@ def test_status_warns_of_tokens_that_look_sampled_otherwise(
 
 
 def test_status_warns_if_most_rollouts_have_no_token_to_train_on(run: RunDir) -> None:
-    files, name = TrainingFiles(run, "default"), f"dropped/{filters.NOTHING_SAMPLED}"
+    files, name = TrainingFiles(run, "default"), f"dropped/{choice.NOTHING_SAMPLED}"
     files.create()
     files.commit(Commit(step=1, metrics={"reward": 0.5, "rollouts": 8.0, name: 7.0}))
     assert Monitor(run).status()["training"]["default"]["warnings"] == []

@@ -54,7 +54,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     samples.commit(run, "pod0", *[(0, 0, one) for one in made])
     gather(run, {})
     writer = EventWriter(run.event_file("pod0", "0"))
-    writer.write(PodEvent(state="started", node="node-1", job_id="17_0", ranks=2))
+    writer.write(PodEvent(state="started", node="node-1", job_id="17_0"))
     writer.write(WorkerEvent(rank=1, state="ready", slots=8, node="node-1"))
     for one in made:
         writer.write(RolloutEvent(id=one.id, status=one.status, reward=one.reward))

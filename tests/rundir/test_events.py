@@ -8,7 +8,6 @@ from pathlib import Path
 from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import (
     AttemptEvent,
-    EndpointsEvent,
     EventWriter,
     PodEvent,
     RolloutEvent,
@@ -18,12 +17,11 @@ from megaflow_hpc.rundir.events import (
 
 OLD = b"""\
 {"t": 1790063423.151, "event": "pod", "state": "started", "job_id": "", "node": "n1", "ranks": 2}
-{"t": 1790063423.2, "event": "worker", "rank": 1, "state": "ready", "slots": 2, "node": "n1"}
+{"t": 1790063423.2, "event": "worker", "rank": 1, "state": "ready", "slots": 2, "node": "n1", "later": [1]}
 {"t": 1790063424.1, "event": "attempt", "id": "a/p/0", "attempt": 0, "kind": "sandbox", "error": "x", "rank": 1}
 {"t": 1790063425.301, "event": "rollout", "id": "a/p/0", "status": "completed", "kind": "", "error": "\\ud83d", \
 "reward": NaN, "seconds": 0.51, "turns": 3, "inexact": 0}
 {"t": 1790063425.4, "event": "of a later version", "rank": 1}
-{"t": 1790063425.5, "event": "endpoints", "servers": ["a"], "later": [1]}
 {"t": 1790063426.151, "event": "pod", "sta"""
 
 
@@ -32,8 +30,8 @@ def test_lines_are_read_and_what_is_unknown_or_cut_is_skipped(tmp_path: Path) ->
     reader = EventReader(tmp_path)
     ((name, events),) = reader.read()
     assert name == "7_0.0"
-    assert [type(event) for event in events] == [PodEvent, WorkerEvent, AttemptEvent, RolloutEvent, EndpointsEvent]
-    assert events[-1] == EndpointsEvent(t=1790063425.5, servers=["a"])
+    assert [type(event) for event in events] == [PodEvent, WorkerEvent, AttemptEvent, RolloutEvent]
+    assert events[1] == WorkerEvent(t=1790063423.2, rank=1, state="ready", slots=2, node="n1")
     with open(tmp_path / "7_0.0.jsonl", "ab") as file:
         file.write(b'te": "done", "stored": 2}\n')
     ((_, events),) = reader.read()

@@ -14,7 +14,7 @@ from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerGroup, Ser
 RECORD = RunRecord(
     version="0.1.0",
     campaign={"name": "small", "tasks": ["tasks/*"], "agent": "oracle", "slurm": {"pods": {"mem_gb": 4}}},
-    policies={"default": PolicyRecord({"name": "oracle"}, {"engine": "scripted"}, samples=2)},
+    policies={"default": PolicyRecord([{"name": "oracle"}], {"engine": "scripted"}, samples=2)},
     servers=[
         ServerRecord("default", {"engine": "scripted"}),
         ServerRecord("default", {"engine": "scripted"}, held=True),

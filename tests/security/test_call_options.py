@@ -15,16 +15,17 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaflow_hpc.model.api import WEIGHT_VERSION
-from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, SplitEngine
+from megaflow_hpc.model.engine_api import WEIGHT_VERSION
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway import failover
-from megaflow_hpc.model.gateway.dialects import DIALECTS, TABLES, BadRequest, bounds, options
+from megaflow_hpc.model.gateway.dialects import DIALECTS, TABLES, BadRequest, base, options
 from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS, engine_request
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint
 from tests.support.poison import GOOD, POISON, TOOL, image
 from tests.support.serving import call_failure, endpoint, in_loop, listening
+from tests.support.split_engine import SplitEngine
 
 
 class Upstream:
@@ -506,13 +507,13 @@ def test_only_what_the_tables_allow_goes_on_whatever_is_sent(path: str, extra: d
 def test_depth_is_counted_as_a_decoder_goes(depth: int, text: str) -> None:
     inner = json.dumps("{[" * 40 + text)  # brackets in a text are no depth
     nested = '{"a":' * depth + f"[{inner}]" + "}" * depth
-    assert bounds.too_deep(json.loads(nested)) == (depth + 1 > bounds.MAX_NESTING)
-    if depth + 1 > bounds.MAX_NESTING:
+    assert base.too_deep(json.loads(nested)) == (depth + 1 > base.MAX_NESTING)
+    if depth + 1 > base.MAX_NESTING:
         with pytest.raises(BadRequest, match="nested deeper"):
-            bounds.bounded_arguments(nested, "arguments")
+            base.bounded_arguments(nested, "arguments")
     else:
-        assert bounds.bounded_arguments(nested, "arguments") == nested
-    assert bounds.bounded_arguments(text, "arguments") == text
+        assert base.bounded_arguments(nested, "arguments") == nested
+    assert base.bounded_arguments(text, "arguments") == text
 
 
 @pytest.mark.parametrize(
@@ -520,14 +521,14 @@ def test_depth_is_counted_as_a_decoder_goes(depth: int, text: str) -> None:
 )
 def test_arguments_that_cost_more_than_their_bytes_are_refused_undecoded(hostile: str) -> None:
     with pytest.raises(BadRequest):
-        bounds.bounded_arguments(hostile, "arguments")
+        base.bounded_arguments(hostile, "arguments")
 
 
 @pytest.mark.parametrize(
     "written", ['{"a": "' + "[{" * 10**5 + '"}', '"' + '\\"' * 10**6, '"' * 10**6, "def f(): {" * 100]
 )
 def test_arguments_with_brackets_in_their_texts_and_those_that_are_no_json_pass(written: str) -> None:
-    assert bounds.bounded_arguments(written, "arguments") == written
+    assert base.bounded_arguments(written, "arguments") == written
 
 
 # Of vLLM 0.32's ChatCompletionRequest and CompletionRequest, and of the first alone.

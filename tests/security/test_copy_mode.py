@@ -21,7 +21,7 @@ from megaflow_hpc.host.files import remove_tree
 from tests.support.sandboxes import Start
 from tests.support.trees import nest
 
-DEEP = 3000
+DEEP = 1500
 MODES = ("overlay", "copy")
 
 
@@ -167,7 +167,7 @@ MARKS = [
 ]
 
 
-DEEPLY = f"cd /opt; i=0; while [ $i -lt {DEEP} ]; do mkdir d; cd ./d; i=$((i+1)); done"
+DEEPLY = f"cd /opt; i=0; while [ $i -lt {DEEP} ]; do mkdir dir; cd ./dir; i=$((i+1)); done"
 
 
 LEAVES = {

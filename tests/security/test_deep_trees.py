@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.environments.sandbox.scratch import sweep
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import unshare
 from megaflow_hpc.host.files import remove_tree
@@ -19,10 +19,11 @@ from tests.support.places import ROOT
 from tests.support.sandboxes import Start
 from tests.support.trees import nest
 
-DEPTH = 3000
+DEPTH = 1200
+"""Deeper than Python recurses. With names of four letters, the path is longer than the kernel takes."""
 NEST = (
     "import os\nfor place in ('/tmp', '/app', '/usr'):\n  os.makedirs(place, exist_ok=True); os.chdir(place)\n"
-    f"  for i in range({DEPTH}): os.mkdir('d'); os.chdir('d')"
+    f"  for i in range({DEPTH}): os.mkdir('deep'); os.chdir('deep')"
 )
 
 
@@ -36,7 +37,7 @@ def gone() -> str:
 
 @pytest.mark.slow
 async def test_a_sandbox_with_deep_trees_is_kept_read_reset_and_removed(start: Start, tmp_path: Path) -> None:
-    nest(tmp_path / "deep", 1500, "d")
+    nest(tmp_path / "deep", DEPTH, "deep")
     sandbox = await start(disk_mb=1000)
     made = await sandbox.exec(["python3", "-c", NEST], timeout_s=300)
     assert made.exit_code == 0, made.stderr
@@ -47,9 +48,9 @@ async def test_a_sandbox_with_deep_trees_is_kept_read_reset_and_removed(start: S
     with suppress(SandboxError):
         await sandbox.snapshot(tmp_path / "kept")
     await sandbox.restart(change=lambda paths: None)
-    assert (await sandbox.exec("cd /app/d/d/d && echo there")).stdout == "there\n"
+    assert (await sandbox.exec("cd /app/deep/deep && echo there")).stdout == "there\n"
     await sandbox.reset()
-    assert (await sandbox.exec("ls -d /app /usr/d 2>/dev/null | wc -l")).stdout == "0\n"
+    assert (await sandbox.exec("ls -d /app /usr/deep 2>/dev/null | wc -l")).stdout == "0\n"
     await sandbox.exec(["python3", "-c", NEST], timeout_s=300)
     await sandbox.stop()
     assert not os.path.exists(sandbox.directory)
@@ -64,7 +65,7 @@ def test_what_a_dead_owner_left_is_swept_however_deep(tmp_path: Path) -> None:
     (scratch / "owners").mkdir(mode=0o700)
     owner = scratch / "owners" / gone()
     owner.mkdir()
-    nest(owner / "s1", 3000, "d")
+    nest(owner / "s1", DEPTH, "deep")
     (owner / "s1" / "owner").write_bytes(b"\xff\xfe no identity\n")
     assert sweep(scratch)["left"] == 0
     assert os.listdir(scratch / "owners") == []
@@ -73,7 +74,7 @@ def test_what_a_dead_owner_left_is_swept_however_deep(tmp_path: Path) -> None:
 HELD = """
 import os, subprocess, sys
 from pathlib import Path
-from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.environments.sandbox.scratch import sweep
 scratch = Path(sys.argv[1])
 for owner in sys.argv[2:]:
     for name in ("m/held", *map(str, range(50))):

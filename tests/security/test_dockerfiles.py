@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.cli import main
 from megaflow_hpc.cli.making.images import images_of_campaign
 from megaflow_hpc.environments.builds.builder import Builder
-from megaflow_hpc.environments.images.dockerfile import archive as archives
+from megaflow_hpc.environments.images.dockerfile import context as archives
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.environments.sandbox.scratch import sweep
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
@@ -87,44 +88,28 @@ def untouched(home: Path) -> bool:
 # --- what a RUN can reach ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_step_sees_no_root_but_its_own(built: Built, home: Path) -> None:
-    tree = built(
-        "FROM base\n"
-        "RUN for p in /proc/[0-9]*; do "
-        f"cat $p/root{home}/key && echo x >> $p/root{home}/planted; done > /loot 2>&1; true\n"
-    )
-    assert "the user's own" not in (tree / "loot").read_text()
-    assert untouched(home)
-
-
-def test_a_run_step_sees_no_process_of_the_host_and_no_variable_of_its_user(
-    built: Built, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_step_reaches_nothing_of_the_host(built: Built, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no root but its own, no process or variable of its user, no network, and root's rights in a sandbox."""
     monkeypatch.setenv("API_KEY", "secret-of-the-user")
-    tree = built(
-        "FROM base\n"
-        "RUN cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline | tr '\\0' '\\n' > /seen; ls -d /proc/[0-9]* > /pids\n"
-    )
-    seen = (tree / "seen").read_text()
-    assert "secret-of-the-user" not in seen
-    assert Path("/proc/self/cmdline").read_text().replace("\0", "\n") not in seen
-    assert len((tree / "pids").read_text().split()) < 10
-
-
-def test_a_run_step_has_no_network_unless_the_user_gives_it_one(built: Built) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         tree = built(
             "FROM base\n"
-            f"RUN cat /proc/net/dev > /devices; nc -w 1 127.0.0.1 {port} </dev/null && echo open > /open; true\n"
+            "RUN for p in /proc/[0-9]*; do "
+            f"cat $p/root{home}/key && echo x >> $p/root{home}/planted; done > /loot 2>&1; "
+            "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline | tr '\\0' '\\n' > /seen; ls -d /proc/[0-9]* > /pids; "
+            f"cat /proc/net/dev > /devices; nc -w 1 127.0.0.1 {port} </dev/null && echo open > /open; "
+            "grep ^Cap /proc/self/status > /caps; mount -t tmpfs none /opt; echo $? > /mounted\n"
         )
+    assert "the user's own" not in (tree / "loot").read_text()
+    assert untouched(home)
+    seen = (tree / "seen").read_text()
+    assert "secret-of-the-user" not in seen
+    assert Path("/proc/self/cmdline").read_text().replace("\0", "\n") not in seen
+    assert len((tree / "pids").read_text().split()) < 10
     devices = [line.split(":")[0].strip() for line in (tree / "devices").read_text().splitlines()[2:]]
     assert devices == ["lo"]
     assert not (tree / "open").exists()
-
-
-def test_a_run_step_has_no_more_capabilities_than_root_of_a_sandbox(built: Built) -> None:
-    tree = built("FROM base\nRUN grep ^Cap /proc/self/status > /caps; mount -t tmpfs none /opt; echo $? > /mounted\n")
     held = {line.split()[0]: int(line.split()[1], 16) for line in (tree / "caps").read_text().splitlines()}
     sys_admin, sys_ptrace, net_admin, mknod = 1 << 21, 1 << 19, 1 << 12, 1 << 27
     for kind in ("CapEff:", "CapPrm:", "CapBnd:"):
@@ -150,40 +135,39 @@ def test_sections_in_a_dockerfiles_text_and_values_are_text(built: Built, home: 
     assert untouched(home)
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        'RUN ["/bin/sh", "-c", "echo\\n%pre\\ntouch {home}/planted\\n%post\\ntrue"]',
-        'RUN echo "a\\\n%setup\\\n  touch {home}/planted"',
-        'SHELL ["/bin/sh", "-c", "x\\n%setup\\ntouch {home}/planted\\n"]\nRUN true',
-        "USER $A\nRUN true",
-        "FROM $A\nRUN true",
-        "COPY <<E /$A\n$A\nE\nRUN true",
-    ],
-    ids=["json", "continued", "shell", "user", "from", "copy"],
-)
-def test_sections_in_other_instructions_touch_nothing_whether_refused_or_built(
-    built: Built, home: Path, lines: str
-) -> None:
-    with contextlib.suppress(MegaflowError):
-        section = f"x\n%setup\n touch {home}/planted\n%post\n touch {home}/planted\n"
-        built(f"ARG A\nFROM base\nARG A\n{lines.replace('{home}', str(home))}\n", args={"A": section})
-    assert untouched(home)
+SECTIONS = [
+    'RUN ["/bin/sh", "-c", "echo\\n%pre\\ntouch {home}/planted\\n%post\\ntrue"]',
+    'RUN echo "a\\\n%setup\\\n  touch {home}/planted"',
+    'SHELL ["/bin/sh", "-c", "x\\n%setup\\ntouch {home}/planted\\n"]\nRUN true',
+    "USER $A\nRUN true",
+    "FROM $A\nRUN true",
+    "COPY <<E /$A\n$A\nE\nRUN true",
+]
+
+
+def test_sections_in_other_instructions_touch_nothing_whether_refused_or_built(built: Built, home: Path) -> None:
+    section = f"x\n%setup\n touch {home}/planted\n%post\n touch {home}/planted\n"
+    for lines in SECTIONS:
+        with contextlib.suppress(MegaflowError):
+            built(f"ARG A\nFROM base\nARG A\n{lines.replace('{home}', str(home))}\n", args={"A": section})
+        remove_tree(home.parent / "tree")
+        assert untouched(home), lines
 
 
 # --- names of images --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["{home}", "{home}/", "/", "../home", "./../home", "file://{home}", "~", "$HOME", "..", "localimage"]
-)
-def test_an_image_is_a_name_and_no_path(built: Built, home: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+NAMES = ["{home}", "{home}/", "/", "../home", "./../home", "file://{home}", "~", "$HOME", "..", "localimage"]
+
+
+def test_an_image_is_a_name_and_no_path(built: Built, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home)
-    named = name.replace("{home}", str(home))
-    for text in (f"FROM base\nCOPY --from={named} key /loot/\n", f"FROM {named}\nRUN cat /key\n"):
-        with pytest.raises(ConfigError, match=r"is not mapped|set neither by ARG nor by ENV"):
-            built(text)
+    for name in NAMES:
+        named = name.replace("{home}", str(home))
+        for text in (f"FROM base\nCOPY --from={named} key /loot/\n", f"FROM {named}\nRUN cat /key\n"):
+            with pytest.raises(ConfigError, match=r"is not mapped|set neither by ARG nor by ENV"):
+                built(text)
 
 
 def test_what_a_pattern_stands_for_is_no_way_to_other_files(busybox_rootfs: str, tmp_path: Path, home: Path) -> None:
@@ -195,16 +179,17 @@ def test_what_a_pattern_stands_for_is_no_way_to_other_files(busybox_rootfs: str,
 
 
 @pytest.mark.parametrize("name", ["/", "{home}", "../home", "../../images/../home/key", "~", ""])
-def test_an_image_that_a_task_names_is_a_name_and_no_path(tmp_path: Path, home: Path, name: str) -> None:
+def test_an_image_that_a_task_names_is_a_name_and_no_path(
+    tmp_path: Path, home: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     named = name.replace("{home}", str(home))
     for task in ("one", "two"):
         make_task(tmp_path / "tasks" / task, f"[environment]\ndocker_image = {json.dumps(named)}\n")
     campaign = tmp_path / "campaign.yaml"
     campaign.write_text("name: x\ntasks: tasks/*\nagent: oracle\nenvironment: {images: {base: base.sif, 'o/*': '*'}}\n")
     for words in (["images", "build", str(campaign)], ["tasks", "validate", str(tmp_path / "tasks")]):
-        done = megaflow(*words)
-        assert done.returncode == 2, done.stderr
-        assert re.search("is not mapped|leads elsewhere|a text that is not empty|no such", done.stderr)
+        assert main(words) == 2
+        assert re.search("is not mapped|leads elsewhere|a text that is not empty|no such", capsys.readouterr().err)
 
 
 def test_what_is_built_after_a_campaign_does_not_get_its_network(busybox_rootfs: str, tmp_path: Path) -> None:
@@ -260,13 +245,13 @@ SOURCES = ["link/key", "link/", "link", "inside/up/key", "key", "again", "within
 MOUNT = "RUN --mount=type=bind,source={},target=/loot cat /loot"
 
 
-@pytest.mark.parametrize(
-    ("line", "source"),
-    [(line, source) for line in ("COPY {} /loot/", "ADD {} /loot/", MOUNT) for source in SOURCES],
-)
-def test_no_link_leads_out_of_the_context(built: Built, context: Path, line: str, source: str) -> None:
-    with pytest.raises(ConfigError, match=r"link out of the build context|outside of the build context|no such file"):
-        built(f"FROM base\n{line.format(source)}\n")
+@pytest.mark.parametrize("line", ["COPY {} /loot/", "ADD {} /loot/", MOUNT])
+def test_no_link_leads_out_of_the_context(built: Built, context: Path, line: str) -> None:
+    for source in SOURCES:
+        with pytest.raises(
+            ConfigError, match=r"link out of the build context|outside of the build context|no such file"
+        ):
+            built(f"FROM base\n{line.format(source)}\n")
 
 
 def test_no_wildcard_leads_through_a_link_out_of_the_context(built: Built, context: Path, home: Path) -> None:
@@ -276,13 +261,12 @@ def test_no_wildcard_leads_through_a_link_out_of_the_context(built: Built, conte
     assert untouched(home)
 
 
-@pytest.mark.parametrize("name", ["../../../home/planted", "..", ".", "{home}/planted", "a/b", ""])
-def test_no_text_of_a_dockerfile_names_a_file_of_the_host(built: Built, home: Path, name: str) -> None:
+def test_no_text_of_a_dockerfile_names_a_file_of_the_host(built: Built, home: Path) -> None:
     """The name of a here-document is a file name, and may be quoted."""
-    named = name.replace("{home}", str(home))
-    for word in (named, f'"{named}"'):
-        with pytest.raises(ConfigError):
-            built(f"FROM base\nCOPY <<{word} /x/\ntext\n{named}\n")
+    for name in ("../../../home/planted", "..", ".", f"{home}/planted", "a/b", ""):
+        for word in (name, f'"{name}"'):
+            with pytest.raises(ConfigError):
+                built(f"FROM base\nCOPY <<{word} /x/\ntext\n{name}\n")
     assert untouched(home)
     assert not (home.parent / "x").exists()
 
@@ -320,7 +304,7 @@ def test_a_link_that_changes_while_the_context_is_copied_leads_nowhere(built: Bu
     thread = threading.Thread(target=swap)
     thread.start()
     try:
-        for number in range(300):
+        for number in range(150):
             target = context.parent / f"laid{number}"
             try:
                 lay_out(Context(context), ["honest/key"], target)
@@ -417,21 +401,26 @@ def test_links_that_a_step_plants_lead_no_later_step_to_the_host(built: Built, c
     assert "own" not in (tree / "read").read_text()
 
 
-@pytest.mark.parametrize(
-    "source", ["/out/way/key", "/out/key", "/up/key", "/out/way", "/../../../../{home}/key", "/proc/1/root{home}/key"]
-)
 @both_layers
-def test_nothing_of_the_host_is_copied_from_a_stage(built: Built, home: Path, source: str) -> None:
-    try:
-        tree = built(
-            "FROM base AS one\n"
-            f"RUN mkdir -p /out && ln -s {home} /out/way && ln -s {home}/key /out/key && ln -s ../../..{home} /up\n"
-            f"FROM base\nCOPY --from=one {source.replace('{home}', str(home))} /loot/\n"
-        )
-    except MegaflowError:
-        return
-    found = [path.read_text() for path in (tree / "loot").rglob("*") if path.is_file() and not path.is_symlink()]
-    assert not any("own" in text for text in found)
+def test_nothing_of_the_host_is_copied_from_a_stage(built: Built, home: Path) -> None:
+    tree = home.parent / "tree"
+    for source in (
+        "/out/way/key",
+        "/out/key",
+        "/up/key",
+        "/out/way",
+        f"/../../../..{home}/key",
+        f"/proc/1/root{home}/key",
+    ):
+        with contextlib.suppress(MegaflowError):
+            built(
+                "FROM base AS one\n"
+                f"RUN mkdir -p /out && ln -s {home} /out/way && ln -s {home}/key /out/key && ln -s ../../..{home} /up\n"
+                f"FROM base\nCOPY --from=one {source} /loot/\n"
+            )
+        found = [path.read_text() for path in (tree / "loot").rglob("*") if path.is_file() and not path.is_symlink()]
+        assert not any("own" in text for text in found), source
+        remove_tree(tree)
 
 
 @both_layers
@@ -476,7 +465,7 @@ def test_a_step_that_runs_for_ever_is_ended(built: Built) -> None:
 
 def test_a_step_that_floods_its_output_is_cut_and_its_end_is_shown(built: Built) -> None:
     with pytest.raises(MegaflowError, match="the end") as caught:
-        built("FROM base\nRUN head -c 50000000 /dev/zero | tr '\\0' 'x'; echo; echo the end; exit 3\n")
+        built("FROM base\nRUN head -c 5000000 /dev/zero | tr '\\0' 'x'; echo; echo the end; exit 3\n")
     assert len(str(caught.value)) < 20_000
 
 

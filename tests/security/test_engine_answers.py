@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from megaflow_hpc.model.gateway import engine_client
-from megaflow_hpc.model.gateway.engine_client import (
+from megaflow_hpc.model.gateway import engine_call
+from megaflow_hpc.model.gateway.engine_call import (
     MAX_ANSWER,
     SMALL_ANSWER,
     AnswerTooLong,
@@ -190,7 +190,7 @@ ENDLESS = {
 @pytest.mark.parametrize("kind", ENDLESS)
 @in_loop
 async def test_an_answer_without_end_is_given_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "MAX_ANSWER", 4 * MIB)
+    monkeypatch.setattr(engine_call, "MAX_ANSWER", 4 * MIB)
     async with served(endless(*ENDLESS[kind])) as stranger:
         client, url = EngineClient(), f"http://127.0.0.1:{stranger.port}/v1/chat/completions"
         with pytest.raises(ExchangeFailed) as caught:

@@ -29,8 +29,7 @@ from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
 from megaflow_hpc.trajectories.journal.frames import frame_head
 from megaflow_hpc.trajectories.journal.winners import journals
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
-from megaflow_hpc.trajectories.maintenance.compact import compact
-from megaflow_hpc.trajectories.maintenance.disk_usage import of_file
+from megaflow_hpc.trajectories.maintenance.compact import compact, usage_of_file
 from megaflow_hpc.trajectories.maintenance.validate import verify
 from megaflow_hpc.trajectories.reading.durations import durations
 from megaflow_hpc.trajectories.reading.follow import follow
@@ -141,7 +140,7 @@ READERS = {
     "anonymise": lambda path, work: anonymise(path, work / "out.h5"),
     "validate": lambda path, work: validate(path),
     "verify": lambda path, work: verify(path),
-    "du": lambda path, work: of_file(path),
+    "du": lambda path, work: usage_of_file(path),
 }
 
 
@@ -290,8 +289,8 @@ CRAFTED = ATTACKS | {
     "one chunk of 2 GB": _replaced("tokens/id", shape=(8,), maxshape=(None,), chunks=(1 << 29,), compression="gzip"),
     "object references": _replaced("trajectories/rank", shape=(8,), dtype=h5py.ref_dtype),
     "a list for an attribute": _attribute("campaign", ["x"] * 100_000, dtype=h5py.string_dtype()),
-    "ids that inflate to two gigabytes": _bomb("tokens/id", 2048),
-    "text that inflates to half a gigabyte": _bomb("messages/json", 512),
+    "ids that inflate to a gigabyte": _bomb("tokens/id", 1024),
+    "text that inflates to 200 MB": _bomb("messages/json", 200),
     "an offset behind the column": _put("messages/offset", 1, 1 << 62),
     "sequences behind the column": _put("trajectories/sequence_offset", 8, 1 << 40),
     "a text behind the column": _put("trajectories/error_offset", 8, 1 << 40),
@@ -309,7 +308,7 @@ CONFINED = """
 import json, sys
 from megaflow_hpc.cli import confined, main
 from megaflow_hpc.host.child import ProcessLimits
-confined.LIMITS = ProcessLimits(memory_bytes=512 << 20, cpu_s=1, file_bytes=64 << 20)
+confined.LIMITS = ProcessLimits(memory_bytes=200 << 20, cpu_s=1, file_bytes=64 << 20)
 statuses = [main(words) for words in json.loads(sys.argv[1])]
 print("STATUSES", json.dumps(statuses))
 """
@@ -349,16 +348,18 @@ def test_a_verb_reads_or_refuses_it_within_its_limits(attack, gathered, place, t
     path = craft(CRAFTED[attack], gathered.trajectories, tmp_path)
     assert path.stat().st_size < 4 << 20
     theirs = given_away(path, place)
-    found = statuses(
-        CONFINED,
+    verbs = [
+        ["show", theirs, "0", "--full"],
+        ["compact", theirs, "--output", tmp_path / "small.h5"],
         ["validate", theirs],
         ["verify", theirs],
         ["du", theirs],
-        ["show", theirs, "0", "--full"],
-        ["compact", theirs, "--output", tmp_path / "small.h5"],
         ["anonymise", theirs, "-o", tmp_path / "anonymous.h5"],
         ["export", theirs, "--format", "jsonl", "-o", tmp_path / "out"],
-    )
+    ]
+    if attack == "a heap without end":  # each takes all of its CPU time
+        verbs = verbs[:2]
+    found = statuses(CONFINED, *verbs)
     assert set(found) <= {0, 1, 2}
     if attack in ATTACKS:
         assert set(found) == {2}
@@ -369,7 +370,7 @@ def test_a_run_of_ones_own_with_a_file_of_another_user_is_read_within_limits(run
     shutil.copytree(run.path, place / "run")
     (place / "run" / "trajectories.h5").unlink()
     (place / "run" / "trajectories.h5").symlink_to(theirs)
-    program = CONFINED.replace("memory_bytes=512 << 20", "memory_bytes=1 << 20")
+    program = CONFINED.replace("memory_bytes=200 << 20", "memory_bytes=1 << 20")
     assert statuses(program, ["validate", place / "run"], ["validate", run.path]) == [2, 0]
 
 
@@ -401,22 +402,23 @@ def exported(gathered, tmp_path_factory) -> bytes:
 
 def test_a_small_gzip_of_one_endless_line_is_refused_within_the_limits(place, tmp_path):
     bomb = tmp_path / "bomb.jsonl.gz"
-    bomb.write_bytes(gzip.compress(b'{"messages": "') + gzip.compress(b"x" * (1 << 20)) * 600)
+    bomb.write_bytes(gzip.compress(b'{"messages": "') + gzip.compress(b"x" * (1 << 20)) * 250)
     assert bomb.stat().st_size < 700_000
     assert statuses(CONFINED, ["import", given_away(bomb, place), "-o", tmp_path / "x.h5"]) == [2]
     assert not (tmp_path / "x.h5").exists()
 
 
 @pytest.mark.parametrize(
-    "text",
+    "make",
     [
-        b'{"messages": [' + b"[]," * (20 << 20) + b"[]]}",
-        b"[" * 500_000 + b"]" * 500_000,
-        b'{"id": "a", "task_id": 1, "group_id": [], "policy": {}, "agent": 2, "status": "completed"}',
+        lambda: b'{"messages": [' + b"[]," * (20 << 20) + b"[]]}",
+        lambda: b"[" * 500_000 + b"]" * 500_000,
+        lambda: b'{"id": "a", "task_id": 1, "group_id": [], "policy": {}, "agent": 2, "status": "completed"}',
     ],
     ids=["wide", "deep", "kinds"],
 )
-def test_a_line_of_anything_is_an_error_with_its_number(exported, tmp_path, text):
+def test_a_line_of_anything_is_an_error_with_its_number(exported, tmp_path, make):
+    text = make()
     lines = tmp_path / "lines.jsonl.gz"
     with gzip.open(lines, "wb", 1) as file:
         file.write(exported.splitlines(True)[0] + text + b"\n")
@@ -446,7 +448,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("name: x\ntasks: " + "[" * 20_000 + "]" * 20_000, 2),
+        ("name: x\ntasks: " + "[" * 5_000 + "]" * 5_000, 2),
         ("name: x\n" + LAUGHS, None),
         ("name: x\ntasks: &a [*a]\n", 2),
         ("name: !!python/object/apply:os.system [true]\n", 1),

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.environments import SandboxSpec
-from megaflow_hpc.environments.sandbox.commands.streams import MAX_LEFT_PAIRS
-from megaflow_hpc.environments.sandbox.limits.cgroups import Cgroup
-from megaflow_hpc.environments.sandbox.limits.usage import CpuTime, Look, Process, lost_ticks
+from megaflow_hpc.environments.sandbox.commands.command import MAX_LEFT_PAIRS
+from megaflow_hpc.environments.sandbox.limits.usage import Process, lost_ticks
 from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.steps import prepare, verify
@@ -118,7 +116,7 @@ async def test_open_files_and_buffers_of_an_ordinary_program_are_not_held_agains
         "pairs = [socket.socketpair() for _ in range(200)]\n"
         "for file in held[:50]: file.write(block)\n"
         "memfd = os.memfd_create('small'); os.write(memfd, block)\n"
-        "end = time.monotonic() + 4\n"
+        "end = time.monotonic() + 2\n"
         "while time.monotonic() < end: pass\n"
         "print('done')"
     )
@@ -171,7 +169,7 @@ assert ctypes.CDLL(None).sigaction(signal.SIGCHLD, ctypes.byref(Action(None, fla
 @pytest.mark.parametrize("seconds", [0.7, 0.04])
 @pytest.mark.parametrize("how", [IGNORES, NO_WAIT], ids=["SIG_IGN", "SA_NOCLDWAIT"])
 async def test_cpu_time_of_children_that_nobody_waits_for_counts(start: Start, how: str, seconds: float) -> None:
-    sandbox = await start(cpu_s=2.0)
+    sandbox = await start(cpu_s=1.0)
     assert (await sandbox.exec(["python3", "-c", BURN % (how, seconds)], timeout_s=60)).breach.startswith(
         "cpu time limit: "
     )
@@ -207,19 +205,6 @@ def test_orphans_leave_their_time_to_the_first_process() -> None:
 
 def test_a_child_that_came_and_went_between_two_looks_stands_for_others_like_it() -> None:
     assert lost_ticks(family(parent_waited=0, child=1), family(parent_waited=0), INIT, 50, 2) == 50
-
-
-def test_a_control_group_of_the_sandboxs_own_counts_for_the_kernel(tmp_path: Path) -> None:
-    group = Cgroup(tmp_path, "one", SandboxSpec("x"))
-    counted = group.path / "cpu.stat"
-    counted.write_text("usage_usec 4000000\nuser_usec 1\n")
-    cpu = CpuTime()
-    cpu.renew(group)
-    counted.write_text("usage_usec 9500000\nuser_usec 1\n")
-    cpu.look(INIT, Look(processes=family(parent_waited=0)), group, 2, 1.0)
-    assert cpu.seconds == 5.5
-    cpu.end()
-    assert cpu.seconds == 5.5
 
 
 # --- processes left in the background -------------------------------------------------------------------------------

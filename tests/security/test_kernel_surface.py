@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
-from megaflow_hpc.environments.sandbox.commands.launcher import CALLS, REFUSED, launcher, program
+from megaflow_hpc.environments.sandbox.launcher import CALLS, REFUSED, launcher, program
 from tests.support.requirements import REMEDY
 from tests.support.sandboxes import Start
 

@@ -10,14 +10,15 @@ import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megaflow_hpc.environments.sandbox.commands.container import environment_text
-from megaflow_hpc.host import descriptors as limits
+from megaflow_hpc.host.process import MAX_DESCRIPTORS
 from megaflow_hpc.model import http_server
-from megaflow_hpc.model.gateway.engine_client import EngineClient
+from megaflow_hpc.model.gateway.engine_call import EngineClient
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.types import ModelEndpoint
@@ -26,7 +27,6 @@ from tests.support.crowds import crowd, descriptors, raw
 from tests.support.serving import Servers, call, conversation, descendants, in_loop
 from tests.support.waiting import until_async
 
-ECHO = {"default": ["fine"]}
 BODY = {"messages": conversation("hello")}
 FEW = 400
 """Limit of the attacked process's descriptors. An attack opens more connections."""
@@ -38,6 +38,16 @@ MALFORMED = (
     b"GET / HTTP/1.1\r\n" + b"".join(b"X%d: a\r\n" % n for n in range(2000)) + b"\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 )
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """A server of an engine that answers "fine", and after ten minutes what mentions "slow"."""
+    slow = {"when": "slow", "answers": [{"text": "late", "delay_s": 600}]}
+    with Servers(tmp_path_factory.mktemp("served")) as servers:
+        servers.script({"tasks": [slow], "default": ["fine"]}, "default", "--idle-s", "3600")
+        servers.record(0)
+        yield servers
 
 
 def head_of(model: ModelEndpoint, key: str | None = None) -> str:
@@ -60,8 +70,6 @@ async def works(model: ModelEndpoint) -> None:
 @pytest.mark.parametrize("stranger", [True, False], ids=["another user", "this user"])
 @in_loop
 async def test_idle_connections_without_a_key_leave_descriptors_for_calls(servers: Servers, stranger: bool) -> None:
-    servers.script(ECHO)
-    await asyncio.to_thread(servers.record, 0)
     with descriptors(FEW):
         async with servers.gateway() as gateway:
             model = await gateway.open("t/default/0", "default")
@@ -77,7 +85,6 @@ async def test_a_connection_shows_a_key_in_time_or_is_closed(servers: Servers, m
     """Connections that send nothing, half a head, single bytes, a wrong key or HEAD are closed. One with a key
     stays."""
     monkeypatch.setattr(http_server, "KEY_TIMEOUT_S", 0.5)
-    servers.script(ECHO)
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
@@ -111,7 +118,6 @@ async def slowly(port: int, text: str) -> None:
 @in_loop
 async def test_a_closed_rollouts_connections_are_closed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "KEY_TIMEOUT_S", 0.5)
-    servers.script(ECHO)
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
@@ -181,7 +187,6 @@ async def test_malformed_requests_cost_a_line_and_no_traceback(
 async def test_descriptors_that_have_run_out_cost_a_pause_and_no_log(
     servers: Servers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    servers.script(ECHO)
     async with servers.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
         with caplog.at_level(logging.WARNING):
@@ -237,8 +242,6 @@ async def test_a_key_that_is_no_text_is_a_wrong_key(
 @in_loop
 async def test_one_rollouts_connections_leave_room_for_anothers(servers: Servers, says: str) -> None:
     """An agent opens as many connections as it can with its own key, each with a slow request."""
-    servers.script({"tasks": [{"when": "slow", "answers": [{"text": "late", "delay_s": 600}]}], "default": ["fine"]})
-    await asyncio.to_thread(servers.record, 0)
     with descriptors(FEW):
         async with servers.gateway() as gateway:
             hostile = await gateway.open("t/default/0", "default")
@@ -257,8 +260,6 @@ async def test_one_rollouts_connections_leave_room_for_anothers(servers: Servers
 
 @in_loop
 async def test_a_rollouts_idle_connections_make_way_for_its_new_ones(servers: Servers) -> None:
-    servers.script(ECHO)
-    await asyncio.to_thread(servers.record, 0)
     with descriptors(FEW):
         async with servers.gateway() as gateway:
             model = await gateway.open("t/default/0", "default")
@@ -277,33 +278,35 @@ def soft_limit(pid: int) -> int:
     return int(next(line for line in lines if line.startswith("Max open files")).split()[3])
 
 
-def test_server_and_runner_raise_their_limit(servers: Servers, tmp_path: Path) -> None:
+def test_server_and_runner_raise_their_limit(tmp_path: Path) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    enough = limits.MAX_SOFT_LIMIT if hard == resource.RLIM_INFINITY else min(hard, limits.MAX_SOFT_LIMIT)
+    enough = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     ours, theirs = socket.socketpair()
-    with descriptors(512):
-        servers.script(ECHO)
-        command = [sys.executable, "-m", "megaflow_hpc.pod.rollout.runner", str(theirs.fileno())]
-        runner = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-    try:
-        servers.record(0)
-        assert soft_limit(servers.processes[0].pid) == enough
-        asyncio.run(until_async(lambda: soft_limit(runner.pid) == enough, "the runner's limit"))
-        assert descendants(servers.processes[0].pid)
-    finally:
-        ours.close()
-        theirs.close()
-        assert runner.wait(60) == 0
+    with Servers(tmp_path) as servers:
+        with descriptors(512):
+            servers.script({"default": ["fine"]})
+            command = [sys.executable, "-m", "megaflow_hpc.pod.rollout.runner", str(theirs.fileno())]
+            runner = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        try:
+            servers.record(0)
+            assert soft_limit(servers.processes[0].pid) == enough
+            asyncio.run(until_async(lambda: soft_limit(runner.pid) == enough, "the runner's limit"))
+            assert descendants(servers.processes[0].pid)
+        finally:
+            ours.close()
+            theirs.close()
+            assert runner.wait(60) == 0
 
 
 def test_programs_in_a_sandbox_start_with_the_limit_from_before() -> None:
     program = (
-        "from megaflow_hpc.host.descriptors import raise_limit, limit\n"
+        "from megaflow_hpc.host.process import raise_descriptor_limit, descriptor_limit\n"
         "from megaflow_hpc.environments.sandbox.commands.container import environment_text\n"
         "import subprocess\n"
-        "raise_limit()\n"
+        "raise_descriptor_limit()\n"
         "text = environment_text({}, False) + 'ulimit -Sn; ulimit -Hn\\n'\n"
-        "print(subprocess.run(['/bin/sh', '-c', text], capture_output=True, text=True, check=True).stdout, limit())\n"
+        "shell = subprocess.run(['/bin/sh', '-c', text], capture_output=True, text=True, check=True)\n"
+        "print(shell.stdout, descriptor_limit())\n"
     )
     with descriptors(512):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

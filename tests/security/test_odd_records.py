@@ -32,7 +32,7 @@ ODD = {
 }
 """JSON as Python reads it, for a field of any record."""
 RECORDS = {
-    "an event": ("events/8_0.0.jsonl", '{"event": "claim", "t": %s, "block": %s}\n'),
+    "an event": ("events/8_0.0.jsonl", '{"event": "start", "t": %s, "id": "a", "rank": 1, "attempt": %s}\n'),
     "a pod's state": ("events/9_0.0.jsonl", '{"event": "pod", "t": 1, "state": %s}\n'),
     "a lease": ("ledger/leases/8_0.0", '{"pod": "8_0", "start": "0", "job_id": "", "t": %s, "core_s": %s}'),
     "earlier starts": (

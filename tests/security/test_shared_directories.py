@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider
-from megaflow_hpc.environments.sandbox.janitor import sweep
-from megaflow_hpc.environments.sandbox.scratch import default_scratch
+from megaflow_hpc.environments.sandbox.scratch import default_scratch, sweep
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host.cleanup import POD_DIRECTORY, SHARED_MEMORY, sweep_directories, sweep_shared_memory
+from megaflow_hpc.host.private import POD_DIRECTORY, SHARED_MEMORY, sweep_directories, sweep_shared_memory
 from megaflow_hpc.host.process import Identity
 from tests.support.second_user import as_second_user
 

@@ -18,10 +18,10 @@ from megaflow_hpc.host import mpi
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup, read_run
-from megaflow_hpc.slurm import accounting, arrays, fits, ids, limits, reasons, script, site
+from megaflow_hpc.slurm import accounting, arrays, fits, ids, limits, script, site
 from megaflow_hpc.slurm.accounting import ACCOUNTING_DELAY_S, ElementUse, JobState, efficiencies
 from megaflow_hpc.slurm.arrays import Arrays
-from megaflow_hpc.slurm.resources import Cap
+from megaflow_hpc.slurm.limits import Cap
 from tests.support.training import training_run
 
 CACHED = (site.partitions, site.mpi_plugins, site.configuration, site._shown_partitions, site._sacctmgr)
@@ -108,7 +108,7 @@ def test_elements_that_squeue_knows_are_told_apart(prints: Print) -> None:
     assert {name for name, job in found.items() if job.live} == {"7_0", "7_2", "7_3", "8_0", "8_1", "9_0", "10", "11"}
     assert {name for name, job in found.items() if job.held} == {"8_0", "8_1", "9_0"}
     assert found["10"].node == "node4", "a heterogeneous job lives while a part of it does"
-    pods, held, requeued, other = reasons.waiting(("pods", job) for job in found.values())
+    pods, held, requeued, other = accounting.waiting(("pods", job) for job in found.values())
     assert pods | {"means": ""} == {
         "role": "pods", "reason": "Resources", "jobs": 2, "first": "7_2", "means": "", "remedy": "",
         "starts_at": 1795335600.0,
@@ -135,7 +135,7 @@ def test_elements_that_squeue_knows_are_told_apart(prints: Print) -> None:
 def test_rare_states_are_told_apart_and_explained(state: str, live: bool, held: bool, remedy: str | None) -> None:
     job = JobState("7_0", state, "None")
     assert (job.live, job.held, job.waits) == (live, held, remedy is not None)
-    rows = reasons.waiting([("pods", job)])
+    rows = accounting.waiting([("pods", job)])
     assert [row["reason"] for row in rows] == ([] if remedy is None else [state])
     assert all((remedy or "") in row["remedy"] for row in rows)
 
@@ -154,7 +154,7 @@ def test_rare_states_are_told_apart_and_explained(state: str, live: bool, held: 
     ],
 )
 def test_reasons_that_no_recording_has_are_said_in_plain_words(reason: str, word: str) -> None:
-    assert word in reasons.explain(reason)[0]
+    assert word in accounting.explain(reason)[0]
 
 
 def test_jobs_that_slurm_has_forgotten_are_gone_and_a_controller_that_is_away_is_an_error(prints: Print) -> None:

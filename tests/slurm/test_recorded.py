@@ -40,7 +40,7 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
-from megaflow_hpc.slurm import accounting, arrays, fits, limits, reasons, site
+from megaflow_hpc.slurm import accounting, arrays, fits, limits, site
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.ids import scancel
 from tests.slurm.recorder import RECORDED, SCENES, Slurm, read
@@ -278,7 +278,7 @@ def test_reasons_of_waiting_jobs(play: Play) -> None:
     play("reasons")
     said: dict[str, str] = {}
     for jobs in jobs_of("reasons"):
-        for group in reasons.waiting(("pods", job) for job in accounting.live_jobs(jobs).values()):
+        for group in accounting.waiting(("pods", job) for job in accounting.live_jobs(jobs).values()):
             said[group["reason"]] = f"{group['means']}; {group['remedy']}"
     for code, words in REASONS.items():
         found = [text for reason, text in said.items() if re.fullmatch(code, reason)]
@@ -331,7 +331,7 @@ def test_a_qos_of_twelve_cpus(play: Play) -> None:
     accounting.live_jobs(jobs)
     (held,) = accounting.live_jobs(jobs).values()
     assert held.reason == "QOSMaxCpuPerJobLimit"
-    assert reasons.explain(held.reason)[0] == "it asks for more than one job of the account or QOS may have"
+    assert accounting.explain(held.reason)[0] == "it asks for more than one job of the account or QOS may have"
 
 
 def test_what_sbatch_refuses_is_quoted(play: Play, tmp_path: Path) -> None:

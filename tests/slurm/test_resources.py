@@ -11,7 +11,7 @@ from megaflow_hpc.campaign import job_requests
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerGroup
 from megaflow_hpc.slurm import arrays, limits
-from megaflow_hpc.slurm.resources import Cap, amounts, asked, at_once, caps, gpu_requests, impossible, shared
+from megaflow_hpc.slurm.limits import Cap, amounts, asked, at_once, caps, gpu_requests, impossible, shared
 
 GPUS = Cap("MaxTRESPerUser", "gres/gpu", 4, "QOS a")
 CPUS = Cap("GrpTRES", "cpu", 64, "QOS a")

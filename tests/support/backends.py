@@ -14,8 +14,7 @@ from aiohttp import web
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
-from megaflow_hpc.model.server.proxy import Proxy
-from megaflow_hpc.model.server.tls import make_context
+from megaflow_hpc.model.server.proxy import Proxy, make_context
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -28,7 +27,7 @@ async def proxy_of_script(folder: Path, tls: bool = False, **options: Any) -> As
     await engine.setup()
     await web.UnixSite(engine, socket).start()
     context, fingerprint = make_context(folder) if tls else (None, "")
-    proxy = Proxy("127.0.0.1", **options)
+    proxy = Proxy(**options)
     await proxy.start(context)
     await proxy.attach(Launch(uds=socket, model_name="m", protocol="plain"))
     try:
@@ -73,7 +72,7 @@ async def proxy_of_witness() -> AsyncIterator[tuple[Proxy, Witness]]:
     with tempfile.TemporaryDirectory(prefix="w") as folder:  # of its own: a socket's path may have 107 bytes
         witness, socket = Witness(), f"{folder}/witness.sock"
         listener = await asyncio.start_unix_server(witness.serve, socket)
-        proxy = Proxy("127.0.0.1")
+        proxy = Proxy()
         await proxy.start()
         await proxy.attach(Launch(uds=socket, model_name="m", protocol="plain"))
         try:

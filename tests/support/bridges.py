@@ -10,8 +10,7 @@ from typing import Any
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weights import current
-from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.step import Step
+from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.types import Rollout
 from tests.support.training import Pods, training_run
 

@@ -10,8 +10,8 @@ from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.layered import is_layered
-from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping
 from megaflow_hpc.environments.images.store import ImageStore
 
 

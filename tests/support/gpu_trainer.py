@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
+from pathlib import Path
 
 import aiohttp
 
 from megaflow_hpc.host.process import Identity
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import GpuGrant, SharedGpu
-from tests.support.serving import Servers
+from tests.support.serving import Servers, listeners
 from tests.support.waiting import until
 
 
@@ -46,10 +46,7 @@ class Trainer:
 
 async def asleep(servers: Servers) -> bool:
     """Return whether the engine of the first server reports that it sleeps."""
-    record = servers.record(0)
-    pin = aiohttp.Fingerprint(bytes.fromhex(record["tls_fingerprint"]))
-    key = json.loads((servers.run.endpoints / ".default.0.admin").read_text())["key"]
-    headers = {"Authorization": f"Bearer {key}"}
-    async with aiohttp.ClientSession(headers=headers) as session:
-        async with session.get(record["url"] + "/is_sleeping", ssl=pin) as reply:
+    (socket,) = [path for path in listeners(servers.processes[0].pid)[1] if Path(path).name == "engine.sock"]
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket)) as session:
+        async with session.get("http://engine/is_sleeping") as reply:
             return bool((await reply.json())["is_sleeping"])

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megaflow_hpc.environments.builds.builder import Builder
-from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.tasks.images import image_requests
+from megaflow_hpc.tasks.loading import image_requests
 from megaflow_hpc.types import Task
 
 TOML = """\

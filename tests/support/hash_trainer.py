@@ -12,9 +12,8 @@ from pathlib import Path
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.algorithms.samples import StoredRollout
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.plan import StepPlan
-from megaflow_hpc.training.step import Step
 from tests.support.tensors import safetensors
 
 START = "0" * 64

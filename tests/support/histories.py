@@ -8,7 +8,7 @@ from pathlib import Path
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
-    ClaimEvent,
+    EngineEvent,
     PodEvent,
     RolloutEvent,
     StartEvent,
@@ -49,7 +49,7 @@ class History:
     def _begin(self) -> None:
         pod = f"7_{len(self.files)}.0"
         self.files[pod], self._running[pod] = [], {}
-        self._say(pod, PodEvent(state="started", job_id=pod, node=f"n{len(self.files)}", ranks=3))
+        self._say(pod, PodEvent(state="started", job_id=pod, node=f"n{len(self.files)}"))
         for rank in (1, 2):
             self._say(pod, WorkerEvent(rank=rank, state="ready", slots=4, node=f"n{len(self.files)}-{rank}"))
 
@@ -98,7 +98,7 @@ class History:
         elif what < 0.91 and self._failed:  # resume --failed
             self._queue.insert(0, self._failed.pop(draw.randrange(len(self._failed))))
         elif what < 0.93:
-            self._say(pod, ClaimEvent(block=draw.randrange(9), epoch=0, state="claimed", rollouts=4))
+            self._say(pod, EngineEvent(rank=draw.randrange(9), state="ready", node="n1"))
         elif what < 0.95:
             self._say(pod, WorkerEvent(rank=rank, state="excluded", node=f"n{rank}", why="sandboxes do not start"))
         elif what < 0.98:

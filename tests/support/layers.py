@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megaflow_hpc.environments.images.layered import Base, LayeredImage
-from megaflow_hpc.environments.images.layers.blob import LayerFacts
-from megaflow_hpc.environments.images.layers.packing import Attributes, Packer
+from megaflow_hpc.environments.images.layers.blob import Attributes, LayerFacts, Packer
 from megaflow_hpc.environments.images.layers.unpacking import unpack
 from megaflow_hpc.environments.images.store import ImageStore
 

@@ -13,7 +13,7 @@ from megaflow_hpc.pod.master.run_io import Report, RunIo, RunIoThread
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from tests.support.ledgers import AnyTasks
 
@@ -40,7 +40,7 @@ class IoPod:
         self.ledger.register()
         self.events = EventWriter(run.event_file(name, "0"))
         stored, tasks = StoredRollouts(run), AnyTasks() if tasks is None else tasks
-        self.blocks = ClaimedBlocks(run, self.ledger, self.events, stored, tasks, ahead)
+        self.blocks = ClaimedBlocks(run, self.ledger, stored, tasks, ahead)
         self.journal = journal or JournalWriter(run.journal_file(name, "0"))
         endpoints, budget = Endpoints(run, {}), CampaignBudget(run, {})
         self.thread = RunIoThread(run, self.journal, self.ledger, self.blocks, self.events, endpoints, budget)

@@ -23,7 +23,8 @@ def environment(pid: int) -> dict[str, str]:
 
 def kill(pid: int) -> bool:
     """Kill a process. Return ``False`` if no process has this pid."""
-    return process.kill_each([pid]) == 1
+    identity = process.Identity.of(pid)
+    return identity is not None and identity.kill()
 
 
 def processes_of(*words: str) -> list[int]:

@@ -35,7 +35,7 @@ def attempts(
     config = CampaignConfig.model_validate(
         {"name": "attempts", "tasks": str(place), "agent": "oracle", "environment": {"network": "none", **environment}}
     )
-    policies = {"default": Policy(agent=AgentConfig(name="oracle"))}
+    policies = {"default": Policy(agents=(AgentConfig(name="oracle"),))}
 
     async def main() -> dict[str, Trajectory]:
         async with ApptainerProvider(place / "scratch") as provider:

@@ -21,6 +21,7 @@ import yaml
 from aiohttp import web
 
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
+from megaflow_hpc.model.engines.scripted.script import load
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, read_run, write_run
@@ -112,6 +113,32 @@ class Servers:
         await asyncio.gather(*(asyncio.to_thread(self.record, n) for n in range(len(self.entries))))
         async with ModelGateway(**options) as gateway:
             gateway.update_endpoints(self.records())
+            yield gateway
+
+
+class Engines:
+    """Scripted engines in this process, for tests that need no server's processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._engines: list[tuple[str, ScriptedEngine]] = []
+
+    def script(self, script: Mapping[str, Any], policy: str = "default", max_model_len: int = 1_000_000) -> None:
+        """Adds an engine that answers from ``script``."""
+        file = self._folder / f"script{len(self._engines)}.yaml"
+        file.write_text(yaml.safe_dump(dict(script)))
+        self._engines.append((policy, ScriptedEngine(load(file), policy, max_model_len)))
+
+    @contextlib.asynccontextmanager
+    async def gateway(self, **options: Any) -> AsyncIterator[ModelGateway]:
+        """Serves the engines, and yields a gateway that has the list of them."""
+        async with contextlib.AsyncExitStack() as stack:
+            records = []
+            for number, (policy, engine) in enumerate(self._engines):
+                port = await stack.enter_async_context(listening(engine.application()))
+                records.append(endpoint(port, policy, server=f"{policy}.{number}", model_name=policy))
+            gateway = await stack.enter_async_context(ModelGateway(**options))
+            gateway.update_endpoints(records)
             yield gateway
 
 
@@ -245,6 +272,12 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
     """Engine servers on a run directory below ``tmp_path``. The test's end ends them."""
     with Servers(tmp_path) as started:
         yield started
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Engines:
+    """Scripted engines in this process."""
+    return Engines(tmp_path)
 
 
 async def call(model: ModelEndpoint, body: dict[str, Any], path: str = "/chat/completions", key: str | None = None):

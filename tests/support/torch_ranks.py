@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.places import ROOT
+from tests.support.warm import WarmPython
 
 CLOSED = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1")
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -26,20 +27,48 @@ def engine_python() -> Path:
     return Path(venv) / "bin" / "python"
 
 
-def run_ranks(script: str, folder: Path, *arguments: object, ranks: int = 1, timeout_s: float = 240) -> Any:
+SETTINGS = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+_warm: list[WarmPython] = []
+"""The Python that ran the last script."""
+
+
+def _python() -> WarmPython:
+    """Return a Python with transformers, which takes five seconds of CPU to import."""
+    if not _warm or not _warm[-1].alive():
+        modules = ("torch.distributed", "transformers.models.auto.modeling_auto", "transformers.models.llama")
+        _warm[:] = [WarmPython(*modules, python=str(engine_python()), variables=SETTINGS)]
+    return _warm[-1]
+
+
+def run_ranks(script: str, folder: Path, *arguments: object, ranks: int = 1) -> Any:
     """Run ``script`` in ``folder`` with one thread per rank; return the JSON of rank 0's last line."""
+    own = [{}] if ranks == 1 else _of_ranks(ranks, folder)
+    result = _python().run_several(script, *map(str, arguments), variables=own, folder=folder)
+    return _last_line(result)
+
+
+def _of_ranks(count: int, folder: Path) -> list[dict[str, str]]:
+    """Return the variables of each rank, as torchrun sets them."""
+    shared = {"MEGAFLOW_TRAINER_STORE": f"file://{folder / secrets.token_hex(4)}.store", **LOOPBACK}
+    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def run_apart(script: str, folder: Path, ranks: int = 1) -> Any:
+    """Run ``script`` in new processes, several of which torchrun starts; return the JSON of rank 0's last line."""
     path, meeting = folder / "script.py", folder / secrets.token_hex(4)
     path.write_text(script)
-    several = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *CLOSED] if ranks > 1 else []
-    several += [f"--rdzv-endpoint={meeting}.rendezvous"] if ranks > 1 else []
-    own = {"MEGAFLOW_TRAINER_STORE": f"file://{meeting}.store", **LOOPBACK} if ranks > 1 else {}
-    result = subprocess.run(
-        [engine_python(), *several, path, *map(str, arguments)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **own},
-    )
+    environment, several = {**os.environ, **SETTINGS}, []
+    if ranks > 1:
+        environment |= {**LOOPBACK, "MEGAFLOW_TRAINER_STORE": f"file://{meeting}.store"}
+        several = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *CLOSED]
+        several += [f"--rdzv-endpoint={meeting}.rendezvous"]
+    command = [engine_python(), *several, path]
+    return _last_line(subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=environment))
+
+
+def _last_line(result: subprocess.CompletedProcess[str]) -> Any:
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return json.loads(result.stdout.splitlines()[-1])

@@ -66,7 +66,6 @@ def training_run(
     if training is not None:
         fields["training"] = {"policies": {name: {} for name in policies or {"default": 0}}, **training}
     campaign = parse(fields)
-    models = {name: policy.model for name, policy in campaign.policies().items()}
     names = [f"task-{number}" for number in range(tasks)]
     write_run(
         run,
@@ -74,11 +73,11 @@ def training_run(
             campaign=campaign.model_dump(mode="json"),
             policies={
                 name: PolicyRecord(
-                    agent={"name": "nop"},
-                    model=planned.model_dump(mode="json") if planned else {},
+                    agents=[agent.model_dump(mode="json") for agent in policy.agents],
+                    model=policy.model.model_dump(mode="json") if policy.model else {},
                     samples=samples if policies is None else policies[name],
                 )
-                for name, planned in models.items()
+                for name, policy in campaign.policies().items()
             },
             held_out=names[len(names) - held_out :],
             packed=write_tasks(run, [PlannedTask(Task(name, "", "", "").to_dict(), {}) for name in names]),

@@ -21,9 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
-from megaflow_hpc.model.server.proxy import Proxy, Serving
+from megaflow_hpc.model.server.proxy import Proxy, Serving, make_context
 from megaflow_hpc.model.server.registration import Assignment
-from megaflow_hpc.model.server.tls import make_context
 from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
@@ -43,11 +42,11 @@ class Reader:
 
     def __init__(self, run: RunDir, number: int, node: str, scratch: Path, update: str = "together") -> None:
         scratch.mkdir(mode=0o700, exist_ok=True)
-        self.proxy = Proxy(host="127.0.0.1")
+        self.proxy = Proxy()
         what = Assignment(number, "default", {"weights": {"update": update}})
         with mock.patch.dict(os.environ, {"SLURMD_NODENAME": node}):
             self.updater = WeightUpdater(run, what, self.proxy)
-        self.updater.scratch = self._scratch = scratch
+        self.updater.copies.scratch = self._scratch = scratch
         self.copies, self._files = self.updater.copies, EndpointFiles(run)
         self.endpoint = Endpoint(server=what.name, policy="default", url="", key=self.proxy.key, node=node, start="1")
 

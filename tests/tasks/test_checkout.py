@@ -158,13 +158,9 @@ def files_below(place: Path) -> dict[bytes, tuple[bytes, int]]:
     return found
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["few", "more files than a command holds"])
 def test_a_patch_is_utf8_and_gives_every_byte_whatever_is_in_the_files(
-    image: str, scratch: Path, tmp_path: Path, many: bool, monkeypatch: pytest.MonkeyPatch
+    image: str, scratch: Path, tmp_path: Path
 ) -> None:
-    if many:
-        monkeypatch.setattr(checkout, "_MAX_PATHS_BYTES", 10)
-
     async def use(sandbox: ApptainerSandbox) -> tuple[checkout.Patch | None, bytes, bytes]:
         assert (await sandbox.exec(f"cd /repo; {HANDED} {COMMIT}")).exit_code == 0
         before = (await sandbox.exec("cd /repo; tar c .")).stdout_bytes
@@ -177,7 +173,6 @@ def test_a_patch_is_utf8_and_gives_every_byte_whatever_is_in_the_files(
     assert patch is not None
     assert patch.error == ""
     told = json.loads(json.dumps({"model_patch": patch.data.decode()}))["model_patch"]
-    assert ("+\ufffd grüße\n" in told) is not many
     (tmp_path / "p.diff").write_text(told, encoding="utf-8", newline="")
     for name, archive in (("clean", before), ("left", after)):
         (tmp_path / name).mkdir()
@@ -199,13 +194,6 @@ def test_the_files_of_a_repository_within_the_checkout_are_not_in_the_patch_and_
     patch = work(image, scratch, use)
     assert patch.error == "'sub': a separate repository; the patch names its commit and contains none of its files"
     assert b"+Subproject commit" in patch.data
-
-
-def test_no_word_of_git_breaks_the_reading_of_a_patch() -> None:
-    """git is a program of the sandbox, so its output is untrusted."""
-    for part in (b"", b"\xff", b'"a/\\777\\', b"a/x", b"a/x b/x\nrename from \xff", b"a/\0 b/\0\n@@ \xff"):
-        patch = b"diff --git " + part
-        assert isinstance(checkout._not_text(patch + b"\n" + patch), list)
 
 
 def test_a_patch_makes_the_agents_sandbox_again_of_a_fresh_one(image: str, scratch: Path) -> None:

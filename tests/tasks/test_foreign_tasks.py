@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.agents.oracle import OracleAgent
+from megaflow_hpc.agents.without_model import OracleAgent
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.image_file import LABEL
-from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.images import image_requests, in_image_directories
+from megaflow_hpc.tasks.loading import image_requests, in_image_directories
 from megaflow_hpc.tasks.releases.sdists import fetch_wheels
 from megaflow_hpc.tasks.validation import Validation, validate
 from tests.support.sources import fetch_sources

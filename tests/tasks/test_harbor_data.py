@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.images import image_requests
-from megaflow_hpc.tasks.loading import load_tasks
+from megaflow_hpc.tasks.loading import image_requests, load_tasks
 from megaflow_hpc.types import Task
 from tests.support.harbor_tasks import write_steps, write_task
 
@@ -45,3 +44,18 @@ def test_a_dockerfile_is_parsed_once_for_task_and_image(tmp_path: Path) -> None:
     assert list(images.resolve_all(image_requests(tasks), mapping, build=False)) == [tasks[0].image]
     with pytest.raises(ConfigError, match="Dockerfile:2: ONBUILD is not supported"):
         Images(images.store).resolve_all(image_requests(tasks), mapping, build=False)
+
+
+def test_a_step_may_have_a_verifier_image_of_its_own(tmp_path: Path) -> None:
+    toml = '[environment]\ndocker_image = "base"\n[[steps]]\nname = "first"\n'
+    toml += '[steps.verifier]\nenvironment_mode = "separate"\n'
+    path = write_task(tmp_path, toml=toml)
+    tests = path / "steps" / "first" / "tests"
+    tests.mkdir(parents=True)
+    (tests.parent / "instruction.md").write_text("Fix it.\n")
+    (tests / "Dockerfile").write_text("FROM org/judge:1\n")
+    [step] = HarborData.of(read_harbor_task(path)).steps
+    assert step.verifier.bundled
+    environment = step.verifier_environment("one")
+    assert environment is not None
+    assert environment.image == "org/judge:1"

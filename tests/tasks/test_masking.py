@@ -50,14 +50,14 @@ def stored(verdict: Verdict) -> bytes:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_key_of_the_users_is_in_nothing_that_is_stored(
-    base_sif: Path, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+    rootfs: str, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     monkeypatch.setenv("MEGAFLOW_TASK_ENV", "JUDGE_KEY")
     test = TEST + ('echo "$JUDGE_KEY" > /logs/verifier/reward.json\n' if fails else "")
     files = {"task.toml": TOML, "instruction.md": "x", "tests/test.sh": test}
     task = read_harbor_task(write_files(tmp_path / "judged", files))
-    images, environment = {"base": str(base_sif)}, EnvironmentConfig(network="none")
+    images, environment = {"base": rootfs}, EnvironmentConfig(network="none")
 
     async def main() -> tuple[Verdict, str]:
         async with ApptainerProvider(scratch) as provider:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megaflow_hpc.agents.oracle import OracleAgent
+from megaflow_hpc.agents.without_model import OracleAgent
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext

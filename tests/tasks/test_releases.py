@@ -22,7 +22,7 @@ import pytest
 
 from megaflow_hpc.cli.making import tasks as verbs
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.unpack import Budget
+from megaflow_hpc.host.tar import Budget
 from megaflow_hpc.tasks import named_tests
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task

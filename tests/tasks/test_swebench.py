@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.agents.oracle import NopAgent, OracleAgent
+from megaflow_hpc.agents.without_model import NopAgent, OracleAgent
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.images.mapping import match_name
+from megaflow_hpc.environments.images.sources import match_name
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.tasks.swebench import package as swebench_package
 from megaflow_hpc.tasks.swebench.instances import Instance, read_instances
-from megaflow_hpc.tasks.swebench.lines import load
+from megaflow_hpc.tasks.swebench.plan import load
 from megaflow_hpc.tasks.swebench.runs import MARKERS, judge
 from megaflow_hpc.types import Task, Verdict
 from tests.support.swebench_samples import Made, Pair, build_image, make, with_checkout, write_lines

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.agents.oracle import OracleAgent
+from megaflow_hpc.agents.without_model import OracleAgent
 from megaflow_hpc.cli import main
 from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider
@@ -49,7 +49,7 @@ def judged(
     """Return the verdicts of a campaign and of validation on the task with its own solution."""
     fields = {"name": "x", "tasks": "x", "agent": "oracle", "environment": {"network": "none", **environment}}
     config = CampaignConfig.model_validate(fields)
-    policies = {"oracle": Policy(agent=AgentConfig(name="oracle"))}
+    policies = {"oracle": Policy(agents=(AgentConfig(name="oracle"),))}
 
     async def main() -> tuple[Trajectory, Validation]:
         async with ApptainerProvider(scratch) as provider:

@@ -25,11 +25,10 @@ from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weight_delta import put_together
 from megaflow_hpc.rundir.weight_source import DELTA
 from megaflow_hpc.rundir.weights import current, ordinals, versions
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.evaluation import evaluations
 from megaflow_hpc.training.plan import Refill, StepPlan, TaskBatch, TrainingFiles
 from megaflow_hpc.training.staleness import FIRST_ADDED_ROUND, FIRST_REFILL_ROUND
-from megaflow_hpc.training.step import Step
 from megaflow_hpc.types import Rollout
 from tests.support.hash_trainer import START, step_through, train, trained
 from tests.support.tensors import safetensors
@@ -698,9 +697,9 @@ def test_held_out_tasks_are_asked_for_every_few_steps_and_never_trained_on(tmp_p
     _, plans = drink(run, pods)
     assert {rollout.task for plan in plans for rollout in plan.rollouts} == {"task-0", "task-1", "task-2"}
     pods.work()
-    assert [(e.step, e.rollouts, e.reward, e.passed) for e in evaluations(run, "default")] == [
-        (2, 3, 0.5, 0.0),
-        (4, 3, 1.0, 1.0),
+    assert [(e.step, e.agent, e.rollouts, e.reward, e.passed) for e in evaluations(run, "default")] == [
+        (2, "nop", 3, 0.5, 0.0),
+        (4, "nop", 3, 1.0, 1.0),
     ]
     assert evaluations(run, "other") == []
     again = Dataflow(run)  # as after a crash between the commit and the request

@@ -13,18 +13,16 @@ import numpy as np
 import pytest
 
 from megaflow_hpc.config import parse
-from megaflow_hpc.config.data_algorithms import PromptsConfig
 from megaflow_hpc.config.sections import Method
-from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
+from megaflow_hpc.config.training import PolicyTraining, PromptsConfig, TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.rewards import scored, scores
 from megaflow_hpc.training.algorithms.samples import Sample, TurnTokens
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.methods import digests, methods_of, resolve
 from megaflow_hpc.training.plan import StepPlan
-from megaflow_hpc.training.step import Step
 from megaflow_hpc.training.trainer.probe import _stored, check, example_groups
 from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
 from tests.support.groups import group, sample
@@ -308,7 +306,7 @@ def test_an_invalid_scorer_takes_no_step_and_loses_none(tmp_path: Path, name: st
 def test_scores_are_planned_beside_the_verifiers_rewards(tmp_path: Path, own: Path) -> None:
     run = training_run(
         tmp_path / "run",
-        {"policies": {"default": {"score": "own_methods:undecided"}}, "batch": 1, "data": [{"replay": 0.5}]},
+        {"policies": {"default": {"score": "own_methods:undecided"}}, "batch": 1},
         tasks=1,
         samples=4,
     )
@@ -326,13 +324,6 @@ def test_scores_are_planned_beside_the_verifiers_rewards(tmp_path: Path, own: Pa
     assert plan.scorer == f"own_methods:undecided {hashlib.sha256(own.read_bytes()).hexdigest()}"
     statistics = Step(flow, plan).statistics()
     assert (statistics["reward"], statistics["score"]) == (0.25, pytest.approx(5 / 3))
-    Step(flow, plan).commit()
-    pods.work()
-    again = Dataflow(run)  # replays the first step's group, with the scores of its plan
-    again.start()
-    second = again.try_plan(2)
-    assert second is not None
-    assert [(r.replayed, r.scores) for r in second.rollouts][3:] == [(True, r.scores) for r in plan.rollouts]
     own.write_text(MODULE + "\n")
     with pytest.raises(ConfigError, match="was changed after the training began"):
         Dataflow(run)

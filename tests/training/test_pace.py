@@ -16,9 +16,8 @@ from megaflow_hpc.ledger import read_blocks, write_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.training import say_last
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
-from megaflow_hpc.training.step import Step
 from megaflow_hpc.types import Rollout
 from tests.support.hash_trainer import START, step_through, train
 from tests.support.training import Engines, Pods, rollouts, training_run

@@ -17,16 +17,16 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer, Sequences
-from megaflow_hpc.training.peers import Peer
 from megaflow_hpc.training.plan import RecordPlace, Settled, StepPlan, TaskBatch, TrainingFiles
 from megaflow_hpc.training.planning import Planner, Planning
 from megaflow_hpc.training.policy import TrainedPolicy
-from megaflow_hpc.training.readiness import Readiness, ServedWeights
+from megaflow_hpc.training.readiness import Peer, Readiness, ServedWeights
 from megaflow_hpc.training.staleness import StalenessControl
 from megaflow_hpc.types import Rollout
 
@@ -214,7 +214,7 @@ class MemoryPlanning(Planning):
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
         owners = frozenset(self._policy.followed) or frozenset({self._policy.name})
         buffer = cast(Buffer, MemoryBuffer(self._world, self._policy.name, owners, settled))
-        return Planner(self._config, self._policy, buffer, learned, (), self._bound)
+        return Planner(self._config, self._policy, buffer, learned, self._bound)
 
 
 class Trainer:
@@ -294,7 +294,7 @@ def trained(name: str, owners: list[str], helpers: list[str]) -> TrainedPolicy:
     return TrainedPolicy(
         name=name,
         settings=CONFIGS[0].policies["any"],
-        agent="nop",
+        agents=(AgentConfig(name="nop"),),
         tasks=tuple(f"task-{number}" for number in range(5)),
         held_out=frozenset(),
         owners=frozenset({name}) if owns else None,

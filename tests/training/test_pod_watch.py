@@ -14,9 +14,9 @@ from megaflow_hpc.ledger import Ledger, PodIdentity
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
-from megaflow_hpc.training import dataflow, pod_watch
+from megaflow_hpc.training import dataflow, readiness
 from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.pod_watch import ASK_VARIABLE, GIVE_UP_S, POLL_INTERVAL_S, PodWatch
+from megaflow_hpc.training.readiness import ASK_VARIABLE, GIVE_UP_S, POLL_INTERVAL_S, PodWatch
 from tests.support.hash_trainer import START, step_through
 from tests.support.training import Pods, training_run
 
@@ -65,12 +65,12 @@ def test_pods_that_are_gone_are_told_of_and_after_a_while_nobody_is_waited_for(r
 
     assert watch.look() == ""
     assert later(TIMES.lease_s) == ""
-    assert later(10 * GIVE_UP_S) == pod_watch.QUEUED
+    assert later(10 * GIVE_UP_S) == readiness.QUEUED
     queued.append(0)
     assert f"megaflow-hpc resume {run}; this trainer ends in 15 min" in later(POLL_INTERVAL_S)
     assert "ends in 5 min" in later(GIVE_UP_S - 300)
     queued.append(2)  # as resume does
-    assert later(POLL_INTERVAL_S) == pod_watch.QUEUED
+    assert later(POLL_INTERVAL_S) == readiness.QUEUED
     queued.append(0)
     with pytest.raises(StarvedError, match=r"for 15 minutes no pod ran and none was queued.*resume"):
         later(GIVE_UP_S + 2 * POLL_INTERVAL_S)
@@ -81,7 +81,7 @@ def test_the_site_is_asked_by_the_command_of_the_batch_script(
     monkeypatch: pytest.MonkeyPatch, prints: str, found: int | None
 ) -> None:
     monkeypatch.setenv(ASK_VARIABLE, shlex.join([sys.executable, "-c", prints]))
-    assert pod_watch.ask_site() == found
+    assert readiness.ask_site() == found
 
 
 def test_where_nobody_says_how_to_ask_nobody_can_tell(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +100,9 @@ def test_a_starved_training_stays_open_and_goes_on_once_there_are_pods(
 ) -> None:
     monkeypatch.setenv(ASK_VARIABLE, "echo 0")
     monkeypatch.setattr(dataflow, "SAY_INTERVAL_S", 0.0)
-    monkeypatch.setattr(pod_watch, "POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr(pod_watch, "GIVE_UP_S", 0.5)
-    monkeypatch.setattr(pod_watch, "TIMES", type(TIMES)(lease_s=0.5))
+    monkeypatch.setattr(readiness, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(readiness, "GIVE_UP_S", 0.5)
+    monkeypatch.setattr(readiness, "TIMES", type(TIMES)(lease_s=0.5))
     pods, said = Pods(run, lambda rollout: float(rollout.sample_index)), list[str]()
     pods.work()
     flow = Dataflow(run, say=said.append)

@@ -7,12 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaflow_hpc.config.data_algorithms import PromptsConfig
-from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
+from megaflow_hpc.config.training import PolicyTraining, PromptsConfig, TrainingConfig
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.prompts import TaskStatistics
 from megaflow_hpc.training.algorithms.samples import Sample, TurnTokens
-from megaflow_hpc.training.recipes import by_effective_size, pairs, passed, returns_to_go, uncertain
+from megaflow_hpc.training.recipes import (
+    anchor_groups,
+    by_effective_size,
+    pairs,
+    passed,
+    returns_to_go,
+    uncertain,
+)
 from megaflow_hpc.training.trainer.probe import check, scheduled
 from tests.support.groups import group, sample
 
@@ -34,6 +40,23 @@ def test_returns_to_go() -> None:
     kind = {"name": f"{HERE}:returns_to_go", "args": {"discount": 0.5}}
     found = advantages(PolicyTraining.model_validate({"advantage": {"kind": kind}}), [both])
     assert {id: values.tolist() for id, (values, _) in found.items() if not isinstance(values, float)} == expected
+
+
+def test_turns_are_compared_by_their_states() -> None:
+    def visited(index: int, reward: float, *states: str) -> Sample:
+        spans = tuple(TurnTokens(n, 0, 2 * n + 1, 2 * n + 2, state) for n, state in enumerate(states))
+        return sample("t/p", index, reward, turns=spans, rewards={}, tokens=len(states))
+
+    both = group([]).only((visited(0, 1.0, "start", "open", ""), visited(1, 0.0, "start", "open", "open")))
+    # Returns with discount 0.5: 0.25, 0.5, 1; and 0, 0, 0. Means: start 0.125; open (0.5 + 0 + 0) / 3.
+    found = anchor_groups([both], discount=0.5, weight=2.0)
+    expected = {
+        "t/p/0": [0.5 + 2 * 0.125, 0.5 + 2 * (0.5 - 0.5 / 3), 0.5],
+        "t/p/1": [-0.5 - 2 * 0.125, -0.5 - 2 * 0.5 / 3, -0.5 - 2 * 0.5 / 3],
+    }
+    assert {id: pytest.approx(values) for id, values in found.items()} == expected
+    alone = group([]).only((turned(0, 1.0, 0.5), turned(1, 0.0, 0.5)))
+    assert anchor_groups([alone]) == {"t/p/0": [0.5], "t/p/1": [-0.5]}, "without states, the rollouts' own"
 
 
 def test_passed_rollouts_are_demonstrations() -> None:
@@ -92,7 +115,7 @@ def test_the_learning_rate_follows_the_effective_sample_size() -> None:
 
 
 def test_all_are_functions_that_a_campaign_file_may_name() -> None:
-    for kind in ("returns_to_go", "passed", "pairs"):
+    for kind in ("returns_to_go", "anchor_groups", "passed", "pairs"):
         check(TrainingConfig.model_validate({"policies": {"default": {"advantage": {"kind": f"{HERE}:{kind}"}}}}))
     config = TrainingConfig.model_validate(
         {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from megaflow_hpc.agents.registry import WITHOUT_MODEL
 from megaflow_hpc.campaign.planning.gpu_sharing import check_gpu_types, check_sharing, sleeping
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
 from megaflow_hpc.campaign.planning.own_code import check_agents, check_methods
@@ -17,7 +18,7 @@ from megaflow_hpc.campaign.planning.training_memory import check_memory
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps
-from megaflow_hpc.config.sections import TaskSource
+from megaflow_hpc.config.sections import TaskSource, scaffold
 from megaflow_hpc.config.slurm import LIFTED
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
@@ -27,8 +28,8 @@ from megaflow_hpc.types import Rollout, Task
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments.images.build_progress import BuildProgress
-    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
     from megaflow_hpc.trajectories.reading.durations import Durations
 
 MAX_ROLLOUTS = 10**7
@@ -186,9 +187,8 @@ def _try_methods(draft: Draft, training: TrainingConfig, base: Path, where: Wher
 
 def _open_images(draft: Draft, base: Path, where: Where) -> None:
     from megaflow_hpc.environments.builds.builder import Builder
-    from megaflow_hpc.environments.images.mapping import ImageMapping
-    from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import ImageMapping, Registries
     from megaflow_hpc.environments.images.store import ImageStore
 
     environment = draft.config.environment
@@ -205,8 +205,7 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
 def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: PlanWatch, most: int) -> None:
     """Reads the tasks, and determines their rollouts and the images they need."""
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
-    from megaflow_hpc.tasks.images import image_requests
-    from megaflow_hpc.tasks.loading import load_tasks
+    from megaflow_hpc.tasks.loading import image_requests, load_tasks
 
     config, before = draft.config, len(draft.mistakes)
     dockerfiles = draft.images.dockerfiles if draft.images else None
@@ -247,8 +246,22 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
     used = {rollout.task_id for rollout in draft.rollouts.firsts()}
     draft.tasks = [task for task in tasks if task.id in used] + held_out
     draft.held_out = tuple(task.id for task in held_out)
+    asking = [task.id for task in draft.tasks if task.metadata.get("python", {}).get("judged")]
+    if asking and not config.judges():
+        draft.mistakes.append(
+            f"{where('tasks')}: the score of {len(asking)} tasks asks a judge ({asking[0]}); name a model with judge: "
+            "true in models"
+        )
+    conversing = [task.id for task in draft.tasks if not task.image]
+    if conversing:
+        for name in dict.fromkeys(agent.name for policy in draft.policies.values() for agent in policy.agents):
+            if ":" not in name and name not in WITHOUT_MODEL:
+                draft.mistakes.append(
+                    f"{where('agent')}: agent {name!r} works in a sandbox, and {len(conversing)} tasks have none "
+                    f"({conversing[0]}: image: none); use an agent of your own, module:Class"
+                )
     if config.environment.verification == "fresh":
-        for task in draft.tasks:
+        for task in filter(lambda task: task.image, draft.tasks):
             with draft.noting():
                 check_fresh(task)
     watch.step(f"looking at the images of {len(draft.tasks)} tasks")
@@ -269,7 +282,7 @@ def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:
 
     if draft.refusal is not None:
         raise draft.refusal
-    networks = {draft.config.environment.network_of(task) for task in draft.tasks}
+    networks = {draft.config.environment.network_of(task) for task in draft.tasks if task.image}
     if networks:
         watch.step("trying a sandbox")
         require(networks, default_scratch(), provided=slurm and bool(draft.config.slurm.setup))
@@ -297,9 +310,10 @@ def expand(
         ConfigError: There are more than ``most``. They are counted, not listed.
     """
     groups = [
-        (Rollout(task.id, name, 0, policy.agent.name), policy.samples + spare)
+        (Rollout(task.id, name, 0, agent.title, scaffold=scaffold(agent, policy.agents)), policy.samples + spare)
         for task in tasks
         for name, policy in policies.items()
+        for agent in policy.agents
         if policy.samples
         and (not policy.include or any(fnmatch.fnmatchcase(task.id, pattern) for pattern in policy.include))
     ]

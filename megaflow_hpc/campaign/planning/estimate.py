@@ -21,7 +21,7 @@ from megaflow_hpc.config.slurm import CPUS_PER_RANK
 from megaflow_hpc.environments.images.disk_quota import disk_quota
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.ledger.blocks import count_blocks
-from megaflow_hpc.slurm import fits, resources
+from megaflow_hpc.slurm import fits, limits
 from megaflow_hpc.slurm.script import Job, option_name
 
 ROLLOUT_BYTES = 1e6
@@ -231,7 +231,7 @@ def _listed(job: Job) -> list[JobEstimate]:
     parts = []
     for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:
         named_options = {option_name(name): value for name, value in options.items()}
-        asks = resources.asked(named_options) if job.cluster else fits.charged(named_options)
+        asks = limits.asked(named_options) if job.cluster else fits.charged(named_options)
         elements = job.elements or 1
         try:
             walltime_s = fits.walltime_s(named_options) if not job.cluster else fits.seconds(named_options.get("time"))

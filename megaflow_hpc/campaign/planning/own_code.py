@@ -16,6 +16,7 @@ from megaflow_hpc.agents.remote import forked
 from megaflow_hpc.campaign.job_environment import trainer_python
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import Policy
+from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.training.methods import methods_of
@@ -26,7 +27,7 @@ PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from megaflow_hpc.train
 
 
 def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where: Where) -> tuple[str, ...]:
-    """Checks that each policy's agent can be created, and that it has access to a model if it needs one.
+    """Checks that the agents of each policy can be created, and have access to a model if they need one.
 
     Code from outside this package is imported in a separate process, in the same way as for a rollout.
 
@@ -39,20 +40,21 @@ def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where
     Raises:
         Mistakes: Agents cannot be created. Each message names the location in the campaign file and the agent.
     """
-    asked = [name for name, policy in policies.items() if forked(policy.agent.name)]
+    agents = [(name, agent) for name, policy in policies.items() for agent in policy.agents]
+    asked = [number for number, (_, agent) in enumerate(agents) if forked(agent.name)]
 
     def refusal(name: str, error: ConfigError) -> str:
         return f"{where(f'models.{name}.agent' if policies[name].model else 'agent')}: {error}"
 
     try:
-        made, code = probe([policies[name].agent for name in asked], str(base.absolute())) if asked else ([], [])
+        made, code = probe([agents[number][1] for number in asked], str(base.absolute())) if asked else ([], [])
     except ConfigError as error:
-        raise ConfigError(refusal(asked[0], error)) from None
+        raise ConfigError(refusal(agents[asked[0]][0], error)) from None
     results = dict(zip(asked, made, strict=True))
     refused = []
-    for name, policy in policies.items():
+    for number, (name, agent) in enumerate(agents):
         try:
-            _check(policy, results.get(name), network)
+            _check(agent, policies[name].model is not None, results.get(number), network)
         except ConfigError as error:
             refused.append(refusal(name, error))
     if refused:
@@ -60,18 +62,18 @@ def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where
     return tuple(code)
 
 
-def _check(policy: Policy, made: ProbeResult | None, network: str) -> None:
-    name = policy.agent.name
+def _check(agent: AgentConfig, has_model: bool, made: ProbeResult | None, network: str) -> None:
+    name = agent.name
     if made is None:
-        made = ProbeResult(in_sandbox=bool(getattr(create(policy.agent), "in_sandbox", False)))
+        made = ProbeResult(in_sandbox=bool(getattr(create(agent), "in_sandbox", False)))
     if made.error:
         raise ConfigError(made.error)
-    if policy.model and network == "none" and made.in_sandbox:
+    if has_model and network == "none" and made.in_sandbox:
         raise ConfigError(
             f"agent {name!r} calls the model from inside the sandbox, which environment.network: none does not allow; "
             "use gateway"
         )
-    if policy.model is None and name not in WITHOUT_MODEL and ":" not in name:
+    if not has_model and name not in WITHOUT_MODEL and ":" not in name:
         raise ConfigError(f"agent {name!r} needs a model; add a model: section")
 
 

@@ -11,7 +11,7 @@ from megaflow_hpc.campaign.planning.draft import Draft, whole_groups
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host.mpi import LIBRARY
+from megaflow_hpc.host.mpi import LIBRARY_PROGRAM
 from megaflow_hpc.ledger.blocks import count_blocks
 from megaflow_hpc.types import Task
 
@@ -30,7 +30,7 @@ def check_packages(config: CampaignConfig, slurm: bool) -> None:
     """
     command = [sys.executable, "-c", "import aiohttp, cryptography\n"]
     if slurm and not config.is_pool:
-        command[-1] += LIBRARY
+        command[-1] += LIBRARY_PROGRAM
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PACKAGES_S, check=False)
     except subprocess.TimeoutExpired:
@@ -101,5 +101,5 @@ def _own(draft: Draft) -> list[Task]:
 
 def longest_s(task: Task, policies: Iterable[Policy]) -> float:
     """Returns the maximum duration of a task's rollout in seconds, based on the agent and test timeouts."""
-    agents = [policy.agent.timeout_s or task.agent_timeout_s for policy in policies]
-    return max(agents, default=task.agent_timeout_s) + task.verifier_timeout_s
+    timeouts = [agent.timeout_s or task.agent_timeout_s for policy in policies for agent in policy.agents]
+    return max(timeouts, default=task.agent_timeout_s) + task.verifier_timeout_s

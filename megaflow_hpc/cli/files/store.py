@@ -192,13 +192,13 @@ def _print_counts(counts: dict[str, int], as_json: bool) -> None:
 
 
 def _du(arguments: argparse.Namespace) -> int:
-    from megaflow_hpc.trajectories.maintenance.disk_usage import of_file, of_run
+    from megaflow_hpc.trajectories.maintenance.compact import usage_of_file, usage_of_run
 
     path = Path(arguments.run_dir)
     if path.is_dir() and not any((path / part).exists() for part in ("run.json", "journal", "trajectories.h5")):
         raise ConfigError(f"{path}: not a run directory (no run.json); list run directories with: megaflow-hpc list")
     with under_way(f"measuring {path}"):
-        shares = of_run(path) if path.is_dir() else of_file(path)
+        shares = usage_of_run(path) if path.is_dir() else usage_of_file(path)
     if arguments.json:
         print_json({"path": str(path), "shares": [asdict(share) for share in shares]})
         return 0

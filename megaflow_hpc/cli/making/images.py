@@ -18,9 +18,8 @@ from megaflow_hpc.resources import docs
 if TYPE_CHECKING:
     from megaflow_hpc.environments.builds.builder import BuildNetwork
     from megaflow_hpc.environments.images.cache.cache import ImageCache
-    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
-    from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest, Registries
     from megaflow_hpc.environments.images.store import ImageStore, StoredImage
     from megaflow_hpc.errors import MegaflowError
 
@@ -202,8 +201,8 @@ def _images(
 ) -> Images:
     """Opens the image store. The first campaign file in ``sources`` may name a further store to search."""
     from megaflow_hpc.config import load
-    from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import Registries
     from megaflow_hpc.environments.images.store import ImageStore
 
     campaign = next((source for source in sources if is_campaign(source) and os.path.isfile(source)), None)
@@ -276,10 +275,8 @@ def _build_memory_mb() -> int | None:
 
 def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None, build: bool = True) -> Wanted:
     from megaflow_hpc.config import load
-    from megaflow_hpc.environments.images.mapping import ImageMapping
-    from megaflow_hpc.environments.images.registries import Registries
-    from megaflow_hpc.tasks.images import image_requests
-    from megaflow_hpc.tasks.loading import load_tasks
+    from megaflow_hpc.environments.images.sources import ImageMapping, Registries
+    from megaflow_hpc.tasks.loading import image_requests, load_tasks
 
     config = load(path)
     environment, base = config.environment, Path(path).absolute().parent
@@ -306,7 +303,7 @@ def _wanted_images(
         mapping: Names of FROM lines, with their images.
         network: Network of build steps. Default: the campaign's.
     """
-    from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
+    from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
 
     wanted: list[Wanted] = []
     dockerfiles: list[ImageRequest] = []
@@ -349,7 +346,7 @@ def _is_dockerfile(source: str) -> bool:
 
 def _dockerfile_request(images: Images, source: str) -> ImageRequest:
     """Returns the build request for a Dockerfile, and prints the instructions that will be ignored."""
-    from megaflow_hpc.environments.images.mapping import ImageRequest
+    from megaflow_hpc.environments.images.sources import ImageRequest
 
     path = Path(source).absolute()
     for line, instruction, reason in images.dockerfiles.read(path).ignored:
@@ -421,7 +418,7 @@ def _pull(arguments: argparse.Namespace) -> int:
 
 def _pull_source(images: Images, source: str) -> str:
     """Adds a remote image or a SIF file to the store and returns its file there."""
-    from megaflow_hpc.environments.images.registries import is_remote
+    from megaflow_hpc.environments.images.sources import is_remote
 
     if is_remote(source):
         note(f"{source}: pulling, if it is not there")

@@ -168,10 +168,8 @@ def _add_import(verbs: Subparsers) -> None:
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Checks files, and writes them if requested. Returns the exit status."""
-    from megaflow_hpc.tasks.swebench.datasets import Line
-    from megaflow_hpc.tasks.swebench.instances import read_instances
-    from megaflow_hpc.tasks.swebench.lines import LineSource, read_tasks, to_task
-    from megaflow_hpc.tasks.swebench.plan import settle
+    from megaflow_hpc.tasks.swebench.instances import Line, read_instances
+    from megaflow_hpc.tasks.swebench.plan import LineSource, read_tasks, settle, to_task
 
     names = [Path(file).name for file in arguments.files]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -281,19 +279,17 @@ def task_directories(directory: str) -> list[Path]:
 
 def run_validate(arguments: argparse.Namespace) -> int:
     """Validates tasks and prints the evidence. Returns 1 if any task is invalid."""
-    from megaflow_hpc.agents.oracle import OracleAgent
+    from megaflow_hpc.agents.without_model import OracleAgent
     from megaflow_hpc.config import load
     from megaflow_hpc.config.sections import EnvironmentConfig
     from megaflow_hpc.environments.builds.builder import Builder
-    from megaflow_hpc.environments.images.mapping import ImageMapping
-    from megaflow_hpc.environments.images.registries import Registries
     from megaflow_hpc.environments.images.resolve import Images
+    from megaflow_hpc.environments.images.sources import ImageMapping, Registries
     from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
     from megaflow_hpc.tasks.formats import format_of_source
     from megaflow_hpc.tasks.harbor.format import FORMAT as HARBOR
-    from megaflow_hpc.tasks.images import image_requests, in_image_directories
-    from megaflow_hpc.tasks.loading import load_tasks
+    from megaflow_hpc.tasks.loading import image_requests, in_image_directories, load_tasks
     from megaflow_hpc.tasks.validation import Validation, validate
 
     sources: list[str] = [arguments.source]
@@ -359,7 +355,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
 
 
 def _image_beside(task: Path, name: str) -> str:
-    from megaflow_hpc.environments.images.mapping import match_name
+    from megaflow_hpc.environments.images.sources import match_name
 
     place = task.parent if task.is_file() else task.parent.parent
     return str(match_name(name, {"*": f"{place / 'images'}/*.sif"}))
@@ -367,9 +363,9 @@ def _image_beside(task: Path, name: str) -> str:
 
 def run_new(arguments: argparse.Namespace) -> int:
     """Writes a template of a task. Returns the exit status."""
-    from megaflow_hpc.tasks.harbor import scaffold
+    from megaflow_hpc.tasks.harbor.format import write_template
 
-    path = scaffold.start(arguments.name, Path(arguments.directory))
+    path = write_template(arguments.name, Path(arguments.directory))
     if arguments.json:
         print_json({"path": str(path), "id": path.name})
     else:

@@ -15,7 +15,7 @@ from megaflow_hpc.texts import content_of, printable
 from megaflow_hpc.trajectories.reading.conversations import main
 
 if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 FIELDS = (
     "task_id",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
-from megaflow_hpc.cli.runs.show import VERIFIER_LOG, find, task_and_policy
+from megaflow_hpc.cli.runs.show import VERIFIER_LOG, find
 from megaflow_hpc.cli.verb import add_run, add_verb, whole
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger.tasks import planned_tasks
@@ -17,6 +17,7 @@ from megaflow_hpc.rundir import logs
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.types import RolloutName
 
 LINES = 200
 """Default number of lines to print from the end of a log."""
@@ -58,8 +59,9 @@ def _logs(arguments: argparse.Namespace) -> int:
         return _list(run, arguments.json)
     if "/" not in arguments.name:
         return _one(run, arguments)
-    task, policy = task_and_policy(arguments.name)
-    return _rollout(run, arguments, policy in planned.policies and task in planned_tasks(run, planned))
+    name = RolloutName.parse(arguments.name)
+    known = name.policy in planned.policies and name.task_id in planned_tasks(run, planned)
+    return _rollout(run, arguments, known)
 
 
 def _list(run: RunDir, as_json: bool) -> int:

@@ -7,18 +7,19 @@ import asyncio
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megaflow_hpc.cli.output import note, print_json, say
-from megaflow_hpc.cli.runs.show import find, task_and_policy
+from megaflow_hpc.cli.runs.show import find
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, read_run
-from megaflow_hpc.types import Task
+from megaflow_hpc.types import RolloutName, Task
 
 if TYPE_CHECKING:
+    from megaflow_hpc.config.sections import AgentConfig
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
 
 PATCH = "patch"
@@ -68,24 +69,38 @@ def _shell(arguments: argparse.Namespace) -> int:
         raise ConfigError("--json: only with --command; a shell is for a person")
     if arguments.command is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("shell: standard input and output are not a terminal; give --command CMD")
-    rollout, patch = _rollout_and_patch(run, record, arguments.id)
-    return asyncio.run(_until_signalled(_look_in(arguments, run, record, rollout, b"" if arguments.fresh else patch)))
+    found = _find(run, record, arguments.id)
+    return asyncio.run(_until_signalled(_look_in(arguments, run, record, found)))
 
 
-def _rollout_and_patch(run: RunDir, record: RunRecord, wanted: str) -> tuple[str, bytes]:
-    """Returns the id of a planned rollout and its patch, which is empty if none is stored."""
+class _Found(NamedTuple):
+    """A planned rollout."""
+
+    id: str
+    agent: AgentConfig
+    patch: bytes = b""
+
+
+def _find(run: RunDir, record: RunRecord, wanted: str) -> _Found:
+    """Returns a planned rollout, with its patch if one is stored."""
+    import msgspec
+
+    from megaflow_hpc.config import Policy, resolved
     from megaflow_hpc.trajectories import open_trajectories
 
     with open_trajectories(run.path) as store:
         if wanted.isdigit() or wanted in store:
             row = find(store, wanted)
-            return row.id, next((artifact.data for artifact in row.artifacts if artifact.name == PATCH), b"")
-    task, policy = task_and_policy(wanted)
+            policy = resolved(Policy, msgspec.to_builtins(record.policies[row.policy]))
+            patch = next((artifact.data for artifact in row.artifacts if artifact.name == PATCH), b"")
+            return _Found(row.id, policy.agent(row.agent), patch)
+    name = RolloutName.parse(wanted)
     tasks = planned_tasks(run, record)
-    if policy not in record.policies or task not in tasks:
+    if name.policy not in record.policies or name.task_id not in tasks:
         example = f"{next(iter(tasks), 'task')}/{next(iter(record.policies), 'policy')}/0"
         raise ConfigError(f"{run}: no rollout {wanted!r}; ids are <task>/<policy>/<sample>, such as {example}")
-    return wanted, b""
+    agents = resolved(Policy, msgspec.to_builtins(record.policies[name.policy])).agents
+    return _Found(wanted, next((agent for agent in agents if agent.short_title == name.scaffold), agents[0]))
 
 
 async def _until_signalled(work: Any) -> int:
@@ -109,28 +124,23 @@ async def _until_signalled(work: Any) -> int:
         raise
 
 
-async def _look_in(arguments: argparse.Namespace, run: RunDir, record: RunRecord, rollout: str, patch: bytes) -> int:
-    import msgspec
-
-    from megaflow_hpc.config import Policy, resolved
+async def _look_in(arguments: argparse.Namespace, run: RunDir, record: RunRecord, found: _Found) -> int:
     from megaflow_hpc.environments import ApptainerProvider
     from megaflow_hpc.pod.rollout.sandboxes import recreated
 
-    task_id, policy_name = task_and_policy(rollout)
-    planned = planned_tasks(run, record)[task_id]
+    planned = planned_tasks(run, record)[RolloutName.parse(found.id).task_id]
     task = Task.from_dict(planned.task)
-    policy = resolved(Policy, msgspec.to_builtins(record.policies[policy_name]))
     if not arguments.json:
-        note(f"{rollout}: starting its sandbox of {planned.image or task.image}")
+        note(f"{found.id}: starting its sandbox of {planned.image or task.image}")
     async with ApptainerProvider() as provider:
         environment = record.config.environment
         async with recreated(
-            provider, task, policy, planned.images, environment, arguments.network, arguments.own_code
+            provider, task, found.agent, planned.images, environment, arguments.network, arguments.own_code
         ) as sandbox:
-            await _patch(sandbox, patch)
+            await _patch(sandbox, b"" if arguments.fresh else found.patch)
             if arguments.command is None:
                 return await _interact(provider, sandbox)
-            return await _command(sandbox, arguments.command, rollout, arguments.json)
+            return await _command(sandbox, arguments.command, found.id, arguments.json)
 
 
 async def _patch(sandbox: ApptainerSandbox, patch: bytes) -> None:

@@ -19,14 +19,12 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.texts import content_of, printable
 from megaflow_hpc.trajectories.reading.conversations import heading, main
-from megaflow_hpc.types import without_round
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from megaflow_hpc.trajectories.reading.row import Row
     from megaflow_hpc.trajectories.reading.sources import SequenceView
-    from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+    from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
     from megaflow_hpc.trajectories.reading.vocabulary import Vocabulary
 
 HEAD_LINES, TAIL_LINES = 20, 10
@@ -111,12 +109,6 @@ def find(store: TrajectoryStore, wanted: str) -> Row:
     near = difflib.get_close_matches(wanted, candidates, 3, 0.4) or candidates[:3]
     hint = f"; there are: {', '.join(near)}" if near else ""
     raise ConfigError(f"{store.path}: no trajectory {wanted!r} among {len(store)}{hint}")
-
-
-def task_and_policy(rollout: str) -> tuple[str, str]:
-    """Splits a rollout id into its task and policy. Both are empty if the id is invalid."""
-    name, policy, _ = f"//{rollout}".rsplit("/", 2)
-    return without_round(name.lstrip("/"))[0], policy
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------

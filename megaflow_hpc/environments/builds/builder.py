@@ -3,7 +3,7 @@
 ::
 
     SCRATCH/megaflow-<uid>/owners/<pid>-<start>/    removed at the end, or by the janitor if this process is killed
-      b…/trees/<key>        unpacked bases and layers for ``RUN`` steps (trees.py)
+      b…/trees/<key>        unpacked bases and layers for ``RUN`` steps (:class:`~.workspace.Trees`)
       w…/items/<n>/<i>/…    files of a step's mounts, read-only in its sandbox (script.STEPS_DIR)
       w…/uppers/…           files that a step has written
 
@@ -31,13 +31,11 @@ from typing import Any, Literal, TypeVar
 
 from megaflow_hpc.environments.builds.stages import StageBuilds
 from megaflow_hpc.environments.builds.tree import run_tree
-from megaflow_hpc.environments.builds.trees import Listings, Trees
-from megaflow_hpc.environments.builds.workspace import BuildWorkspace
+from megaflow_hpc.environments.builds.workspace import BuildWorkspace, Listings, Trees
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.image_file import LABEL, ImageFiles, read_checked, working_directory
-from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import Base, LayeredImage, is_layered, read_layered
-from megaflow_hpc.environments.images.store import digest_in
+from megaflow_hpc.environments.images.store import LayerStore, digest_in
 from megaflow_hpc.environments.sandbox.scratch import default_scratch, workplace
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
@@ -238,7 +236,7 @@ async def _write_sif(workspace: BuildWorkspace, image: LayeredImage, target: Pat
     if architecture is None:
         raise SiteError(f"{platform.machine()}: images cannot be made on this architecture; build them elsewhere")
     if shutil.which("mksquashfs", path=clean_environment()["PATH"]) is None:
-        raise SiteError("mksquashfs: not on PATH, which images are packed with; install squashfs-tools")
+        raise SiteError("mksquashfs: not on PATH; it packs images; install squashfs-tools")
     await workspace.open()
     squashfs, labels = workspace.new_path("squashfs"), workspace.new_path("labels")
     top = [await _settings_tree(workspace, image)] if image.settings else []

@@ -15,18 +15,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megaflow_hpc.environments.images.layers.listing import LayerListing
-from megaflow_hpc.environments.images.layers.packing import (
+from megaflow_hpc.environments.images.layers.blob import (
     OPEN_DIRECTORY,
     OPEN_FILE,
     Attributes,
     Packer,
     attributes_of,
+    opened,
     scan,
 )
-from megaflow_hpc.environments.images.layers.view import LayerView, ViewEntry
+from megaflow_hpc.environments.images.layers.view import LayerListing, LayerView, ViewEntry
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.unpack import MAX_DEPTH
+from megaflow_hpc.host.tar import MAX_DEPTH
 
 
 @dataclass(frozen=True)
@@ -68,22 +68,16 @@ class Placer:
             status = item.lstat()
             target = self._view.resolve(how.target)
             if stat.S_ISDIR(status.st_mode):
-                directory = os.open(item, OPEN_DIRECTORY)
-                try:
+                with opened(item, OPEN_DIRECTORY) as directory:
                     self._tree(directory, status, target, how, top=True)
-                finally:
-                    os.close(directory)
                 continue
             existing = self._view.entry(target)
             if how.into and existing is not None and not existing.is_directory:
                 raise ConfigError(f"{how.target}: not a directory in the image")
             if how.into or (existing is not None and existing.is_directory):
                 target = posixpath.join(target, item.name)
-            parent = os.open(item.parent, OPEN_DIRECTORY)
-            try:
+            with opened(item.parent, OPEN_DIRECTORY) as parent:
                 self._file(parent, item.name, status, target, how)
-            finally:
-                os.close(parent)
 
     def directory(self, path: str, owner: tuple[int, int]) -> None:
         """Creates a directory and its missing parents, as ``WORKDIR`` does."""
@@ -114,11 +108,8 @@ class Placer:
             entry_status = entry.stat(follow_symlinks=False)
             path = posixpath.join(target, entry.name)
             if stat.S_ISDIR(entry_status.st_mode):
-                below = os.open(entry.name, OPEN_DIRECTORY, dir_fd=directory)
-                try:
+                with opened(entry.name, OPEN_DIRECTORY, directory) as below:
                     self._tree(below, entry_status, path, how, top=False)
-                finally:
-                    os.close(below)
             else:
                 self._file(directory, entry.name, entry_status, path, how)
 
@@ -131,12 +122,9 @@ class Placer:
         if stat.S_ISLNK(status.st_mode):
             self._add(target, ViewEntry(stat.S_IFLNK, attributes, os.readlink(name, dir_fd=parent)))
         elif stat.S_ISREG(status.st_mode):
-            file = os.open(name, OPEN_FILE, dir_fd=parent)
-            try:
+            with opened(name, OPEN_FILE, parent) as file:
                 self._layer.add(target, ViewEntry(stat.S_IFREG, attributes))
                 self._packer.file(target, file, attributes)
-            finally:
-                os.close(file)
         elif stat.S_ISFIFO(status.st_mode):
             self._layer.add(target, ViewEntry(stat.S_IFIFO, attributes))
             self._packer.fifo(target, attributes)
@@ -189,7 +177,7 @@ def _archived(status: os.stat_result, how: Placement) -> tuple[int, int, int] | 
 
 
 def _item_order(item: Path) -> tuple[int, str, str]:
-    """Returns the sort key of an item: its directory's number. Here-documents, in directories with names, come last."""
+    """Returns an item's sort key, which is the number of its directory. Here-documents come last."""
     directory = item.parent.name
     return (int(directory), "", item.name) if directory.isdecimal() else (1 << 30, directory, item.name)
 

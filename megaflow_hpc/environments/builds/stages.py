@@ -1,7 +1,7 @@
 """Builds one Dockerfile: each step that changes files adds a layer or reuses an existing one.
 
-The key of a step is a hash of its inputs: the image below it, its words, variables, user and network, and the contents
-of the files it copies. A step that any task has already built is therefore not executed again. ``COPY``, ``ADD`` and
+The key of a step is a hash of its inputs: the image below it, its arguments, variables, user and network, and the files
+it copies. A step that any task has already built is therefore not executed again. ``COPY``, ``ADD`` and
 ``WORKDIR`` start no process in the image. Each ``RUN`` runs in a separate sandbox over the layers below.
 """
 
@@ -21,17 +21,14 @@ from pathlib import Path
 from megaflow_hpc.environments.builds.accounts import account, owner
 from megaflow_hpc.environments.builds.placing import Mode, Placement, Placer
 from megaflow_hpc.environments.builds.script import run_text
-from megaflow_hpc.environments.builds.trees import Listings
-from megaflow_hpc.environments.builds.workspace import BuildWorkspace
-from megaflow_hpc.environments.images.dockerfile.archive import ArchivedAttributes
-from megaflow_hpc.environments.images.dockerfile.context import lay_out
+from megaflow_hpc.environments.builds.workspace import BuildWorkspace, Listings
+from megaflow_hpc.environments.images.dockerfile.context import ArchivedAttributes, lay_out
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, Env, RunStep, Stage, Workdir
-from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
-from megaflow_hpc.environments.images.layers.blob import LayerFacts
-from megaflow_hpc.environments.images.layers.packing import Packer
+from megaflow_hpc.environments.images.layers.blob import LayerFacts, Packer
 from megaflow_hpc.environments.images.layers.view import LayerView
+from megaflow_hpc.environments.images.store import LayerStore
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, SiteError
@@ -83,10 +80,10 @@ class StageBuilds:
             SiteError: A step failed. The message includes its last output.
         """
         for line, name in self._dockerfile.unset:
-            self._say_difference(line, f"${name} counts as unset, whatever the base image sets")
+            self._say_difference(line, f"${name} is treated as unset, even if the base image sets it")
         for line, name, _ in self._dockerfile.ignored:
             if name == "VOLUME":
-                self._say_difference(line, "a volume's directory is one like any other")
+                self._say_difference(line, "a volume's directory is an ordinary directory")
         for stage in self._dockerfile.needed:
             self._images[stage.name] = await self._stage(stage)
         last = self._dockerfile.last
@@ -184,13 +181,13 @@ class StageBuilds:
         user = account(view, step.user)
         make_temporary = bool(user.uid) and not all(_is_shared(view, path) for path in ("tmp", "var/tmp"))
         if make_temporary:
-            self._say_difference(step.line, "/tmp and /var/tmp are made for everybody to write to")
+            self._say_difference(step.line, "/tmp and /var/tmp are made writable for every user")
         home = "HOME" not in variables_of([image.settings, *exports])
         await self._workspace.open()
         if self._workspace.pretends_owners and not self._said_pretends_owners:
             self._said_pretends_owners = True
             self._say_difference(
-                step.line, "no subordinate ids here (/etc/subuid): while steps run, every file is root's"
+                step.line, "no subordinate ids here (/etc/subuid): root owns every file while steps run"
             )
         numbers = await self._lay_out_mounts(step)
         async with await self._workspace.start(image, self._spec, view) as sandbox:
@@ -330,9 +327,7 @@ def _place(dockerfile: Dockerfile, step: Copy, how: Placement, view: LayerView, 
 def _lay_out(dockerfile: Dockerfile, copy: Copy, items: Path) -> ArchivedAttributes:
     """Copies files of the build context and here-documents to ``items/<number>/<name>``."""
     items.mkdir()
-    archived = lay_out(
-        dockerfile.context, copy.sources, items, extract=copy.extract, parents=copy.parents, exclude=copy.exclude
-    )
+    archived = lay_out(dockerfile.context, copy.sources, items, extract=copy.extract, exclude=copy.exclude)
     for number, (name, content) in enumerate(copy.texts.items()):
         target = items / f"text{number}" / (name if copy.into else os.path.basename(copy.target) or name)
         target.parent.mkdir()

@@ -1,15 +1,15 @@
-"""A program that reads and packs the files of an image while it is built, and :func:`run_tree`, which runs it.
+"""A program that reads and packs the files of an image during a build, and :func:`run_tree`, which runs it.
 
 It runs as uid 0 of the namespace that owns the files::
 
-    copy ROOT TARGET SOURCE…    copies each SOURCE of the image to TARGET/<number>/<its name>
-    place FILE ITEMS            writes a layer of ITEMS; standard input has the placement and the layers below
-    layer FILE UPPER [marks]    writes a layer of an overlay's upper directory; marks: files mark what is deleted
-    lay TARGET LAYER…           puts a base or layers, the lowest first, over the tree at TARGET, which may be missing
+    copy ROOT TARGET SOURCE…    copies each SOURCE of the image to TARGET/<number>/<name>
+    place FILE ITEMS            writes a layer of ITEMS; reads the placement and the layers below from standard input
+    layer FILE UPPER [marks]    writes a layer of an overlay's upper directory; marks: ``.wh.`` files mark deletions
+    lay TARGET LAYER…           applies LAYERs, lowest first, to the tree at TARGET, or creates it from the first one
     pack ROOT FILE              packs the image into a squashfs
 
-A step of a Dockerfile may have made the files. So no file is opened by its path. Links are resolved as a process in the
-image would resolve them, and files are only written to directories that are not links.
+The files are untrusted, because steps of a Dockerfile may have written them. No file is opened by its path. Links are
+resolved inside the image, and no file is written through a link.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from typing import Any
 
 from megaflow_hpc.environments.builds.placing import Placement, Placer
 from megaflow_hpc.environments.images.layers import merging
-from megaflow_hpc.environments.images.layers.blob import LayerFacts
-from megaflow_hpc.environments.images.layers.packing import OPEN_DIRECTORY, Packer, pack_tree
+from megaflow_hpc.environments.images.layers.blob import OPEN_DIRECTORY, LayerFacts, Packer, opened, pack_tree
 from megaflow_hpc.environments.images.layers.view import LayerView, Tree
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import child, safe_path
@@ -39,8 +38,8 @@ from megaflow_hpc.host.tar import RefusedMember
 
 MOUNTED_DIRECTORIES = (".megaflow", ".megaflow-build", "dev")
 """Directories in the root directory that the build mounts on for its own use."""
-_DEV_FULL, _HOSTS = ("dev", "full"), ("etc", "hosts")
-"""Files that the build mounts on. ``/etc/hosts`` is in the layer only if the step writes to a copy of its image."""
+_HOSTS = ("etc", "hosts")
+"""File that the build mounts on. It is in the layer only if the step writes to a copy of its image."""
 
 _SQUASHFS = ("-noappend", "-no-progress", "-no-xattrs", "-comp", "gzip", "-Xcompression-level", "1")
 """Fast compression that every version of squashfs can read. An image is packed once and unpacked on every node."""
@@ -79,7 +78,6 @@ def layer(file: str, upper: str, marks: str = "") -> None:
     Also prints ``etc/hosts`` if the step has changed that file.
     """
     top = os.open(upper, OPEN_DIRECTORY)
-    _remove_mount_point(top, *_DEV_FULL)
     if marks:
         _remove_mount_point(top, *_HOSTS)
     changed_hosts = _exists(top, *_HOSTS)
@@ -96,11 +94,8 @@ def layer(file: str, upper: str, marks: str = "") -> None:
 @contextmanager
 def _status(top: int, directory: str, name: str) -> Iterator[tuple[int, os.stat_result]]:
     """Yields an open directory and the status of a file in it. Raises :class:`OSError` if the file is missing."""
-    descriptor = os.open(directory, OPEN_DIRECTORY, dir_fd=top)
-    try:
+    with opened(directory, OPEN_DIRECTORY, top) as descriptor:
         yield descriptor, os.stat(name, dir_fd=descriptor, follow_symlinks=False)
-    finally:
-        os.close(descriptor)
 
 
 def _exists(top: int, directory: str, name: str) -> bool:

@@ -1,26 +1,37 @@
-"""The workspace of one build: sandboxes, a user namespace and unpacked trees, created on its first step."""
+"""Workspace of a build: sandboxes and a user namespace, and the trees and listings that all builds share.
+
+::
+
+    DIRECTORY/trees/<key>        a base, or a layer in the form of an overlay's upper directory
+    DIRECTORY/partial/<n>        an unfinished tree
+
+Files keep their owners from the image. When scratch runs out of space, unused trees are removed, least recently used
+first. All trees are removed when the process exits, or by the janitor if it is killed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import os
+import shutil
 import stat
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from megaflow_hpc.environments.builds.script import KEEP, STEPS_DIR
 from megaflow_hpc.environments.builds.tree import facts_of, run_tree
-from megaflow_hpc.environments.builds.trees import Hold, Trees, unpack_sif
-from megaflow_hpc.environments.images.layer_store import LayerStore
-from megaflow_hpc.environments.images.layered import LayeredImage
+from megaflow_hpc.environments.images import sif
+from megaflow_hpc.environments.images.layered import Base, LayeredImage
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.layers.unpacking import unpack
-from megaflow_hpc.environments.images.layers.view import LayerView
+from megaflow_hpc.environments.images.layers.view import Layer, LayerView, Tree, of_blob, of_sif
+from megaflow_hpc.environments.images.store import LayerStore
 from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox.rootfs import overlay
@@ -28,9 +39,134 @@ from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.host.apptainer import unshare
+from megaflow_hpc.host.apptainer import last_line, unshare
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.subordinate import all_ids, namespace
+
+MIN_FREE_SHARE, MIN_FREE_BYTES = 0.25, 20 * 10**9
+"""Unused trees are removed if the free space of the file system is below both limits."""
+MAX_LISTED_INODES = 1_000_000
+"""Maximum number of files in cached listings, which use about 200 MB."""
+_BASE_INODES = 50_000
+"""Estimated number of files in a base image."""
+
+Make = Callable[[Path], None]
+Hold = Callable[[str, Make], Path]
+"""Returns the tree of a key. If it is missing, calls ``make(directory)``. Blocks while another thread is making it."""
+
+
+class Trees:
+    """The trees in one directory. Thread-safe."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._guard = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
+        self._users: dict[str, int] = {}
+        """Key → number of builds that use the tree, in order of last use."""
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def holding(self) -> Iterator[Hold]:
+        """Yields a function that returns trees. They are kept until the context exits."""
+        held: list[str] = []
+
+        def get(key: str, make: Make) -> Path:
+            path = self._get(key, make)
+            held.append(key)
+            return path
+
+        try:
+            yield get
+        finally:
+            with self._guard:
+                for key in held:
+                    self._users[key] -= 1
+            self._free_space()
+
+    def _get(self, key: str, make: Make) -> Path:
+        path = self._directory / "trees" / key
+        with self._guard:
+            self._users[key] = self._users.pop(key, 0) + 1
+            lock = self._locks.setdefault(key, threading.Lock())
+        try:
+            with lock:
+                if not os.path.lexists(path):
+                    self._make(path, make)
+        except BaseException:
+            with self._guard:
+                self._users[key] -= 1
+            raise
+        return path
+
+    def _make(self, path: Path, make: Make) -> None:
+        unfinished = self._directory / "partial" / str(next(self._numbers))
+        for directory in (path.parent, unfinished.parent):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        try:
+            make(unfinished)
+            os.rename(unfinished, path)
+        finally:
+            remove_tree(unfinished)
+
+    def _free_space(self) -> None:
+        while True:
+            disk = shutil.disk_usage(self._directory)
+            with self._guard:
+                idle = next((key for key, users in self._users.items() if not users), None)
+                if idle is None or disk.free > min(MIN_FREE_SHARE * disk.total, MIN_FREE_BYTES):
+                    return
+                del self._users[idle]
+                removed = self._directory / "partial" / str(next(self._numbers))
+                try:
+                    os.rename(self._directory / "trees" / idle, removed)
+                except FileNotFoundError:
+                    continue
+            remove_tree(removed, ignore_errors=True)
+
+
+def unpack_sif(image: str, namespace: Sequence[str], target: Path) -> None:
+    """Unpacks a SIF. Owners are preserved if the namespace maps their ids. Raises :class:`SiteError` on failure."""
+    options = ["-n", "-q", "-no-xattrs", "-d", str(target)]
+    done = sif.run_unsquashfs(sif.system_partition(image), [*options, image], namespace)
+    if done.returncode not in (0, 2):  # 2: a device could not be created
+        raise SiteError(f"{image}: {last_line(done.stderr.decode('utf-8', 'replace'))}")
+
+
+class Listings:
+    """Listings of bases and layers, cached for all builds. Thread-safe."""
+
+    def __init__(self, layers: LayerStore) -> None:
+        self._layers = layers
+        self._cached: dict[str, tuple[Layer, int]] = {}
+        """Digest or path → listing and number of files, in order of last use."""
+        self._guard = threading.Lock()
+
+    def view(self, image: LayeredImage) -> LayerView:
+        """Returns a view of all files of an image. Lists layers that are not cached yet."""
+        layers: list[Layer] = []
+        for layer in reversed(image.layers):
+            make = partial(of_blob, self._layers.path(layer.digest))
+            layers.append(self._get(layer.digest, make, layer.inodes))
+        if image.base is not None:
+            layers.append(self._base(image.base))
+        return LayerView(layers)
+
+    def _base(self, base: Base) -> Layer:
+        if os.path.isdir(base.path):
+            return Tree(base.path)
+        return self._get(base.identity, partial(of_sif, base.path), _BASE_INODES)
+
+    def _get(self, key: str, make: Callable[[], Layer], inodes: int) -> Layer:
+        with self._guard:
+            cached = self._cached.pop(key, None)
+            if cached is None:
+                cached = (make(), inodes)
+            self._cached[key] = cached
+            while len(self._cached) > 1 and sum(size for _, size in self._cached.values()) > MAX_LISTED_INODES:
+                del self._cached[next(iter(self._cached))]
+        return cached[0]
+
 
 _ROOT = SandboxSpec("", nested=True)
 """Spec for mounting and reading layers as uid 0 of the namespace."""
@@ -51,9 +187,7 @@ class BuildWorkspace:
     async def __aenter__(self) -> BuildWorkspace:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def open(self) -> None:
@@ -106,14 +240,14 @@ class BuildWorkspace:
         return self._hold(layer.digest, lambda target: unpack(blob, layer, target, self.namespace))
 
     async def start(self, image: LayeredImage, spec: SandboxSpec, view: LayerView) -> ApptainerSandbox:
-        """Starts a sandbox over an image's trees. Like Docker, mounts ``/dev/full`` and an ``/etc/hosts``.
+        """Starts a sandbox over an image's trees. Like Docker, mounts an ``/etc/hosts``.
 
         Args:
             view: Merged view of the image's files.
         """
         assert self._provider is not None
         lowers = await self._lowers(image)
-        binds = [f"{self.items}:{STEPS_DIR}:ro", "/dev/full:/dev/full", *spec.binds]
+        binds = [f"{self.items}:{STEPS_DIR}:ro", *spec.binds]
         if spec.network == "host" and not os.path.lexists(lowers[-1] / _RESOLVER.lstrip("/")):
             binds += [f"{_RESOLVER}:{_RESOLVER}:ro"]  # If the image has the file, Apptainer mounts it.
         hosts = self._hosts(view)

@@ -24,8 +24,8 @@ from megaflow_hpc.environments.images.sif import system_partition
 from megaflow_hpc.errors import SandboxError, SiteError
 from megaflow_hpc.host.apptainer import clean_environment, last_line
 from megaflow_hpc.host.child import dies_with_parent
-from megaflow_hpc.host.cleanup import BUILD_DIRECTORY, make_directory, sweep_directories
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.private import BUILD_DIRECTORY, process_directory, sweep_directories
 
 SIF_OPTIONS = ("--mksquashfs-args", "-comp gzip -Xcompression-level 1")
 """Fast compression that every squashfs version can read. An image is packed once and unpacked on every node."""
@@ -75,14 +75,12 @@ def pull(
     address: str,
     *,
     plain_http: bool = False,
-    timeout_s: float = TIMEOUT_S,
     stopped: threading.Event | None = None,
 ) -> None:
     """Pulls an ``oras://`` or ``library://`` address to a SIF at ``target``.
 
     Args:
         plain_http: Use HTTP without TLS.
-        timeout_s: Kill the pull and all its processes after this time.
         stopped: Kill the pull as soon as this event is set.
 
     Raises:
@@ -90,7 +88,7 @@ def pull(
     """
     variables = {"APPTAINER_NOHTTPS": "1", "SINGULARITY_NOHTTPS": "1"} if plain_http else {}
     call = {"verb": "pull", "source": address}
-    _make(apptainer, target, call, target.parent, timeout_s, stopped, variables)
+    _make(apptainer, target, call, target.parent, TIMEOUT_S, stopped, variables)
 
 
 def _make(
@@ -105,8 +103,8 @@ def _make(
     target = target.absolute()
     for base in (Path(tempfile.gettempdir()), target.parent):
         sweep_directories(base, BUILD_DIRECTORY)
-    private = make_directory(BUILD_DIRECTORY)
-    output = make_directory(BUILD_DIRECTORY, target.parent)
+    private = process_directory(BUILD_DIRECTORY)
+    output = process_directory(BUILD_DIRECTORY, target.parent)
     try:
         result = output / target.name
         path = [*filter(os.path.isabs, sys.path), _LIBRARY]

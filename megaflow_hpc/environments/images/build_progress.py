@@ -64,50 +64,45 @@ def make_all(
         stop: Called to end running jobs after a cancel.
         keep_going: Start further jobs after a failure.
     """
-    waiting, results = deque(jobs.items()), queue.SimpleQueue[tuple[str, Path | BaseException]]()
+    waiting = deque(jobs.items())
+    results = queue.SimpleQueue[tuple[str, Path | BaseException]]()
     made: dict[str, Path] = {}
     failed: dict[str, BaseException] = {}
-    begun, halted = [0], threading.Event()
-    guard = threading.Lock()
+    threads: list[threading.Thread] = []
 
-    def work() -> None:
-        while True:
-            with guard:
-                if halted.is_set() or not waiting:
-                    return
-                name, job = waiting.popleft()
-                begun[0] += 1
-            try:
-                results.put((name, job()))
-            except BaseException as error:
-                if not keep_going:
-                    with guard:
-                        halted.set()
-                results.put((name, error))
+    def run(name: str, job: Job) -> None:
+        try:
+            results.put((name, job()))
+        except BaseException as error:
+            results.put((name, error))
 
     start = time.monotonic()
-    # Daemon threads, so that a cancelled program does not wait for an unresponsive registry.
-    threads = [threading.Thread(target=work, name=f"images {n}", daemon=True) for n in range(min(at_once(), len(jobs)))]
+    running = 0
     try:
-        for thread in threads:
-            thread.start()
-        while len(made) + len(failed) < (begun[0] if halted.is_set() else len(jobs)):
+        while waiting or running:
+            while waiting and running < at_once():
+                # A daemon thread, so that a cancelled program does not wait for an unresponsive registry.
+                thread = threading.Thread(target=run, args=waiting.popleft(), daemon=True)
+                thread.start()
+                threads.append(thread)
+                running += 1
             try:
                 name, outcome = results.get(timeout=REPORT_INTERVAL_S)
             except queue.Empty:
                 pass
             else:
+                running -= 1
                 if isinstance(outcome, Path):
                     made[name] = outcome
                 else:
                     failed[name] = outcome
-            report(len(made), len(failed), begun[0] - len(made) - len(failed), time.monotonic() - start)
+                    if not keep_going:
+                        waiting.clear()
+            report(len(made), len(failed), running, time.monotonic() - start)
     except BaseException:
-        halted.set()
         stop()
         end = time.monotonic() + CANCEL_TIMEOUT_S
         for thread in threads:
-            if thread.ident is not None:
-                thread.join(max(end - time.monotonic(), 0.0))
+            thread.join(max(end - time.monotonic(), 0.0))
         raise
     return made, failed

@@ -140,8 +140,8 @@ def read_layered(path: str | os.PathLike[str]) -> LayeredImage:
         ) from error
     if hashlib.sha256(data).hexdigest() != Path(path).stem:
         raise SandboxError(
-            f"{os.fspath(path)}: its content is not the one in its name: it was damaged or replaced; build or pull it "
-            "again"
+            f"{os.fspath(path)}: its content does not match the digest in its name; it was damaged or "
+            "replaced; build or pull it again"
         )
     return image
 

@@ -22,6 +22,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import remove_tree
 
 DAY_S = 86400.0
+"""Seconds for which unused layers are kept, unless only the removed images used them."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,12 @@ def prune(
     older_s: float | None = None,
     *,
     dry_run: bool = False,
-    layers_older_s: float = DAY_S,
 ) -> Pruned:
     """Removes images from the first store, and the layers that are no longer used.
 
     Args:
         named: Images to remove.
         older_s: Also remove images older than this many seconds.
-        layers_older_s: Remove previously unused layers that are older than this many seconds.
 
     Raises:
         ConfigError: A named image is the base of an image that is kept.
@@ -60,9 +59,8 @@ def prune(
         if older_s is not None:
             before = time.time() - older_s
             old = [image for image in store.images() if image.created_at < before and _own(store, image)]
-        going = {image.digest: image for image in (*named, *old)}
-        needed = dependants(store, going)
-        kept = {image.digest for image in old if image.digest in needed} - {image.digest for image in named}
+        chosen = {image.digest: image for image in (*named, *old)}
+        needed = dependants(store, chosen)
         for image in named:
             if above := needed.get(image.digest):
                 shown = ", ".join(digest[:12] for digest in above[:3])
@@ -70,8 +68,9 @@ def prune(
                     f"{image.digest[:12]}: the base of {len(above)} images of {store.root} ({shown}"
                     f"{', …' if len(above) > 3 else ''}); remove them too"
                 )
-        going = {digest: image for digest, image in going.items() if digest not in kept}
-        layers = _unused(store, going, layers_older_s)
+        kept = sorted(digest for digest in chosen if digest in needed)
+        going = {digest: image for digest, image in chosen.items() if digest not in needed}
+        layers = _unused(store, going)
         leftovers = tuple(str(path) for path in store.leftovers())
         if dry_run:
             files = [Path(image.path) for image in going.values()]
@@ -80,14 +79,14 @@ def prune(
         else:
             freed = sum(store.remove(digest) for digest in going)
             freed += sum(store.layers.remove(layer.digest) for layer in layers)
-            store.layers.tidy(layers_older_s)
+            store.layers.tidy(DAY_S)
     for path in () if dry_run else leftovers:
         remove_tree(Path(path))
-    return Pruned(tuple(going), tuple(layer.digest for layer in layers), leftovers, tuple(sorted(kept)), freed)
+    return Pruned(tuple(going), tuple(layer.digest for layer in layers), leftovers, tuple(kept), freed)
 
 
 def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, list[str]]:
-    """Returns the images of the first store that have a stored base, by the base's digest."""
+    """Returns digest of a stored base → digests of the images in the first store that are built on it."""
     images_by_base: dict[str, list[str]] = {}
     for digest, image in _documents(store, without):
         if image.base is not None and image.base.digest:
@@ -103,9 +102,11 @@ def own_bytes(store: ImageStore) -> Mapping[str, tuple[int, int]]:
     sizes = {digest: (image.bytes, 0) for digest, image in images.items()}
     for digest, document in layered.items():
         own = sum(layer.bytes for layer in document.layers if users[layer.digest] == 1)
-        below = document.base
-        base = 0 if below is None else images[below.digest].bytes if below.digest in images else below.bytes
-        sizes[digest] = (own, sum(layer.bytes for layer in document.layers) - own + base)
+        shared = sum(layer.bytes for layer in document.layers) - own
+        base = document.base
+        if base is not None:
+            shared += images[base.digest].bytes if base.digest in images else base.bytes
+        sizes[digest] = (own, shared)
     return sizes
 
 
@@ -119,7 +120,7 @@ def _own(store: ImageStore, image: StoredImage) -> bool:
     return Path(image.path).is_relative_to(store.root)
 
 
-def _unused(store: ImageStore, going: Mapping[str, StoredImage], older_s: float) -> list[LayerFacts]:
+def _unused(store: ImageStore, going: Mapping[str, StoredImage]) -> list[LayerFacts]:
     """Returns the layers of the first store that no remaining image uses and that may be removed."""
     used = {layer.digest for _, image in _documents(store, going) for layer in image.layers}
     theirs: set[str] = set()
@@ -127,7 +128,7 @@ def _unused(store: ImageStore, going: Mapping[str, StoredImage], older_s: float)
         for image in going.values():
             if is_layered(image.path):
                 theirs |= {layer.digest for layer in read_layered(image.path).layers}
-    before = time.time() - older_s
+    before = time.time() - DAY_S
     return [
         layer
         for layer in store.layers.layers()

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from megaflow_hpc.environments.images import apptainer_client
 from megaflow_hpc.environments.images.atomic_files import locked
-from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage
-from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.registry.image import RemoteImage, fetch
+from megaflow_hpc.environments.images.sources import Registries
+from megaflow_hpc.environments.images.store import LayerStore
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 

@@ -1,7 +1,7 @@
 """Resolves image names in tasks to image files, building or fetching missing images into the store.
 
-The key of an image is a hash of its inputs: an address; a definition file and the files it copies; or a Dockerfile, the
-files it copies and its base images. A name mapped to a SIF file or a directory uses it directly.
+The key of an image is a hash of its inputs. They are an address, or a definition file or Dockerfile with the files it
+copies and its base images. A name mapped to a SIF file or a directory uses it directly.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from typing import Protocol
 from megaflow_hpc.environments.images import apptainer_client
 from megaflow_hpc.environments.images.build_progress import BuildProgress, make_all
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
-from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
-from megaflow_hpc.environments.images.mapping import BUILD_S, ImageMapping, ImageRequest, match_name
 from megaflow_hpc.environments.images.pull import pull
-from megaflow_hpc.environments.images.registries import Registries, is_remote
-from megaflow_hpc.environments.images.store import ImageStore, digest_in
+from megaflow_hpc.environments.images.sources import (
+    BUILD_S,
+    ImageMapping,
+    ImageRequest,
+    Registries,
+    is_remote,
+    match_name,
+)
+from megaflow_hpc.environments.images.store import ImageStore, LayerStore, digest_in
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 

@@ -1,4 +1,4 @@
-"""Reads SIF files: the root file system, metadata and sizes from the header, and files with ``unsquashfs``.
+"""Reads SIF files: metadata and sizes from the header, and the files of the image with ``unsquashfs``.
 
 Header and descriptors follow version 1 of the SIF format. The superblock is that of squashfs 4.0.
 """
@@ -76,7 +76,7 @@ def _system_partition(descriptor: int, name: str) -> SifPartition:
             raise SandboxError(f"{name}: its root file system is not squashfs; build it without --encrypt")
         end = each.offset + each.size
         if end > total:
-            raise SandboxError(f"{name}: {total} bytes, but its header speaks of {end}: it was cut short")
+            raise SandboxError(f"{name}: {total} bytes, but its header requires {end}: it was cut short")
         superblock = _SUPERBLOCK.unpack(os.pread(descriptor, _SUPERBLOCK.size, each.offset))
         if superblock[0] != _SQUASHFS_MAGIC:
             raise SandboxError(
@@ -129,7 +129,7 @@ def run_unsquashfs(
     """
     program = shutil.which("unsquashfs")
     if program is None:
-        raise SiteError("unsquashfs: not on PATH, which images are read with; install squashfs-tools")
+        raise SiteError("unsquashfs: not on PATH; it reads images; install squashfs-tools")
     return subprocess.run(
         [*prefix, *dies_with_parent(), program, "-o", str(partition.offset), *arguments],
         stdin=subprocess.DEVNULL,

@@ -5,7 +5,8 @@
     STORE/
       sha256/<digest>.sif  <digest>.json     an immutable SIF image and its record
       sha256/<digest>.image                  an image of a base and layers (layered.py)
-      layers/  steps/                        layers, and which build step made which (layer_store.py)
+      layers/<digest>  <digest>.json         an immutable layer blob and its sizes
+      steps/<key>.json                       hash of a build step's inputs → its layer; empty if it changed no file
       names/<key>.json                       key of a request → digest of its image
       work/<key>.lock  <kind>.<host>-<pid>-<start>     locks and unfinished files of builders (atomic_files.py)
 
@@ -19,11 +20,13 @@ import hashlib
 import os
 import re
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from megaflow_hpc.environments.images.atomic_files import (
     abandoned,
@@ -41,11 +44,163 @@ from megaflow_hpc.environments.images.disk_quota import (
     check_safe,
     default_stores,
 )
-from megaflow_hpc.environments.images.layer_store import LayerStore
 from megaflow_hpc.environments.images.layered import SUFFIX, LayeredImage, is_layered, read_layered
+from megaflow_hpc.environments.images.layers.blob import LayerFacts, measure
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
 from megaflow_hpc.errors import ConfigError, SandboxError, SiteError
 from megaflow_hpc.host.private import make_parents
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class LayerStore:
+    """Layers in the stores ``roots``, each stored once for all images. New layers go to the first store.
+
+    Layers of other stores are not copied. If an image in the user's own store needs one, it is symlinked.
+    """
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots = roots
+        self.root = roots[0]
+        self.added_bytes = 0
+        """Total size of the blobs added through this object."""
+        self._guard = threading.Lock()
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def find(self, digest: str) -> LayerFacts | None:
+        """Returns the facts of a layer, or ``None`` if no store has it."""
+        located = self._locate(digest)
+        return located[1] if located else None
+
+    def path(self, digest: str) -> Path:
+        """Returns the path of a layer's blob. Raises :class:`SiteError` if no store has it."""
+        located = self._locate(digest)
+        if located is None:
+            raise SiteError(
+                f"{digest}: no such layer in {', '.join(map(str, self.roots))}; build or pull its image again"
+            )
+        return located[0]
+
+    def _locate(self, digest: str) -> tuple[Path, LayerFacts] | None:
+        if not _DIGEST.fullmatch(digest):
+            return None
+        for root in self.roots:
+            path = root / "layers" / digest
+            record = read_record(path.with_name(f"{digest}.json"))
+            with suppress(OSError, KeyError, TypeError, ValueError):
+                if record and path.stat().st_size == record["bytes"]:
+                    sizes = [int(record[name]) for name in ("bytes", "unpacked_bytes", "inodes")]
+                    return path, LayerFacts(digest, *sizes)
+        return None
+
+    def step(self, key: str) -> LayerFacts | None:
+        """Returns the layer that a build step produced, or ``None`` if the step changed no file.
+
+        Raises:
+            KeyError: The step is not recorded, or its layer no longer exists.
+        """
+        for root in self.roots:
+            record = read_record(root / "steps" / f"{key}.json")
+            if record is None:
+                continue
+            digest = str(record.get("layer") or "")
+            if not digest:
+                return None
+            if facts := self.find(digest):
+                return facts
+        raise KeyError(key)
+
+    def layers(self) -> Iterator[LayerFacts]:
+        """Yields every layer of the first store."""
+        for path in sorted((self.root / "layers").glob("*.json")):
+            if facts := self.find(path.stem):
+                yield facts
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def making(self, key: str) -> Iterator[Path]:
+        """Locks a step and yields a directory in the store for building its layer. Removes the directory on exit."""
+        with locked(self.root / "work" / f"{key}.lock"), work_directory(self.root / "work", key) as directory:
+            yield directory
+
+    def add(self, file: Path, facts: LayerFacts) -> LayerFacts:
+        """Moves a finished blob into the store. ``file`` must be on the store's file system."""
+        final = self.root / "layers" / facts.digest
+        file.chmod(0o444)
+        record = asdict(facts)
+        del record["digest"]
+        write_record(final.with_name(f"{facts.digest}.json"), record)
+        os.rename(file, final)
+        with self._guard:
+            self.added_bytes += facts.bytes
+        return facts
+
+    def take(self, digest: str, pieces: Iterable[bytes]) -> LayerFacts:
+        """Stores a blob that arrives in chunks, after verifying that its digest is ``digest``.
+
+        Raises:
+            SiteError: The digest differs, or the blob is not a layer. Nothing is stored.
+        """
+        with work_directory(self.root / "work", "take") as directory:
+            file = directory / "layer"
+            with open(file, "wb") as writer:
+                try:
+                    facts = measure(_copied(pieces, writer), digest)
+                except SandboxError as error:
+                    raise SiteError(str(error)) from error
+                writer.flush()
+                os.fsync(writer.fileno())
+            return self.add(file, facts)
+
+    def record_step(self, key: str, layer: LayerFacts | None, source: str) -> None:
+        """Records the layer that a step produced, or ``None`` if it changed no file."""
+        write_record(self.root / "steps" / f"{key}.json", {"layer": layer.digest if layer else "", "source": source})
+
+    def adopt(self, digest: str) -> None:
+        """Makes a layer available in the first store, as a symlink if only another store has it."""
+        path = self.path(digest)
+        own = self.root / "layers" / digest
+        if path != own:
+            link_record(own, path)
+
+    def remove(self, digest: str) -> int:
+        """Removes a layer from the first store. Returns the number of bytes freed."""
+        path = self.root / "layers" / digest
+        try:
+            size = path.lstat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            return 0
+        path.with_name(f"{digest}.json").unlink(missing_ok=True)
+        return size
+
+    def tidy(self, older_s: float) -> None:
+        """Removes dangling links, records older than ``older_s`` without a blob, and steps whose layer is missing."""
+        directory = self.root / "layers"
+        before = time.time() - older_s
+        for path in directory.iterdir() if directory.is_dir() else ():
+            blob = path.with_suffix("")
+            with suppress(FileNotFoundError):
+                is_dangling = blob.is_symlink() and not blob.exists()
+                # Records are written before blobs are moved, so a recent record may not have its blob yet.
+                is_abandoned = not os.path.lexists(blob) and path.stat().st_mtime < before
+                if is_dangling or is_abandoned:
+                    path.unlink()
+        for path in (self.root / "steps").glob("*.json"):
+            record = read_record(path)
+            digest = str(record.get("layer") or "") if record is not None else "unreadable"
+            if digest and self.find(digest) is None:
+                path.unlink(missing_ok=True)
+
+
+def _copied(pieces: Iterable[bytes], writer: BinaryIO) -> Iterator[bytes]:
+    """Writes each piece and yields it."""
+    for piece in pieces:
+        writer.write(piece)
+        yield piece
+
 
 _FACTS = ("bytes", "unpacked_bytes", "inodes", "source", "created_at")
 """Fields of an image's record."""
@@ -108,8 +263,7 @@ class ImageStore:
         return None
 
     def is_complete(self, path: str | os.PathLike[str]) -> bool:
-        """Returns whether an image's base and layers exist. Linked ones may have been removed from the store they
-        are in."""
+        """Returns whether an image's base and layers exist. A linked one may have been removed from the other store."""
         if not is_layered(path):
             return True
         try:
@@ -123,7 +277,7 @@ class ImageStore:
     def image(self, digest: str) -> StoredImage | None:
         """Returns the image with a digest, which may be abbreviated to a unique prefix, or ``None``."""
         if len(digest) == 64:
-            return next((image for root in self.roots if (image := self._image(root, digest))), None)
+            return next(filter(None, (self._image(root, digest) for root in self.roots)), None)
         matching = {image.digest: image for image in self.images() if image.digest.startswith(digest)}
         if len(matching) > 1:
             raise ConfigError(f"{digest}: {len(matching)} images of {self.root} begin with it; write more of it")

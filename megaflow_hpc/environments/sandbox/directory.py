@@ -42,17 +42,13 @@ class SandboxDirectory:
 
     Args:
         rootfs: The image. :meth:`remove` releases it.
-        start_timeout_s: Seconds within which a container must be ready.
     """
 
-    def __init__(
-        self, directory: str, rootfs: Rootfs, apptainer: str, start_timeout_s: float, templates: Templates
-    ) -> None:
+    def __init__(self, directory: str, rootfs: Rootfs, apptainer: str, templates: Templates) -> None:
         self.directory = directory
         self.layer = WritableLayer(os.path.join(directory, "layer"), rootfs)
         self.container: Container | None = None
         self._rootfs = rootfs
-        self._start_timeout_s = start_timeout_s
         self._apptainer = apptainer
         self._templates = templates
         self._containers = 0
@@ -95,7 +91,6 @@ class SandboxDirectory:
         def started(identity: Identity) -> None:
             with open(os.path.join(self.directory, "owner"), "w") as file:
                 file.write(f"{identity}\n")
-            watch.adopt(identity)
 
         container = Container(control, started)
         clone = environment = None
@@ -112,9 +107,7 @@ class SandboxDirectory:
             if may_clone and environment is None:
                 clone = await self._templates.find(self._rootfs, spec, line.mounted, control, _CLONED_RUNNER)
             temporary = os.path.join(self.directory, "tmp")
-            await container.start(
-                line.argv, temporary=temporary, timeout_s=self._start_timeout_s, prefix=line.prefix, clone=clone
-            )
+            await container.start(line.argv, temporary=temporary, prefix=line.prefix, clone=clone)
             self.container = container
             if environment is not None:
                 self._templates.read_environment(self._rootfs, environment, container.init)

@@ -14,8 +14,7 @@ from typing import IO, BinaryIO, cast
 from megaflow_hpc.errors import SandboxError, SetupError
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.files import copy_tree, remove_tree
-from megaflow_hpc.host.tar import RefusedMember
-from megaflow_hpc.host.unpack import Budget, TreeWriter, unpack_tar
+from megaflow_hpc.host.tar import Budget, RefusedMember, TreeWriter, unpack_tar
 from megaflow_hpc.types import ExecResult
 
 Run = Callable[..., Awaitable[ExecResult]]

@@ -39,6 +39,10 @@ ANSWER_S = 20.0
 
 NAME = "python"
 """Name of the interpreter's directory inside a control directory."""
+HOME = f"{CONTROL_DIR}/{NAME}"
+"""Path of that directory inside a container."""
+INTERPRETER = (f"{HOME}/loader", "--library-path", f"{HOME}/libraries", f"{HOME}/python", "-s", "-S", "-B")
+"""Argv that runs the interpreter inside a container."""
 _SOCKET = "helper"
 """Name of a helper's socket inside a control directory."""
 
@@ -137,9 +141,7 @@ def link_into(home: Path, control: Path) -> None:
 
 def command(program: str) -> tuple[list[str], dict[str, str]]:
     """Returns the argv prefix that runs a Python program in a container, and its environment variables."""
-    home = f"{CONTROL_DIR}/{NAME}"
-    argv = [f"{home}/loader", "--library-path", f"{home}/libraries", f"{home}/python", "-s", "-S", "-B", "-c", program]
-    return argv, {"PYTHONHOME": home, "PYTHONPATH": "", "LD_PRELOAD": ""}
+    return [*INTERPRETER, "-c", program], {"PYTHONHOME": HOME, "PYTHONPATH": "", "LD_PRELOAD": ""}
 
 
 async def run_and_receive(

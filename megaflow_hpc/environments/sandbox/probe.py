@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root
-from megaflow_hpc.environments.sandbox.commands.launcher import launcher
-from megaflow_hpc.environments.sandbox.limits.cgroups import delegated
-from megaflow_hpc.environments.sandbox.network import how_to_listen
+from megaflow_hpc.environments.sandbox.launcher import exec_argv, launcher, namespace_root
+from megaflow_hpc.environments.sandbox.network import Way, how_to_listen
+from megaflow_hpc.environments.sandbox.processes import NPROC_KERNEL, kernel_version
+from megaflow_hpc.environments.sandbox.rootfs import overlay as overlays
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import (
@@ -33,9 +33,11 @@ from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import boot_id, node_name
 
-FORMAT = 5
+FORMAT = 6
 PROBE_S = 20.0
 """Seconds within which a container of the probe must finish."""
+
+OverlayBy = Literal["kernel", "fuse-overlayfs", ""]
 
 
 @dataclass(frozen=True)
@@ -50,23 +52,21 @@ class Site:
     """Why containers cannot start at all."""
     overlay: str
     """Why this scratch cannot hold the writable layer of an overlay. If set, sandboxes are copies of their images."""
-    overlay_by: Literal["kernel", "fuse-overlayfs", ""]
+    overlay_by: OverlayBy
     copy: str
     """Why a sandbox cannot be a copy of its image. Tested only if overlays are unavailable."""
     private_network: str
     """Why network ``none`` is unavailable."""
     gateway: str
     """Why network ``gateway`` is unavailable."""
-    gateway_by: Literal["nsenter", "helper", ""]
+    gateway_by: Way
     """How a listener gets into a private network (network.py)."""
     user_namespaces: str
     kernel: str
     processes: str
     """Why the kernel cannot limit the number of processes."""
     calls: str
-    """Why system calls of sandboxes cannot be filtered (commands/launcher.py)."""
-    cgroup: str
-    """The delegated cgroup, or empty if the site delegates none."""
+    """Why system calls of sandboxes cannot be filtered (launcher.py)."""
 
     def refuses(self, network: str) -> str:
         """Returns why a sandbox with this network cannot start here, or an empty string if it can."""
@@ -95,20 +95,20 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
         temporary = tempfile.mkdtemp(prefix="probe-", dir=scratch)
     except OSError as error:
         raise SiteError(f"{scratch}: not writable ({error.strerror}); set MEGAFLOW_SCRATCH") from error
-    overlay_by: Literal["kernel", "fuse-overlayfs", ""] = ""
+    overlay_by: OverlayBy = ""
     try:
         container, overlay, copy, network = _try_containers(apptainer, temporary)
         if not overlay:
-            overlay_by = "fuse-overlayfs" if _kernel_overlay(temporary) else "kernel"
+            overlay_by = "kernel" if overlays.works(temporary) else "fuse-overlayfs"
     finally:
         remove_tree(temporary)
-    gateway_by: Literal["nsenter", "helper", ""] = ""
+    gateway_by: Way = ""
     gateway = network
     if not gateway:
         gateway_by, gateway = how_to_listen(namespaces)
-    release = os.uname().release
-    number = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
-    group = delegated()
+    release, processes = os.uname().release, ""
+    if kernel_version() < NPROC_KERNEL:
+        processes = f"Linux {release} counts all processes of the user; 5.14 is needed"
     return Site(
         apptainer=apptainer,
         version=version(apptainer),
@@ -122,9 +122,8 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
         gateway_by=gateway_by,
         user_namespaces=namespaces,
         kernel=release,
-        processes="" if number >= (5, 14) else f"Linux {release} counts all processes of the user; 5.14 is needed",
+        processes=processes,
         calls=_unfiltered(namespaces),
-        cgroup=str(group) if group else "",
     )
 
 
@@ -264,15 +263,6 @@ def _host_image(root: Path) -> list[str]:
             (root / name).mkdir()
             binds.append(f"{host}:{host}:ro")
     return binds
-
-
-def _kernel_overlay(where: str) -> str:
-    """Returns why an ordinary user cannot mount a kernel overlay with its upper directory on this file system."""
-    for name in ("lower", "upper", "work", "merged"):
-        Path(where, name).mkdir()
-    options = ",".join(f"{key}dir={where}/{key}" for key in ("lower", "upper", "work"))
-    script = f"mount -t overlay overlay -o {options},userxattr {where}/merged && echo x > {where}/merged/x"
-    return _failure_of(["unshare", "--user", "--map-root-user", "--mount", "/bin/sh", "-c", script], where)
 
 
 def _failure_of(argv: Sequence[str], temporary: str | None = None) -> str:

@@ -11,7 +11,16 @@ import time
 from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.process import Identity, argv, descendants, environment, group, session
 
+NPROC_KERNEL = (5, 14)
+"""First Linux version in which RLIMIT_NPROC applies per user namespace. Earlier ones count all of the user's."""
+
 _RUNNER = f"{CONTROL_DIR}/runner".encode()
+
+
+def kernel_version() -> tuple[int, int]:
+    """Returns the major and minor version of this node's kernel."""
+    major, minor = re.findall(r"\d+", os.uname().release)[:2]
+    return int(major), int(minor)
 
 
 def namespace_init(pid: int) -> int | None:
@@ -30,12 +39,8 @@ def namespace_init(pid: int) -> int | None:
 
 
 def limit_processes(init: int, count: int) -> bool:
-    """Limits the processes and threads of a newly started container. Returns ``False`` if that is not possible.
-
-    Since Linux 5.14, RLIMIT_NPROC applies per user namespace. Earlier versions count all processes of the user.
-    """
-    version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-    if version < (5, 14):
+    """Limits the processes and threads of a newly started container. Returns ``False`` if that is not possible."""
+    if kernel_version() < NPROC_KERNEL:
         return False
     for pid in (init, *descendants(init)):
         try:

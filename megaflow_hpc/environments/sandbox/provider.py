@@ -21,12 +21,11 @@ from megaflow_hpc.environments.images.cache.cache import ImageCache, Prefetcher
 from megaflow_hpc.environments.sandbox import helper_python, probe
 from megaflow_hpc.environments.sandbox.commands.terminal import Terminal, open_terminal
 from megaflow_hpc.environments.sandbox.directory import SandboxDirectory
-from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
 from megaflow_hpc.environments.sandbox.network import how_to_listen
 from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs, RootfsFactory
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.environments.sandbox.scratch import default_scratch, file_system, kind_of, workplace
+from megaflow_hpc.environments.sandbox.scratch import default_scratch, file_system, kind_of, sweep, workplace
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.environments.sandbox.templates import Templates
@@ -42,39 +41,29 @@ class ApptainerProvider:
     Args:
         scratch: Local directory for writable layers. Default: :func:`default_scratch`.
         cache: Directory of unpacked images, shared by all processes of the node. Default: ``SCRATCH/cache``.
-        max_sandboxes: Maximum number of live sandboxes. :meth:`start` waits while it is reached, so a caller that holds
-            a sandbox while it starts another can deadlock. Default: no limit.
-        start_timeout_s: Seconds within which a container must be ready, excluding the time to unpack its image.
     """
 
     def __init__(
         self,
         scratch: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
-        max_sandboxes: int | None = None,
-        *,
-        start_timeout_s: float = 60.0,
     ) -> None:
         self.apptainer = find_apptainer()
         self.scratch = private_directory(Path(scratch).absolute() if scratch else default_scratch())
         self.cache = private_directory(Path(cache).absolute() if cache else self.scratch / "cache")
-        self._start_timeout_s = start_timeout_s
         identity = Identity.of(os.getpid())
         assert identity is not None
         self._own = private_directory(private_directory(self.scratch / "owners") / str(identity))
         self._sandboxes: set[ApptainerSandbox] = set()
-        self._bound = asyncio.Semaphore(max_sandboxes) if max_sandboxes else None
         self.watchdog = Watchdog(str(self.scratch))
         self._number = 0
         self._storage = kind_of(file_system(self.scratch))
         cache_of_node = ImageCache(self.cache, self.apptainer)
         self.images = RootfsFactory(
-            cache_of_node, lambda: probe.cached(self.scratch, self.apptainer), self.scratch, self._storage
+            cache_of_node, lambda: probe.cached(self.scratch, self.apptainer).overlay, self.scratch, self._storage
         )
         self._prefetcher = Prefetcher(cache_of_node, self.images.is_flat)
-        self._templates = Templates(
-            self._own, (self.scratch, self.cache), self.apptainer, self.scratch, start_timeout_s
-        )
+        self._templates = Templates(self._own, (self.scratch, self.cache), self.apptainer, self.scratch)
         self._closed = False
         sweep(self.scratch)
 
@@ -102,14 +91,7 @@ class ApptainerProvider:
         spec.check()
         if self._closed:
             raise SandboxError("the provider is closed")
-        if self._bound is not None:
-            await self._bound.acquire()
-        try:
-            sandbox = await self._start(spec, snapshot, rootfs)
-        except BaseException:
-            if self._bound is not None:
-                self._bound.release()
-            raise
+        sandbox = await self._start(spec, snapshot, rootfs)
         self._sandboxes.add(sandbox)
         if self._closed:
             await sandbox.stop()
@@ -122,23 +104,17 @@ class ApptainerProvider:
         rootfs = rootfs or self.images.ready(spec.image) or await self._acquire(spec.image)
         self._number += 1
         path = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
-        directory = SandboxDirectory(str(path), rootfs, self.apptainer, self._start_timeout_s, self._templates)
+        directory = SandboxDirectory(str(path), rootfs, self.apptainer, self._templates)
         sandbox = ApptainerSandbox(
             spec,
             directory,
             self.watchdog,
-            on_stop=self._ended,
+            on_stop=self._sandboxes.discard,
             layer_in_memory=self._storage == "memory",
             interpreter=self._helper_python if spec.network == "gateway" and self._listens_by_helper() else None,
         )
         await sandbox.start(snapshot)
         return sandbox
-
-    def _ended(self, sandbox: ApptainerSandbox) -> None:
-        if sandbox in self._sandboxes:
-            self._sandboxes.discard(sandbox)
-            if self._bound is not None:
-                self._bound.release()
 
     def _listens_by_helper(self) -> bool:
         """Returns whether listening sockets must be bound by a command of the sandbox (network.py)."""

@@ -27,7 +27,7 @@ from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths, has_no
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import LimitError, SandboxError
-from megaflow_hpc.host.unpack import Budget
+from megaflow_hpc.host.tar import Budget
 from megaflow_hpc.types import ExecResult
 
 OUTPUT_LIMIT = 512 * 1024
@@ -378,7 +378,7 @@ class ApptainerSandbox:
         """Copies a file or a directory's contents out of the sandbox.
 
         Copies only regular files, directories and symlinks that stay inside ``target`` (for the rules see
-        host/unpack.py). Directories need ``tar`` in the image. Existing files and symlinks at ``target`` are replaced.
+        host/tar.py). Directories need ``tar`` in the image. Existing files and symlinks at ``target`` are replaced.
 
         Args:
             budget: Bytes and files that may still be written; the copy reduces it. Default: :meth:`download_budget`.

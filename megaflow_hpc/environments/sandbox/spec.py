@@ -45,8 +45,6 @@ class SandboxSpec:
     cpus: float | None = None
     disk_mb: int | None = None
     processes: int | None = 512
-    mode: Literal["ephemeral"] = "ephemeral"
-    """The only mode: every sandbox starts from its image."""
     cpu_s: float | None = None
     """CPU time limit in seconds, applied to the agent and to the verifier separately."""
     wall_s: float | None = None
@@ -61,8 +59,6 @@ class SandboxSpec:
         """Raises :class:`ConfigError` if a container cannot start with these values."""
         if self.network not in get_args(Network):
             raise ConfigError(f"network {self.network!r} of a sandbox: expected one of {', '.join(get_args(Network))}")
-        if self.mode != "ephemeral":
-            raise ConfigError(f"mode {self.mode!r} of a sandbox: expected ephemeral; a fresh sandbox starts in 50 ms")
         if self.workdir is not None and not self.workdir.startswith("/"):
             raise ConfigError(f"workdir {self.workdir!r} of a sandbox: expected an absolute path")
         check_variables(self.env)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -27,8 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.sandbox import helper_python
-from megaflow_hpc.environments.sandbox.argv import ROOT_MAY, exec_argv, namespace_limits
-from megaflow_hpc.environments.sandbox.commands.launcher import Clone, launcher, start_apptainer
+from megaflow_hpc.environments.sandbox.launcher import (
+    ROOT_MAY,
+    START_TIMEOUT_S,
+    Clone,
+    exec_argv,
+    launcher,
+    namespace_limits,
+    start_apptainer,
+)
+from megaflow_hpc.environments.sandbox.processes import kernel_version
 from megaflow_hpc.environments.sandbox.rootfs.overlay import MOUNT_POINTS, Overlay
 from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec, is_without
@@ -43,8 +50,6 @@ _MAX_ENVIRONMENT_BYTES = 32768
 _KERNEL = (5, 9)
 """First Linux version with pidfds, openat2 and close_range."""
 _CAPABILITIES = dict(zip(ROOT_MAY, (0, 1, 3, 4, 5, 10, 6, 7, 18), strict=True))
-_HOME = f"{CONTROL_DIR}/{helper_python.NAME}"
-_PROGRAM = (f"{_HOME}/loader", "--library-path", f"{_HOME}/libraries", f"{_HOME}/python", "-s", "-S", "-B")
 
 _MAX_PENDING_REQUESTS = 32
 """Maximum number of pending requests; more have to wait, so that the socket never fills up."""
@@ -76,7 +81,6 @@ class Template:
     def __init__(self, log: str) -> None:
         self._log = log
         self._number = 0
-        self._answer_timeout_s = END_S
         self._slots = asyncio.Semaphore(_MAX_PENDING_REQUESTS)
         self._pending: dict[int, asyncio.Future[int]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -93,7 +97,6 @@ class Template:
         argv: Sequence[str],
         *,
         temporary: str,
-        timeout_s: float,
         prefix: Sequence[str],
         on_started: Callable[[Identity], None],
     ) -> None:
@@ -109,15 +112,14 @@ class Template:
                 argv, prefix, temporary, stdin=theirs.fileno(), stdout=output, stderr=output
             )
         self._socket = ours
-        self._answer_timeout_s = timeout_s
         ours.setblocking(False)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
         if identity := Identity.of(self._process.pid):
             on_started(identity)
         try:
-            await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+            await asyncio.wait_for(asyncio.shield(self._ready), START_TIMEOUT_S)
         except TimeoutError:
-            raise SandboxError(f"no template was ready after {timeout_s:g} s: {self._last_words()}") from None
+            raise SandboxError(f"no template was ready after {START_TIMEOUT_S:g} s: {self._last_words()}") from None
 
     def _last_words(self) -> str:
         with open(self._log, "rb") as log:
@@ -191,9 +193,9 @@ class Template:
                     raise SandboxError(f"a request of {len(message)} bytes; its template reads {MAX_REQUEST_BYTES}")
                 try:
                     sending = self._send(message, [stdin, stdout, errors, go], answer)
-                    pidfd = await asyncio.wait_for(sending, self._answer_timeout_s)
+                    pidfd = await asyncio.wait_for(sending, START_TIMEOUT_S)
                 except TimeoutError:
-                    raise SandboxError(f"its template did not answer within {self._answer_timeout_s:g} s") from None
+                    raise SandboxError(f"its template did not answer within {START_TIMEOUT_S:g} s") from None
             with open(f"/proc/self/fdinfo/{pidfd}") as file:
                 pid = next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
             if identity := Identity.of(pid):
@@ -248,13 +250,12 @@ class Templates:
         scratch: Directory of the interpreter that templates run.
     """
 
-    def __init__(self, own: Path, visible: Sequence[Path], apptainer: str, scratch: Path, timeout_s: float) -> None:
+    def __init__(self, own: Path, visible: Sequence[Path], apptainer: str, scratch: Path) -> None:
         self._own = own
         first, *others = (Path(os.path.realpath(directory)) for directory in visible)
         self._visible = [first, *(directory for directory in others if not _below(directory, [first]))]
         self._apptainer = apptainer
         self._scratch = scratch
-        self._timeout_s = timeout_s
         self._environments: dict[_Trees, ImageEnvironment] = {}
         self._current: _RunningTemplate | None = None
         self._number = 0
@@ -390,12 +391,12 @@ class Templates:
             root,
             overlay=None,
             control=str(directory / "control"),
-            command=(*_PROGRAM, f"{CONTROL_DIR}/cloner.py"),
+            command=(*helper_python.INTERPRETER, f"{CONTROL_DIR}/cloner.py"),
         )
         # Needed to map uid 0 in a nested namespace. The clones do not get this capability.
         option = argv.index("--add-caps")
         argv[option + 1] += ",CAP_SETFCAP"
-        argv[option:option] = ["--env", f"PYTHONHOME={_HOME}"]
+        argv[option:option] = ["--env", f"PYTHONHOME={helper_python.HOME}"]
 
         def started(identity: Identity) -> None:
             (directory / "owner").write_text(f"{identity}\n")
@@ -405,7 +406,6 @@ class Templates:
             await template.start(
                 argv,
                 temporary=temporary,
-                timeout_s=self._timeout_s,
                 prefix=unshare(),  # without namespace limits, because all clones would share them
                 on_started=started,
             )
@@ -437,9 +437,8 @@ class Templates:
 @functools.cache
 def supported() -> bool:
     """Returns whether this node's kernel, its user namespaces and this Python support clones."""
-    version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
     return (
-        version >= _KERNEL
+        kernel_version() >= _KERNEL
         and os.uname().machine in ("x86_64", "aarch64")
         and sys.version_info >= (3, 11)
         and bool(unshare())

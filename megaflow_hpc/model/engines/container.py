@@ -5,8 +5,8 @@
     apptainer exec --cleanenv --home PRIVATE/home --pwd / [--nv] [--unsquash] --bind … IMAGE python3 -m …
 
 The engine sees the server's private directory (socket, home, Apptainer's temporary files) and the paths in
-``model.binds``, and read-only the model and the run's published weights. The image is not a sandbox, because the engine
-is the user's own program. It shares the host's network, processes and /dev/shm, through which its processes pass
+``model.binds``. It sees the model and the run's published weights read-only. The image is not a sandbox, because the
+engine is the user's own program. It shares the host's network, processes and /dev/shm, through which its processes pass
 tensors. Only environment variables for engines and GPUs are passed on (:data:`PASSED`). They are passed as
 ``APPTAINERENV_`` variables, because other users can read the command line.
 """

@@ -54,7 +54,8 @@ def over_nodes(
 
 def part_command(rank: int, command: Sequence[str]) -> list[str]:
     """Returns the engine command for one node. Ranks above 0 serve no requests."""
-    return [*command, "--node-rank", str(rank), *(["--headless"] if rank else [])]
+    words = [*command, "--node-rank", str(rank)]
+    return [*words, "--headless"] if rank else words
 
 
 def main(private: Path, command: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 """Checks during planning whether an engine can load its model on nodes without network access.
 
-Nothing is loaded. The checks look for the files of a model directory, for a Hugging Face name in the cache, and for the
-engine in its interpreter. The caller checks the contents of safetensors files. ``args`` that name another tokenizer or
-another load format are not checked.
+Nothing is loaded. The checks look for the files of a model directory, or for a Hugging Face name in the cache. They
+also look for the engine in its interpreter. The caller checks the contents of safetensors files. If ``args`` name
+another tokenizer or load format, the checks do not cover it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.model.engines.adapters import interpreter
+from megaflow_hpc.model.engines.adapters import interpreter, options_of
 
 MODULES = {"vllm": "vllm", "sglang": "sglang", "transformers": "transformers"}
 """Engine that loads models itself → its Python module."""
@@ -57,7 +57,7 @@ def _has_config(directory: Path) -> bool:
 
 def why_not_loaded(model: Mapping[str, Any]) -> str:
     """Returns why the ``path`` of a ``model:`` section cannot be loaded offline, and how to fix it; empty if it can."""
-    path, args = str(model.get("path") or ""), _options(model)
+    path, args = str(model.get("path") or ""), options_of(model)
     if model.get("engine") not in MODULES or not path:
         return ""
     directory = _directory(path)
@@ -70,7 +70,7 @@ def why_not_loaded(model: Mapping[str, Any]) -> str:
         return ""
     if not _has_config(directory):
         return f"{path}: no config.json there; give the directory of a model as Hugging Face's libraries save it"
-    if not {"tokenizer", "skip-tokenizer-init", "tokenizer-path"} & args and not _has_tokenizer(directory):
+    if not {"tokenizer", "skip-tokenizer-init", "tokenizer-path"} & args.keys() and not _has_tokenizer(directory):
         return (
             f"{path}: no tokenizer there ({', '.join(TOKENIZERS[:3])}); copy it there, or name one in args: tokenizer"
         )
@@ -82,7 +82,7 @@ def why_not_loaded(model: Mapping[str, Any]) -> str:
 def weights_of(model: Mapping[str, Any]) -> Path | None:
     """Returns the directory with the safetensors files that the engine will load; ``None`` if unknown."""
     path = str(model.get("path") or "")
-    if model.get("engine") not in MODULES or not path or "load-format" in _options(model):
+    if model.get("engine") not in MODULES or not path or "load-format" in options_of(model):
         return None
     directory = _directory(path)
     return directory if directory is not None and directory.is_dir() else None
@@ -93,10 +93,6 @@ def _directory(path: str) -> Path | None:
     if os.path.exists(path):
         return Path(path)
     return _snapshot(path) if "/" in path and not os.path.isabs(path) else None
-
-
-def _options(model: Mapping[str, Any]) -> set[str]:
-    return {str(name).lstrip("-").replace("_", "-") for name in model.get("args") or ()}
 
 
 def _has_tokenizer(directory: Path) -> bool:

@@ -18,8 +18,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megaflow_hpc.model.api import RENDER, TEXTS
-from megaflow_hpc.model.engine_answer import token_ids
+from megaflow_hpc.model.engine_api import RENDER, TEXTS, token_ids
 from megaflow_hpc.model.gateway.canonical import reasoning_of
 from megaflow_hpc.model.gateway.engine_call import Call, RefusedCall
 from megaflow_hpc.model.gateway.recorder import Tip

@@ -23,8 +23,14 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.gateway.engine_call import Call, EngineRequest, RefusedCall, Unavailable, UnusableAnswer
-from megaflow_hpc.model.gateway.engine_client import EngineClient
+from megaflow_hpc.model.gateway.engine_call import (
+    Call,
+    EngineClient,
+    EngineRequest,
+    RefusedCall,
+    Unavailable,
+    UnusableAnswer,
+)
 from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.protocols import control_prompt
@@ -38,7 +44,7 @@ MAX_UNUSABLE, MAX_UNUSABLE_OF_ONE = 6, 3
 """Unusable responses after which a call fails: in total, and from a single server that answers the control."""
 CONTROL_TIMEOUT_S = 30.0
 CONTROL_SERVERS = 4
-"""Number of servers, the least busy ones, that get a control concurrently."""
+"""Maximum servers, least busy first, that receive a control at the same time."""
 Ask = Callable[[Call], Awaitable[T]]
 
 

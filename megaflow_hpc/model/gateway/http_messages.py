@@ -1,4 +1,4 @@
-"""Requests and responses of the gateway's HTTP server: keys, JSON bodies, streams, and errors with their types."""
+"""Requests and responses of the gateway's HTTP server: JSON bodies, streams, and errors with their types."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ MAX_BODY = 32 * 2**20
 """Maximum size of a request body, in bytes."""
 MAX_BODY_OF_UNKNOWN_SIZE = 8 * 2**20
 """Maximum size in bytes of a body that is compressed or has no ``Content-Length``."""
-MAX_FIELDS = 1000
-"""Maximum number of fields in a request."""
 
 
 class CallError(Exception):
@@ -127,13 +125,6 @@ async def _sending(request: web.BaseRequest) -> AsyncIterator[None]:
             request.transport.abort()
 
 
-def bearer_key(request: web.BaseRequest) -> bytes:
-    """Returns the key of a request, from ``Authorization: Bearer`` or ``x-api-key``; empty if it is missing."""
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    given = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    return given.encode("utf-8", "surrogateescape")  # headers may not be valid UTF-8
-
-
 def body_size(request: web.BaseRequest) -> int:
     """Returns an upper bound for the size of a request body in bytes, before it is read.
 
@@ -164,8 +155,6 @@ async def read_object(request: web.BaseRequest, max_bytes: int) -> tuple[dict[st
         raise CallError(400, f"the request's body: {error}") from None
     if not isinstance(body, dict):
         raise CallError(400, "the request's body: expected a JSON object")
-    if len(body) > MAX_FIELDS:
-        raise CallError(400, f"the request's body: {len(body)} fields; {MAX_FIELDS} are allowed")
     return body, size
 
 

@@ -42,9 +42,9 @@ class Quotas:
         """
         count = max(gateways, 1)
         return Quotas(
-            requests_per_s=self.requests_per_s and self.requests_per_s / count,
-            tokens_per_s=self.tokens_per_s and self.tokens_per_s / count,
-            in_flight=self.in_flight and max(1, self.in_flight // count),
+            requests_per_s=self.requests_per_s / count if self.requests_per_s else None,
+            tokens_per_s=self.tokens_per_s / count if self.tokens_per_s else None,
+            in_flight=max(1, self.in_flight // count) if self.in_flight else None,
         )
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaflow_hpc.model.gateway.engine_client import Gate
+from megaflow_hpc.model.gateway.engine_call import Gate
 from megaflow_hpc.model.gateway.http_messages import MAX_BODY
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.types import CallBudget
@@ -37,21 +37,24 @@ class RolloutQuota:
 
     def __init__(self, size: int, calls: int = MAX_CALLS) -> None:
         self._size, self._calls = size, calls
-        self._waiting: dict[asyncio.Future[None], int] = {}
+        self._first = asyncio.Lock()
+        """Held by the call that is next in order of arrival; asyncio locks are FIFO."""
+        self._freed = asyncio.Condition()
         self._answers = asyncio.Lock()
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[None]:
         """Waits until a call with a body of ``size`` bytes may be read. Holds its part of the quota inside the
         context."""
-        if self._waiting or not self._fits(size):
-            await self._wait(size)
-        else:
-            self._take(size)
+        async with self._first, self._freed:
+            await self._freed.wait_for(lambda: self._calls > 0 and size <= self._size)
+            self._calls, self._size = self._calls - 1, self._size - size
         try:
             yield
         finally:
-            self._give(size)
+            self._calls, self._size = self._calls + 1, self._size + size
+            async with self._freed:
+                self._freed.notify_all()
 
     @asynccontextmanager
     async def large_answer(self) -> AsyncIterator[Gate]:
@@ -72,40 +75,6 @@ class RolloutQuota:
         finally:
             if held:
                 self._answers.release()
-
-    def _fits(self, size: int) -> bool:
-        return self._calls > 0 and size <= self._size
-
-    def _take(self, size: int) -> None:
-        self._calls, self._size = self._calls - 1, self._size - size
-
-    def _give(self, size: int) -> None:
-        self._calls, self._size = self._calls + 1, self._size + size
-        self._wake()
-
-    async def _wait(self, size: int) -> None:
-        """Returns once the call holds its part of the quota."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[future] = size
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self._give(size)  # the call got its part just before the cancellation
-            else:
-                self._waiting.pop(future, None)
-                self._wake()
-            raise
-
-    def _wake(self) -> None:
-        while self._waiting:
-            future, size = next(iter(self._waiting.items()))
-            if not future.done():
-                if not self._fits(size):
-                    return
-                self._take(size)
-                future.set_result(None)
-            del self._waiting[future]
 
 
 @dataclass
@@ -133,6 +102,8 @@ class OpenRollout:
     """Number of pending calls."""
     seed: int = -1
     """Seed of the first call; -1 leaves the seed to the engine."""
+    judging: bool = False
+    """True if a verifier makes the calls. It may call judges too."""
     suspended: bool = False
     """True if new calls are refused because the rollout continues in another allocation."""
     interrupted: bool = False
@@ -140,7 +111,7 @@ class OpenRollout:
     ended: bool = False
     """True if the rollout was closed. Responses that arrive later are not recorded."""
     waiting: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Calls that wait for an engine's response. Nothing of them is recorded yet."""
+    """Tasks of calls that wait for an engine's response. Nothing is recorded for them yet."""
     reserved_calls: int = 0
     """Choices reserved by calls in progress."""
     reserved_tokens: int = 0

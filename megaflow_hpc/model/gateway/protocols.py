@@ -25,8 +25,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megaflow_hpc.model.api import COMPLETIONS, DERENDER, GENERATE, RENDER
-from megaflow_hpc.model.engine_answer import check, check_size, log_probabilities, routed_experts, token_ids
+from megaflow_hpc.model.engine_api import (
+    COMPLETIONS,
+    DERENDER,
+    GENERATE,
+    RENDER,
+    check,
+    check_size,
+    log_probabilities,
+    routed_experts,
+    token_ids,
+)
 from megaflow_hpc.model.gateway.continuation import continued
 from megaflow_hpc.model.gateway.engine_call import Call, RefusedCall, Reply, UnusableAnswer, parse_weight_version
 from megaflow_hpc.model.gateway.recorder import SampledTokens

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from megaflow_hpc.model.engine_answer import RoutedExperts
+from megaflow_hpc.model.engine_api import RoutedExperts
 from megaflow_hpc.model.gateway.canonical import conversation_digest, same_message
 from megaflow_hpc.model.gateway.conversations import AskedPrompt, Conversations
 from megaflow_hpc.trajectory import UNROUTED, Recording, TokenSequence, Turn
@@ -57,7 +57,7 @@ class SampledTokens:
     free: bool = True
     """True if the tokens were sampled with the policy's own settings and without constraints."""
     experts: RoutedExperts | None = None
-    """Experts of prompt and sampled tokens, if the engine reports them."""
+    """Experts of the prompt and of the sampled tokens, if the engine reports them."""
     counted: int | None = None
     """Number of sampled tokens if the engine reports no ids. ``None`` if ``tokens`` has the ids."""
 
@@ -289,10 +289,10 @@ class Recorder:
 def _add_experts(sequence: TokenSequence, experts: RoutedExperts | None, known: int) -> None:
     """Adds the experts of a sequence's new tokens.
 
-    An engine does not route the last token that it samples, so that token's experts come with the next call.
+    An engine does not route the last token that it samples. The next call reports that token's experts.
 
     Args:
-        known: number of tokens that the sequence had before.
+        known: Number of tokens in the sequence before this call.
     """
     if experts is not None and not sequence.experts:
         sequence.expert_layers, sequence.experts_per_token = experts.layers, experts.per_token

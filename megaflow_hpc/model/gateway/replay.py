@@ -122,8 +122,9 @@ class Replay:
         Raises:
             ModelServiceError: The rollout or one of its calls was not recorded.
         """
-        task, policy, sample = rollout_id.rsplit("/", 2)
-        name = f"{task}/{self.policy or policy}/{sample}"
+        task, arm, sample = rollout_id.rsplit("/", 2)
+        policy, plus, scaffold = arm.partition("+")
+        name = f"{task}/{self.policy or policy}{plus}{scaffold}/{sample}"
         trajectory = self.recordings.trajectory(name)
         if trajectory is None:
             raise ModelServiceError(f"replay: rollout {name} is not among the recorded ones")

@@ -9,7 +9,7 @@ Health is judged by real requests. A server that refused or broke a connection, 
 backoff of half a second. The backoff doubles with each consecutive failure, up to half a minute, or lasts as long as
 the server asks for (``Retry-After``). Then one call tries the server, and its success admits the others. Failures of
 calls that were in flight at the same time count as one. If every server of a policy is in backoff, calls wait for the
-first one to come back, so a short outage costs time but no rollout.
+first one to come back. So a short outage costs time but no rollout.
 """
 
 from __future__ import annotations

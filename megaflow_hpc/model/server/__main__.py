@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from megaflow_hpc.errors import MegaflowError
-from megaflow_hpc.host.descriptors import raise_limit
+from megaflow_hpc.host.process import raise_descriptor_limit
 from megaflow_hpc.model.server.registration import assignment
 from megaflow_hpc.model.server.server import BACKOFF_S, HEARTBEAT_S, IDLE_S, POLL_S, EngineServer
 from megaflow_hpc.model.server.weight_updates import poll_interval_s
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if index is None and os.environ.get("SLURM_ARRAY_TASK_ID"):
         index = int(os.environ["SLURM_ARRAY_TASK_ID"])
     os.umask(0o077)
-    raise_limit()
+    raise_descriptor_limit()
     try:
         run = RunDir(arguments.run)
         run.check_ours()
@@ -46,13 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         idle_s = arguments.idle_s if pool is None else math.inf  # a pool's users come and go
 
         async def serve() -> int:
-            times = {
-                "poll_s": arguments.poll_s or POLL_S,
-                "weights_poll_s": arguments.poll_s or poll_interval_s(planned, what.policy),
-                "beat_s": arguments.beat_s,
-                "backoff_s": arguments.backoff_s,
-            }
-            return await EngineServer(run, what, idle_s=idle_s, **times, caps=pool).run()
+            server = EngineServer(
+                run,
+                what,
+                idle_s=idle_s,
+                poll_s=arguments.poll_s or POLL_S,
+                weights_poll_s=arguments.poll_s or poll_interval_s(planned, what.policy),
+                beat_s=arguments.beat_s,
+                backoff_s=arguments.backoff_s,
+                caps=pool,
+            )
+            return await server.run()
 
         return asyncio.run(serve())
     except MegaflowError as error:

@@ -1,7 +1,8 @@
 """Computes how many engine servers a policy needs from the load that its servers report.
 
-With every heartbeat, a server reports the length of its engine's queue, and how long the last queued request will wait
-at the rate of the past half minute. Servers are added when both numbers are high. Idle servers exit on their own.
+With every heartbeat, a server reports the length of its engine's queue. It also reports how long the last queued
+request will wait at the rate of the past half minute. Servers are added when both numbers are high. Idle servers exit
+on their own.
 """
 
 from __future__ import annotations

@@ -1,37 +1,40 @@
-"""The only TCP listener in front of an engine: TLS, two keys, and an allowlist of paths.
+"""The only TCP listener in front of an engine: TLS, a key, and an allowlist of paths.
 
 The engine itself listens on a Unix socket that other users cannot open. Inference and rendering paths require the key
-of the endpoint file. Paths that change the engine require the admin key. All other paths are refused, except that the
-policy's other servers copy weights with the endpoint file's key (:mod:`.weight_copies`).
+of the endpoint file. All other paths are refused, except that the policy's other servers copy weights with the same key
+(:mod:`.weight_copies`).
 
 A pool's server also accepts its members' keys, within each user's caps and fair share (:mod:`.tenants`).
 
-Every response names the version of the weights that sampled it (:data:`~megaflow_hpc.model.api.WEIGHT_VERSION`). While
-the weights change, the proxy holds requests back, so that each is sampled by one version (:meth:`Proxy.hold`).
+Every response names the version of the weights that sampled it (:data:`.engine_api.WEIGHT_VERSION`). While the weights
+change, the proxy holds requests back, so that each is sampled by one version (:meth:`Proxy.hold`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
+import hashlib
 import hmac
 import logging
 import re
 import secrets
-import socket
 import ssl
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
 
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import listen_everywhere
-from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
+from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
 from megaflow_hpc.model.engines.launch import Launch
-from megaflow_hpc.model.http_server import BadBody, HttpServer, read_body
+from megaflow_hpc.model.http_server import BadBody, HttpServer, bearer_key, read_body
 from megaflow_hpc.model.json_text import TooMuch, check_bounds, decoded, offload, packed
 from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.tenants import Tenants
@@ -42,10 +45,6 @@ SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS))
 MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models")}
 MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS)}
 """Paths that gateways use. Other engine APIs are blocked: they accept options that no gateway has checked."""
-ADMIN_PATHS = frozenset(("GET", path) for path in ("/metrics", "/weight_info", "/is_paused", "/is_sleeping"))
-ADMIN_PATHS |= {("POST", path) for path in ("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache")}
-ADMIN_PATHS |= {("POST", path) for path in ("/collective_rpc", "/update_weight_version", "/update_weights")}
-ADMIN_PATHS |= {("POST", path) for path in ("/start_weight_update", "/finish_weight_update")}
 PASSED = ("accept", "content-type", "x-request-id", "traceparent", "tracestate", "anthropic-version")
 """Request headers forwarded to the engine."""
 NOT_RETURNED = frozenset(
@@ -56,6 +55,8 @@ MAX_BODY = 256 * 2**20
 """Maximum size of a request body, in bytes."""
 MAX_TENANT_BODY = 64 * 2**20
 CAMPAIGN = "the campaign"
+VALIDITY_DAYS = 3650
+"""Gateways ignore the validity period, but some TLS stacks reject certificates that expire soon."""
 QUEUE_METRIC = re.compile(
     r"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE
 )
@@ -75,14 +76,13 @@ class Proxy:
     """Reverse proxy in front of one engine.
 
     Args:
-        host: Address to listen on. Empty: all IPv4 and IPv6 addresses. The kernel chooses the port.
         tenants: The users of a pool; ``None`` if the server is not in a pool.
     """
 
-    def __init__(self, host: str = "", tenants: Tenants | None = None) -> None:
+    def __init__(self, tenants: Tenants | None = None) -> None:
         self.tenants = tenants
-        self.key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-        self.host, self.port = host, 0
+        self.key = secrets.token_urlsafe(32)
+        self.port = 0
         self.requests = 0
         """POST requests forwarded so far."""
         self.in_flight = 0
@@ -108,9 +108,9 @@ class Proxy:
         self._server: HttpServer | None = None
 
     async def start(self, context: ssl.SSLContext | None = None) -> None:
-        """Starts listening, with TLS if ``context`` is given, and sets ``port``."""
+        """Starts listening on all addresses, with TLS if ``context`` is given. The kernel chooses ``port``."""
         self._server = HttpServer(self._handle, LOG, max_per_owner=sys.maxsize)
-        listener = socket.create_server((self.host, 0)) if self.host else listen_everywhere()
+        listener = listen_everywhere()
         self.port = listener.getsockname()[1]
         self._server.listen(listener, context)
 
@@ -219,14 +219,12 @@ class Proxy:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         assert self._server is not None
         endpoint = (request.method, request.path)
-        # Headers may not be valid UTF-8.
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
-        is_model = hmac.compare_digest(given, self.key.encode())
-        is_admin = hmac.compare_digest(given, self.admin_key.encode())
+        given = bearer_key(request)
+        is_campaign = hmac.compare_digest(given, self.key.encode())
         tenant = None
-        if self.tenants and not is_model and not is_admin and given.isascii():
+        if self.tenants and not is_campaign and given.isascii():
             tenant = self.tenants.user(given.decode())
-        if not is_model and not is_admin and tenant is None:
+        if not is_campaign and tenant is None:
             return _refuse(401, "no key, or a wrong one")
         owner = CAMPAIGN if tenant is None else f"user {tenant}"
         if not self._server.admit(request, owner):
@@ -234,8 +232,8 @@ class Proxy:
             answer.force_close()
             return answer
         if self.copies is not None and tenant is None and request.method == "GET" and request.path.startswith(ROOT):
-            return await self.copies.answer(request, self.serving.weights.version)
-        if endpoint not in MODEL_PATHS and not (is_admin and endpoint in ADMIN_PATHS):
+            return await self.copies.reply(request, self.serving.weights.version)
+        if endpoint not in MODEL_PATHS:
             return _refuse(404, f"{request.method} {request.path} is not served here")
         if tenant is not None and self.tenants is not None and endpoint in SAMPLING:
             async with self.tenants.admit(tenant):
@@ -268,6 +266,7 @@ class Proxy:
             return _refuse(415, "no compressed bodies")
         headers = {name: request.headers[name] for name in PASSED if name in request.headers}
         headers |= self._headers(engine)
+        response: web.StreamResponse | None = None
         body: bytes | bytearray
         try:
             body = await read_body(request, MAX_BODY if tenant is None else MAX_TENANT_BODY)
@@ -283,7 +282,6 @@ class Proxy:
             async with session.request(
                 request.method,
                 engine.url(request.path),
-                params=request.query if (request.method, request.path) in ADMIN_PATHS else None,
                 data=body if request.method == "POST" else None,
                 headers=headers,
                 allow_redirects=False,
@@ -302,8 +300,8 @@ class Proxy:
                 return response
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was just closed
             if request.transport is None or request.transport.is_closing():
-                return _refuse(502, "nobody is there to be answered")
-            if "response" in locals():
+                return _refuse(502, "the client has disconnected")
+            if response is not None:
                 raise  # part of the response was sent: abort the connection, so that the client notices
             self.down = f"{engine.url(request.path)} does not answer: {type(error).__name__}"
             return _refuse(502, f"the engine does not answer: {type(error).__name__}")
@@ -324,3 +322,50 @@ def _with_model(body: bytes | bytearray, model: str) -> bytes | bytearray:
 
 def _refuse(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "server_error", "code": status}}, status=status)
+
+
+def make_context(private: Path) -> tuple[ssl.SSLContext, str]:
+    """Returns a TLS context with a new certificate, and the SHA-256 of that certificate in hexadecimal.
+
+    Clients trust the certificate by this fingerprint alone, which the endpoint file contains. The gateway checks it
+    after the handshake, before it sends any data. So a process that takes over a dead server's port sees neither key
+    nor prompt.
+
+    Args:
+        private: A directory of mode 0700. The key is written there only while it is loaded.
+
+    Raises:
+        ConfigError: The package ``cryptography`` is not installed.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import NameOID
+    except ImportError as error:
+        raise ConfigError(f"{error}: TLS needs it; install it with: pip install cryptography") from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "megaflow-hpc engine")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=VALIDITY_DAYS))
+        .sign(key, hashes.SHA256())
+    )
+    der = certificate.public_bytes(serialization.Encoding.DER)
+    pem = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    file = private / "tls.pem"
+    file.touch(mode=0o600)
+    file.write_bytes(pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(file)
+    file.unlink()
+    return context, hashlib.sha256(der).hexdigest()

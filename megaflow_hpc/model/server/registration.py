@@ -17,7 +17,7 @@ from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.proxy import Proxy
 from megaflow_hpc.model.server.template_probe import parses_thoughts, probe
-from megaflow_hpc.rundir.endpoints import AdminKey, Endpoint, EndpointFiles, FailedServer, LoadingServer, RefusedWeights
+from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, FailedServer, LoadingServer, RefusedWeights
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerRecord
@@ -102,7 +102,7 @@ class Registration:
             start=self.start,
             started_at=time.time(),
         )
-        self._files.publish_admin_key(self.what.name, AdminKey(self.start, proxy.admin_key))
+        self._files.withdraw_failed(self.what.name)
         return f"{url}; its chat template: {template}" if template else url
 
     def beat(self, weight_version: int, refused: RefusedWeights | None, load: Load, down: str) -> None:

@@ -29,17 +29,17 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError, ModelServiceError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.ledger.ending import Consumers
+from megaflow_hpc.ledger.consumers import Consumers
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.model.engines import adapters, failure
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.process import EngineProcess
-from megaflow_hpc.model.server.proxy import Proxy
+from megaflow_hpc.model.server.proxy import Proxy, make_context
 from megaflow_hpc.model.server.registration import Assignment, Registration, in_slurm
 from megaflow_hpc.model.server.sleep import Sleeper
 from megaflow_hpc.model.server.tenants import Tenants
-from megaflow_hpc.model.server.weight_updates import POLL_INTERVAL_S, WeightUpdater
+from megaflow_hpc.model.server.weight_updates import WeightUpdater
 from megaflow_hpc.rundir.budget import Meter, gpus_of
 from megaflow_hpc.rundir.endpoints import RefusedWeights
 from megaflow_hpc.rundir.engine_pool import EnginePool
@@ -92,12 +92,12 @@ class EngineServer:
         run: RunDir,
         what: Assignment,
         *,
-        idle_s: float = IDLE_S,
-        poll_s: float = POLL_S,
-        weights_poll_s: float = POLL_INTERVAL_S,
-        beat_s: float = HEARTBEAT_S,
-        backoff_s: float = BACKOFF_S,
-        caps: Mapping[str, Any] | None = None,
+        idle_s: float,
+        poll_s: float,
+        weights_poll_s: float,
+        beat_s: float,
+        backoff_s: float,
+        caps: Mapping[str, Any] | None,
     ) -> None:
         self.run_dir, self.what, self.idle_s, self.beat_s = run, what, idle_s, beat_s
         self.poll_s, self.weights_poll_s, self.backoff_s = poll_s, weights_poll_s, backoff_s
@@ -120,15 +120,11 @@ class EngineServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             loop.add_signal_handler(number, self.leave, f"signal {signal.Signals(number).name}")
-        private = self.weights.scratch = Path(tempfile.mkdtemp(prefix="megaflow-", dir=scratch()))
+        private = self.weights.copies.scratch = Path(tempfile.mkdtemp(prefix="megaflow-", dir=scratch()))
         try:
             self.files.check_address()
             context = None
             if os.environ.get("MEGAFLOW_TLS", "1") != "0":
-                try:
-                    from megaflow_hpc.model.server.tls import make_context
-                except ImportError as error:
-                    raise ConfigError(f"{error}: TLS needs it; install it with: pip install cryptography") from error
                 context, self._fingerprint = make_context(private)
             await self._proxy.start(context)
             watcher = asyncio.create_task(self._watch())
@@ -254,7 +250,7 @@ class EngineServer:
         began = time.monotonic()
         try:
             if not launch.reload or not version.path:
-                raise ModelServiceError("this engine is started anew for other weights")
+                raise ModelServiceError("this engine restarts for other weights")
             await self.weights.load(version, launch)
         except ModelServiceError as error:
             self._say(str(error))

@@ -19,9 +19,10 @@ from typing import Any
 
 import aiohttp
 
-from megaflow_hpc.model.api import RENDER
-from megaflow_hpc.model.engines.external import Ask
+from megaflow_hpc.model.engine_api import RENDER
+from megaflow_hpc.model.engines.adapters import options_of
 from megaflow_hpc.model.engines.launch import Launch
+from megaflow_hpc.model.engines.process import Ask
 
 APPENDS = "append-only"
 DROPS = "drops the thoughts of earlier answers"
@@ -34,8 +35,7 @@ Message = dict[str, Any]
 def parses_thoughts(model: Mapping[str, Any]) -> bool:
     """Returns whether the engine of a ``model`` section reports reasoning in a separate field. vLLM needs an option
     for it."""
-    options = {str(name).lstrip("-").replace("_", "-") for name, value in (model.get("args") or {}).items() if value}
-    return model.get("engine", "vllm") != "vllm" or "reasoning-parser" in options
+    return model.get("engine", "vllm") != "vllm" or bool(options_of(model).get("reasoning-parser"))
 
 
 async def probe(ask: Ask, launch: Launch, parsed: bool) -> str:

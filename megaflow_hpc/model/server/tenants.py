@@ -47,7 +47,7 @@ class FairQueue:
     """Admits users to an engine's slots in proportion to their shares (start-time fair queueing).
 
     The queue shares slot-seconds, so a user with long requests holds fewer slots than a user with short ones. Shares
-    also hold if there are more users than slots. A free slot goes to the waiting user with the lowest
+    also hold if there are more users than slots. A free slot goes to the waiting user with the lowest::
 
         (slot-seconds used so far + slots held, including this one, x mean seconds of a turn) / share
 

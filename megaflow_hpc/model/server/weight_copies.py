@@ -1,4 +1,4 @@
-"""Copies weight versions to this node. The servers of a policy pass them on, so one of them reads the shared files.
+"""Copies weight versions to this node. Servers of a policy copy from each other, so only one reads the shared files.
 
 ::
 
@@ -6,14 +6,14 @@
                               │                └─► third node  ──► …
                               └─► the node's other servers, as hard links
 
-The order follows from the list of live servers alone (:func:`sources`): a server asks servers with lower numbers, so
-none waits in a circle. It asks for ranges of a file (``GET /weights/<version>/<file>?offset=<n>``) with the key of the
-endpoint file. The asked server answers with bytes that it has received itself, so all nodes copy at nearly the same
-time. If it has not noticed the version, the question tells it.
+The list of live servers determines the order (:func:`sources`). A server requests files only from servers with lower
+numbers, so there is no cycle. It requests parts of a file (``GET /weights/<version>/<file>?offset=<n>``) with the key
+of the peer's endpoint file. The peer replies with bytes that it has already received, so all nodes copy at nearly the
+same time. A request for a version that the peer has not noticed makes the peer copy that version.
 
-Each file is compared with the checksum that its publisher wrote. A server that does not answer, is slow, or delivers
-wrong bytes is not asked again for this version. The next one is asked, and in the end the shared file system is read.
-Files that the version before had too are linked. A server without peers copies nothing.
+Each file is compared with the checksum that its publisher wrote. If a peer fails, is slow or sends wrong bytes, the
+server stops using it for this version and tries the next one. The shared file system is the last resort. A server
+without peers copies nothing.
 """
 
 from __future__ import annotations
@@ -45,44 +45,44 @@ from megaflow_hpc.host.process import node_name
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import Endpoint
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.weight_checksums import Checksum, checksum, read_checksums
-from megaflow_hpc.rundir.weights import Version
+from megaflow_hpc.rundir.weights import Checksum, Version, checksum, read_checksums
 
 ROOT = "/weights/"
 FAN_OUT = 2
-"""Nodes that copy from one node."""
+"""Maximum nodes that copy from the same node."""
 CHUNK = 2**22
-"""Bytes of one answer. The event loop that encrypts it also serves the engine's requests."""
-MAX_ANSWERS = 4
-"""Answers with bytes that a server sends at a time. Further questions are answered with "not yet"."""
+"""Maximum bytes in a reply. Small, because the event loop that encrypts it also serves the engine's requests."""
+MAX_REPLIES = 4
+"""Maximum concurrent replies with content. Further requests get an empty reply, and are repeated."""
 HOLD_S = 1.0
-"""Seconds for which a question waits for new bytes."""
-ANSWER_S = 10.0
-"""Seconds in which an answer must be complete, so a peer that is slower than 0.4 MB/s is given up."""
-PATIENCE_S = 60.0
-"""Seconds without new bytes after which a peer is given up, although it answers "not yet"."""
-POLL_S = 0.01
+"""Seconds that a request waits for new bytes before it gets an empty reply."""
+REPLY_TIMEOUT_S = 10.0
+"""Timeout in seconds for a complete reply. A peer below 0.4 MB/s exceeds it."""
+STALL_TIMEOUT_S = 60.0
+"""Seconds without new bytes after which the server stops using a peer, even if the peer still replies."""
+POLL_INTERVAL_S = 0.01
 COMPLETE, RECEIVED = "X-Megaflow-Path", "X-Megaflow-Received"
-"""Response headers: the path of a file whose version is complete, and the bytes of the version received so far."""
+"""Response headers: the file's path once its version is complete, and the bytes of the version received so far."""
 
 
-class _Answer(NamedTuple):
+class _Reply(NamedTuple):
     data: bytes
     path: str
-    """Path of the complete file on the peer's node. Empty until the version is complete there."""
+    """Path of the file on the peer's node. Empty until the peer has the complete version."""
     received: str
-    """Changes as long as the peer receives bytes."""
+    """Bytes of the version that the peer has received. Changes while the peer makes progress."""
 
 
 def sources(servers: Sequence[Endpoint], own: Endpoint) -> list[Endpoint]:
-    """Returns the servers that a server asks for files, in this order. Empty if it reads the shared file system.
+    """Returns the servers from which a server copies files, in order of preference.
 
-    The first server of each node asks the first server of another node. These form a tree of :data:`FAN_OUT`. The
-    others ask the first of their node. If a server does not answer, those that it would ask are next.
+    Empty for the server that reads the shared file system. The first servers of all nodes form a tree in which each has
+    up to :data:`FAN_OUT` children. A node's other servers copy from its first one. If a source fails, its own sources
+    are tried next.
 
     Args:
         servers: Live servers of the policy.
-        own: The server itself. Only its name and node are used.
+        own: The server that copies. Only its name and node are used.
     """
     order = sorted([own, *(s for s in servers if s.server != own.server)], key=lambda s: number_of(s.server))
     heads: dict[str, Endpoint] = {}
@@ -113,28 +113,28 @@ class _Peer:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint, url = endpoint, urlsplit(endpoint.url)
-        self._connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=ANSWER_S)
+        self._connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=REPLY_TIMEOUT_S)
         if endpoint.tls_fingerprint:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the fingerprint is compared instead
             self._connection = http.client.HTTPSConnection(
-                url.hostname or "", url.port, timeout=ANSWER_S, context=context
+                url.hostname or "", url.port, timeout=REPLY_TIMEOUT_S, context=context
             )
 
     def close(self) -> None:
         self._connection.close()
 
-    def ask(self, version: int, name: str, offset: int) -> _Answer:
-        """Asks for the bytes of a file from ``offset``. There may be none yet.
+    def request(self, version: int, name: str, offset: int) -> _Reply:
+        """Requests the bytes of a file from ``offset`` on. The reply may be empty.
 
         Raises:
-            PeerError: The peer does not answer, is slow, or does not have the version.
+            PeerError: The peer does not reply, is slow, or does not have the version.
         """
         path = f"{ROOT}{version}/{quote(name)}?offset={offset}"
         try:
             if self._connection.sock is None:
                 self._connect()
-            until = time.monotonic() + ANSWER_S
+            until = time.monotonic() + REPLY_TIMEOUT_S
             self._connection.request("GET", path, headers={"Authorization": f"Bearer {self.endpoint.key}"})
             response = self._connection.getresponse()
             data = bytearray()
@@ -142,12 +142,12 @@ class _Peer:
                 data += part
                 if time.monotonic() > until:
                     raise PeerError(f"{self.endpoint.server} is slow")
-            response.close()  # read1 leaves it open, and the connection could not be used again
+            response.close()  # read1 leaves it open, which would prevent the connection from being reused
         except (OSError, http.client.HTTPException) as error:
             raise PeerError(f"{self.endpoint.server}: {type(error).__name__}") from error
         if response.status not in (200, 204) or len(data) > CHUNK:
             raise PeerError(f"{self.endpoint.server}: HTTP {response.status}")
-        return _Answer(bytes(data), unquote(response.headers.get(COMPLETE, "")), response.headers.get(RECEIVED, ""))
+        return _Reply(bytes(data), unquote(response.headers.get(COMPLETE, "")), response.headers.get(RECEIVED, ""))
 
     def _connect(self) -> None:
         """Connects, and checks the certificate before the key is sent."""
@@ -163,7 +163,7 @@ class _Peer:
 class _File:
     expected: Checksum
     received: int = 0
-    """Bytes in the copy. Its writer is the only thread that changes it."""
+    """Bytes in the copy. Only the thread that writes the copy changes it."""
 
 
 @dataclass
@@ -183,17 +183,17 @@ class _Copy:
 
 
 class WeightCopies:
-    """The weight versions that one server has on its node's local disk.
+    """One server's copies of weight versions on its node's local disk.
 
     Args:
         run: The campaign's run directory.
         server: Name of this server.
         policy: The policy that it serves.
-        listed: Returns the live servers of the policy. Raises OSError.
+        list_servers: Returns the live servers of the policy. May raise OSError.
     """
 
-    def __init__(self, run: RunDir, server: str, policy: str, listed: Callable[[], Sequence[Endpoint]]) -> None:
-        self._run, self._policy, self._listed = run, policy, listed
+    def __init__(self, run: RunDir, server: str, policy: str, list_servers: Callable[[], Sequence[Endpoint]]) -> None:
+        self._run, self._policy, self._list_servers = run, policy, list_servers
         self._own = Endpoint(server=server, policy=policy, url="", node=node_name())
         self.scratch = Path()
         """Node-local directory of this server."""
@@ -203,24 +203,24 @@ class WeightCopies:
         """Bytes received from other servers."""
         self._copies: dict[int, _Copy] = {}
         self._lock = threading.Lock()
-        self._answers = 0
+        self._replies = 0
         self._closed = False
 
     def close(self) -> None:
-        """Ends copying soon."""
+        """Makes the copying threads stop soon."""
         self._closed = True
 
-    def begin(self, version: Version, asked: bool = False) -> None:
-        """Begins to copy a version in the background, if another server may need it. Idempotent.
+    def begin(self, version: Version, requested: bool = False) -> None:
+        """Starts to copy a version in the background if the policy has other servers. Idempotent.
 
         Args:
-            asked: True if another server asked for it.
+            requested: True if another server has requested the version.
         """
         with self._lock, contextlib.suppress(OSError, ValueError):  # unreadable: the engine will report it
             if version.version in self._copies or not version.path:
                 return
-            servers = self._listed()
-            if not asked and all(server.server == self._own.server for server in servers):
+            servers = self._list_servers()
+            if not requested and all(server.server == self._own.server for server in servers):
                 return
             files = {name: _File(expected) for name, expected in read_checksums(Path(version.path)).items()}
             if not files or not self._fits(sum(file.expected.size for file in files.values())):
@@ -231,7 +231,7 @@ class WeightCopies:
             threading.Thread(target=self._copy, args=(copy,), name="weights", daemon=True).start()
 
     def local(self, version: Version) -> Path:
-        """Returns a directory with the version's files. Waits for the copy. Without a copy, it is the published one.
+        """Waits for the copy and returns its directory. Returns the published directory if there is no copy.
 
         Raises:
             ModelServiceError: The published files differ from their checksums.
@@ -241,7 +241,7 @@ class WeightCopies:
         return copy.folder if copy is not None and copy.done.result() else Path(version.path)
 
     def keep(self, numbers: set[int]) -> None:
-        """Removes the copies of all other versions, except those that are being written."""
+        """Removes the copies of all other versions, unless they are still being written."""
         with self._lock:
             old = [n for n, copy in self._copies.items() if n not in numbers and copy.done.done()]
             folders = [self._copies.pop(number).folder for number in old]
@@ -251,7 +251,7 @@ class WeightCopies:
     # --- copying ---
 
     def _fits(self, size: int) -> bool:
-        """Returns whether scratch has room for two versions. On a file system in memory, memory must be available."""
+        """Returns whether scratch has space for two versions. A scratch in memory also needs available memory."""
         free = shutil.disk_usage(self.scratch).free
         if mount_of(self.scratch).type in ("tmpfs", "ramfs"):
             available = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split(maxsplit=1)[0]
@@ -264,8 +264,7 @@ class WeightCopies:
             copy.folder.mkdir(mode=0o700)
             for name in sorted(copy.files):
                 (copy.folder / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if not self._reuse(copy, name):
-                    self._receive(copy, name)
+                self._receive(copy, name)
             copy.done.set_result(True)
         except OSError:  # such as a full disk: the engine reads the published files
             copy.done.set_result(False)
@@ -274,17 +273,6 @@ class WeightCopies:
         finally:
             for peer in copy.peers:
                 peer.close()
-
-    def _reuse(self, copy: _Copy, name: str) -> bool:
-        """Links a file that another version on this node has too, such as a tokenizer. Returns whether it has."""
-        file = copy.files[name]
-        for other in list(self._copies.values()):
-            if other.complete and name in other.files and other.files[name].expected == file.expected:
-                with contextlib.suppress(OSError):  # removed meanwhile
-                    os.link(other.folder / name, copy.folder / name)
-                    file.received = file.expected.size
-                    return True
-        return False
 
     def _receive(self, copy: _Copy, name: str) -> None:
         """Copies one file from peers or, if they fail, from the shared file system.
@@ -302,36 +290,36 @@ class WeightCopies:
                 return
             path.unlink()
             if not used:
-                raise ModelServiceError(f"{copy.version.path}/{name}: differs from what was published (its SHA-256)")
+                raise ModelServiceError(f"{copy.version.path}/{name}: its SHA-256 differs from the published one")
             for peer in used:
                 self._drop(copy, peer)
 
     def _link(self, copy: _Copy, name: str, used: list[_Peer]) -> str:
-        """Makes the file a hard link to a copy on this node. Returns its SHA-256, or an empty string without a copy."""
+        """Links the file to a copy on the same node. Returns its SHA-256, or an empty string if that fails."""
         file, path = copy.files[name], copy.folder / name
         while copy.peers and (peer := copy.peers[0]).endpoint.node == self._own.node:
-            if answer := self._ask(copy, name, file.expected.size):
+            if reply := self._poll(copy, name, file.expected.size):
                 try:
-                    os.link(answer.path, path)
+                    os.link(reply.path, path)
                     file.received = path.stat().st_size
                     used.append(peer)
                     return checksum(path).sha256
-                except OSError:  # not the same file system, or other /tmp
+                except OSError:  # a different file system, or a private /tmp
                     path.unlink(missing_ok=True)
                     return ""
         return ""
 
     def _write(self, copy: _Copy, name: str, used: list[_Peer]) -> str:
-        """Writes one file, from several peers if one ends meanwhile, and returns its SHA-256."""
+        """Writes one file and returns its SHA-256. If a peer fails, the next one continues where it stopped."""
         file, digest, published = copy.files[name], hashlib.sha256(), None
         with open(copy.folder / name, "wb", buffering=0) as to, contextlib.ExitStack() as stack:
             while file.received < file.expected.size:
                 if copy.peers:
                     peer = copy.peers[0]
-                    answer = self._ask(copy, name, file.received)
-                    if answer is None:
+                    reply = self._poll(copy, name, file.received)
+                    if reply is None:
                         continue
-                    data = answer.data
+                    data = reply.data
                     self.peer_bytes += len(data)
                     if peer not in used:
                         used.append(peer)
@@ -348,19 +336,21 @@ class WeightCopies:
                 file.received += len(data)
         return digest.hexdigest()
 
-    def _ask(self, copy: _Copy, name: str, offset: int) -> _Answer | None:
-        """Asks the first peer until it has bytes after ``offset``, or the complete file. ``None`` if it fails; then it
-        is no longer a peer of this copy."""
+    def _poll(self, copy: _Copy, name: str, offset: int) -> _Reply | None:
+        """Polls the first peer until it sends bytes from ``offset`` on, or the path of the complete file.
+
+        Returns ``None`` if the peer fails. It is then no longer a peer of this copy.
+        """
         peer, progress, changed = copy.peers[0], "", time.monotonic()
         try:
             while True:
                 self._check_open()
-                answer = peer.ask(copy.version.version, name, offset)
-                if answer.data or answer.path:
-                    return answer
-                if answer.received != progress:
-                    progress, changed = answer.received, time.monotonic()
-                if time.monotonic() - changed > PATIENCE_S:
+                reply = peer.request(copy.version.version, name, offset)
+                if reply.data or reply.path:
+                    return reply
+                if reply.received != progress:
+                    progress, changed = reply.received, time.monotonic()
+                if time.monotonic() - changed > STALL_TIMEOUT_S:
                     raise PeerError(f"{peer.endpoint.server} receives no bytes")
         except PeerError as error:
             LOG.warning("weights %s: %s", copy.version.version, error)
@@ -377,10 +367,10 @@ class WeightCopies:
         if peer in copy.peers:
             copy.peers.remove(peer)
 
-    # --- answering ---
+    # --- replying ---
 
-    async def answer(self, request: web.BaseRequest, serving: int) -> web.StreamResponse:
-        """Answers another server's question for a part of a file. The caller has checked the key.
+    async def reply(self, request: web.BaseRequest, serving: int) -> web.StreamResponse:
+        """Replies to another server's request for a part of a file. The caller has checked the key.
 
         Args:
             serving: Version of the weights being served.
@@ -391,41 +381,41 @@ class WeightCopies:
             return web.Response(status=400)
         copy = self._copies.get(int(number))
         if copy is None and int(number) > serving:
-            await asyncio.to_thread(self._asked, int(number))
+            await asyncio.to_thread(self._begin_requested, int(number))
             copy = self._copies.get(int(number))
         file = copy.files.get(name) if copy else None
         if copy is None or file is None:
             return web.Response(status=404)
         until, start = time.monotonic() + HOLD_S, int(offset)
         while file.received <= start and not copy.done.done() and time.monotonic() < until:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
         if copy.done.done() and not copy.complete:
             return web.Response(status=404)
         headers = {RECEIVED: str(sum(part.received for part in copy.files.values()))}
         if copy.done.done():
             headers[COMPLETE] = quote(str(copy.folder / name))
-        elif self._answers >= MAX_ANSWERS or file.received <= start:
+        elif self._replies >= MAX_REPLIES or file.received <= start:
             return web.Response(status=204, headers=headers)
-        self._answers += 1
+        self._replies += 1
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
                 data = await asyncio.to_thread(_read, copy.folder / name, start, file.received)
                 response = web.Response(body=data, headers=headers)
                 await response.prepare(request)
                 await response.write_eof()
                 return response
-        except OSError:  # removed or rewritten meanwhile, or the peer reads too slowly (TimeoutError)
+        except OSError:  # removed or rewritten in the meantime, or the peer reads too slowly (TimeoutError)
             if request.transport is not None:
                 request.transport.abort()
             return web.Response(status=404)
         finally:
-            self._answers -= 1
+            self._replies -= 1
 
-    def _asked(self, number: int) -> None:
+    def _begin_requested(self, number: int) -> None:
         with contextlib.suppress(OSError):
             version = weights.version(self._run, number)
             if version is not None and version.policy == self._policy:
-                self.begin(version, asked=True)
+                self.begin(version, requested=True)
 
 
 def _read(path: Path, start: int, end: int) -> bytes:

@@ -35,11 +35,11 @@ import aiohttp
 
 from megaflow_hpc.errors import ConfigError, ModelServiceError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.model.api import GENERATE
+from megaflow_hpc.model.engine_api import GENERATE
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.server.proxy import Proxy, Serving
 from megaflow_hpc.model.server.registration import Assignment
-from megaflow_hpc.model.server.weight_copies import WeightCopies
+from megaflow_hpc.model.server.weight_copies import WeightCopies, number_of
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, Heartbeats
 from megaflow_hpc.rundir.layout import RunDir
@@ -87,15 +87,6 @@ class WeightUpdater:
         self._heartbeats = Heartbeats()
         self.copies = proxy.copies = WeightCopies(run, what.name, what.policy, self._live)
 
-    @property
-    def scratch(self) -> Path:
-        """Node-local directory for copies of versions, and for files built from deltas."""
-        return self.copies.scratch
-
-    @scratch.setter
-    def scratch(self, folder: Path) -> None:
-        self.copies.scratch = folder
-
     def _live(self) -> list[Endpoint]:
         servers = EndpointFiles(self._run).serving(self._what.policy)
         return [server for server in servers if self._heartbeats.alive(server)]
@@ -125,8 +116,9 @@ class WeightUpdater:
         return {**self._what.model, "path": version.path}
 
     def whole(self, version: Version) -> Version:
-        """Returns the version with complete files: a copy on this node if the policy has several servers. Rebuilds a
-        delta's files on this node. Deletes earlier copies.
+        """Returns the version with the path of its complete files, and deletes earlier copies.
+
+        The files are a copy on this node if the policy has several servers. A delta's files are rebuilt on this node.
 
         Raises:
             ModelServiceError: The delta's base is missing, or files differ from the published ones.
@@ -140,12 +132,12 @@ class WeightUpdater:
                 from megaflow_hpc.rundir.weight_delta import put_together  # imports numpy, which few servers need
 
                 source = self.copies.local(Version(base, str(self._run.weights / str(base)), version.policy))
-                local = put_together(local, source, self.scratch / f"weights-{version.version}")
+                local = put_together(local, source, self.copies.scratch / f"weights-{version.version}")
                 kept.add(base)
         except ConfigError as error:
             raise ModelServiceError(str(error)) from error
         self.copies.keep(kept | {serving.version})
-        for other in self.scratch.glob("weights-*"):
+        for other in self.copies.scratch.glob("weights-*"):
             if other not in (local, Path(serving.path)):
                 remove_tree(other, ignore_errors=True)
         return version if local == Path(version.path) else replace(version, path=str(local))
@@ -174,7 +166,7 @@ class WeightUpdater:
             if server.refused is not None and server.refused.version == version:
                 self.refused[version] = f"{server.server} could not load it: {server.refused.cause}"
                 return False
-            loads_first = server.weight_version != version and int(server.server.rpartition(".")[2]) < self._what.number
+            loads_first = server.weight_version != version and number_of(server.server) < self._what.number
             if loads_first and self._heartbeats.alive(server):
                 return False
         for loading in files.loading(self._what.policy):
@@ -202,10 +194,10 @@ class WeightUpdater:
                 self.refused[version.version] = str(error)
             return
         if version.adapter or serving.adapter_name:
-            raise ModelServiceError("a LoRA adapter is on the campaign's own model: the engine is started anew for it")
+            raise ModelServiceError("a LoRA adapter is loaded on the campaign's original model: the engine restarts")
         reload = RELOADERS.get(launch.reload)
         if reload is None:
-            raise ModelServiceError("this engine loads no weights in place")
+            raise ModelServiceError("this engine cannot load weights in place")
         keep_running = self.continues and launch.reload == "vllm" and await _reports_versions(proxy)
         async with proxy.hold(continued=keep_running):
             await reload(proxy, version, keep_running)
@@ -249,7 +241,7 @@ async def _vllm(proxy: Proxy, version: Version, keep_running: bool) -> None:
     # Nothing computed with the old weights may be reused, not even by continued requests.
     reply = await post(proxy, f"/reset_prefix_cache?reset_running_requests={'true' if keep_running else 'false'}", {})
     if json.loads(reply or "{}").get("success") is False:
-        raise ModelServiceError("the engine could not drop its prefix cache")
+        raise ModelServiceError("the engine could not reset its prefix cache")
     await post(proxy, "/update_weight_version", {"new_version": str(version.version)})
     await post(proxy, "/resume", {})
 

@@ -1,8 +1,8 @@
-"""Builds rank 0 from run.json, the environment, the ledger and the journal, and runs its loop.
+"""The assembly of rank 0 from run.json, the environment, the ledger and the journal.
 
 ``MEGAFLOW_POD`` and ``MEGAFLOW_START`` name the pod and this start of it. ``MEGAFLOW_POD_DIR`` is a private directory
-shared with the supervisor. The supervisor creates ``drain`` there when the pod must drain, and the pod writes its final
-state to ``state``.
+shared with the supervisor, which is the batch script. To drain the pod, the supervisor creates ``drain`` there. The pod
+writes its final state to ``state``.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from megaflow_hpc.trajectories.journal.packs import pack_journals
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 SWITCH_S = 5e-4
-"""Thread switch interval of rank 0's loop and its I/O thread, in seconds."""
+"""Python's thread switch interval in rank 0, in seconds. Lower than the default, since the loop must respond fast."""
 PACK_AFTER_S, PACK_SPREAD_S = TIMES.lease_s, 600
-"""Seconds after which a start packs the journals of earlier starts, plus a span over which the pods are spread. Earlier
-starts commit nothing more by then. Cached listings are at most a minute old, so all readers have seen their packs.
+"""Delay before a start packs the journals of earlier starts, and the span over which pods spread their packing. Both
+in seconds. By then, earlier starts commit nothing more. Cached listings are at most a minute old, so all readers have
+seen the earlier packs.
 """
 GC_THRESHOLD = 50_000
-"""Allocations before Python's garbage collector runs. Rank 0 creates no reference cycles, and each collection costs
-a pause."""
+"""Run Python's garbage collector after this many allocations. Rank 0 creates no reference cycles, and each collection
+causes a pause."""
 
 
 def tune() -> None:
@@ -58,8 +59,7 @@ def tune() -> None:
 
 
 def identity() -> PodIdentity:
-    """Returns the identity of this start, from the environment and the process. Without a supervisor, the name is
-    random."""
+    """Returns the identity of this start of the pod. Without a supervisor, the pod's name is random."""
     me = Identity.of(os.getpid())
     assert me is not None
     pod = os.environ.get("MEGAFLOW_POD", "")
@@ -76,15 +76,15 @@ def slots_per_rank(config: CampaignConfig) -> int:
 
 
 def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
-    """Returns the CPUs and the memory in MB of a rank. Each is ``None`` if the campaign file does not set it."""
+    """Returns a rank's CPUs and its memory in MB. Each is ``None`` if the campaign file does not set it."""
     return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks)
 
 
 def lead(run: RunDir, comm: Comm) -> str:
-    """Runs rank 0 from acquiring its lease to the end. Returns the pod's final state and writes it for the supervisor.
+    """Runs rank 0 until the pod ends. Returns the pod's final state, and writes it for the supervisor.
 
     Raises:
-        MegaflowError: the pod cannot continue.
+        MegaflowError: The pod cannot continue.
     """
     planned = read_run(run)
     check_version(planned, run)
@@ -102,7 +102,7 @@ def lead(run: RunDir, comm: Comm) -> str:
     packing.start()
     state = Master(pod).run()
     packing.cancel()
-    if state != "lost":  # nothing more may be committed, and the disk may not respond
+    if state != "lost":  # a lost pod may commit nothing more, and its disk may not respond
         journal.close()
     if directory:
         write_atomic(Path(directory) / STATE, "superseded" if pod.ledger.superseded else state)
@@ -110,7 +110,7 @@ def lead(run: RunDir, comm: Comm) -> str:
 
 
 def _note_signal(pod: Pod) -> None:
-    """Records when Slurm signals the step. The signal alone never ends rank 0; see :meth:`Drain.obey`."""
+    """Records when Slurm signals the step. The signal itself does not end rank 0 (:meth:`Drain.obey`)."""
 
     def note(*_: object) -> None:
         pod.signalled_at = min(pod.signalled_at, time.monotonic())

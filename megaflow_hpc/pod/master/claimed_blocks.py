@@ -1,4 +1,4 @@
-"""The blocks that this pod has claimed, with the rollouts of each block that are not stored yet.
+"""The blocks that this pod holds, and which of their rollouts are not stored yet.
 
 Only the I/O thread uses this module (:mod:`~megaflow_hpc.pod.master.run_io`).
 """
@@ -15,31 +15,29 @@ from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, read_block
 from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.master.histories import Histories, History
-from megaflow_hpc.rundir.events import ClaimEvent, EventWriter
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredBlock, StoredRollouts
 from megaflow_hpc.types import Rollout
 
 SMALL = 16
-"""Largest size of a block that is read before it is claimed. With larger blocks, the queue shows enough upcoming
-work."""
+"""Read blocks ahead only if they are at most this large. A larger block keeps enough upcoming work in the queue."""
 SPREAD = 64
-"""Number of free blocks among which pods choose. It bounds how far the order of claims can change."""
+"""Choose among this many free blocks. The limit bounds how far the order of claims can change."""
 
 
 @dataclass(frozen=True)
 class ClaimedBlock:
-    """A block at the time of its claim."""
+    """A block that this pod has just claimed."""
 
     claim: Claim
     rollouts: tuple[Rollout, ...]
     """The rollouts to run."""
     histories: dict[str, History]
-    """Histories of the rollouts in earlier pods, by rollout id. The receiver owns the mapping."""
+    """Rollout id → its history in earlier pods. The receiver owns the mapping."""
     tasks: dict[str, PlannedTask]
-    """Tasks of the rollouts, by id. The receiver owns the mapping."""
+    """Task id → task, for the rollouts to run. The receiver owns the mapping."""
     upcoming: tuple[PlannedTask, ...]
-    """Tasks of the blocks that this pod will claim next, as far as its lookahead goes."""
+    """Tasks of the blocks that this pod plans to claim next."""
 
 
 @dataclass
@@ -50,7 +48,7 @@ class _Held:
 
 @dataclass(frozen=True)
 class _HandOff:
-    """Rollouts of one block that become a new block."""
+    """Rollouts of one block that will become a new block."""
 
     block: int
     rollouts: tuple[Rollout, ...]
@@ -61,16 +59,15 @@ class ClaimedBlocks:
     """The blocks of one pod, from claim to done mark, release or hand-off.
 
     Args:
-        stored: reads the journals of a block's previous holders.
-        tasks: the campaign's tasks. Only those of claimed blocks are looked up.
-        ahead: number of small blocks to read before they are claimed.
+        stored: Reads the journals of a block's previous holders.
+        tasks: The campaign's tasks. Only those of claimed blocks are looked up.
+        ahead: Number of small blocks to read before they are claimed.
     """
 
     def __init__(
         self,
         run: RunDir,
         ledger: Ledger,
-        events: EventWriter,
         stored: StoredRollouts,
         tasks: Mapping[str, PlannedTask],
         ahead: int = 0,
@@ -78,7 +75,7 @@ class ClaimedBlocks:
         self._histories = Histories(run)
         self._tasks = tasks
         self._lookahead = BlockLookahead(run, ledger, tasks, ahead)
-        self._run, self._ledger, self._events = run, ledger, events
+        self._run, self._ledger = run, ledger
         self._stored = stored
         self._held: dict[int, _Held] = {}
         self._unread: Claim | None = None
@@ -93,24 +90,23 @@ class ClaimedBlocks:
         """Claims the next block. Returns ``None`` while no block is available.
 
         Raises:
-            LedgerError: the block is damaged.
-            OSError: the run directory does not respond. The next call continues with the same block.
+            LedgerError: The block is damaged.
+            OSError: The run directory does not respond. The next call continues with the same block.
         """
         claim = self._unread or self._ledger.claim(self._stored.length)
         if claim is None:
             return None
-        self._unread = claim  # kept until the block has been read, so that an error does not lose it
-        unknown = claim.epoch > 0 and claim.left is None  # the previous holder did not record what is left
-        earlier = self._ledger.earlier(claim) if claim.epoch else []
-        held = [StoredBlock(*each) for each in earlier] if unknown else []
+        self._unread = claim  # keep the claim until the block has been read, so that an error does not lose it
+        unknown = claim.epoch > 0 and claim.left is None  # the previous holder did not list what is left
+        earlier = [StoredBlock(epoch, seal.owner, seal.sealed) for epoch, seal in enumerate(claim.seals)]
+        held = earlier if unknown else []
         size, todo = self._to_run(claim, held)
         tasks = planned(self._tasks, todo)
-        if claim.epoch:  # handed-off rollouts have no history
-            self._histories.look(owner for _, owner, _ in earlier)
-            self._histories.look_at_events({each.owner for each in held})
+        if claim.epoch:  # in epoch 0, no rollout has a history, not even in a handed-off block
+            self._histories.look(block.owner for block in earlier)
+            self._histories.look_at_events({block.owner for block in held})
         self._unread = None
         self._held[claim.block] = _Held(claim, {rollout.id for rollout in todo})
-        self._write_event(claim, "claimed", rollouts=len(todo))
         self._lookahead.claimed(size)
         if not todo:
             self._finish(claim.block)
@@ -136,8 +132,8 @@ class ClaimedBlocks:
         """Records that a rollout is durable. Marks the block done after its last rollout.
 
         Raises:
-            LedgerError: another pod took over the block.
-            OSError: the run directory does not respond.
+            LedgerError: Another pod took over the block.
+            OSError: The run directory does not respond.
         """
         held = self._held.get(block)
         if held is not None:
@@ -146,13 +142,14 @@ class ClaimedBlocks:
                 self._finish(block)
 
     def hand_off(self, rollouts: Iterable[tuple[int, Rollout]], each: int) -> None:
-        """Hands rollouts that were not started to other pods, as new blocks.
+        """Hands unstarted rollouts to other pods, as new blocks.
 
         Args:
-            each: maximum number of rollouts in a new block. The rollouts of a group stay together.
+            rollouts: Pairs of block number and rollout.
+            each: Maximum number of rollouts in a new block. The rollouts of a group stay together.
 
         Raises:
-            OSError: the run directory does not respond. :meth:`retry_hand_offs` continues.
+            OSError: The run directory does not respond. :meth:`retry_hand_offs` continues.
         """
         for block, of_block in groupby(sorted(rollouts, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
             for part in _parts([rollout for _, rollout in of_block], each):
@@ -171,9 +168,8 @@ class ClaimedBlocks:
             one = self._hand_offs[0]
             held = self._held[one.block]
             if not self._ledger.hand_off(held.claim, one.rollouts, one.token):
-                return  # the fence is closed: the pod that takes over runs these rollouts
+                return  # the fence is closed, so the pod that takes over runs these rollouts
             self._hand_offs.pop(0)
-            self._write_event(held.claim, "gave", rollouts=len(one.rollouts))
             for rollout in one.rollouts:
                 self.settled(one.block, rollout.id)
 
@@ -181,48 +177,42 @@ class ClaimedBlocks:
         """Releases every block that is not done.
 
         Args:
-            sealed: durable bytes of this pod's journal.
+            sealed: Number of durable bytes in this pod's journal.
 
         Raises:
-            OSError: the run directory does not respond.
+            OSError: The run directory does not respond.
         """
         self.retry_hand_offs()
         for held in self._held.values():
             self._ledger.release(held.claim, sealed, held.missing)
-            self._write_event(held.claim, "released", rollouts=len(held.missing))
         self._held.clear()
 
     def _finish(self, block: int) -> None:
-        claim = self._held[block].claim
-        self._ledger.mark_done(claim)
+        self._ledger.mark_done(self._held[block].claim)
         del self._held[block]
-        self._write_event(claim, "done")
-
-    def _write_event(self, claim: Claim, state: str, rollouts: int | None = None) -> None:
-        self._events.write(ClaimEvent(block=claim.block, epoch=claim.epoch, state=state, rollouts=rollouts))
 
 
 class BlockLookahead:
-    """Reads free blocks before they are claimed, so that their images are staged in time.
+    """Reads free blocks before the pod claims them, so that their images are staged in time.
 
-    While blocks are large, a pod's queue shows which images come next. The last blocks of a campaign hold one rollout
-    or group each, and are claimed only when a slot is free. So each pod picks a few of these blocks, stages their
-    images, and claims these blocks first. Pods pick in different places, so another pod rarely takes a block that was
-    picked here.
+    While blocks are large, a pod's queue shows which images come next. The last blocks of a campaign contain one
+    rollout or group each, and a pod claims them only when a slot is free. So each pod picks a few of these blocks,
+    stages their images, and claims these blocks first. Pods start picking at different positions, so they rarely take
+    a block that another pod has picked.
 
     Args:
-        count: number of blocks to pick at a time. Each is one small file.
+        count: Number of blocks to pick at a time. Each is one small file.
     """
 
     def __init__(self, run: RunDir, ledger: Ledger, tasks: Mapping[str, PlannedTask], count: int) -> None:
         self._run, self._ledger, self._tasks, self._count = run, ledger, tasks, count
         self._picked: dict[int, dict[str, PlannedTask]] = {}
-        """Picked block → its tasks by id."""
+        """Picked block → its tasks, by id."""
         self.tasks: list[PlannedTask] = []
         """Tasks of the picked blocks, without duplicates."""
 
     def claimed(self, rollouts: int) -> None:
-        """Renews the pick among the free blocks after a block of ``rollouts`` rollouts was claimed.
+        """Updates the picked blocks after the pod claimed a block of ``rollouts`` rollouts.
 
         Skips blocks that cannot be read now, because an error would lose the claim.
         """
@@ -235,7 +225,7 @@ class BlockLookahead:
         self.tasks = list({name: task for tasks in self._picked.values() for name, task in tasks.items()}.values())
 
     def _more(self, free: list[int]) -> list[int]:
-        """Returns the blocks to add to reach ``count``. Each pod starts at a position derived from its name."""
+        """Returns the blocks to pick in addition. Each pod starts at a position derived from its name."""
         near = [block for block in free if block not in self._picked][:SPREAD]
         missing = min(self._count - len(self._picked), len(near))
         if missing <= 0:
@@ -246,12 +236,12 @@ class BlockLookahead:
 
 
 def planned(tasks: Mapping[str, PlannedTask], rollouts: Iterable[Rollout]) -> dict[str, PlannedTask]:
-    """Looks up the tasks of ``rollouts``, in the same order.
+    """Returns the tasks of ``rollouts`` by id, in the same order.
 
     Raises:
-        LedgerError: the campaign has no task for a rollout.
-        ConfigError: the task file is damaged or missing.
-        OSError: the run directory does not respond.
+        LedgerError: The campaign has no task for a rollout.
+        ConfigError: The task file is damaged or missing.
+        OSError: The run directory does not respond.
     """
     try:
         return {name: tasks[name] for name in dict.fromkeys(rollout.task_id for rollout in rollouts)}
@@ -260,7 +250,7 @@ def planned(tasks: Mapping[str, PlannedTask], rollouts: Iterable[Rollout]) -> di
 
 
 def _parts(rollouts: list[Rollout], each: int) -> Iterator[list[Rollout]]:
-    """Splits rollouts at group boundaries into parts of at most ``each`` rollouts. Only a larger group exceeds this."""
+    """Splits rollouts at group boundaries into parts of at most ``each`` rollouts. Larger groups stay whole."""
     part: list[Rollout] = []
     for _, samples in groupby(rollouts, key=lambda rollout: rollout.group_id):
         group = list(samples)

@@ -1,9 +1,9 @@
 """Coordination of pods: the leader polls on behalf of all, so metadata operations do not grow quadratically.
 
-The leader (:data:`~megaflow_hpc.ledger.leader.COORDINATOR`) surveys the ledger, reads every pod's lease, lists the
-engines, sums up the campaign's usage, and removes files that are no longer needed. It publishes its report in its lease
-file, and the other pods poll only that file. If few pods run, or there is no leader, each pod polls the ledger itself.
-For few pods this is faster.
+The leader (:data:`~megaflow_hpc.ledger.leader.COORDINATOR`) surveys the ledger, lists the engines and sums up the
+campaign's usage. It also removes files that are no longer needed. It publishes its report in its lease file, and the
+other pods poll only that file. If few pods run, each pod polls the ledger itself, which is faster. Pods also do so
+while there is no leader.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from enum import Enum
 import msgspec
 
 from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.ledger.accounts import progress_of
+from megaflow_hpc.ledger.coordinator import PRUNE_S, Surveyed
 from megaflow_hpc.ledger.files import Operation
-from megaflow_hpc.ledger.leader import COORDINATOR, RENEW_S, Leader
+from megaflow_hpc.ledger.leader import COORDINATOR, FEW, RENEW_S, Leader, Report, reported
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.ledger.progress import progress_of
-from megaflow_hpc.ledger.pruning import PRUNE_S
-from megaflow_hpc.ledger.report import FEW, Report, reported
-from megaflow_hpc.ledger.survey import Surveyed
 from megaflow_hpc.pod.master.endpoints import Endpoints
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.live import Asked, LiveFiles
 from megaflow_hpc.rundir.pods.condensing import EndedPods
 
 SOON_S = 2.0
+"""Shortest interval between two updates of a lease, in seconds."""
 SELDOM_S = 10.0
-"""Poll interval if few pods run."""
+"""Poll interval in seconds if few pods run."""
 LOOKS_PER_S = 33.0
-"""Maximum rate, over all pods, at which reports are read. Lease renewals have the same limit."""
+"""Maximum number of times per second that all pods together read the report. Also limits their lease renewals."""
 CALLS_PER_TURN = 64
-"""Number of file system calls that a survey makes before the thread returns to storing results."""
+"""Maximum number of file-system calls of a survey before the thread returns to storing results."""
 
 
 class Role(Enum):
@@ -58,8 +57,8 @@ class Coordination:
     """One pod's part in the coordination. Used only by the I/O thread.
 
     Args:
-        clock: a monotonic clock, in seconds.
-        few: see :data:`~megaflow_hpc.ledger.report.FEW`.
+        clock: A monotonic clock, in seconds.
+        few: See :data:`~megaflow_hpc.ledger.leader.FEW`.
     """
 
     def __init__(
@@ -80,16 +79,16 @@ class Coordination:
         self._survey: Operation[Surveyed] | None = None
         """The survey in progress, if any."""
         self._pruning: Operation[None] | None = None
-        """The pruning operation in progress, if any. Surveys interrupt it."""
+        """The pruning in progress, if any. It waits while a survey runs."""
         self._ended_pods = EndedPods(ledger.run.events, TIMES.lease_s, clock)
         self._looked_at = self._renewed_at = self._pruned_at = -math.inf
         self._listed = ""
-        """Generation of the engine listing that this pod last published or adopted."""
+        """Generation of the listing of engines that this pod last published or adopted."""
         self._live = LiveFiles(ledger.run, clock)
 
     @property
     def renew_s(self) -> float:
-        """Interval at which this pod's lease is updated with its progress."""
+        """Seconds between two updates of the progress in this pod's lease."""
         return max(SOON_S, self.report.pods / LOOKS_PER_S)
 
     @property
@@ -105,19 +104,19 @@ class Coordination:
         try:
             if self._survey is not None:
                 self._continue_survey(self._survey)
-            if self._survey is None and self.role is Role.LEADER:  # surveys that take long must not prevent it
+            if self._survey is None and self.role is Role.LEADER:
                 self._prune(now)
-        except OSError:  # a failed operation cannot be continued
+        except OSError:  # an operation cannot continue after an error
             self._survey = self._pruning = None
             raise
 
     def list_engines(self) -> bool:
-        """Lists the engines, or adopts the leader's new listing. Returns True if gateways must learn of a change."""
+        """Lists the engines, or adopts the leader's new listing. Returns True if gateways must be informed."""
         if self.role is Role.FOLLOWER and self.report.generation:
             if self.report.generation == self._listed:
                 return False
             changed = self._endpoints.adopt()
-            self._listed = self._endpoints.engines.generation  # the previous listing if it could not be read
+            self._listed = self._endpoints.engines.generation  # the previous one after a failed read
             return changed
         changed = self._endpoints.refresh()
         generation = self._endpoints.engines.generation
@@ -131,7 +130,7 @@ class Coordination:
         return self.report.asked if self.role is Role.FOLLOWER else self._live.asked()
 
     def leave(self) -> None:
-        """Gives up leadership, so that another pod can lead. Raises OSError."""
+        """Resigns as leader, so that another pod can lead. Raises OSError."""
         self._ledger.follow(None)
         self._leader.leave()
 
@@ -177,12 +176,13 @@ class Coordination:
     def _publish(self, surveyed: Surveyed) -> None:
         leases, live = surveyed.leases, surveyed.live
         many_pods = len(live) > self._few
+        progress = {name: progress_of(leases[name]) for name in live}
         report = Report(
             pods=len(live),
             survey=surveyed.survey,
             generation=self._listed,
             exceeded=self._budget.exceeded(surveyed.accounts),
-            progress={name: progress for name in live if (progress := progress_of(leases[name])) is not None},
+            progress={name: shown for name, shown in progress.items() if shown is not None},
             asked=self._live.asked() if many_pods else Asked(),
         )
         leads = True

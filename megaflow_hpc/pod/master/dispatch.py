@@ -1,4 +1,4 @@
-"""Starts rollouts in free slots, and claims blocks for the slots that will soon be free."""
+"""Dispatch: starts of rollouts in free slots, and claims of blocks for the slots that will soon be free."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ from megaflow_hpc.pod.master.pod import Pod
 from megaflow_hpc.pod.master.results import Results
 from megaflow_hpc.pod.master.run_io import RunIo
 from megaflow_hpc.pod.scheduling.estimates import Estimates
-from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler, Work
 from megaflow_hpc.rundir.events import StartEvent
 from megaflow_hpc.types import Rollout
 
 SOON_S = 1.0
 SELDOM_S = 10.0
-"""Delay before the next claim after a claim found no block, or after the last rollout here ended. It starts at
-``SOON_S`` and doubles up to ``SELDOM_S``. The campaign usually ends soon after, and nodes must not idle for long
-then."""
+"""Backoff in seconds between claims that find no block. It starts at ``SOON_S`` and doubles up to ``SELDOM_S``. It is
+reset when the last rollout here ends, because the campaign then usually ends soon and nodes must not idle."""
 AWAITED_S = 0.25
 LOOKS_PER_S = 40
-"""Poll rate of all pods together while a consumer is expected to add blocks. Each pod's interval is between
-``AWAITED_S`` and ``SOON_S``."""
+"""Number of polls per second by all pods together while a consumer is expected to add blocks. The interval of a pod is
+between ``AWAITED_S`` and ``SOON_S``."""
 MAX_DEFERRED_PER_SLOT = 4
-"""Maximum number of deferred rollouts queued for each slot, in addition to the rollouts that start next."""
+"""Maximum number of deferred rollouts per slot that do not count as queued when the pod decides whether to claim."""
 AHEAD_ROLLOUTS = 256
-"""Number of queued rollouts whose images are announced."""
+"""Announce the images of this many queued rollouts."""
 
 
 def awaited_s(pods: int) -> float:
-    """Returns the delay before one of ``pods`` pods polls again for blocks that a consumer is expected to add."""
+    """Returns the seconds between two polls of each of ``pods`` pods while a consumer is expected to add blocks."""
     return min(SOON_S, max(AWAITED_S, pods / LOOKS_PER_S))
 
 
@@ -48,15 +46,14 @@ class Dispatch:
         self._estimates, self._drain = estimates, drain
         self._look_s = SOON_S
         self._looked_at: float | None = None
-        """Time of the last claim if it found no block, otherwise ``None``."""
+        """Monotonic time of the last claim if it found no block, otherwise ``None``."""
         self._started = 0
         self._per_s = 0.0
         self._upcoming: tuple[PlannedTask, ...] = ()
         """Tasks of the blocks that this pod will claim next."""
 
     def start_all(self) -> bool:
-        """Starts all rollouts that can start, and requests a block if slots would stay free. Returns True if any
-        started."""
+        """Starts all rollouts that can start, and requests a block if slots stay free. Returns True if any started."""
         self._claim()
         walltime = self._pod.walltime
         remaining_s = walltime.remaining_s
@@ -68,7 +65,7 @@ class Dispatch:
         return started > 0
 
     def tick(self, seconds: float) -> None:
-        """Updates the rate at which rollouts start. Must be called every ``seconds`` seconds."""
+        """Updates the measured rate of starts. Call it every ``seconds`` seconds."""
         self._per_s, self._started = self._started / seconds, 0
 
     @property
@@ -82,7 +79,7 @@ class Dispatch:
         return list(dict.fromkeys(task.image for task in tasks if task.image))
 
     def look_soon(self) -> None:
-        """Resets the claim backoff, because the last rollout here has ended."""
+        """Resets the backoff of claims."""
         self._look_s = SOON_S
 
     def _start(self, rank: int, work: Work) -> None:
@@ -112,8 +109,10 @@ class Dispatch:
     # --- claims ---
 
     def _claim(self) -> None:
-        """Requests a block to fill the free slots and those needed until the block arrives. Never claims more,
-        because other pods cannot start rollouts that are queued here."""
+        """Requests a block if the queue does not fill the free slots and those that become free until it arrives.
+
+        Never claims more than needed, because other pods cannot start rollouts that are queued here.
+        """
         ahead = int(2 * self._per_s * self._io.claim_s)
         scheduler = self._scheduler
         deferred = min(scheduler.deferred, MAX_DEFERRED_PER_SLOT * scheduler.workers.slots)
@@ -149,8 +148,9 @@ class Dispatch:
         expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
         planned = block.tasks[first.task_id]
         demand = self._pod.demand(planned)
-        # The other samples ran or will run in other pods. They count as rewarded.
-        elsewhere = max(0, self._pod.planned(first.policy) - len(rollouts))
+        # The group's other samples run in other pods. They count as rewarded.
+        samples = self._pod.samples.get(first.policy, 0) + self._pod.scheduling.spare
+        elsewhere = max(0, samples - len(rollouts))
         ids = [rollout.id for rollout in rollouts]
         deferred: set[str] = set()
         if first.task_id not in self._pod.held_out:

@@ -16,22 +16,22 @@ from megaflow_hpc.rundir.marks import PREEMPTED, WHY_DRAIN
 STOP_S = 35.0
 """Seconds needed to stop the workers after a drain. Running rollouts get the rest of the lead time."""
 DRAIN_NOW_S = 4.0
-"""Seconds that running rollouts get if Slurm is about to kill the step (preempted or cancelled)."""
+"""Seconds that running rollouts get if Slurm is about to kill the step."""
 SIGNAL_S = 1.0
-"""Seconds that the supervisor may need to write its reason after a signal that reached the step first."""
+"""Seconds to wait for the supervisor's reason if a signal reached the step first."""
 PATIENCE_S = 12.0
-"""Time that agents may wait for a pending model response before they are suspended."""
+"""Seconds that agents may wait for a pending model response before they are suspended."""
 HURRIED = ("now", "cancelled")
-"""Words in the drain file that announce that Slurm will soon kill the step."""
+"""Words of the drain file that mean that Slurm will soon kill the step."""
 STUCK_S = 120.0
-"""Time for which the run directory may fail or not respond before the pod gives up and is restarted."""
+"""Give up the pod, so that it is restarted, if the run directory fails or hangs for this many seconds."""
 
 TOO_LONG = "what is left is not expected to end before the walltime"
 NOT_AWAITED = "nothing to do, and no consumer that may add blocks has renewed its lease for long"
 
 
 class DrainPhase(Enum):
-    """Phase of a pod. Transitions only go down this table.
+    """Phase of a pod. A pod only moves down this table.
 
     ========= ========================================================== =================
     phase     entered when                                               rollouts may run
@@ -59,7 +59,7 @@ class Drain:
         self.word = ""
         """The supervisor's first word, one of :data:`WHY_DRAIN`. Empty until the supervisor requests a drain."""
         self.paused = ""
-        """Why the pod pauses: a reason that a restart would not resolve. Empty if it does not pause."""
+        """Why the pod pauses: a problem that a restart would not solve. Empty if it does not pause."""
 
     @property
     def active(self) -> bool:
@@ -68,7 +68,7 @@ class Drain:
 
     @property
     def over(self) -> bool:
-        """True once the grace period of running rollouts has expired."""
+        """True once the time of the running rollouts is up."""
         match self.phase:
             case DrainPhase.HURRYING:
                 grace_s = DRAIN_NOW_S
@@ -80,24 +80,24 @@ class Drain:
 
     @property
     def preempted(self) -> bool:
-        """True if Slurm takes the allocation back before the walltime ends."""
+        """True if Slurm takes back the allocation before the walltime ends."""
         return self.phase in (DrainPhase.PREEMPTED, DrainPhase.HURRYING)
 
     def read_word(self, wait_s: float = 0.0) -> str | None:
         """Reads the supervisor's current word. Returns ``None`` while no drain is requested.
 
         Args:
-            wait_s: seconds to wait for a word.
+            wait_s: Seconds to wait for a word.
         """
         word = self._pod.why_drain(wait_s)
         self.word = self.word or word or ""
         return word
 
     def obey(self) -> None:
-        """Starts draining if the supervisor has requested it, or if Slurm has signalled only the step.
+        """Begins to drain if the supervisor has requested it, or if Slurm has signalled only the step.
 
-        At the start of a preemption's GraceTime, Slurm signals the tasks of a step but not the batch shell. In all
-        other cases, it signals both.
+        When a preemption's GraceTime begins, Slurm signals the tasks of a step but not the batch shell. In all other
+        cases, Slurm signals both.
         """
         word = self.read_word()
         if word is None and time.monotonic() - self._pod.signalled_at >= SIGNAL_S:
@@ -108,7 +108,7 @@ class Drain:
             self.begin(WHY_DRAIN.get(word, "requested by the batch script"), phase)
 
     def pause(self, why: str) -> None:
-        """Begins to drain for a reason that a restart would not resolve. Does nothing if ``why`` is empty."""
+        """Begins to drain because of a problem that a restart would not solve. Does nothing if ``why`` is empty."""
         if why and not self.active:
             self.paused = why
             self.begin(why)
@@ -136,7 +136,7 @@ class Situation:
     """True if any worker rank has slots or has yet to join."""
     may_commit: bool
     stuck_s: float
-    """Seconds for which the run directory has failed or not responded."""
+    """Seconds since the run directory last responded without an error."""
     draining: bool
     drain_over: bool
     paused: bool
@@ -149,7 +149,7 @@ class Situation:
     """True if the last claim found no free block."""
     holds_blocks: bool
     may_get_work: bool
-    """True if other pods may hand off rollouts, or a block may become free."""
+    """True if another pod may hand off rollouts, or a block may become free."""
     opened: bool
     """True if a consumer may add blocks."""
     awaited: bool
@@ -162,7 +162,7 @@ class End(NamedTuple):
     word: str
     """One of :data:`megaflow_hpc.rundir.marks.LAST_WORDS`."""
     why: str = ""
-    """Why the pod must begin to drain now. Empty if it need not."""
+    """Why the pod must drain first. Empty if it need not."""
 
 
 def end_of(now: Situation) -> End | None:

@@ -1,4 +1,4 @@
-"""The engine servers of a run as rank 0 knows them, listed by this pod or by another pod on behalf of all."""
+"""The engine servers of a run. This pod lists them, or adopts the listing of the leader."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Engines:
     """Snapshot of the engine servers."""
 
     files: Mapping[str, Any] = field(default_factory=dict)
-    """Endpoint file name → its content. A pool's server is named ``<policy>@<server>``."""
+    """Name of an endpoint file → its content. A pool's server is named ``<policy>@<server>``."""
     unanswered: frozenset[str] = frozenset()
-    """Policies without a serving engine, of which some engine has not given up yet. Their rollouts wait."""
+    """Policies that no engine serves yet, although some of their engines may still start. Their rollouts wait."""
 
     @property
     def all(self) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ class Engines:
 
     @property
     def essence(self) -> dict[str, tuple[Any, ...]]:
-        """The facts that gateways need, without heartbeats."""
+        """The facts that gateways need. Excludes heartbeats."""
         keys = ("url", "started_at", "weight_version", "cause", "all_failed")
         return {name: tuple(file.get(key) for key in keys) for name, file in self.files.items()}
 
@@ -45,26 +45,26 @@ class Endpoints:
     """Lists the engine servers of one run.
 
     Args:
-        servers: number of engine servers that the campaign requests, by policy.
+        servers: Policy → number of engine servers that the campaign requests.
     """
 
     def __init__(self, run: RunDir, servers: Mapping[str, int]) -> None:
         self._files, self._servers = EndpointFiles(run), servers
         self._pools = [(membership, EnginePool(membership.pool)) for membership in self._files.memberships()]
         self.engines = Engines(unanswered=frozenset(servers))
-        """The latest listing. Replaced only if gateways must learn of a change."""
+        """The latest listing. Replaced only if gateways must be informed of a change."""
 
     def publish(self) -> None:
         """Publishes the listing for the other pods. Raises OSError."""
         self._files.publish_listing(EndpointListing(generation=self.engines.generation, found=dict(self.engines.files)))
 
     def adopt(self) -> bool:
-        """Adopts another pod's listing. Returns True if gateways must learn of a change."""
+        """Adopts another pod's listing. Returns True if gateways must be informed of a change."""
         listing = self._files.listing()
         return listing is not None and self._replace(listing.found)
 
     def refresh(self) -> bool:
-        """Lists the engine servers. Returns True if gateways must learn of a change."""
+        """Lists the engine servers. Returns True if gateways must be informed of a change."""
         files: dict[str, Any] = {}
         for server in self._files.serving():
             files[f"{server.server}.json"] = msgspec.to_builtins(server)
@@ -86,7 +86,7 @@ class Endpoints:
         failed = Counter(file["policy"] for file in files.values() if not file.get("url"))
         for file in files.values():
             if failed[file["policy"]] == self._servers.get(file["policy"]):
-                file["all_failed"] = True  # all of the policy's servers have given up, so gateways need not wait long
+                file["all_failed"] = True  # so that gateways do not wait long
         answered = {file["policy"] for file in files.values() if file.get("url") or file.get("all_failed")}
         engines = Engines(files, frozenset(self._servers) - answered)
         if engines.essence == self.engines.essence:

@@ -1,10 +1,10 @@
 """Histories of rollouts that a pod did not finish, for the pods that take them over.
 
-``RUN/partial/<pod>.<start>.json`` is written once, before the pod releases its blocks, and never changes. It holds the
-attempts and causes so far, the number of interruptions by the end of an allocation, and the checkpoint to resume from.
-If several pods wrote a history of the same rollout, the longest one counts. A pod that takes over a block reads the
-files of its earlier holders. The coordinator removes a file once all blocks that its pod ever held are done
-(:mod:`megaflow_hpc.ledger.pruning`). A killed pod writes no file. Its rollouts restart from the beginning, and the
+A pod writes ``RUN/partial/<pod>.<start>.json`` once, before it releases its blocks. For each rollout, the file contains
+the attempts and causes so far, the number of interruptions by the end of an allocation, and the checkpoint to resume
+from. If several pods wrote a history of the same rollout, the longest one counts. A pod that takes over a block reads
+the files of its earlier holders. The coordinator removes a file once all blocks that its pod ever held are done
+(:mod:`megaflow_hpc.ledger.coordinator`). A killed pod writes no file. Its rollouts restart from the beginning, and the
 failures in its events count.
 """
 
@@ -38,12 +38,11 @@ class History:
     cuts: int = 0
     """Number of times that the end of an allocation interrupted the rollout."""
     too_short: int = 0
-    """Number of consecutive times that the walltime ended the rollout without a checkpoint although it had run for
-    most of the walltime."""
+    """Number of consecutive times that the rollout used most of a walltime and left no checkpoint."""
     partial: str = ""
     """Checkpoint to resume from, relative to ``RUN/partial``. Empty if there is none."""
     kept_s: float = 0.0
-    """Seconds of work saved in the checkpoint."""
+    """Seconds of work that the checkpoint saves."""
 
     @property
     def next_attempt(self) -> int:
@@ -63,19 +62,19 @@ class _HistoryFile(msgspec.Struct):
 
 
 class Histories:
-    """Histories left by earlier pods. Unreadable histories are ignored."""
+    """Reads the histories that earlier pods left. Ignores unreadable ones."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._seen: set[str] = set()
         self._written: dict[str, History] = {}
-        """Rollout → its longest history in the files."""
+        """Rollout → its longest history in the files read so far."""
         self._failures = EventReader(run.events, only="attempt", use_summaries=True)
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
-        """Rollout → attempt number → cause and attempt, for failures in pods that were killed."""
+        """Rollout → attempt number → cause and attempt, for failures in killed pods."""
 
     def look(self, pods: Iterable[str]) -> None:
-        """Reads the histories written by these ``<pod>.<start>``. Each file is read once. A killed pod wrote none."""
+        """Reads the histories of these starts of pods (``<pod>.<start>``). Reads each file only once."""
         for pod in sorted(set(pods) - self._seen):
             path = self._run.partial / f"{pod}.json"
             try:
@@ -91,11 +90,10 @@ class Histories:
                 self._written[rollout] = history.later(self._written.get(rollout))
 
     def look_at_events(self, pods: Collection[str]) -> None:
-        """Reads failed attempts from the events of these killed pod starts."""
+        """Reads the failed attempts from the events of these starts, which were killed."""
         for _, events in self._failures.read(pods):
             for event in events:
-                # Summaries, including those of condensed starts, contain the failed attempts of rollouts that were not
-                # stored.
+                # Summaries and condensed events contain the failed attempts of rollouts that were not stored.
                 for each in event.events if isinstance(event, Summary) else (event,):
                     if isinstance(each, AttemptEvent) and each.kind in RULES:
                         self._add_failure(each)
@@ -106,7 +104,7 @@ class Histories:
         self._failed.setdefault(event.id, {})[event.attempt] = cause, attempt
 
     def take(self, rollout_id: str) -> History | None:
-        """Removes and returns the history of a rollout. The caller owns it."""
+        """Removes and returns the history of a rollout."""
         written = self._written.pop(rollout_id, None)
         failed = self._failed.pop(rollout_id, {})
         if not failed:

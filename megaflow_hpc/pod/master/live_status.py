@@ -1,7 +1,7 @@
 """Live status of a pod's rollouts: sampled tokens for its lease, and details for viewers.
 
-Every few seconds, each rank reports which of its rollouts received a model response. A rank sends a conversation only
-on request, while a viewer displays that rollout.
+Every few seconds, each rank reports the rollouts that received a model response. A rank sends a conversation only on
+request, while a viewer displays that rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.rundir.live import Asked, LiveStatus, PodLiveStatus, Transcript
 
 SHOW_INTERVAL_S = 3.0
-"""Interval at which viewers receive a new status."""
+"""Seconds between two updates of the status for viewers."""
 WINDOW_S = 30.0
 """Averaging window of the sampling rate, in seconds."""
 
@@ -62,14 +62,14 @@ class LiveStatuses:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens sampled per second, averaged over the last 30 seconds."""
+        """Tokens sampled per second, averaged over the last :data:`WINDOW_S` seconds."""
         if len(self._past_tokens) < 2:
             return 0.0
         (since, before), (until, now) = self._past_tokens[0], self._past_tokens[-1]
         return round((now - before) / max(1.0, until - since), 1)
 
     def tick(self) -> None:
-        """Updates the sampling rate, and publishes a new status for viewers when due. Called once a second."""
+        """Updates the sampling rate, and publishes a status for viewers if one is due. Call it once a second."""
         now = time.monotonic()
         self._past_tokens.append((now, self.tokens))
         while now - self._past_tokens[0][0] > WINDOW_S:
@@ -83,7 +83,7 @@ class LiveStatuses:
         self._io.requests.live = self._status(self._io.state.asked, now)
 
     def _status(self, asked: Asked, now: float) -> PodLiveStatus:
-        """Returns the status of the rollouts that viewers request, and asks ranks for the requested conversations."""
+        """Returns the status of the requested rollouts, and asks the ranks for the requested conversations."""
         transcripts: dict[str, Transcript] = {}
         for rollout in asked.transcripts:
             rank = self._scheduler.workers.worker_of(rollout)

@@ -1,9 +1,9 @@
 """The loop of rank 0: starts rollouts, stores their results, and drains the pod.
 
-The loop only makes decisions. Messages travel over MPI, and the I/O thread accesses the run directory
-(:mod:`~megaflow_hpc.pod.master.run_io`). The thread also guarantees the order that makes results count exactly once:
-append the result to the journal, fsync the journal, count the rollout. After a block's last rollout, the block is
-marked done.
+The loop only makes decisions. It exchanges messages over MPI. The I/O thread accesses the run directory
+(:mod:`~megaflow_hpc.pod.master.run_io`). The thread also guarantees the order that makes results count exactly once. It
+appends a result to the journal, calls fsync, and then counts the rollout. After a block's last rollout, it marks the
+block done.
 """
 
 from __future__ import annotations
@@ -36,34 +36,32 @@ from megaflow_hpc.pod.master.work_stealing import WorkStealing
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.rundir.budget import cores_of
+from megaflow_hpc.rundir.budget import CampaignBudget, cores_of
 from megaflow_hpc.rundir.events import (
-    FORMAT_VERSION,
-    EndpointsEvent,
     EngineEvent,
     PodEvent,
     WorkerEvent,
 )
 from megaflow_hpc.rundir.marks import PROGRESS
 from megaflow_hpc.texts import printable
-from megaflow_hpc.trajectories.journal.stored import StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 
 TICK_S = 1.0
-"""Interval at which the drain file and heartbeats are polled."""
+"""Seconds between two polls of the drain file and the heartbeats."""
 LISTING_S = 10.0
-"""Interval at which engines are listed."""
+"""Seconds between two listings of the engines."""
 WAITING_S = 2.0
 """The same while rollouts wait for an engine."""
 AHEAD_S = 5.0
-"""Interval at which ranks are told which images come next."""
+"""Seconds between two announcements of upcoming images to the ranks."""
 AHEAD_BLOCKS = 4
-"""Number of small blocks at the end of a campaign whose images are staged before this pod claims the blocks."""
+"""Stage the images of this many small blocks, at the end of a campaign, before this pod claims the blocks."""
 EXPECTED_QUANTILE = 0.9
 """Quantile of a rollout's expected duration that must fit into the remaining walltime."""
 SLOW_S = 5.0
 """Report a run directory that does not respond for this long."""
 MAX_MESSAGES_PER_TURN = 256
-"""Maximum number of messages handled per iteration, so that a flood of results does not delay dispatch."""
+"""Handle at most this many messages per iteration, so that a flood of results does not delay dispatch."""
 
 
 class Master:
@@ -88,9 +86,9 @@ class Master:
         self._live = LiveStatuses(pod.comm, self.scheduler, self._io)
         self._cores, self._began = cores_of(), time.monotonic()
         self._last: dict[str, float] = {}
-        """Periodic task → time when it was last due."""
+        """Periodic task → monotonic time when it was last due."""
         self._engines = Engines()
-        """The engines that the ranks have been told about."""
+        """The engines that the ranks know."""
         self._announced_images: list[str] = []
         self._reported_slow = False
         """True if the latest report said that the run directory does not respond."""
@@ -105,14 +103,12 @@ class Master:
         """Runs the pod until it ends, and returns its final state.
 
         Raises:
-            MegaflowError: the pod cannot continue.
+            MegaflowError: The pod cannot continue.
         """
         pod = self.pod
         pod.ledger.register()
         pod.run.partial.mkdir(mode=0o700, exist_ok=True)
-        started = PodEvent(state="started", job_id=pod.job_id, node=node_name(), ranks=pod.comm.size)
-        started.format_version = FORMAT_VERSION
-        pod.events.write(started)
+        pod.events.write(PodEvent(state="started", job_id=pod.job_id, node=node_name()))
         self._io.start()
         self._engines = self._io.state.engines
         self._ranks.greet(pod.init)
@@ -183,7 +179,7 @@ class Master:
     def _on_ready(self, rank: int, message: Message) -> None:
         slots, node = int(message["slots"]), str(message["node"])
         self._ranks.join(rank, node)
-        self._announced_images = []  # so that this rank is told too
+        self._announced_images = []  # announce them again, for this rank
         self.scheduler.workers.join(rank, slots, *self.pod.room)
         self._results.refuse()
         self.pod.events.write(WorkerEvent(rank=rank, state="ready", slots=slots, node=node))
@@ -212,8 +208,8 @@ class Master:
         self._last_loss = why
         self._ranks.leave(rank)
         self._live.leave(rank)
-        rollouts = self._results.lost(rank, why)
-        self.pod.events.write(WorkerEvent(rank=rank, state="lost", why=why, rollouts=rollouts))
+        self._results.lost(rank, why)
+        self.pod.events.write(WorkerEvent(rank=rank, state="lost", why=why))
 
     # --- the I/O thread ---
 
@@ -246,7 +242,6 @@ class Master:
     def _pass_on_engines(self, engines: Engines) -> None:
         self._engines = engines
         self.scheduler.waiting = set(engines.unanswered)
-        self.pod.events.write(EndpointsEvent(servers=sorted(engines.files)))
         self._ranks.tell({"op": "endpoints", "endpoints": engines.all})
 
     # --- periodic tasks ---
@@ -283,7 +278,7 @@ class Master:
             self._reported_progress = True
 
     def _report_slow(self) -> None:
-        """Reports on stderr, and later in the events, that the run directory stopped responding or recovered."""
+        """Reports on stderr and in the events that the run directory stopped responding, or that it recovered."""
         stuck_s = self._io.stuck_s
         slow = stuck_s > SLOW_S
         if slow == self._reported_slow:
@@ -295,7 +290,7 @@ class Master:
         self.pod.events.write(PodEvent(state="started", why=f"the run directory: {why}"))
 
     def _announce_images(self) -> None:
-        """Tells the ranks which images they will need next, so that they can stage them in advance."""
+        """Sends the ranks the images that they will need next, so that they can stage them in advance."""
         order = self._dispatch.coming()
         if order != self._announced_images and len(order) > 1:
             self._announced_images = order
@@ -315,7 +310,7 @@ class Master:
             why = f"no worker rank is left: {self._last_loss}" if not self._ranks.all and self._last_loss else None
             pod.events.write(PodEvent(state=state, stored=self._results.stored, why=why))
             self._io.finish(POLL_INTERVAL_S)
-            return state  # release nothing: the pod that takes over seals the durable results
+            return state  # release nothing, because the pod that takes over seals the durable results
         self._results.cut_short(self._drain.preempted)
         if any(history.partial for history in self._results.histories.values()):
             self._report_progress()
@@ -333,6 +328,7 @@ class Master:
 def _io_thread(pod: Pod) -> RunIoThread:
     """Builds the I/O thread, which owns everything that accesses the run directory."""
     stored, ahead = StoredRollouts(pod.run, pod.ledger.renew), AHEAD_BLOCKS if pod.several_images else 0
-    blocks = ClaimedBlocks(pod.run, pod.ledger, pod.events, stored, pod.tasks, ahead)
+    blocks = ClaimedBlocks(pod.run, pod.ledger, stored, pod.tasks, ahead)
     endpoints = Endpoints(pod.run, pod.servers)
-    return RunIoThread(pod.run, pod.journal, pod.ledger, blocks, pod.events, endpoints, pod.budget())
+    budget = CampaignBudget(pod.run, pod.limits.model_dump())
+    return RunIoThread(pod.run, pod.journal, pod.ledger, blocks, pod.events, endpoints, budget)

@@ -17,8 +17,7 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.tasks import PlannedTask
 from megaflow_hpc.pod.comm import Comm
 from megaflow_hpc.pod.scheduling.groups import GroupRules
-from megaflow_hpc.pod.scheduling.work import NOTHING, Demand
-from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.pod.scheduling.scheduler import NOTHING, Demand
 from megaflow_hpc.rundir.events import EventWriter
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
@@ -26,9 +25,9 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 @dataclass(frozen=True)
 class Walltime:
-    """Time that rollouts of this pod may take. Infinite if the job has no time limit.
+    """Time that is left for the rollouts of this pod. Infinite if the job has no time limit.
 
-    The batch script queries Slurm once. From then on, the monotonic clock is used.
+    The batch script queries Slurm once. Afterwards, only the monotonic clock counts.
     """
 
     whole_s: float = math.inf
@@ -38,17 +37,17 @@ class Walltime:
 
     @classmethod
     def of_job(cls, lead_s: float) -> Walltime:
-        """Reads ``MEGAFLOW_END``, which ``pods.sh`` sets (Unix seconds; no limit if missing or empty).
+        """Reads ``MEGAFLOW_END``, the end of the job in Unix seconds. ``pods.sh`` sets it unless the job has no limit.
 
         Args:
-            lead_s: Seconds before the end at which Slurm signals the batch script, and the pod drains.
+            lead_s: The pod drains this many seconds before the end, because Slurm then signals the batch script.
         """
         try:
             left_s = float(os.environ.get("MEGAFLOW_END", "")) - time.time() - lead_s
         except ValueError:
             return cls()
         if left_s <= 0:
-            return cls()  # invalid, or the pod is about to be warned anyway
+            return cls()  # invalid, or Slurm is about to signal the pod anyway
         return cls(left_s, time.monotonic() + left_s)
 
     @property
@@ -59,7 +58,7 @@ class Walltime:
 
 @dataclass
 class Pod:
-    """One start of one pod, with the parts of the campaign file that it needs."""
+    """One start of a pod, with the parts of the campaign file that it needs."""
 
     run: RunDir
     comm: Comm
@@ -68,23 +67,23 @@ class Pod:
     events: EventWriter
     init: Message
     tasks: Mapping[str, PlannedTask]
-    """All tasks of the campaign, by id. A lookup may read a file, so only the I/O thread may use it."""
+    """All tasks of the campaign, by id. Only the I/O thread may use it, because a lookup may read a file."""
     servers: dict[str, int]
-    """Number of engine servers that the campaign requests, by policy. Empty if no policy has a model."""
+    """Policy → number of engine servers that the campaign requests. Empty if no policy has a model."""
     drain_file: Path | None = None
     drain_s: float = 25.0
-    """Seconds that running rollouts get once draining has begun."""
+    """Seconds that running rollouts get once the pod drains."""
     signalled_at: float = math.inf
-    """Monotonic time at which Slurm signalled the tasks of the step. Infinite before that."""
+    """Monotonic time when Slurm signalled the tasks of the step. Infinite before that."""
     job_id: str = ""
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     learned: Sequence[Sequence[Any]] = ()
-    """Durations from earlier campaigns; see :meth:`Estimates.learn`."""
+    """Durations from earlier campaigns (:meth:`Estimates.learn`)."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     samples: Mapping[str, int] = field(default_factory=dict)
-    """Samples per group, by policy, without spare samples."""
+    """Policy → number of samples per group, without spare samples."""
     held_out: Collection[str] = ()
-    """Tasks for evaluating training. All their samples run, regardless of the group rules."""
+    """Tasks that evaluate training. The group rules do not apply to them."""
     room: tuple[float | None, int | None] = (None, None)
     """CPUs and memory in MB of a worker rank. ``None`` if unknown."""
     walltime: Walltime = field(default_factory=Walltime)
@@ -95,7 +94,7 @@ class Pod:
         """Returns the word with which the supervisor requests a drain. ``None`` while it requests none.
 
         Args:
-            wait_s: seconds to wait for a word.
+            wait_s: Seconds to wait for a word.
         """
         end = time.monotonic() + wait_s
         while self.drain_file is not None:
@@ -114,23 +113,15 @@ class Pod:
             signal_after=section.signal_after or 0,
         )
 
-    def planned(self, policy: str) -> int:
-        """Returns the number of samples planned for each group of this policy, including spare samples."""
-        return self.samples.get(policy, 0) + self.scheduling.spare
-
     @property
     def several_images(self) -> bool:
         """True if not all tasks use the same image."""
         first = next(iter(self.tasks.values()), None)
         return first is not None and first.alike < len(self.tasks)
 
-    def budget(self) -> CampaignBudget:
-        """Creates the check of the campaign-wide limits."""
-        return CampaignBudget(self.run, self.limits.model_dump())
-
     def demand(self, planned: PlannedTask) -> Demand:
-        """Returns the resources that a task's rollouts need in addition to a slot, as far as the campaign packs by
-        them."""
+        """Returns the resources that a task's rollouts need in addition to a slot. Omits resources by which the
+        campaign does not pack."""
         pack = self.scheduling.pack
         if not pack:
             return NOTHING

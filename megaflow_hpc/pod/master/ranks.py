@@ -9,8 +9,9 @@ from megaflow_hpc.host.wire import Message
 from megaflow_hpc.pod.comm import BEAT, BEAT_S, STOP, Comm
 
 LOST_S = 30.0
+"""Consider a rank lost after this many seconds without a heartbeat."""
 JOIN_S = 120.0
-"""Seconds until a worker that has not become ready is given up. Its first image may be staged later."""
+"""Give up a worker that is not ready after this many seconds. It may stage its first image later."""
 
 
 class Ranks:
@@ -23,13 +24,13 @@ class Ranks:
         self.heard_at: dict[int, float] = {}
         """Rank → time of its last message."""
         self.awaited = set(range(1, comm.size))
-        """Ranks that were sent ``init`` and are not ready yet."""
+        """Ranks that are not ready yet."""
         self._engines: set[int] = set()
         self.ready: dict[int, str] = {}
         """Ready rank → its node."""
 
     def greet(self, init: Message) -> None:
-        """Sends the campaign to every rank."""
+        """Sends the campaign to every awaited rank."""
         for rank in self.awaited:
             self._comm.send(rank, init)
 
@@ -65,20 +66,19 @@ class Ranks:
             self._comm.send(rank, message)
 
     def stop(self) -> None:
-        """Tells every rank to leave. Ranks that are not ready also get the message, or they would wait for a
-        heartbeat."""
+        """Tells every rank to leave, including those that are not ready yet."""
         for rank in self.everyone:
             self._comm.send(rank, STOP)
 
     def beat(self) -> None:
-        """Sends a heartbeat to every rank when due."""
+        """Sends a heartbeat to every rank if one is due."""
         if time.monotonic() - self._beaten_at >= BEAT_S:
             self._beaten_at = time.monotonic()
             for rank in self.everyone:
                 self._comm.send(rank, BEAT)
 
     def lost(self) -> Iterator[tuple[int, str]]:
-        """Yields the ranks that were silent for too long, each with the reason for giving it up."""
+        """Yields the ranks that have been silent for too long, each with a reason."""
         now = time.monotonic()
         for rank in list(self.ready):
             if now - self.heard_at.get(rank, now) > LOST_S:

@@ -1,6 +1,6 @@
-"""Handles ended attempts: each is stored, retried, kept for the next pod, or dropped because it is not needed.
+"""Results: what happens to each ended attempt. It is stored, retried, or kept for the next pod.
 
-The rules on failure causes, groups and bad ranks are in separate modules. This module applies them.
+Other modules contain the rules about failure causes, groups and bad ranks. This module applies them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from megaflow_hpc.pod.scheduling.failures import (
     may_retry,
 )
 from megaflow_hpc.pod.scheduling.groups import Groups, GroupStep
-from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler, Work
 from megaflow_hpc.rundir.events import AttemptEvent, WorkerEvent, shown
 from megaflow_hpc.rundir.marks import PREEMPTED, WHY_DRAIN
 from megaflow_hpc.trajectory import Attempt, Trajectory
@@ -59,7 +58,7 @@ class Results:
         self._cancelling: dict[str, str] = {}
         """Rollouts being cancelled → the reason."""
         self.began: dict[str, float] = {}
-        """Rollout → monotonic time of its last start."""
+        """Rollout → monotonic time of its latest start."""
         self.stored = 0
         self._failed = 0
 
@@ -74,12 +73,10 @@ class Results:
             self._exclude(rank, outcome.error)
         self.settle(rank, work, outcome)
 
-    def lost(self, rank: int, why: str) -> int:
-        """Settles the rollouts of a lost worker rank. Returns their number."""
-        lost = self._scheduler.workers.leave(rank)
-        for work in lost:
+    def lost(self, rank: int, why: str) -> None:
+        """Settles the rollouts of a lost worker rank."""
+        for work in self._scheduler.workers.leave(rank):
             self.settle(rank, work, self.outcome_without_run(work, "node", f"worker rank {rank} was lost: {why}"))
-        return len(lost)
 
     def refuse(self) -> None:
         """Fails queued rollouts that are too large for every worker."""
@@ -92,9 +89,9 @@ class Results:
         """Retries a failed attempt, keeps an interrupted one for the next pod, or stores the outcome."""
         why = self._cancelling.get(outcome.id)
         if outcome.status == "cancelled" and why is None:
-            # A drain stopped the attempt, or the step was signalled and the worker noticed first. The block is
-            # released, and the pod that claims it continues this rollout.
-            if not self._drain.active:  # wait only once, because the loop waits too
+            # A drain stopped the attempt, or Slurm signalled the step and the worker noticed first. The pod releases
+            # the block, and the next pod continues this rollout.
+            if not self._drain.active:  # wait only once, because the loop is blocked meanwhile
                 self._drain.read_word(SIGNAL_S)
             self._cut_short(work, outcome)
             self._drain.obey()
@@ -125,9 +122,9 @@ class Results:
         self._io.store(outcome, work.epoch, work.block)
 
     def _retried(self, rank: int, work: Work, outcome: Outcome) -> bool:
-        """Retries a failed rollout if permitted. Returns True if it gets another attempt, here or in another pod."""
+        """Retries a failed rollout if allowed. Returns True if it gets another attempt, here or in another pod."""
         if self._drain.active:
-            # Engines and sandboxes of an ending job fail. The pod that takes over the block retries.
+            # When a job ends, its engines and sandboxes fail. The pod that takes over the block retries.
             return may_retry((*work.causes, outcome.cause))
         if not self._scheduler.retry(work, outcome.cause, rank):
             return False
@@ -145,7 +142,7 @@ class Results:
         """Creates the outcome of an attempt that returned no result.
 
         Args:
-            kind: ``error_kind`` of the trajectory.
+            kind: The trajectory's ``error_kind``.
         """
         trajectory = Trajectory.begin(
             work.rollout,
@@ -161,7 +158,7 @@ class Results:
     # --- consequences ---
 
     def _carry_out(self, step: GroupStep) -> None:
-        """Promotes and cancels rollouts as the group rules demand."""
+        """Promotes and cancels the rollouts that a group step names."""
         promoted = [self._scheduler.drop(rollout) for rollout in step.promote]
         self._scheduler.add(replace(work, deferred=False) for work in promoted if work is not None)
         for rollout in step.cancel:
@@ -182,21 +179,21 @@ class Results:
     # --- the end of the allocation ---
 
     def attempts(self, rollout: str) -> Sequence[Attempt]:
-        """Returns the earlier attempts at a rollout, which ended without a final result."""
+        """Returns the attempts at a rollout that ended without a final result."""
         history = self.histories.get(rollout)
         return history.attempts if history else ()
 
     def cut_short(self, preempted: bool) -> None:
-        """Records that the end of the allocation interrupts all running rollouts. The next allocation restarts them."""
+        """Records that the end of the allocation interrupts all running rollouts. They restart in the next one."""
         kind = "preemption" if preempted else "walltime"
         for work in self._scheduler.workers.running_work():
             self._cut_short(work, self.outcome_without_run(work, kind, "cut short; it starts anew", "cancelled"))
 
     def _cut_short(self, work: Work, outcome: Outcome) -> None:
-        """Records an interrupted attempt. Fails the rollout if it was interrupted too often."""
+        """Records an interrupted attempt. Fails the rollout if that happened too often."""
         history = self.histories.setdefault(outcome.id, History())
         kind = self._cut_kind(outcome)
-        if not kind:  # the user ended the pod; do not count it against the rollout
+        if not kind:  # the user or a limit ended the pod, which is not the rollout's fault
             outcome = replace(outcome, error_kind="", error=WHY_DRAIN.get(self._drain.word) or self._drain.paused)
         elif outcome.id not in self._cut:
             self._cut.add(outcome.id)
@@ -212,7 +209,7 @@ class Results:
         history.kept_s = history.kept_s + outcome.seconds if outcome.checkpoint else 0.0
 
     def _cut_kind(self, outcome: Outcome) -> str:
-        """Returns ``walltime`` or ``preemption``, or an empty string if the user or a limit ended the pod."""
+        """Returns ``walltime`` or ``preemption``, or empty if the user or a limit ended the pod."""
         word = self._drain.word
         if word in ("walltime", "now", PREEMPTED):
             return "walltime" if word == "walltime" else "preemption"
@@ -245,7 +242,7 @@ class Results:
     # --- durable results ---
 
     def count(self, durable: Sequence[PendingResult]) -> None:
-        """Counts results that are on disk. Pauses the pod if failures look systematic or exceed their limit."""
+        """Counts durable results. Pauses the pod if failures are systematic or exceed their limit."""
         for result in durable:
             outcome = result.outcome
             failed = outcome.status == "failed"

@@ -1,4 +1,4 @@
-"""Access to the run directory from rank 0: a single thread does it all, so rank 0's loop never waits for a disk.
+"""Rank 0's access to the run directory, in a single thread, so that rank 0's loop never waits for a disk.
 
 If the loop waited, slots would stay idle. If the file system hung for a minute, the workers would miss rank 0's
 heartbeats and leave. So the ledger, the journal, the claimed blocks, the engines and the budget belong to
@@ -6,8 +6,8 @@ heartbeats and leave. So the ledger, the journal, the claimed blocks, the engine
 
 - :class:`Requests`: the loop collects requests and submits them once per iteration. The receiver owns them.
 - reports (:data:`Report`): a queue of completed work. The loop handles each report once.
-- :class:`RunState`: an immutable snapshot that the thread replaces before it posts the reports that follow from it. So
-  a loop that has received a report sees a state that is at least as recent.
+- :class:`RunState`: an immutable snapshot. The thread replaces it before it posts a report. So when the loop receives a
+  report, it sees a state that is at least as recent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.files import boot_clock
 from megaflow_hpc.ledger.rules import Outlook
@@ -43,16 +42,14 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.types import Rollout
 
 POLL_INTERVAL_S = 0.5
-"""Maximum pause between two turns of the thread, so that the lease is renewed in time."""
+"""Maximum seconds between two turns of the thread, so that it renews the lease in time."""
 LOOP_HANGS_S = 60.0
-"""A loop without an iteration for this long is considered hung. Its longest iterations take seconds."""
-DELETED_S = 30.0
-"""A run directory that is missing for this long is considered deleted."""
+"""Consider the loop hung after this many seconds without an iteration. Its longest iterations take seconds."""
 RETRY_S = 1.0
-"""Pause before retrying after an I/O error in the run directory."""
+"""Seconds to wait before a retry after an I/O error in the run directory."""
 MAX_PENDING_RECORDS = 20_000
 MAX_PENDING_BYTES = 512 << 20
-"""Size of results waiting for the disk above which no more rollouts are started."""
+"""Start no more rollouts while this many records, or bytes of records, wait for the disk."""
 
 
 # --- shared by the loop and the thread --------------------------------------------------------------------------------
@@ -67,16 +64,18 @@ class PodProgress(NamedTuple):
     core_s: float = 0.0
     """Core-seconds that the allocation has used so far."""
     tokens: int = 0
-    """Tokens that the engines have sampled for this pod's rollouts."""
+    """Number of tokens that engines have sampled for this pod's rollouts."""
     tokens_per_s: float = 0.0
     """Average over the last 30 seconds."""
 
 
 class HandOff(NamedTuple):
-    """Rollouts that were not started, with their blocks, and the maximum number of rollouts in a new block."""
+    """A request to hand unstarted rollouts to other pods."""
 
     rollouts: list[tuple[int, Rollout]]
+    """Pairs of block number and rollout."""
     max_rollouts: int
+    """Maximum number of rollouts in a new block."""
 
 
 @dataclass
@@ -84,9 +83,9 @@ class Stop:
     """Asks the thread to finish all earlier requests, as far as possible, and end."""
 
     release: bool = False
-    """Whether to release unfinished blocks."""
+    """True if unfinished blocks are to be released."""
     histories: dict[str, History] = field(default_factory=dict)
-    """Histories of the released rollouts, by id, for later pods."""
+    """Rollout id → its history for later pods, for the released rollouts."""
 
 
 @dataclass
@@ -99,11 +98,11 @@ class Requests:
     """Claim a block. The response is a :class:`Claimed` report."""
     list_engines: bool = False
     find_work_requests: bool = False
-    """Look for pods that request work. Each of their requests is reported once."""
+    """Look for pods that request work. The thread reports each of their requests once."""
     request_work: int | None = None
     """Ask other pods for work for this many slots. 0 withdraws the request."""
     progress: PodProgress | None = None
-    """Progress to show in the lease until the next update."""
+    """Progress to publish in the lease until the next update."""
     live: PodLiveStatus | None = None
     """Status of the rollouts that viewers request. An empty status withdraws the previous one."""
     stop: Stop | None = None
@@ -137,11 +136,11 @@ class Durable:
 
 @dataclass(frozen=True)
 class Claimed:
-    """Response to a claim request, without a block if there was none to claim."""
+    """Response to a claim request. ``block`` is ``None`` if no block was available."""
 
     block: ClaimedBlock | None
     seconds: float
-    """Duration of the claim."""
+    """Duration of the claim in seconds."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ class WorkRequested:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The thread's final report."""
+    """Reports that the thread has ended."""
 
     error: BaseException | None = None
     """The error that ended the thread, if any."""
@@ -187,35 +186,35 @@ class RunState:
 
     phase: IoPhase = IoPhase.WORKING
     since: float = field(default_factory=time.monotonic)
-    """Monotonic time when the thread became stuck, or otherwise when it completed its last turn."""
+    """Monotonic time when the thread became stuck, or else when it completed its latest turn."""
     error: str = ""
-    """Why the last turn failed, such as ``No space left on device``. Empty unless the thread is stuck."""
+    """Error of the last turn, such as ``No space left on device``. Empty unless the thread is stuck."""
     held: int = 0
     """Number of claimed blocks that are not done."""
     closes_at: float = float("-inf")
-    """Time when this pod's fence closes, by the ledger's clock."""
+    """Time when this pod's fence closes, on the ledger's clock."""
     seen: Outlook = field(default_factory=Outlook)
-    """Snapshot of the blocks, the other pods and the consumers, taken at this pod's last claim."""
+    """Findings of this pod's last claim about blocks, other pods and consumers."""
     claimed_all: bool = False
-    """True if no block was free at the last claim."""
+    """True if the last claim left no free block."""
     hand_offs_done: int = 0
-    """Number of the loop's hand-offs that are in the ledger."""
+    """Number of the loop's hand-offs that the ledger contains."""
     engines: Engines = field(default_factory=Engines)
     asked: Asked = field(default_factory=Asked)
     """Rollouts that viewers request."""
     exceeded: str = ""
-    """The campaign-wide limit that is exceeded. Empty if none is."""
+    """Describes the campaign-wide limit that is exceeded. Empty if none is."""
 
 
 # --- the thread -------------------------------------------------------------------------------------------------------
 
 
 class RunIoThread(threading.Thread):
-    """The thread that accesses the run directory. It owns all arguments except ``events``, which both sides write.
+    """The thread that accesses the run directory. It owns all its arguments except ``events``, which is shared.
 
-    In each turn it renews the lease, stores results, claims blocks, exchanges work with other pods, takes its part in
-    the coordination of pods, lists engines, updates the viewers' status, and flushes events. Whatever fails with an I/O
-    error is kept and retried in the next turn.
+    In each turn, it renews the lease, stores results, claims blocks and exchanges work with other pods. It also
+    coordinates with the other pods, lists engines, updates the viewers' status and flushes events. After an I/O error,
+    it keeps the failed request and retries it in the next turn.
     """
 
     def __init__(
@@ -232,7 +231,7 @@ class RunIoThread(threading.Thread):
         self.requests: SimpleQueue[Requests] = SimpleQueue()
         self.reports: SimpleQueue[Report] = SimpleQueue()
         self.loop_turned_at = time.monotonic()
-        """Time of the loop's last iteration. Set by the loop."""
+        """Monotonic time of the loop's latest iteration. Set by the loop."""
         self._run, self._journal, self._ledger, self._blocks, self._events = run, journal, ledger, blocks, events
         self._name = ledger.identity.name if ledger.identity else ""
         self._asked = Requests()
@@ -240,11 +239,10 @@ class RunIoThread(threading.Thread):
         self._coordination = Coordination(ledger, endpoints, budget)
         self._endpoints = endpoints
         self._viewers, self._summary = Viewers(run, self._name), SummaryWriter(run.events / f"{self._name}.jsonl")
-        self._deletion = DeletionWatch(run)
         self._began_at = round(time.time(), 3)
         self._hand_offs_begun = self._hand_offs_done = 0
         self._known_requests: set[str] = set()
-        """Work requests of other pods that were already reported to the loop."""
+        """Work requests of other pods that the thread has already reported."""
         self.state = RunState()
 
     def start(self) -> None:
@@ -270,22 +268,22 @@ class RunIoThread(threading.Thread):
             self.reports.put(Stopped(error))
 
     def _condense_earlier_starts(self) -> None:
-        """Condenses the events of the pod's earlier starts, so that its files do not grow with the number of starts."""
+        """Condenses the events of the pod's earlier starts, so that the number of files stays small."""
         pod, _, start = self._name.rpartition(".")
         try:
             condense(self._run.events, pod, start)
-        except OSError as error:  # the next start tries again
+        except OSError as error:  # the next start retries
             print(f"pod: {self._run.events}: {error}; earlier starts are not condensed", file=sys.stderr)
         self._viewers.clear_earlier()
 
     def turn(self, wait_s: float = 0.0) -> None:
-        """Handles pending requests, as far as the run directory permits.
+        """Handles pending requests, as far as the run directory responds.
 
         Args:
-            wait_s: seconds to wait for a request.
+            wait_s: Seconds to wait for a request.
 
         Raises:
-            MegaflowError: the pod cannot continue.
+            MegaflowError: The pod cannot continue.
         """
         self._receive(wait_s)
         try:
@@ -297,10 +295,9 @@ class RunIoThread(threading.Thread):
             self._exchange_work()
             self._list_engines()
             self._show_viewers()
-            self._deletion.check()
             self._enter(IoPhase.WORKING)
         except OSError as error:
-            # The disk or quota may be full: requests wait in memory, and each turn retries.
+            # The disk or quota may be full. Requests stay in memory, and each turn retries them.
             if self.state.phase is IoPhase.WORKING:
                 why = f"the run directory cannot be written: {error}"
                 self._events.write(PodEvent(state="started", why=why))
@@ -323,7 +320,7 @@ class RunIoThread(threading.Thread):
         return self._asked.stop is None and time.monotonic() - self.loop_turned_at > LOOP_HANGS_S
 
     def _end_process(self) -> None:
-        """Kills rank 0, whose results no longer count, so that its job restarts."""
+        """Kills rank 0, so that its job restarts. Its results do not count any more."""
         why = f"rank 0's loop has not turned for {time.monotonic() - self.loop_turned_at:.0f} s"
         try:
             print(f"pod: {why}; leaving", file=sys.stderr, flush=True)
@@ -362,7 +359,7 @@ class RunIoThread(threading.Thread):
         asked = self._asked
         self._blocks.retry_hand_offs()
         while asked.hand_offs:
-            hand_off = asked.hand_offs.pop(0)  # from here on, the claimed blocks keep the hand-off
+            hand_off = asked.hand_offs.pop(0)  # the claimed blocks now keep it until it succeeds
             self._hand_offs_begun += 1
             self._blocks.hand_off(hand_off.rollouts, hand_off.max_rollouts)
         if not self._blocks.handing_off:
@@ -433,27 +430,6 @@ class RunIoThread(threading.Thread):
         self.reports.put(report)
 
 
-class DeletionWatch:
-    """Ends the pod once its run directory is deleted. Otherwise it could write to its open files forever."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self._planned = run.run_json.exists()
-        self._looked_at = self._present_at = time.monotonic()
-
-    def check(self) -> None:
-        """Checks, when due, whether the run directory exists. Raises LedgerError if it has been missing for too
-        long."""
-        now = time.monotonic()
-        if not self._planned or now - self._looked_at < DELETED_S / 3:
-            return
-        self._looked_at = now
-        if self._run.run_json.exists():
-            self._present_at = now
-        elif now - self._present_at > DELETED_S:
-            raise LedgerError(f"{self._run}: was deleted or moved away while its pods run; what they ran is lost")
-
-
 # --- the loop's side --------------------------------------------------------------------------------------------------
 
 
@@ -461,13 +437,13 @@ class RunIo:
     """The loop's interface to the I/O thread. Only :meth:`finish` blocks.
 
     Args:
-        clock: the ledger's clock.
+        clock: The ledger's clock.
     """
 
     def __init__(self, thread: RunIoThread, clock: Callable[[], float] = boot_clock) -> None:
         self._thread, self._clock = thread, clock
         self.requests = Requests()
-        """Requests collected in this iteration of the loop."""
+        """Requests that the loop has collected in this iteration."""
         self._hand_offs = 0
         self._pending_records = self._pending_bytes = 0
         self.claiming = False
@@ -484,7 +460,7 @@ class RunIo:
     # --- requests ---
 
     def store(self, outcome: Outcome, epoch: int, block: int) -> None:
-        """Journals a result of a claimed block. A :class:`Durable` report confirms it."""
+        """Stores a result of a claimed block. A :class:`Durable` report confirms it."""
         record = outcome.payload(epoch, block)
         self._pending_records += 1
         self._pending_bytes += len(record)
@@ -496,10 +472,11 @@ class RunIo:
         self.requests.claim = True
 
     def hand_off(self, rollouts: list[tuple[int, Rollout]], max_rollouts: int) -> None:
-        """Hands rollouts, with their blocks, to other pods. The caller must have removed them from the queue.
+        """Hands rollouts to other pods. The caller must have removed them from the queue.
 
         Args:
-            max_rollouts: maximum number of rollouts in a new block.
+            rollouts: Pairs of block number and rollout.
+            max_rollouts: Maximum number of rollouts in a new block.
         """
         self._hand_offs += 1
         self.requests.hand_offs.append(HandOff(rollouts, max_rollouts))
@@ -511,11 +488,11 @@ class RunIo:
             self.requests = Requests()
 
     def finish(self, seconds: float, release: bool = False, histories: dict[str, History] | None = None) -> bool:
-        """Ends the thread once all requests are done. Returns False on timeout, or if the thread had failed.
+        """Ends the thread once all requests are done. Returns False if the thread is still alive after ``seconds``.
 
         Args:
-            release: whether to release unfinished blocks.
-            histories: histories of the released rollouts, by id, for later pods.
+            release: Release unfinished blocks.
+            histories: Rollout id → its history for later pods, for the released rollouts.
         """
         self.requests.stop = Stop(release, histories or {})
         self.push()
@@ -528,7 +505,7 @@ class RunIo:
         """Yields the reports since the last call. Each call also shows the thread that the loop is alive.
 
         Raises:
-            BaseException: the error that ended the thread. The pod cannot continue.
+            BaseException: The error that ended the thread. The pod cannot continue.
         """
         self._thread.loop_turned_at = time.monotonic()
         while True:
@@ -578,6 +555,6 @@ class RunIo:
 
     @property
     def stuck_s(self) -> float:
-        """Seconds for which the run directory has failed or not responded."""
+        """Seconds since the run directory last responded without an error."""
         passed_s = time.monotonic() - self.state.since
         return passed_s if self.stuck else max(0.0, passed_s - POLL_INTERVAL_S)

@@ -1,16 +1,16 @@
-"""Stores results. Each passes through these four stages in order.
+"""Storage of results. Each result passes through these four stages in order.
 
 ======== ============================================================= =============================
-stage    reached by                                                    an OSError leaves the result
+stage    reached when                                                  an OSError leaves the result
 ======== ============================================================= =============================
-QUEUED   the loop's request
-APPENDED the journal accepts the record and keeps it on write errors   QUEUED
-DURABLE  fsync, with the fence open before and after it                APPENDED
-SETTLED  its block records it, and is marked done after the last one   DURABLE
+QUEUED   the loop requests to store it
+APPENDED the journal accepts the record, even if it cannot write it    QUEUED
+DURABLE  fsync succeeds, with the fence open before and after it       APPENDED
+SETTLED  its block records it, and is done after its last result       DURABLE
 ======== ============================================================= =============================
 
-A result counts once it is durable, and is reported once it is settled. After an error, the next call resumes at the
-same point. One fsync covers all results that have arrived in the meantime (group commit).
+A result counts once it is durable. It is reported once it is settled. After an error, the next call resumes at the
+same point. One fsync covers all results that have arrived since the previous one (group commit).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 
 class PendingResult(NamedTuple):
-    """A result to be journalled."""
+    """A result that is not stored yet."""
 
     outcome: Outcome
     block: int
@@ -50,17 +50,17 @@ class Storing:
         self._queued.extend(results)
 
     def advance(self) -> None:
-        """Advances results as far as the run directory permits. Does nothing while the fence is closed.
+        """Moves all results on, as far as the run directory responds. Does nothing while the fence is closed.
 
         Raises:
-            LedgerError: another pod took over a block.
-            OSError: the run directory fails or does not respond.
+            LedgerError: Another pod took over a block.
+            OSError: The run directory fails or does not respond.
         """
         if not self._ledger.may_commit:
             return
         while self._queued:
             result = self._queued.popleft()
-            self._appended.append(result)  # update first: after an error, the journal keeps the record
+            self._appended.append(result)  # before the append, because the journal keeps the record on an error
             self._journal.append(result.record)
         if self._appended and not self._commit():
             return
@@ -75,10 +75,10 @@ class Storing:
 
     def _commit(self) -> bool:
         if not self._ledger.committed(self._journal.commit):
-            return False  # too late: a pod that takes over may not see the results
+            return False  # too late, since a pod that takes over may not see the results
         for result in self._appended:
             self._events.write(result.outcome.to_event())
-        self._events.flush()  # before marking the block: readers who see the mark count the rollouts too
+        self._events.flush()  # before the block is marked, so that readers who see the mark also see the rollouts
         self._durable.extend(self._appended)
         self._appended = []
         return True

@@ -1,11 +1,13 @@
-"""Work stealing: idle pods request work, and pods with rollouts that have not started hand some off.
+"""Work stealing: idle pods request work, and other pods hand off rollouts that they have not started.
 
 A pod requests work in the ledger while it has free slots, finds no block to claim, and other pods hold blocks. It waits
 for work before it leaves. A pod with waiting rollouts polls for requests, more often once no block is free. It hands
-off a share to each requester, so that the waiting rollouts are spread over the slots of both pods. Handed-off rollouts
-become new blocks, which are claimed like any other block. Only whole groups are handed off, starting from the end of
-the queue. Retries are never handed off. If rules may close groups early, only groups without any started rollout are
-handed off, because the others depend on rewards that only this pod sees.
+off so many rollouts that the waiting ones are spread evenly over the slots of both pods. Handed-off rollouts become new
+blocks. Any pod may claim them.
+
+A pod hands off only whole groups, starting from the end of the queue. It never hands off retries. If the group rules
+may close groups early, it hands off only groups without a started rollout. The other groups depend on rewards that only
+this pod sees.
 
 Rank 0's loop makes these decisions. The I/O thread accesses the run directory.
 """
@@ -18,39 +20,37 @@ import time
 from megaflow_hpc.ledger.blocks import MAX_BLOCK
 from megaflow_hpc.pod.master.run_io import RunIo
 from megaflow_hpc.pod.scheduling.groups import Groups
-from megaflow_hpc.pod.scheduling.scheduler import Scheduler
-from megaflow_hpc.pod.scheduling.work import Work
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler, Work
 
 POLL_INTERVAL_S = 5.0
-"""Interval at which a pod with waiting rollouts polls for work requests once no block is free."""
+"""Seconds between two polls for work requests by a pod with waiting rollouts, once no block is free."""
 SELDOM_S = 120.0
 """The same while blocks are free."""
 REQUEST_S = 20.0
-"""Seconds that an idle pod waits for a response to its request. It repeats the request after the same interval."""
+"""Seconds that an idle pod waits for a response to its request before it may leave. It then repeats the request."""
 
 
 def rollouts_for(waiting: int, slots: int, wanted: int) -> int:
-    """Returns how many of the waiting rollouts to hand off to another pod for an even spread.
+    """Returns the number of waiting rollouts to hand off, so that both pods have the same number per slot.
 
     Args:
-        waiting: number of rollouts that cannot start here now.
-        slots: number of this pod's slots.
-        wanted: number of the other pod's free slots.
+        waiting: Number of rollouts that cannot start here now.
+        slots: Number of this pod's slots.
+        wanted: Number of the other pod's free slots.
     """
     return math.ceil(waiting * wanted / (slots + wanted)) if waiting and wanted else 0
 
 
 class WorkStealing:
-    """Requests work for idle slots, and answers the requests of other pods."""
+    """Requests work for idle slots, and hands off rollouts to pods that request work."""
 
     def __init__(self, io: RunIo, scheduler: Scheduler, groups: Groups) -> None:
         self._io, self._scheduler, self._groups = io, scheduler, groups
         self._idle_since: float | None = None
-        """Monotonic time of this pod's first work request in the current idle period. ``None`` while it requests no
-        work."""
+        """Monotonic time when this pod first requested work in the current idle period. ``None`` while it is busy."""
         self._requested_at = self._looked_at = -SELDOM_S
         self.requests: list[int] = []
-        """Slots requested by other pods, one entry for each unanswered request."""
+        """Number of slots in each unanswered request of another pod."""
 
     @property
     def may_get_work(self) -> bool:
@@ -58,15 +58,15 @@ class WorkStealing:
         return self._idle_since is not None and time.monotonic() - self._idle_since < REQUEST_S
 
     def claimed(self) -> None:
-        """Records that a block was claimed."""
+        """Records that this pod has claimed a block."""
         self._idle_since = None
 
     def tick(self, nothing_free: bool, leaving: bool) -> None:
-        """Requests work or hands off rollouts when due. Called about once a second.
+        """Requests work or hands off rollouts, if due. Call it about once a second.
 
         Args:
-            nothing_free: True if the last claim found no free block.
-            leaving: True if the pod drains, so it neither requests nor hands off work.
+            nothing_free: The last claim found no free block.
+            leaving: The pod drains, so it neither requests nor hands off work.
         """
         now, scheduler, state = time.monotonic(), self._scheduler, self._io.state
         idle = nothing_free and scheduler.workers.free and not scheduler.queued

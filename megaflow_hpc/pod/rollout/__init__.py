@@ -1,7 +1,7 @@
-"""Runs a single rollout, and the process that runs many of them concurrently.
+"""Rollouts on a worker rank: the runner process, and single attempts.
 
-A worker rank starts ``runner``, which receives rollouts as messages and runs each with ``rollout``: sandbox, agent,
-verdict, trajectory. ``services`` holds what the rollouts share. ``preemption`` suspends rollouts when an allocation
-ends, and ``checkpoint`` defines the format in which they are saved. This subpackage knows neither MPI nor Slurm. Only
-the worker rank communicates with it, over a socket.
+A worker rank starts ``runner``. The runner receives rollouts as messages and runs each with ``rollout``: sandbox,
+agent, verdict, trajectory. ``services`` contains the services that rollouts share. ``preemption`` saves rollouts when
+an allocation ends. This subpackage uses neither MPI nor Slurm. It communicates only with the worker rank, over a
+socket.
 """

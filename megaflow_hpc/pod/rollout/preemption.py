@@ -1,42 +1,255 @@
-"""Handles the end of an allocation for a runner's rollouts, by preemption or walltime.
+"""Checkpoints of rollouts that the end of an allocation interrupts, by preemption or walltime.
 
 Agents that can be resumed stop before their next turn. The gateway refuses that turn, and the agent returns its state.
-The state is written to a checkpoint with the sandbox's files and the recording (checkpoint.py). Other rollouts continue
-for as long as permitted. A rollout restarts from the beginning if its state is uncertain: background processes were
-still running in its sandbox, or a command was running when Slurm signalled every process of the step.
+The state is written to a checkpoint with the sandbox's files and the recording. Other rollouts continue for as long as
+permitted. A rollout restarts from the beginning if its state is uncertain: background processes were still running in
+its sandbox, or a command was running when Slurm signalled every process of the step.
+
+::
+
+    RUN/partial/
+      <job>.<rank>/                           checkpoints of the runners of one worker rank
+        <digest of the rollout's id>.<8 hex>  one checkpoint
+      <pod>.<start>.json                      histories of unfinished rollouts, written by rank 0
+
+A checkpoint file contains a digest of the rest, the length of a msgpack map, the map (trajectory so far, recorder,
+agent state, step), and the sandbox's packed layer. A rename publishes it once it is complete. The process that resumes
+from it deletes it, so each state is used once. Checkpoints are optional: if one is missing, damaged, too large or of
+another version, the rollout restarts from the beginning.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import os
+import secrets
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.snapshot import Snapshot, pack
 from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.host import wire
+from megaflow_hpc.host.atomic import new_file
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.pod.rollout.checkpoint import Checkpoint, CheckpointQuota, DamagedError, new_name
 from megaflow_hpc.tasks import checkout
+from megaflow_hpc.tasks.formats import StepVerdict
 from megaflow_hpc.texts import printable
+from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.types import Artifact, Verdict
+
+# --- checkpoints ---
+
+
+FORMAT = 2
+_LENGTH = struct.Struct("<Q")
+_DIGEST = hashlib.sha256().digest_size
+COPIED = (
+    *("status", "error_kind", "error", "seed", "inexact", "constrained"),
+    *("messages", "parents", "sequences", "turns", "artifacts"),
+)
+"""Trajectory fields that the next attempt inherits. :data:`TIMES` are added up. :data:`PEAKS` keep their maximum."""
+TIMES = ("setup_s", "agent_s", "verify_s", "cpu_s")
+PEAKS = ("memory_peak_mb", "disk_peak_mb")
+
+
+class DamagedError(Exception):
+    """The file is not a checkpoint, is damaged or has another version."""
+
+
+class CheckpointQuota:
+    """Limits the number of bytes that checkpoints may occupy. Thread-safe."""
+
+    def __init__(self, left: float = math.inf) -> None:
+        self._left = left
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        """Reserves bytes before they are written. Raises SandboxError if fewer are left."""
+        with self._lock:
+            if count > self._left:
+                raise SandboxError("partial rollouts take all the disk space that this rank may use for them")
+            self._left -= count
+
+    def give_back(self, count: int) -> None:
+        """Gives back the bytes of a file that was not published."""
+        with self._lock:
+            self._left += count
+
+
+class CutShort(Exception):
+    """The allocation ends, and the gateway refused the agent's next turn.
+
+    Args:
+        agent: The agent's state, or ``None`` if the agent cannot continue.
+        recorded: The recorder's state.
+    """
+
+    def __init__(self, agent: dict[str, Any] | None, recorded: dict[str, Any]) -> None:
+        super().__init__()
+        self.agent, self.recorded = agent, recorded
+        self.checkpoint = ""
+        """Checkpoint to resume from. Empty if there is none."""
+        self.why = "its agent gave no state"
+        """Why there is no checkpoint."""
+
+    def __str__(self) -> str:
+        turns = len(self.recorded["recording"]["turns"])
+        after = f"cut short after turn {turns}" if turns else "cut short before its first turn"
+        return f"{after}; {'its state was kept' if self.checkpoint else f'it starts anew: {self.why}'}"
+
+
+@dataclass
+class Checkpoint:
+    """State of a rollout between two turns of its agent."""
+
+    trajectory: Trajectory
+    """Trajectory of the steps before the current one."""
+    step: int
+    """Number of the current step, from 0."""
+    verdicts: list[StepVerdict]
+    """Verdicts of the steps before the current one."""
+    agent_s: float
+    """Seconds that the agent has spent on the current step."""
+    agent: dict[str, Any]
+    recorded: dict[str, Any]
+    breaches: list[str] = field(default_factory=list)
+    """Limits that the agent's commands have exceeded in the current step."""
+    note: bytes = b""
+    """The note that the host keeps about the checkout in the sandbox (:mod:`megaflow_hpc.tasks.checkout`)."""
+    layer: Snapshot | None = None
+    """The sandbox's files."""
+
+    def write(self, path: Path, max_bytes: int, quota: CheckpointQuota) -> None:
+        """Publishes the checkpoint at ``path`` atomically. ``layer`` must be a directory.
+
+        Raises:
+            SandboxError: The checkpoint exceeds ``max_bytes`` or the quota.
+            OSError: The checkpoint cannot be written.
+            TypeError, ValueError, OverflowError: A field cannot be packed.
+        """
+        assert self.layer is not None
+        content = {
+            "format": FORMAT,
+            **vars(self),
+            "trajectory": self.trajectory.to_record(),
+            "verdicts": [asdict(verdict) for verdict in self.verdicts],
+            "layer": {"image": self.layer.image, "marks": self.layer.marks},
+        }
+        data = wire.pack(content)
+        output: _HashedFile | None = None
+        try:
+            with new_file(path, 0o600) as file:
+                output = _HashedFile(file, quota)
+                file.write(bytes(_DIGEST))
+                output.write(_LENGTH.pack(len(data)))
+                output.write(data)
+                pack(self.layer, output.write, max_bytes - len(data))
+                file.seek(0)
+                file.write(output.digest())
+        except BaseException:
+            if output is not None:
+                quota.give_back(output.written)
+            raise
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        """Reads a checkpoint. Raises DamagedError if it is missing, damaged or has another version."""
+        try:
+            with open(path, "rb") as file:
+                digest = file.read(_DIGEST)
+                actual = hashlib.sha256()
+                while chunk := file.read(1 << 20):
+                    actual.update(chunk)
+                if actual.digest() != digest:
+                    raise DamagedError(f"{path}: damaged")
+                file.seek(_DIGEST)
+                (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+                content = wire.unpack(file.read(length))
+                offset = file.tell()
+            if content.pop("format") != FORMAT:
+                raise DamagedError(f"{path}: of another version")
+            content["trajectory"] = Trajectory.from_record(content["trajectory"])
+            content["verdicts"] = [_verdict(verdict) for verdict in content["verdicts"]]
+            layer = content["layer"]
+            content["layer"] = Snapshot(str(path), layer["image"], layer["marks"], offset)
+            return cls(**content)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+            raise DamagedError(f"{path}: {error!r}") from error
+
+    def carry_over(self, trajectory: Trajectory) -> None:
+        """Adds the work so far to the trajectory of the next attempt."""
+        before = self.trajectory
+        for name in COPIED:
+            setattr(trajectory, name, getattr(before, name))
+        for name in TIMES:
+            setattr(trajectory, name, _combined(sum, getattr(before, name), getattr(trajectory, name)))
+        for name in PEAKS:
+            setattr(trajectory, name, _combined(max, getattr(before, name), getattr(trajectory, name)))
+
+    @property
+    def turns(self) -> int:
+        """Number of model calls so far."""
+        return len(self.trajectory.turns) + len(self.recorded["recording"]["turns"])
+
+
+def new_name(rollout_id: str) -> str:
+    """Returns a unique file name for a checkpoint. Several processes may run the same rollout at the same time."""
+    return f"{hashlib.sha256(rollout_id.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}.{secrets.token_hex(4)}"
+
+
+class _HashedFile:
+    """Writes to a file within a quota, and hashes the written data."""
+
+    def __init__(self, file: BinaryIO, quota: CheckpointQuota) -> None:
+        self._file, self._quota, self._hash = file, quota, hashlib.sha256()
+        self.digest = self._hash.digest
+        self.written = 0
+
+    def write(self, data: bytes) -> int:
+        """Writes ``data`` and returns its length."""
+        self._quota.take(len(data))
+        self.written += len(data)
+        self._hash.update(data)
+        return self._file.write(data)
+
+
+def _combined(combine: Any, *values: float | None) -> float | None:
+    known = [value for value in values if value is not None]
+    return combine(known) if known else None
+
+
+def _verdict(record: dict[str, Any]) -> StepVerdict:
+    fields = record["verdict"]
+    artifacts = [Artifact(**artifact) for artifact in fields["artifacts"]]
+    return StepVerdict(record["name"], Verdict(**{**fields, "artifacts": artifacts}))
+
+
+# --- the end of an allocation ---
+
 
 MAX_CHECKPOINT_BYTES = 256 * 10**6
-"""Maximum size of one checkpoint. If a sandbox's files are larger, the rollout restarts from the beginning."""
+"""Maximum size of one checkpoint in bytes. If a sandbox's files are larger, the rollout restarts from the beginning."""
 MAX_CAMPAIGN_BYTES = 200e9
-"""Maximum total size of a campaign's checkpoints. Each worker rank may use an equal share."""
+"""Maximum total size of a campaign's checkpoints in bytes. Each worker rank gets an equal share."""
 
 
 class Preemption:
     """Writes checkpoints when a runner's allocation ends, and reads those of earlier allocations.
 
     Args:
-        folder: directory for checkpoints. If ``None``, none are written.
-        max_bytes: maximum size of one checkpoint.
-        max_rank_bytes: maximum total size of this rank's checkpoints, including those of its earlier starts.
+        folder: Directory for checkpoints. With ``None``, no checkpoints are written.
+        max_bytes: Maximum size of one checkpoint.
+        max_rank_bytes: Maximum total size of this rank's checkpoints, including those of its earlier starts.
     """
 
     def __init__(
@@ -45,26 +258,30 @@ class Preemption:
         self._gateway, self.folder = gateway, folder
         self._max_bytes, self._max_rank_bytes = max_bytes, max_rank_bytes
         self.owner = "0"
-        """Name of this rank's directory in ``folder``. It is the same in every start of the rank."""
+        """Name of this rank's directory in ``folder``. Every start of the rank uses the same name."""
         self._quota: CheckpointQuota | None = None
         self.preempted = False
-        """True once Slurm has signalled every process of the step. Processes that end afterwards may not have
+        """True once Slurm has signalled every process of the step. If a process ends afterwards, it may not have
         failed."""
         self._suspending = self._now = False
         self._resumable: dict[str, ApptainerSandbox] = {}
-        """Running rollouts whose agents can be resumed, with their sandboxes."""
+        """Running rollout with a resumable agent → its sandbox."""
         self._interrupted: set[str] = set()
-        """Rollouts whose sandbox was running a command when the signal arrived."""
+        """Rollouts that were running a command in their sandbox when the signal arrived."""
 
     @property
     def kind(self) -> str:
-        """Error kind of an attempt that ends now: ``preemption``, ``walltime``, or empty."""
+        """Error kind of an attempt that is interrupted now: ``preemption``, ``walltime`` or empty."""
         if self.preempted:
             return "preemption"
         return "walltime" if self._suspending else ""
 
     def suspend(self, now: bool) -> None:
-        """Stops agents before their next turn. If ``now`` is true, also aborts pending model calls."""
+        """Stops agents before their next turn.
+
+        Args:
+            now: Also abort pending model calls.
+        """
         self._suspending, self._now = True, self._now or now
         for rollout in self._resumable:
             self._gateway.suspend(rollout, now)
@@ -72,8 +289,8 @@ class Preemption:
     def preempt(self) -> None:
         """Records that Slurm signalled the step, and suspends agents immediately.
 
-        Slurm sends several signals. Only the first one shows which rollouts were running a command, because afterwards
-        no agent waits for the model.
+        Slurm sends several signals. Only the first one shows which rollouts were running a command. Afterwards, no
+        agent waits for the model any more.
         """
         if self.preempted:
             return
@@ -87,7 +304,7 @@ class Preemption:
     def watching(self, rollout: str, sandbox: ApptainerSandbox) -> Iterator[None]:
         """Makes a rollout suspendable while its agent runs. The rollout must be open at the gateway."""
         if self.folder is None:
-            yield  # without a directory for checkpoints, suspending is pointless
+            yield  # suspending is pointless without a directory for checkpoints
             return
         self._resumable[rollout] = sandbox
         try:
@@ -101,7 +318,7 @@ class Preemption:
         """Publishes a checkpoint.
 
         Returns:
-            The name of its file, or an empty name and the reason why the rollout restarts from the beginning.
+            The name of its file, and an empty string. On failure, an empty name and the reason.
         """
         assert self.folder is not None, "nothing else was suspended"
         if not checkpoint.turns:
@@ -120,7 +337,7 @@ class Preemption:
         return name, ""
 
     def _rank_quota(self) -> CheckpointQuota:
-        """Returns the quota left after the checkpoints of earlier starts. Creates the directory if needed. Raises
+        """Returns the rank's quota, less the checkpoints of earlier starts. Creates the rank's directory. Raises
         OSError."""
         if self._quota is None:
             assert self.folder is not None, "nothing else was suspended"
@@ -134,7 +351,7 @@ class Preemption:
         return self._quota
 
     def _check_size(self, sandbox: ApptainerSandbox) -> None:
-        """Rejects a layer that is too large before it is copied. Ignores unreadable files."""
+        """Raises SandboxError if a layer is too large, before it is copied. Ignores unreadable files."""
         command = ["du", "-s", "-B1", "--", os.path.join(sandbox.directory, "layer", "upper")]  # trees of any depth
         output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout.split()
         if output and int(output[0]) > self._max_bytes:
@@ -151,7 +368,7 @@ class Preemption:
             return None
 
     def remove(self, name: str) -> None:
-        """Deletes a checkpoint from which a rollout has resumed, so that no other process uses it."""
+        """Deletes a checkpoint after a rollout has resumed from it, so that no other process uses it."""
         if name and self.folder is not None:
             with suppress(OSError):
                 (self.folder / name).unlink()

@@ -1,36 +1,268 @@
-"""Runs one rollout from start to verdict.
+"""One attempt at a rollout, from its sandbox to its verdict.
 
 The steps are: start the sandbox, run the agent, kill all of the agent's processes, verify. Tasks with several steps
-repeat the last three for each step. Every error becomes a status and a cause, never an exception. An infrastructure
-failure gives ``failed``, with an error kind that says what is to blame. A failed agent gives ``completed`` and is
-verified as usual, unless its program could not be started: that gives ``failed``. A failed verifier gives reward 0. If
-the allocation ends first, the rollout is ``cancelled`` and resumes in another allocation from its checkpoint
-(preemption.py).
+repeat the last three for each step. Every error becomes a status and a cause, never an exception:
+
+- If the infrastructure fails, the status is ``failed``, and the error kind names the faulty part.
+- If the agent fails, the status is ``completed``, and its work is verified as usual. If its program cannot be started,
+  the status is ``failed``.
+- If the verifier fails, the reward is 0.
+- If the allocation ends first, the status is ``cancelled``. The rollout resumes in another allocation, from its
+  checkpoint if it has one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
-from megaflow_hpc.config import Policy
+from megaflow_hpc.agents import create
+from megaflow_hpc.agents.remote import forked
+from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
+from megaflow_hpc.errors import (
+    ConfigError,
+    LimitError,
+    LostError,
+    MegaflowError,
+    ModelServiceError,
+    SandboxError,
+    UserCodeError,
+)
 from megaflow_hpc.host.process import node_name
-from megaflow_hpc.pod.rollout.agent_run import AgentRun, NoProgramError, timed
-from megaflow_hpc.pod.rollout.checkpoint import Checkpoint, CutShort
+from megaflow_hpc.model.gateway.open_rollout import SEEDS
+from megaflow_hpc.model.gateway.replay import calls_artifact
+from megaflow_hpc.pod.rollout.judges import Judges, conversation
+from megaflow_hpc.pod.rollout.preemption import Checkpoint, CutShort
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.digests import check_unchanged
+from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext
+from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.tasks.sandboxes import verification_context
-from megaflow_hpc.tasks.steps import prepare, run_steps
+from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
 from megaflow_hpc.texts import printable
-from megaflow_hpc.trajectory import Trajectory
-from megaflow_hpc.types import Artifact, Rollout, Status, Task
+from megaflow_hpc.trajectory import Recording, Trajectory, linked
+from megaflow_hpc.types import (
+    TURN_REWARD,
+    Agent,
+    AgentResult,
+    Artifact,
+    CallBudget,
+    ModelEndpoint,
+    ResumableAgent,
+    Rollout,
+    Status,
+    Task,
+    Verdict,
+)
+
+# --- the agent ---
+
+
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+NO_PROGRAM = (126, 127)
+"""Exit codes of a shell for a program that cannot be executed or does not exist."""
+SETTLE_S = 1.0
+"""Seconds to wait after an agent was killed. If Slurm is ending the job, its signal reaches this process meanwhile. A
+preempted rollout is then not verified."""
+
+
+class NoProgramError(MegaflowError):
+    """The agent's program could not be started, so there is nothing to verify."""
+
+
+@contextmanager
+def timed(trajectory: Trajectory, name: str) -> Iterator[None]:
+    """Adds the duration of the ``with`` block to one of the trajectory's timings."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        setattr(trajectory, name, (getattr(trajectory, name) or 0.0) + time.monotonic() - began)
+
+
+class AgentRun:
+    """Runs the agent of one attempt on each step, and adds its work to the trajectory.
+
+    Args:
+        has_model: Whether the policy has a model, which the agent calls through the gateway.
+        resumed: The checkpoint to continue from, if any.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        rollout: Rollout,
+        agent: AgentConfig,
+        has_model: bool,
+        sandbox: ApptainerSandbox,
+        sandboxes: Sandboxes,
+        trajectory: Trajectory,
+        resumed: Checkpoint | None,
+    ) -> None:
+        self._services, self._rollout, self._agent, self._has_model = services, rollout, agent, has_model
+        self._sandbox, self._sandboxes = sandbox, sandboxes
+        self._trajectory, self._resumed = trajectory, resumed
+        self.verdicts: list[StepVerdict] = resumed.verdicts if resumed else []
+        """Verdicts of the completed steps."""
+
+    async def run(self, number: int, step: Task) -> None:
+        """Runs the agent on one step.
+
+        Raises:
+            CutShort: The allocation ends. The rollout was saved if it can be resumed.
+        """
+        trajectory, sandbox = self._trajectory, self._sandbox
+        resumed, self._resumed = self._resumed, None
+        breaches_before, agent_s_before = len(sandbox.breaches), trajectory.agent_s or 0.0
+
+        def breaches() -> list[str]:
+            new = [str(breach) for breach in sandbox.breaches[breaches_before:]]
+            return [*resumed.breaches, *new] if resumed else new
+
+        try:
+            with timed(trajectory, "agent_s"):
+                result, recording = await self._run_agent(step, resumed)
+        except CutShort as cut:
+            if cut.agent is not None:
+                spent_s = (trajectory.agent_s or 0.0) - agent_s_before + (resumed.agent_s if resumed else 0.0)
+                self._sandboxes.add_usage(trajectory)
+                checkpoint = Checkpoint(trajectory, number, self.verdicts, spent_s, cut.agent, cut.recorded, breaches())
+                cut.checkpoint, cut.why = await self._services.preemption.save(self._rollout.id, checkpoint, sandbox)
+            raise
+        _report_breaches(result, breaches())
+        _add(trajectory, result, recording)
+        if result.exit_code in KILLED:
+            await asyncio.sleep(SETTLE_S)
+
+    async def _run_agent(self, task: Task, resumed: Checkpoint | None) -> tuple[AgentResult, Recording]:
+        """Runs the agent within its time limit. Keeps the gateway's recording even if the agent is cut off.
+
+        The work of an agent that ended by itself is verified, even after an error. A model call without a response
+        counts as a failure of the model service only if the service was down (:meth:`.ModelGateway.outage`). An
+        exception in the agent's code after a response counts as the agent's failure, because the response may have
+        caused it.
+
+        Raises:
+            CutShort: The allocation ends, so the gateway refused a model call of the agent.
+            ModelServiceError: The model service was down.
+            NoProgramError: The agent's program in the sandbox could not be started.
+            UserCodeError: The agent's code failed before the model's first response.
+            LostError: The sandbox was lost in the first attempt. In later attempts, that is the agent's failure.
+        """
+        services, rollout, settings = self._services, self._rollout, self._agent
+        agent = create(settings)
+        recorded, state = (resumed.recorded, resumed.agent) if resumed else (None, None)
+        endpoint = await self._open_model(task, agent, recorded) if self._has_model else None
+        timeout_s = settings.timeout_s or task.agent_timeout_s
+        remaining_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
+        recording = Recording()
+        raised: UserCodeError | ModelServiceError | None = None
+        # The state of a task that is Python code cannot be saved.
+        resumable = endpoint is not None and hasattr(agent, "resume") and task.kind != "python"
+        watching = services.preemption.watching(rollout.id, self._sandbox) if resumable else nullcontext()
+        try:
+            try:
+                if forked(settings.name):
+                    in_sandbox = partial(services.gateway.in_sandbox, rollout.id)
+                    work = services.agents.run(settings, task, self._sandbox, endpoint, state, rollout.id, in_sandbox)
+                else:
+                    if state is not None:
+                        cast(ResumableAgent, agent).resume(state)
+                    work = agent.run(task, self._sandbox, endpoint)
+                with watching:
+                    result = await asyncio.wait_for(work, remaining_s)
+            except TimeoutError:
+                result = AgentResult(status="truncated", error=f"the agent's {timeout_s:g} s were over")
+            except LimitError as error:
+                result = AgentResult(status="truncated", error=str(error))
+            except LostError as error:
+                if self._trajectory.attempt == 0:
+                    raise
+                result = AgentResult(exit_code=KILLED[0], error=str(error))
+            except (UserCodeError, ModelServiceError) as error:
+                result, raised = AgentResult(), error  # perhaps because the gateway refused a call
+            if endpoint:
+                suspended = services.gateway.suspended(rollout.id)
+                if suspended is not None:
+                    raise CutShort(result.state, suspended)
+                outage = await services.gateway.outage(rollout.id)
+                if outage:
+                    raise ModelServiceError(outage) from raised
+        finally:
+            if endpoint:
+                recording = await services.gateway.close(rollout.id)
+        if recording.over_budget:  # no matter how the agent handled the refusal
+            result.status, result.error = "truncated", recording.over_budget
+        elif raised is not None:
+            if not recording.turns:
+                raise raised
+            result.exit_code, result.error = 1, str(raised)
+        called = bool(recording.turns or self._trajectory.turns)
+        if result.exit_code in NO_PROGRAM and getattr(agent, "in_sandbox", False) and not called:
+            raise NoProgramError(result.error or f"the agent's program ended with exit code {result.exit_code}")
+        return result, recording
+
+    async def _open_model(self, task: Task, agent: Agent, recorded: Mapping[str, Any] | None) -> ModelEndpoint:
+        """Opens the rollout's URL at the gateway, or inside the sandbox if the agent runs there without a network."""
+        gateway, rollout, trajectory = self._services.gateway, self._rollout, self._trajectory
+        network = self._services.config.environment.network_of(task)
+        limits = self._agent
+        budget = CallBudget(calls=limits.max_turns, tokens=limits.max_tokens)
+        seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
+        if network == "gateway" and getattr(agent, "in_sandbox", False):
+            return await gateway.open(rollout.id, rollout.policy, await self._sandbox.listen(), budget, seed)
+        endpoint = await gateway.open(rollout.id, rollout.policy, None, budget, seed, recorded)
+        return replace(endpoint, sandbox_url=endpoint.base_url) if network == "host" else endpoint
+
+
+def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> None:
+    """Adds the agent's work in one step to that of earlier steps."""
+    if trajectory.status != "truncated":
+        trajectory.status = result.status
+    if result.exit_code or result.error:
+        trajectory.error_kind = "agent"
+        trajectory.error = "; ".join(filter(None, (trajectory.error, result.error)))
+    messages, parents = recording.messages, recording.parents
+    if not messages:
+        messages, parents = result.messages, []
+    calls = enumerate(result.turn_rewards, len(trajectory.turns))
+    trajectory.rewards = {**trajectory.rewards, **{f"{TURN_REWARD}{number}": float(value) for number, value in calls}}
+    first = len(trajectory.messages)
+    for turn in recording.turns:
+        turn.sequence += len(trajectory.sequences) if turn.sequence >= 0 else 0
+        turn.message += first if turn.message >= 0 else 0
+        turn.started_by += len(trajectory.turns) if turn.started_by >= 0 else 0
+    moved = [parent + first if parent >= 0 else -1 for parent in linked(parents, len(messages))]
+    trajectory.parents = [*trajectory.parents, *moved]
+    trajectory.messages = [*trajectory.messages, *messages]
+    trajectory.sequences = [*trajectory.sequences, *recording.sequences]
+    trajectory.turns = [*trajectory.turns, *recording.turns]
+    trajectory.inexact += recording.inexact
+    trajectory.constrained += recording.constrained
+    if recording.calls:
+        trajectory.artifacts.append(calls_artifact(recording))
+
+
+def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:
+    """Sets the result's error to the first limit that the agent's commands exceeded, unless it already has one."""
+    if breaches and not result.error:
+        more = f" (and {len(breaches) - 1} more)" if len(breaches) > 1 else ""
+        result.error = f"{breaches[0]}{more}"
+
+
+# --- the attempt ---
+
 
 MAX_ARTIFACT_BYTES = 1 << 20
 
@@ -46,23 +278,22 @@ class NoSandboxError(SandboxError):
 
 @dataclass
 class AttemptResult:
-    """The result of one attempt."""
+    """Result of one attempt."""
 
     trajectory: Trajectory
     cause: str = ""
-    """Cause of a failure, one of those in :mod:`megaflow_hpc.pod.scheduling.failures`."""
+    """Cause of a failure (:mod:`megaflow_hpc.pod.scheduling.failures`). Empty for the default of the error kind."""
     checkpoint: str = ""
-    """Checkpoint from which an interrupted attempt resumes. Empty if there is none."""
+    """Checkpoint to resume an interrupted attempt from. Empty if there is none."""
 
 
 async def run_attempt(
     services: Services, rollout: Rollout, task: Task, attempt: int, checkpoint: str = ""
 ) -> AttemptResult:
-    """Runs one attempt and reports any error in its trajectory. On cancellation, the trajectory has status
-    ``cancelled``.
+    """Runs one attempt. Its trajectory reports any error, and has the status ``cancelled`` after a cancellation.
 
     Args:
-        checkpoint: checkpoint of an interrupted attempt to resume from. Empty if there is none.
+        checkpoint: Checkpoint of an interrupted attempt to resume from. Empty if there is none.
     """
     began = time.time()
     ended = AttemptResult(blank(rollout, attempt))
@@ -89,7 +320,7 @@ async def run_attempt(
         _end(trajectory, "failed", "agent", str(error))
     except (ConfigError, UserCodeError) as error:  # the message names the location
         _end(trajectory, "failed", "user", str(error))
-    except Exception as error:  # a bug in a scaffold or a task must cost one rollout, not the runner
+    except Exception as error:  # a bug in a scaffold or a task may cost one rollout, but not the runner
         place = traceback.extract_tb(error.__traceback__)[-1]
         _end(trajectory, "failed", "user", f"{error!r} at {place}")
     trajectory.started_at = began
@@ -102,7 +333,7 @@ def _cancel(services: Services, trajectory: Trajectory, error: str) -> None:
 
 
 def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
-    """Ends a trajectory without a verdict. Clears the reward, because a file with a reward for such a rollout is
+    """Ends a trajectory without a verdict. Clears the reward, because a trajectories file with such a reward is
     invalid."""
     trajectory.status, trajectory.error_kind, trajectory.error = status, kind, error
     trajectory.reward, trajectory.rewards = None, {}
@@ -110,12 +341,50 @@ def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
 
 async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory, checkpoint: str) -> None:
     policy = services.policies[rollout.policy]
+    agent = policy.agent(rollout.agent)
     if policy.model is not None and services.config.seed is not None:
         trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
     await asyncio.to_thread(check_unchanged, task)
     sandboxes = Sandboxes(services.provider)
+    judges = Judges(services.gateway, rollout.id, services.config.judges())
+    context = verification_context(
+        task,
+        services.config.environment,
+        services.images,
+        sandboxes.start,
+        lambda: conversation(trajectory),
+        judges.open if judges.models else None,
+    )
+    run_agent = partial(AgentRun, services, rollout, agent, policy.model is not None)
+    verifying = partial(timed, trajectory, "verify_s")
+    if task.image:
+        verdict = await _run_in_sandbox(services, sandboxes, task, agent, trajectory, checkpoint, context, run_agent)
+    else:
+        none = NoSandbox(task)
+        conversing = run_agent(cast(ApptainerSandbox, none), sandboxes, trajectory, None)
+        verdict = await run_conversation(task, none, context, conversing.run, verifying)
+    await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
+    output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
+    trajectory.artifacts += [*verdict.artifacts, *judges.artifacts(), Artifact("verifier.log", output)]
+    trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
+    if verdict.agent_error or verdict.error:
+        trajectory.error_kind = "verifier" if verdict.error else "agent"
+        trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
+
+
+async def _run_in_sandbox(
+    services: Services,
+    sandboxes: Sandboxes,
+    task: Task,
+    agent: AgentConfig,
+    trajectory: Trajectory,
+    checkpoint: str,
+    context: VerificationContext,
+    run_agent: Callable[..., AgentRun],
+) -> Verdict:
+    """Runs the steps of a task in a sandbox of its own, which ends with the call."""
     with timed(trajectory, "setup_s"):
-        sandbox, resumed = await _start_sandbox(services, sandboxes, task, policy, checkpoint)
+        sandbox, resumed = await _start_sandbox(services, sandboxes, task, agent, checkpoint)
     try:
         with timed(trajectory, "setup_s"):
             if resumed is None:
@@ -124,37 +393,30 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
                 checkout.write_note(sandbox, resumed.note)
         if resumed is not None:
             resumed.carry_over(trajectory)
-        agent_run = AgentRun(services, rollout, policy, sandbox, sandboxes, trajectory, resumed)
-        verdict = await run_steps(
+        in_sandbox = run_agent(sandbox, sandboxes, trajectory, resumed)
+        return await run_steps(
             task,
             sandbox,
-            verification_context(task, services.config.environment, services.images, sandboxes.start),
-            agent_run.run,
-            verdicts=agent_run.verdicts,
+            context,
+            in_sandbox.run,
+            verdicts=in_sandbox.verdicts,
             under_way=resumed is not None,
             verifying=lambda: timed(trajectory, "verify_s"),
         )
-        await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
-        output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
-        trajectory.artifacts += [*verdict.artifacts, Artifact("verifier.log", output)]
-        trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
-        if verdict.agent_error or verdict.error:
-            trajectory.error_kind = "verifier" if verdict.error else "agent"
-            trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
     finally:
         try:
             await sandbox.stop()
-        except Exception as error:  # the janitor cleans up, and the verdict stays valid
-            print(printable(f"{rollout.id}: {error}"), file=sys.stderr)
+        except Exception as error:  # the verdict stays valid, and the janitor cleans up
+            print(printable(f"{trajectory.id}: {error}"), file=sys.stderr)
         sandboxes.add_usage(trajectory)
 
 
 async def _start_sandbox(
-    services: Services, sandboxes: Sandboxes, task: Task, policy: Policy, checkpoint: str
+    services: Services, sandboxes: Sandboxes, task: Task, agent: AgentConfig, checkpoint: str
 ) -> tuple[ApptainerSandbox, Checkpoint | None]:
     """Starts a rollout's sandbox, restoring the files of its checkpoint if there is one."""
     try:
-        spec = rollout_spec(task, policy, services.images, services.config.environment)
+        spec = rollout_spec(task, agent, services.images, services.config.environment)
         resumed = await services.preemption.load(checkpoint)
         if resumed is not None:
             try:

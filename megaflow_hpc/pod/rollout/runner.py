@@ -1,7 +1,7 @@
 """Runner of a worker rank: an event loop that owns the gateway, agents and sandboxes, and runs rollouts concurrently.
 
-A rank starts it as ``python -m megaflow_hpc.pod.rollout.runner FD``. End-of-file on its socket stops it and all
-sandboxes.
+A rank starts it as ``python -m megaflow_hpc.pod.rollout.runner FD``. End-of-file on the socket FD stops the runner and
+all sandboxes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, Policy, resolved
 from megaflow_hpc.errors import MegaflowError
-from megaflow_hpc.host.descriptors import raise_limit
-from megaflow_hpc.host.process import node_name
+from megaflow_hpc.host.process import node_name, raise_descriptor_limit
 from megaflow_hpc.host.wire import Message, frame, pack, read_parcel, unpack_all
 from megaflow_hpc.pod.comm import STOP
 from megaflow_hpc.pod.outcome import Outcome
@@ -31,11 +30,11 @@ from megaflow_hpc.types import Rollout, Task
 
 LOG_INTERVAL_S = 60.0
 ACTIVITY_INTERVAL_S = 3.0
-"""Interval at which the runner reports the progress of its rollouts to rank 0."""
+"""Seconds between two reports to rank 0 on the progress of rollouts."""
 
 
 class Runner:
-    """Serves one socket until it closes."""
+    """Serves rank 0 over one socket until the socket closes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -48,7 +47,7 @@ class Runner:
         return self._opened
 
     async def serve(self) -> None:
-        """Handles messages until the socket closes or ``STOP`` arrives. Then stops all rollouts."""
+        """Handles messages until the socket closes or ``STOP`` arrives, then stops all rollouts."""
         reporting = asyncio.create_task(self._report_activity())
         try:
             while (parcel := await read_parcel(self._reader)) is not None and parcel != STOP:
@@ -75,12 +74,12 @@ class Runner:
         code_places = (message["code"], message["beside"])
         try:
             services = await Services.open(config, policies, Path(message["partial"]), code_places)
-        except MegaflowError as error:  # this node lacks something, and rank 0 must learn what
+        except MegaflowError as error:  # this node lacks something, which rank 0 must report
             print(printable(f"runner: {error}"), file=sys.stderr)
             await self._send({"op": "left", "why": f"{node_name()}: {error}"})
             raise SystemExit(error.exit_status) from None
         self._opened = services
-        # Slurm signals every process of a step that it preempts or cancels. Processes that die then have not failed.
+        # Slurm signals every process of a step that it preempts or cancels. If a process dies then, it has not failed.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, services.preemption.preempt)
         await self._send({"op": "ready", "slots": message["slots"], "node": node_name()})
 
@@ -90,7 +89,7 @@ class Runner:
         self._rollouts[rollout.id] = asyncio.create_task(self._run(rollout, message))
 
     async def _on_suspend(self, message: Message) -> None:
-        """Suspends agents because the allocation ends. Pending model calls are aborted after ``patience_s``."""
+        """Suspends agents because the allocation ends. Aborts pending model calls after ``patience_s`` seconds."""
         preemption, patience_s = self._services.preemption, message["patience_s"]
         preemption.suspend(now=patience_s <= 0)
         asyncio.get_running_loop().call_later(patience_s, preemption.suspend, True)
@@ -109,7 +108,7 @@ class Runner:
         self._services.provider.prefetch(message["order"])
 
     async def _on_mirror(self, message: Message) -> None:
-        """Sends rank 0 the end of a conversation for viewers, if it has changed since it had ``calls`` calls."""
+        """Sends rank 0 the end of a conversation for viewers, unless the conversation still has ``calls`` calls."""
         gateway, rollout = self._services.gateway, message["id"]
         calls, *_ = gateway.activity().get(rollout, (-1,))
         if calls in (-1, message["calls"]):
@@ -120,8 +119,7 @@ class Runner:
         )
 
     async def _report_activity(self) -> None:
-        """Periodically sends rank 0 the rollouts whose status changed. Messages stay small however long
-        conversations get."""
+        """Periodically sends rank 0 the rollouts with a changed status. Sends no conversations, which may be long."""
         reported_tokens, reported = 0, dict[str, tuple[int, int, bool]]()
         while True:
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
@@ -155,14 +153,14 @@ class Runner:
 
     @staticmethod
     def _outcome(ended: AttemptResult, start: Message, attempts: list[Attempt]) -> Outcome:
-        """Packs a result with the facts that rank 0 sent when it started the rollout."""
+        """Packs a result, together with the facts from rank 0's ``start`` message."""
         trajectory = ended.trajectory
         trajectory.epoch, trajectory.job_id, trajectory.rank = start["epoch"], start["job_id"], start["rank"]
         return Outcome.of(trajectory, attempts, ended.cause, ended.checkpoint)
 
 
 def log_briefly(loop: asyncio.AbstractEventLoop) -> None:
-    """Logs exceptions in callbacks at most once a minute, because a sandbox may cause any number of them."""
+    """Limits the log to one exception in callbacks per minute, because a sandbox may cause any number of them."""
     failures, due = 0, 0.0
 
     def failed(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -179,10 +177,10 @@ def log_briefly(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _main(descriptor: int) -> None:
-    # Slurm signals every process of a step, but rank 0 decides when to drain.
+    # Slurm signals every process of a step. Only rank 0 decides when to drain.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    raise_limit()
+    raise_descriptor_limit()
     log_briefly(asyncio.get_running_loop())
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(False)

@@ -1,5 +1,4 @@
-"""Starts the sandboxes of a rollout and records their usage. Also recreates a sandbox for a user who inspects a
-rollout."""
+"""Sandboxes of a rollout: their start and their usage. Also recreates a sandbox for a user who inspects a rollout."""
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ from dataclasses import replace
 
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.registry import NAMES
-from megaflow_hpc.config import Policy
-from megaflow_hpc.config.sections import EnvironmentConfig
+from megaflow_hpc.config.sections import AgentConfig, EnvironmentConfig
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import ConfigError
@@ -21,13 +19,15 @@ from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import Network, Task
 
 
-def rollout_spec(task: Task, policy: Policy, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
-    """Returns the spec of a rollout's sandbox, including the agent's binds."""
-    return replace(sandbox_spec(task, images, environment), binds=_binds(policy))
+def rollout_spec(
+    task: Task, agent: AgentConfig, images: Mapping[str, str], environment: EnvironmentConfig
+) -> SandboxSpec:
+    """Returns the specification of a rollout's sandbox, including the agent's binds."""
+    return replace(sandbox_spec(task, images, environment), binds=_binds(agent))
 
 
-def _binds(policy: Policy) -> tuple[str, ...]:
-    return tuple(getattr(create(policy.agent), "binds", ()))
+def _binds(agent: AgentConfig) -> tuple[str, ...]:
+    return tuple(getattr(create(agent), "binds", ()))
 
 
 class Sandboxes:
@@ -38,13 +38,13 @@ class Sandboxes:
         self._started: list[ApptainerSandbox] = []
 
     async def start(self, spec: SandboxSpec, kept: Snapshot | None = None) -> ApptainerSandbox:
-        """Starts a sandbox; see :meth:`ApptainerProvider.start`."""
+        """Starts a sandbox (:meth:`ApptainerProvider.start`)."""
         sandbox = await self._provider.start(spec, kept)
         self._started.append(sandbox)
         return sandbox
 
     def add_usage(self, trajectory: Trajectory) -> None:
-        """Adds the usage of these sandboxes to a trajectory. Must be called once, when the attempt ends."""
+        """Adds the usage of these sandboxes to a trajectory. Call it once, when the attempt ends."""
         for sandbox in self._started:
             used = sandbox.consumption()
             trajectory.cpu_s = (trajectory.cpu_s or 0.0) + used.cpu_s
@@ -57,7 +57,7 @@ class Sandboxes:
 async def recreated(
     provider: ApptainerProvider,
     task: Task,
-    policy: Policy,
+    agent: AgentConfig,
     images: Mapping[str, str],
     environment: EnvironmentConfig,
     network: Network,
@@ -66,12 +66,12 @@ async def recreated(
     """Recreates the sandbox of a rollout as it was when the agent started the first step, without time limits.
 
     Args:
-        own_code: whether to call the agent and task classes that the run names, outside of any sandbox. An untrusted
-            run directory may name any class.
+        own_code: Call the agent and task classes that the run names, outside of any sandbox. An untrusted run
+            directory may name any class.
 
     Raises:
-        ConfigError: only the task's own code can prepare its sandbox.
-        SandboxError: the sandbox does not start or cannot be prepared.
+        ConfigError: Only the task's own code can prepare its sandbox, and ``own_code`` is False.
+        SandboxError: The sandbox does not start or cannot be prepared.
     """
     if task.kind == "python" and not own_code:
         raise ConfigError(
@@ -79,8 +79,8 @@ async def recreated(
             "you trust this run directory, add --own-code"
         )
     spec = sandbox_spec(task, images, environment)
-    if own_code or policy.agent.name in NAMES:
-        spec = replace(spec, binds=_binds(policy))
+    if own_code or agent.name in NAMES:
+        spec = replace(spec, binds=_binds(agent))
     spec = replace(spec, network=network, cpu_s=None, wall_s=None)
     async with await provider.start(spec) as sandbox:
         await prepare(task, sandbox)

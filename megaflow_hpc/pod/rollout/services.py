@@ -1,4 +1,4 @@
-"""Services shared by the rollouts of one runner: images, sandboxes, gateway, agent processes."""
+"""Services that the rollouts of one runner share: images, sandboxes, gateway, agent processes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from megaflow_hpc.types import Sampling
 
 @dataclass
 class Services:
-    """The campaign, and the services shared by the rollouts of one runner."""
+    """The campaign, and the services that the rollouts of one runner share."""
 
     config: CampaignConfig
     policies: Mapping[str, Policy]
     images: dict[str, str]
-    """Image name in the tasks → SIF or directory. Each rollout adds its task's images when it starts."""
+    """Image name in the tasks → SIF file or directory. Each rollout adds its task's images when it starts."""
     provider: ApptainerProvider
     gateway: ModelGateway
     agents: Zygote = field(default_factory=lambda: Zygote(()))
     """Runs Python agents in separate processes."""
     checkpoints: Path | None = None
-    """Directory for checkpoints. If ``None``, none are written."""
+    """Directory for checkpoints. With ``None``, no checkpoints are written."""
 
     def __post_init__(self) -> None:
         max_rank_bytes = MAX_CAMPAIGN_BYTES / gateways(self.config.slurm.pods)
@@ -49,13 +49,14 @@ class Services:
         """Starts the gateway, the process that forks agents, and the sandbox provider.
 
         Args:
-            checkpoints: directory for checkpoints.
-            code_places: directories with the campaign's own agents: the run's copy, and the campaign file's directory.
+            checkpoints: Directory for checkpoints.
+            code_places: Directories with the campaign's own agents: the run's copy, and the campaign file's directory.
         """
         code.look_in(*code_places)
         models = {name: policy.model for name, policy in policies.items() if policy.model is not None}
         gateway = ModelGateway(
-            policies=list(models),
+            policies=[name for name, model in models.items() if not model.judge],
+            judges=[name for name, model in models.items() if model.judge],
             limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
             replays=_replays(policies),
             media_domains={name: model.media_domains for name, model in models.items()},
@@ -63,7 +64,7 @@ class Services:
             sampling={name: Sampling(model.sampling.model_dump()) for name, model in models.items()},
         )
         await gateway.start()
-        agents = Zygote([policy.agent.name for policy in policies.values()], *code_places)
+        agents = Zygote([agent.name for policy in policies.values() for agent in policy.agents], *code_places)
         return cls(config, policies, {}, ApptainerProvider(), gateway, agents, checkpoints)
 
     async def close(self) -> None:
@@ -74,7 +75,7 @@ class Services:
 
 
 class StoredRecordings:
-    """Recorded rollouts of a run directory or a trajectories file, for replaying policies."""
+    """Recorded rollouts of a run directory or a trajectories file, for policies that replay them."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -89,7 +90,7 @@ class StoredRecordings:
 
 
 def _replays(policies: Mapping[str, Policy]) -> dict[str, Replay]:
-    """Returns the replay of each policy that has ``engine: replay``, by policy name."""
+    """Returns policy → replay, for the policies with ``engine: replay``."""
     replays = {}
     for name, policy in policies.items():
         if policy.model is not None and policy.model.engine == "replay":

@@ -1,9 +1,10 @@
 """Expected durations of rollouts, learned as rollouts end. Pure, without a clock.
 
-Agent durations are roughly log-normal: many are short, with a long tail. Mean and variance of the logarithm are tracked
-(Welford) on three levels: all rollouts, each policy, and each task of a policy. A level with few observations is shrunk
-towards the level above it, which counts as ``PRIOR`` observations. So the first sample of a new task is estimated from
-its policy, and the eighth mostly from the previous seven. Earlier campaigns can provide initial estimates.
+Durations of agents are roughly log-normal: many are short, and a few are very long. :class:`Estimates` tracks mean and
+variance of the logarithm (Welford) on three levels: all rollouts, each policy, and each task of a policy. A level with
+few observations is shrunk towards the level above it. The level above counts as ``PRIOR`` observations. So the first
+sample of a new task is estimated from its policy, and the eighth mostly from the previous seven. Earlier campaigns can
+provide initial estimates.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from statistics import NormalDist
 from typing import Any
 
 PRIOR = 2.0
-"""Number of observations that the level above counts for."""
+"""Weight of the level above, in observations."""
 PRIOR_DEVIATION = 1.0
 """Prior standard deviation of the logarithm: a factor of 2.7 either way."""
 MAX_LEARNED = 8
 """Maximum weight of all earlier campaigns together, in observations, for a task or a policy."""
 SHORTEST_S = 1e-3
 MAX_TASKS = 16_384
-"""Maximum number of this campaign's tasks to remember, about 7 MB. The oldest are dropped first."""
+"""Maximum number of this campaign's tasks to remember (about 7 MB). The oldest are dropped first."""
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class _Moments:
         self.n = total
 
     def fade(self, most: int) -> None:
-        """Reduces the weight of the values to at most ``most`` values."""
+        """Limits the weight of the values to that of ``most`` values."""
         if self.n > most:
             self.squares *= most / self.n
             self.n = most
@@ -51,9 +52,9 @@ class Estimates:
 
     def __init__(self) -> None:
         self._levels: dict[tuple[str, ...], _Moments] = {}
-        """Moments of all rollouts ``()``, each ``(policy,)``, and each ``(policy, task)`` of earlier campaigns."""
+        """Moments by ``()`` for all rollouts, ``(policy,)``, and ``(policy, task)`` for tasks of earlier campaigns."""
         self._tasks: dict[tuple[str, ...], _Moments] = {}
-        """Moments of each ``(policy, task)`` that only this pod has seen."""
+        """Moments by ``(policy, task)`` for tasks that only this pod has seen."""
 
     def observe(self, task: str, policy: str, seconds: float) -> None:
         """Records that a rollout of ``task`` under ``policy`` took ``seconds``."""
@@ -68,7 +69,7 @@ class Estimates:
         of_task.add(1, value, 0.0)
 
     def expect(self, task: str, policy: str, quantile: float = 0.5) -> float | None:
-        """Returns the ``quantile`` of such rollouts' duration in seconds. ``None`` before any rollout has ended."""
+        """Returns a quantile of the duration of such rollouts in seconds. ``None`` before any rollout has ended."""
         every = self._levels.get(())
         if every is None:
             return None
@@ -87,11 +88,13 @@ class Estimates:
         return self._levels.get(key) or self._tasks.get(key)
 
     def learn(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Adds durations from earlier campaigns: task, policy, count, and mean and variance of the logarithm of
-        seconds.
+        """Adds durations from earlier campaigns.
 
-        They count as at most :data:`MAX_LEARNED` observations, so the estimates adapt quickly to a faster model or
+        They count as at most :data:`MAX_LEARNED` observations, so that the estimates adapt quickly to a faster model or
         machine.
+
+        Args:
+            rows: Task, policy, count, and mean and variance of the logarithm of seconds.
         """
         for task, policy, n, mean, variance in rows:
             for key in ((), (policy,), (policy, task)):

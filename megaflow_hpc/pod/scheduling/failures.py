@@ -1,7 +1,7 @@
-"""Causes of failed rollouts: what is to blame, how often to retry, and when to stop. Pure.
+"""Causes of failed rollouts: how each is stored, how often to retry, and when to stop. Pure.
 
-A *cause* is more specific than the stored ``error_kind``. Each cause has its own retry limit, so a rollout that met two
-dead engines can still be retried after a bad node.
+A *cause* is more specific than the stored ``error_kind``. Each cause has its own retry limit. So a rollout that failed
+twice because of dead engines can still be retried after a bad node.
 
 =================  ============  =======  ==========================================================================
 cause              stored as     retries  meaning
@@ -17,13 +17,13 @@ cause              stored as     retries  meaning
 ``preemption``     not stored    16       Slurm preempted the allocation; the rollout is released with its block
 =================  ============  =======  ==========================================================================
 
-The last two are not failures, but are kept as attempts. :data:`MAX_INTERRUPTIONS` limits them for a rollout, and
-``slurm.requeues`` for an element of the array. If a rollout had most of a walltime :data:`TOO_SHORT` times in a row and
-left no checkpoint, it needs a longer walltime and fails immediately.
+The last two are not failures, but count as attempts. :data:`MAX_INTERRUPTIONS` limits them for a rollout, and
+``slurm.requeues`` for an element of the array. A rollout may use most of a walltime :data:`TOO_SHORT` times in a row
+without a checkpoint. It then needs a longer walltime, and fails immediately.
 
-Failures are *systematic* when nearly all of the latest results failed for the same cause, or when each of a pod's first
-results failed because the agent's program could not be started. The campaign is then to blame, and continuing would
-waste the allocation.
+Failures are *systematic* if nearly all of the latest results failed for the same cause. They are also systematic if the
+agent's program could not be started in any of a pod's first rollouts. Then the fault is in the campaign, and continuing
+would waste the allocation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
     retries: int
     """Maximum number of further attempts after the first failure."""
     blames_rank: bool = False
-    """Whether the failure counts against its rank."""
+    """True if the failure counts against its rank."""
 
 
 RULES: dict[str, Rule] = {
@@ -56,20 +56,20 @@ RULES: dict[str, Rule] = {
 }
 
 MAX_INTERRUPTIONS = 16
-"""Maximum number of interruptions by the end of an allocation. A rollout with more fails."""
+"""Fail a rollout after more than this many interruptions by the end of an allocation."""
 TOO_SHORT = 2
-"""Number of consecutive walltimes that may interrupt a rollout that had most of each. After that, it fails."""
+"""Fail a rollout once this many walltimes in a row have interrupted it, if it had most of each."""
 MAX_FAILURES = 6
-"""Number of failures, over all causes, after which a rollout is given up."""
+"""Give up a rollout after this many failures, counted over all causes."""
 
 NEARLY_ALL = 0.9
-"""Failures are systematic if at least this share of the latest results has the same cause."""
+"""Share of the latest results that must have the same cause for failures to be systematic."""
 SYSTEMATIC_LAST = 32
 """Number of latest results that a pod checks for systematic failures."""
 FIRST_WITHOUT_PROGRAM = 8
-"""Number of a pod's first results after which it stops, if the agent's program could not be started in any of them."""
+"""Stop a pod after this many results if the agent's program could not be started in any of them."""
 BAD_STARTS = 4
-"""Number of consecutive failed sandbox starts after which a rank gets no more work, if other ranks succeed."""
+"""Give a rank no more work after this many consecutive failed sandbox starts, if other ranks succeed."""
 
 
 def may_retry(causes: Sequence[str]) -> bool:
@@ -83,15 +83,14 @@ class Pattern:
     """Distinguishes systematic failures from bad luck.
 
     Args:
-        last: number of latest results to compare.
+        last: Number of latest results to compare.
     """
 
     def __init__(self, last: int) -> None:
         self._last: deque[str] = deque(maxlen=last)
         self._enough = last
         self._without_program: int | None = 0
-        """Number of results so far in which the agent's program could not be started. ``None`` after any other
-        result."""
+        """Number of results so far, as long as the agent's program could not be started in any. ``None`` afterwards."""
 
     def add(self, cause: str) -> None:
         """Adds a final result. ``cause`` is empty if the rollout did not fail."""
@@ -120,9 +119,9 @@ class Blame:
 
     def __init__(self) -> None:
         self._good = 0
-        """Number of results, on any rank, whose sandbox started."""
+        """Number of results with a started sandbox, over all ranks."""
         self._bad: dict[int, tuple[int, int]] = {}
-        """Rank → number of consecutive failed starts, and the value of ``_good`` before the first of them."""
+        """Rank → (number of consecutive failed starts, value of ``_good`` before the first of them)."""
         self._named: set[int] = set()
 
     def add(self, rank: int, cause: str) -> bool:

@@ -1,10 +1,10 @@
-"""Groups: the samples of one task under one policy, which are compared with one another. Pure, without a clock.
+"""Groups: all samples of one task under one policy, whose rewards a trainer compares. Pure, without a clock.
 
 *Over-provisioning.* A group with spare samples is closed once it has enough rewards. Its other samples are cancelled,
-so nothing waits for the slowest sample or for a failed one.
+so that nothing waits for a slow or failed sample.
 
 *Groups without signal.* Samples with equal rewards teach nothing. After ``signal_after`` equal rewards, the waiting
-samples are cancelled. Samples after the first ``signal_after`` are deferred, so that some are still waiting then.
+samples are cancelled. All samples but the first ``signal_after`` are deferred, so that some are still waiting then.
 
 Each sample is *waiting* (queued), running, or ended.
 """
@@ -20,9 +20,9 @@ class GroupRules:
     """The group rules of the campaign file."""
 
     wanted: Mapping[str, int] = field(default_factory=dict)
-    """Policy → number of rewards that a group needs, if more samples are planned."""
+    """Policy → number of rewards that a group needs. Empty if no spare samples are planned."""
     signal_after: int = 0
-    """Number of equal rewards after which a group counts as having no signal. 0 disables the rule."""
+    """Treat a group as without signal after this many equal rewards. 0 disables the rule."""
 
     @property
     def idle(self) -> bool:
@@ -70,7 +70,7 @@ class Groups:
         """Registers a group's samples before they are queued. Returns the samples to defer.
 
         Args:
-            rewarded: number of the group's samples that are not in this pod, and count as rewarded.
+            rewarded: Number of the group's samples in other pods. They count as rewarded.
         """
         if self._rules.idle:
             return set()
@@ -92,7 +92,7 @@ class Groups:
         """Forgets a group that is handed off to another pod. Returns False if this pod must keep it.
 
         Args:
-            rollouts: queued samples without any attempt. They must be the whole group, because the other pod counts
+            rollouts: Queued samples without any attempt. They must be the whole group, because the other pod counts
                 missing samples as rewarded.
         """
         group = self._groups.get(name)
@@ -114,7 +114,7 @@ class Groups:
         """Records that a sample has ended for good. Returns the consequences for the group's other samples.
 
         Args:
-            reward: the sample's reward, or ``None`` if it has none.
+            reward: The sample's reward, or ``None`` if it has none.
         """
         group = self._groups.get(name)
         if group is None:

@@ -1,4 +1,4 @@
-"""Scheduler: decides which rollout starts where. Pure and deterministic: no I/O, no clock.
+"""Scheduler: decides which rollout starts on which worker. Pure and deterministic: no I/O, no clock.
 
 Work waits in *lanes*, one for each policy and demand. If the head of a lane can start, so can everything else in the
 lane. So a decision looks only at the heads, and costs the same for ten waiting rollouts as for a million.
@@ -10,21 +10,267 @@ The campaign file chooses the order:
 ``fair``     the policy with the least time so far first (expected seconds divided by its weight), so that a policy
              with long rollouts does not take the slots of a policy with short ones.
 
-:mod:`~megaflow_hpc.pod.scheduling.workers` chooses the worker. Retries start before anything else, on another worker if
-possible. Each cause of failure has its own retry limit.
+A rollout goes to the worker with the most free slots that has enough CPUs and memory. If a rollout does not fit,
+smaller ones may overtake it a limited number of times. Then a worker is reserved for it to prevent starvation. Retries
+start before anything else, on another worker if possible. Each cause of failure has its own retry limit.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megaflow_hpc.pod.scheduling.failures import may_retry
-from megaflow_hpc.pod.scheduling.work import Demand, Entry, Lane, Work
-from megaflow_hpc.pod.scheduling.workers import Workers
+from megaflow_hpc.types import Rollout
+
+# --- attempts and the lanes in which they wait ---
+
+
+class Demand(NamedTuple):
+    """Resources that a rollout needs in addition to a slot."""
+
+    cpus: float = 0.0
+    memory_mb: int = 0
+
+
+NOTHING = Demand()
+
+
+@dataclass(slots=True)
+class Work:
+    """One attempt at a rollout, under a claim."""
+
+    rollout: Rollout
+    block: int
+    epoch: int
+    attempt: int = 0
+    avoid: int | None = None
+    """Worker on which the last attempt failed."""
+    expected_s: float = 0.0
+    """Expected duration in seconds. 0 if unknown."""
+    demand: Demand = NOTHING
+    causes: tuple[str, ...] = ()
+    """Causes of the failed earlier attempts."""
+    deferred: bool = False
+    """True if this work starts only when nothing else is ready."""
+    planned: Any = field(default=None, compare=False, repr=False)
+    """The planned task. Opaque to the scheduler."""
+
+
+class Entry(NamedTuple):
+    """Queued work, ordered so that the smallest entry is next. Numbers are unique."""
+
+    priority: float
+    number: int
+    work: Work
+
+
+class Lane:
+    """A priority queue of work with the same policy and demand. If its head cannot start, nothing in the lane can."""
+
+    def __init__(self, policy: str, demand: Demand) -> None:
+        self.policy, self.demand = policy, demand
+        self._heap: list[Entry] = []
+        self._removed: set[int] = set()
+        """Numbers of removed entries that are still in the heap."""
+        self.overtaken = 0
+        """Number of starts in other lanes since the head of this lane did not fit."""
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    @property
+    def head(self) -> Entry:
+        """The next entry. The lane must not be empty."""
+        return self._heap[0]
+
+    def push(self, entry: Entry) -> None:
+        heapq.heappush(self._heap, entry)
+
+    def pop(self) -> Work:
+        """Removes and returns the next entry. The lane must not be empty."""
+        entry = heapq.heappop(self._heap)
+        self._pop_removed()
+        return entry.work
+
+    def remove(self, number: int) -> None:
+        """Removes the entry with this number. It must be in the lane."""
+        self._removed.add(number)
+        self._pop_removed()
+
+    def entries(self) -> list[Entry]:
+        """Returns all entries in arbitrary order."""
+        return [entry for entry in self._heap if entry.number not in self._removed]
+
+    def _pop_removed(self) -> None:
+        while self._heap and self._heap[0].number in self._removed:
+            self._removed.discard(heapq.heappop(self._heap).number)
+
+
+# --- the workers ---
+
+
+MAX_OVERTAKEN = 64
+"""Reserve a worker for a rollout that does not fit after this many starts of other rollouts."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    slots: int
+    cpus: float
+    memory_mb: float
+    running: dict[str, Work] = field(default_factory=dict)
+    used_cpus: float = 0.0
+    used_memory_mb: int = 0
+
+    @property
+    def free(self) -> int:
+        """Number of free slots."""
+        return max(0, self.slots - len(self.running))
+
+    def has_room(self, demand: Demand) -> bool:
+        """Returns True if work with this demand can start now."""
+        return (
+            self.free > 0
+            and self.used_cpus + demand.cpus <= self.cpus
+            and self.used_memory_mb + demand.memory_mb <= self.memory_mb
+        )
+
+    def could_ever(self, demand: Demand) -> bool:
+        """Returns True if work with this demand could start on an idle worker."""
+        return demand.cpus <= self.cpus and demand.memory_mb <= self.memory_mb
+
+
+class Workers:
+    """All worker slots of one pod."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, _Worker] = {}
+        self._reserved: dict[int, Lane] = {}
+        """Reserved worker → the lane that it is reserved for."""
+        self.running = 0
+        """Number of running attempts."""
+        self.slots = 0
+        self.free = 0
+        """Number of free slots."""
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def worker_of(self, rollout_id: str) -> int | None:
+        """Returns the worker that runs a rollout, or ``None`` if the rollout is not running."""
+        return next((rank for rank, worker in self._workers.items() if rollout_id in worker.running), None)
+
+    def running_work(self) -> list[Work]:
+        """Returns all running attempts."""
+        return [work for worker in self._workers.values() for work in worker.running.values()]
+
+    def could_ever(self, demand: Demand) -> bool:
+        """Returns True if work with this demand could start on some idle worker."""
+        return any(worker.could_ever(demand) for worker in self._workers.values())
+
+    # --- workers come and go ---
+
+    def join(self, worker: int, slots: int, cpus: float | None = None, memory_mb: int | None = None) -> None:
+        """Adds a worker. Ignores repeated calls for the same worker.
+
+        Args:
+            cpus: CPUs that its rollouts share. ``None`` means unlimited.
+            memory_mb: Memory in MB that its rollouts share. ``None`` means unlimited.
+        """
+        if worker in self._workers:
+            return
+        unlimited = math.inf
+        self._workers[worker] = _Worker(
+            slots, unlimited if cpus is None else cpus, unlimited if memory_mb is None else memory_mb
+        )
+        self.slots += slots
+        self.free += slots
+
+    def leave(self, worker: int) -> list[Work]:
+        """Removes a worker. Returns the work that was running there. The caller handles its failure."""
+        gone = self._workers.pop(worker, None)
+        self._reserved.pop(worker, None)
+        if gone is None:
+            return []
+        self.slots -= gone.slots
+        self.free -= gone.free
+        self.running -= len(gone.running)
+        return list(gone.running.values())
+
+    def exclude(self, worker: int) -> None:
+        """Starts no more work on a worker. Its running rollouts continue."""
+        excluded = self._workers[worker]
+        self._reserved.pop(worker, None)
+        self.slots -= excluded.slots
+        self.free -= excluded.free
+        excluded.slots = 0
+
+    # --- starts and ends ---
+
+    def place(self, lane: Lane) -> int | None:
+        """Returns a worker for a lane's head, preferably one on which it has not failed. ``None`` if no worker has
+        room. Then reserves a worker if other lanes have started work :data:`MAX_OVERTAKEN` times."""
+        avoid = lane.head.work.avoid
+        best: tuple[bool, int, int] | None = None
+        best_rank = None
+        for rank, worker in self._workers.items():
+            if worker.has_room(lane.demand) and self._reserved.get(rank, lane) is lane:
+                score = rank != avoid, worker.free, -rank
+                if best is None or score > best:
+                    best, best_rank = score, rank
+        if best_rank is None and lane.overtaken >= MAX_OVERTAKEN:
+            self._reserve(lane)
+        return best_rank
+
+    def _reserve(self, lane: Lane) -> None:
+        if lane in self._reserved.values():
+            return
+        able = [
+            (worker.free, -rank)
+            for rank, worker in self._workers.items()
+            if worker.could_ever(lane.demand) and rank not in self._reserved and worker.slots
+        ]
+        if able:
+            _, negative_rank = max(able)
+            self._reserved[-negative_rank] = lane
+
+    def start(self, work: Work, rank: int, lane: Lane) -> None:
+        """Assigns a rollout of a lane to a slot of a worker, and releases the lane's reservation."""
+        worker = self._workers[rank]
+        worker.running[work.rollout.id] = work
+        worker.used_cpus += work.demand.cpus
+        worker.used_memory_mb += work.demand.memory_mb
+        self.running += 1
+        self.free -= 1
+        if self._reserved.get(rank) is lane:
+            del self._reserved[rank]
+
+    def finish(self, rank: int, rollout_id: str) -> Work | None:
+        """Frees a rollout's slot and returns its work. Returns ``None`` if the worker does not run it, for example
+        because the message is late."""
+        worker = self._workers.get(rank)
+        if worker is None or rollout_id not in worker.running:
+            return None
+        free = worker.free
+        work = worker.running.pop(rollout_id)
+        worker.used_cpus -= work.demand.cpus
+        worker.used_memory_mb -= work.demand.memory_mb
+        self.running -= 1
+        self.free += worker.free - free
+        return work
+
+    def reserve_none(self) -> None:
+        """Cancels all reservations, because the queue is empty."""
+        self._reserved.clear()
+
+
+# --- the scheduler ---
+
 
 Order = Literal["fifo", "longest", "fair"]
 
@@ -36,9 +282,9 @@ class Scheduler:
     """The queue of one pod, and the slots of its workers.
 
     Args:
-        order: scheduling order; see the module.
-        weights: policy weights for ``fair``. The default weight is 1.
-        surely_s: returns the seconds within which a rollout very likely ends, or 0 if unknown.
+        order: Scheduling order; see the module.
+        weights: Policy weights for ``fair``. The default weight is 1.
+        surely_s: Returns a duration in seconds that a rollout very likely does not exceed, or 0 if unknown.
     """
 
     def __init__(
@@ -55,13 +301,13 @@ class Scheduler:
         """Queued rollouts, by id."""
         self.workers = Workers()
         self._given_s: dict[str, float] = {}
-        """Policy → total expected seconds of its started rollouts."""
+        """Policy → sum of the expected seconds of its started rollouts."""
         self._number = count(1)
         self._too_long: list[Work] = []
         self.deferred = 0
         """Number of queued rollouts that start only when nothing else is ready."""
         self.waiting: set[str] = set()
-        """Policies that must wait, because none of their engines responds yet."""
+        """Policies whose rollouts must wait, because no engine serves them yet."""
 
     # --- the queue ---
 
@@ -72,7 +318,7 @@ class Scheduler:
 
     @property
     def too_long(self) -> int:
-        """Number of rollouts set aside because they would not end in time. :meth:`clear` returns them."""
+        """Number of rollouts that were set aside because they would not end in time. :meth:`clear` returns them."""
         return len(self._too_long)
 
     def waiting_work(self) -> list[Work]:
@@ -119,9 +365,9 @@ class Scheduler:
         """Starts the next rollout. Returns its worker and work, or ``None`` if no queued rollout can start now.
 
         Args:
-            remaining_s: seconds until the pod must be empty. Longer rollouts are left to another pod, unless a fresh
-                pod would be too short for them too.
-            whole_s: seconds available in a fresh pod.
+            remaining_s: Seconds until the pod must be empty. Longer rollouts are set aside for another pod, unless
+                they are too long even for a fresh pod.
+            whole_s: Seconds available in a fresh pod.
         """
         if not self.workers.free:
             return None
@@ -176,7 +422,7 @@ class Scheduler:
         self.deferred += work.deferred
 
     def _level(self, policy: str) -> None:
-        """Raises a policy that had no queued work to the level of the others. Otherwise it would take every slot to
+        """Raises a policy without queued work to the level of the others, so that it does not take every slot to
         catch up."""
         active = {lane.policy for lane in self._lanes.values()}
         if policy not in active:

@@ -1,4 +1,4 @@
-"""Aggregates the events of one pod: into a summary of an event file that still grows, or over several starts."""
+"""Aggregation of one pod's events: the summary of a growing event file, or the aggregate of several starts."""
 
 from __future__ import annotations
 
@@ -30,37 +30,34 @@ from megaflow_hpc.rundir.summaries import (
     Summary,
     busy_at,
     digest,
-    policy_of,
 )
-from megaflow_hpc.types import VERIFIED
+from megaflow_hpc.types import VERIFIED, RolloutName
 
-LOOK_S = 5.0
+READ_INTERVAL_S = 5.0
+"""Minimum seconds between two reads of appended events."""
 SUMMARY_INTERVAL_S = 60.0
-"""Minimum number of seconds between summaries."""
+"""Minimum seconds between two summaries."""
 TAIL = 32 << 10
-"""Bytes of new events that justify a new summary, or half the summary's size if that is larger."""
+"""Write a new summary only after this many bytes of new events, or after half the summary's size if that is larger."""
 LAST_TAIL = 4 << 10
-"""The same threshold when the pod ends."""
+"""The same when the pod ends."""
 PIECE = 256 << 10
-"""Bytes of events read at a time. Kept small because the thread also does other work."""
-MAX_LINE_BYTES = 2 << 20
-"""Maximum length of a line. Longer lines are not rollout events and are skipped."""
+"""Read this many bytes of events at a time. The number is small, because the thread also does other work."""
 LAST_PIECES = 16
-"""Maximum number of chunks read when the pod ends, since other processes wait for it."""
+"""Read at most this many chunks when the pod ends, because other processes wait for its end."""
 MAX_UNFINISHED = 1000
-"""Number of unfinished rollouts whose failed attempts are kept after their start has ended. Other unfinished rollouts
-get all their retries again.
-"""
+"""Keep the failed attempts of this many unfinished rollouts after their start has ended. Other unfinished rollouts get
+all their retries again."""
 MAX_PERIODS = 64
-"""Maximum number of periods for which the slots of ended starts are kept. If there are more, neighbours are merged."""
+"""Keep the slots of ended starts for at most this many periods. Further periods are merged with their neighbours."""
 PAUSE_FACTOR = 50
-"""After each chunk, pause for this many times the chunk's duration, so that the pod's other work has priority."""
+"""After each chunk, pause for this many times the CPU time of the chunk, so that the pod's other work has priority."""
 
 
 class EventAggregator:
-    """Aggregates all events of one pod, in order. They may come from one start or from successive ones.
+    """Aggregates all events of one pod, in order. They come from one start or from successive starts.
 
-    Memory grows with the number of running and unsuccessful rollouts, plus 8 bytes for each successful rollout.
+    Memory grows with the number of running and unsuccessful rollouts. Each successful rollout takes 8 bytes.
 
     Args:
         pod: Name of the pod. Required only for several starts.
@@ -74,7 +71,7 @@ class EventAggregator:
         self._open: dict[str, list[tuple[int, AnyEvent]]] = {}
         """Unfinished rollout → its events."""
         self._attempts: dict[str, list[tuple[int, AnyEvent]]] = {}
-        """Unsuccessful rollout → its failed attempts, which are needed if it runs again."""
+        """Unsuccessful rollout → its failed attempts. A pod that runs it again counts them."""
         self._running = RunningRollouts()
         self._bad: dict[str, RolloutEvent] = {}
         self._well: dict[str, Counter[str]] = {}
@@ -84,23 +81,12 @@ class EventAggregator:
         self._recent: Counter[int] = Counter()
         self._number = self._stored = 0
         self._seen_at = self._busy_at = 0.0
-        self._earlier = Condensed(
-            covers=0,
-            events=[],
-            ended_well={},
-            digests=b"",
-            inexact={},
-            ended_badly=[],
-            retries={},
-            failures={},
-            recent={},
-            starts=0,
-            after=-1,
-            sizes={},
-            slots=[],
-        )
-        """Facts about the starts that have ended: their number, sizes, slots and stored rollouts, and the events of the
-        last one. Other fields are unused."""
+        # Facts about the ended starts; see Condensed.
+        self._ended_starts = self._ended_stored = 0
+        self._after = -1
+        self._sizes: dict[str, int] = {}
+        self._slots: list[tuple[float, float, float]] = []
+        self._last: list[AnyEvent] = []
 
     def apply(self, event: AnyEvent) -> None:
         """Adds one event."""
@@ -127,7 +113,7 @@ class EventAggregator:
                 self._open.setdefault(rollout, []).append((self._number, event))
 
     def adopt(self, summary: Summary) -> None:
-        """Adds a summary, which replaces the events that it covers."""
+        """Adds a summary in place of the events that it covers."""
         self._running.adopt(self._where, summary)
         self._seen_at, self._busy_at = summary.t, summary.busy_at
         for event in summary.events:
@@ -145,22 +131,21 @@ class EventAggregator:
         self._stored += summary.stored
 
     def begin_start(self, start: str) -> None:
-        """Marks the following events as those of the pod's next start."""
+        """Begins the pod's next start. The following events belong to it."""
         self._start = start
 
     def end_start(self, size: int) -> None:
         """Ends the current start. ``size`` is the number of bytes of its event file."""
-        earlier = self._earlier
-        earlier.starts += 1
-        earlier.sizes[self._start] = size
-        earlier.stored += max(self._stored, (self._pod[1].stored or 0) if self._pod else 0)
+        self._ended_starts += 1
+        self._sizes[self._start] = size
+        self._ended_stored += max(self._stored, (self._pod[1].stored or 0) if self._pod else 0)
         kept: list[tuple[int, AnyEvent]] = [*self._workers]
         kept += [self._pod] if self._pod is not None else []
-        earlier.last = [event for _, event in sorted(kept, key=lambda pair: pair[0])]
+        self._last = [event for _, event in sorted(kept, key=lambda pair: pair[0])]
         if period := self._period():
-            earlier.slots.append(period)
-        while len(earlier.slots) > MAX_PERIODS:
-            earlier.slots = [_joined(*earlier.slots[n : n + 2]) for n in range(0, len(earlier.slots), 2)]
+            self._slots.append(period)
+        while len(self._slots) > MAX_PERIODS:
+            self._slots = [_joined(*self._slots[n : n + 2]) for n in range(0, len(self._slots), 2)]
         for rollout, events in self._open.items():
             attempts = [one for one in events if isinstance(one[1], AttemptEvent)]
             if attempts:
@@ -173,7 +158,7 @@ class EventAggregator:
         self._open, self._workers, self._pod, self._stored = {}, [], None, 0
 
     def _period(self) -> tuple[float, float, float] | None:
-        """Returns the begin, the end and the mean number of slots of the current start."""
+        """Returns begin, end and mean number of slots of the current start."""
         if not self._workers:
             return None
         began = min(event.t for _, event in self._workers)
@@ -181,23 +166,31 @@ class EventAggregator:
         slot_s = 0.0
         slots: dict[int, int] = {}
         for _, event in self._workers:
-            before, slots[event.rank] = slots.get(event.rank, 0), (event.slots or 0) * (event.state == "ready")
+            before = slots.get(event.rank, 0)
+            slots[event.rank] = event.slots or 0 if event.state == "ready" else 0
             slot_s += (slots[event.rank] - before) * (end - event.t)
         return (began, end, slot_s / (end - began)) if end > began else None
 
     def adopt_earlier(self, condensed: Condensed, number: int) -> None:
         """Adds the condensed events of the starts up to ``number``. Must be the first call."""
         self.adopt(condensed)
-        self._earlier.starts, self._earlier.slots = condensed.starts, list(condensed.slots)
-        self._earlier.stored, self._earlier.after, self._stored = condensed.stored, number, 0
+        self._ended_starts, self._slots = condensed.starts, list(condensed.slots)
+        self._ended_stored, self._after, self._stored = condensed.stored, number, 0
         self._attempts.update(self._open)
         self._open = {}
 
     def condensed(self) -> Condensed:
         """Returns the aggregate of all starts that have ended."""
-        earlier = self._earlier
-        facts = {name: getattr(earlier, name) for name in ("starts", "after", "sizes", "slots", "stored", "last")}
-        return Condensed(**{**msgspec.structs.asdict(self.summary(0)), **facts})
+        fields = msgspec.structs.asdict(self.summary(0))
+        fields["stored"] = self._ended_stored
+        return Condensed(
+            **fields,
+            starts=self._ended_starts,
+            after=self._after,
+            sizes=self._sizes,
+            slots=self._slots,
+            last=self._last,
+        )
 
     def _end(self, event: RolloutEvent) -> None:
         events = self._open.pop(event.id, [])
@@ -211,7 +204,7 @@ class EventAggregator:
         self._bad.pop(event.id, None)
         self._attempts.pop(event.id, None)
         self._running.forget(event.id)
-        policy = policy_of(event.id)
+        policy = RolloutName.parse(event.id).arm
         self._well.setdefault(policy, Counter())[event.status] += 1
         self._digests += digest(event.id)
         if event.inexact:
@@ -220,7 +213,11 @@ class EventAggregator:
             self._constrained[policy] += event.constrained
 
     def summary(self, covers: int) -> Summary:
-        """Returns the summary of all applied events, which are the first ``covers`` bytes of their file."""
+        """Returns the summary of all applied events.
+
+        Args:
+            covers: Size of these events in their file, in bytes.
+        """
         kept = [*self._workers, *chain(*self._open.values(), *self._attempts.values())]
         kept += [self._pod] if self._pod is not None else []
         self._recent = Counter({at: n for at, n in self._recent.items() if at >= int(self._seen_at - RECENT_S)})
@@ -258,18 +255,18 @@ class EventAggregator:
                 event.inexact,
                 (attempt.rank, attempt.attempt, attempt.began_at) if attempt else None,
                 attempt.pod.rpartition(".")[2] if attempt else "",
-                attempt.node if attempt and self._earlier.starts else "",
+                attempt.node if attempt and self._ended_starts else "",
             )
 
 
 def _joined(*periods: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Merges neighbouring periods into one with the same slot-seconds."""
+    """Merges neighbouring periods into one period with the same slot-seconds."""
     begin, end = periods[0][0], max(period[1] for period in periods)
     return begin, end, sum((until - since) * slots for since, until, slots in periods) / (end - begin)
 
 
 def _merged(before: PodEvent, event: PodEvent) -> PodEvent:
-    """Return the later event, with missing fields filled in from the earlier one."""
+    """Returns the later event, with missing fields from the earlier event."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     return PodEvent(**{name: getattr(before, name) if value is None else value for name, value in fields.items()})
 
@@ -284,31 +281,23 @@ class EventFileScan:
     def __init__(self, path: Path, aggregator: EventAggregator, covered: int = 0) -> None:
         self._path, self._aggregator = path, aggregator
         self.covered = covered
-        """Number of bytes added, up to the end of a complete line."""
-        self._unended = 0
-        """Bytes read beyond the covered ones that do not yet contain a complete line."""
+        """Number of bytes added."""
         self._descriptor = -1
 
     def advance(self) -> bool:
-        """Reads and aggregates one chunk. Returns whether there was progress. Raises OSError."""
+        """Reads and aggregates one chunk. Returns False without a new complete line. Raises OSError."""
         if self._descriptor < 0:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        data = os.pread(self._descriptor, PIECE, self.covered + self._unended)
+        data = os.pread(self._descriptor, PIECE, self.covered)
         end = data.rfind(b"\n") + 1
-        if not end:
-            long = len(data) == PIECE  # an overlong line, or a hole left by a crash
-            self._unended += PIECE * long
-            return long
-        end += self._unended
-        if self._unended > MAX_LINE_BYTES:
-            data = data[data.index(b"\n") + 1 :]
-        elif self._unended:
-            data = os.pread(self._descriptor, end, self.covered)
-        for line in data[: data.rfind(b"\n") + 1].splitlines():
-            if (event := decode(line)) is not None:
+        if not end and len(data) == PIECE:  # no pod writes such a long line: a crash left a hole
+            end = PIECE
+        for line in data[:end].splitlines():
+            event = decode(line)
+            if event is not None:
                 self._aggregator.apply(event)
-        self.covered, self._unended = self.covered + end, 0
-        return True
+        self.covered += end
+        return end > 0
 
     def close(self) -> None:
         """Closes the file."""
@@ -318,7 +307,7 @@ class EventFileScan:
 
 
 class SummaryWriter:
-    """Keeps the summary of one event file up to date by reading appended events. A full disk does no harm.
+    """Keeps the summary of one event file up to date. Ignores errors such as a full disk.
 
     Args:
         events: The event file.
@@ -330,10 +319,10 @@ class SummaryWriter:
         self._aggregator = EventAggregator()
         self._scan = EventFileScan(events, self._aggregator)
         self._written = 0
-        """Bytes of events that the summary on disk covers."""
+        """Number of bytes of events that the summary on disk covers."""
         self._size = 0
         """Size of the summary on disk, in bytes."""
-        self._look_at = clock() + LOOK_S
+        self._look_at = clock() + READ_INTERVAL_S
         self._write_at = clock() + SUMMARY_INTERVAL_S
 
     def tick(self) -> None:
@@ -345,10 +334,10 @@ class SummaryWriter:
             self._scan.advance()
             if self._clock() >= self._write_at and self._scan.covered - self._written >= max(TAIL, self._size // 2):
                 self._write()
-        self._look_at = self._clock() + max(LOOK_S, PAUSE_FACTOR * (time.thread_time() - began))
+        self._look_at = self._clock() + max(READ_INTERVAL_S, PAUSE_FACTOR * (time.thread_time() - began))
 
     def finish(self) -> None:
-        """Writes a final summary if it saves readers much. Nothing is written afterwards."""
+        """Writes a final summary if that saves readers much. Call it last."""
         with suppress(OSError):
             for _ in range(LAST_PIECES):
                 if not self._scan.advance():

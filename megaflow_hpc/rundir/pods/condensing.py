@@ -1,15 +1,15 @@
-"""Condenses the events of a pod's starts into one file, so that a pod has few files however often it started.
+"""Condensing of events: one file replaces those of a pod's starts, so that the number of files stays small.
 
-Each start condenses the events of all earlier starts except the latest one: readers that follow the run need some time
-to read its last events, and its individual rollouts can still be listed. Once the pod is over, the coordinator
-condenses all its starts (:class:`EndedPods`). Three steps make this safe:
+Each start condenses the events of all earlier starts except the latest of them. Readers that follow the run need some
+time to read the last events of that start, and can still list its rollouts. Once the pod is over, the coordinator
+condenses all its starts (:class:`EndedPods`). This is safe:
 
-1. The new file is published by an atomic rename. Its name contains the last start that it covers. From then on,
-   readers ignore the event files of the covered starts and earlier condensed files.
-2. The ignored files are removed. If the pod is killed before that, its next start removes them.
-3. An earlier start that Slurm wrongly considered lost may still append events. It writes to files that nobody reads.
+1. An atomic rename publishes the new file. Its name contains the last start that it covers. From then on, readers
+   ignore the event files of the covered starts and earlier condensed files.
+2. Then the ignored files are removed. If the pod is killed before that, its next start removes them.
+3. An earlier start that Slurm wrongly considered lost may still append events. It writes to files that readers ignore.
 
-If a file vanishes while it is read, a later start has already condensed it, and nothing is published.
+If a file vanishes while it is read, a later start has already condensed it. Then nothing is published.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megaflow_hpc.rundir.summaries import CONDENSED, EVENTS, SUFFIX, Condensed, 
 
 
 def condense(folder: Path, pod: str, start: str) -> None:
-    """Condenses the events of the starts before ``start``, except for the latest of them.
+    """Condenses the events of the starts before ``start``, except the latest of them.
 
-    Costs one directory listing, plus reading each file that is condensed.
+    Costs one directory listing, and reads each file that it condenses.
 
     Args:
         folder: ``RUN/events``.
@@ -42,7 +42,7 @@ def condense(folder: Path, pod: str, start: str) -> None:
 
 
 def condense_all(folder: Path, pod: str) -> None:
-    """Condenses the events of all starts of a pod that is over. If the pod starts again, its new start continues.
+    """Condenses the events of all starts of a pod that is over. If the pod starts again, it continues from there.
 
     Args:
         folder: ``RUN/events``.
@@ -56,22 +56,22 @@ def condense_all(folder: Path, pod: str) -> None:
 class EndedPods:
     """Finds pods that are over and condenses their events, so that replaced job arrays leave few files.
 
-    A job array is over once none of its pods has a lease: pruning removes the leases of pods that have ended or are
-    gone and that hold no block. Pods of an array that still runs keep the events of their last start.
+    A job array is over once none of its pods has a lease. Pruning removes the lease of a pod that has ended or is gone
+    and that holds no block. Pods of an array that still runs keep the events of their last start.
 
     Args:
         folder: ``RUN/events``.
-        lease_s: Seconds for which every check must find that a pod is over. By then, no cache hides its lease.
+        lease_s: Condense a pod's events after every check for this many seconds has found that the pod is over. By
+            then, no cache hides its lease.
         clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, folder: Path, lease_s: float, clock: Callable[[], float]) -> None:
         self._folder, self._lease_s, self._clock = folder, lease_s, clock
         self._since: dict[str, float] = {}
-        """Pod that has event files and appears to be over → time of the first of the consecutive checks that found
-        so."""
+        """Pod with event files → time since which every check has found that it is over."""
         self._due: list[str] = []
-        """Pods whose events can be condensed."""
+        """Pods with events to condense."""
 
     def look(self, leases: Iterable[str]) -> None:
         """Finds pods that are over. Costs one directory listing. Raises OSError.
@@ -87,19 +87,23 @@ class EndedPods:
     def advance(self) -> None:
         """Condenses the events of one pod, if any is due."""
         if self._due:
-            with suppress(OSError):  # a later check finds the pod again
+            with suppress(OSError):  # a later check retries
                 condense_all(self._folder, self._due.pop())
 
 
 def _condense(folder: Path, pod: str, choose: Callable[[list[int]], list[int]]) -> None:
-    """Condenses the events of some starts of a pod: those that ``choose`` returns, given all that are not condensed."""
+    """Condenses the events of some starts of a pod.
+
+    Args:
+        choose: Returns the starts to condense, given all that are not condensed yet.
+    """
     files = list_pods(folder, pod).get(pod)
     if files is None:
         return
     covered, earlier = -1, None
     for number in files.condensed:
         earlier = summaries.read_condensed(folder / f"{pod}.{number}{CONDENSED}")
-        if earlier is not None:  # a partial file is possible only if the disk has damaged it
+        if earlier is not None:  # only a disk error can damage the file
             covered = number
             break
     numbered = {start_number(other): name for other, name in files.starts.items()}
@@ -132,7 +136,7 @@ def _publish(folder: Path, pod: str, covered: int, earlier: Condensed | None, fi
 def _remove(folder: Path, pod: str, covered: int) -> None:
     """Removes the files that a pod's condensed file replaces, and temporary files of killed writers.
 
-    Removes event files last: while any is left, the coordinator tries again.
+    Removes event files last. While any is left, the coordinator retries.
     """
     kinds = "|".join(map(re.escape, (EVENTS, SUFFIX, CONDENSED)))
     own = re.compile(rf"(\.?){re.escape(pod)}\.([0-9]+)({kinds})(\..*)?")

@@ -1,4 +1,4 @@
-"""Track running rollouts, the places where they run, and their failed attempts, from pod events."""
+"""Running rollouts, the places where they run, and their failed attempts, derived from pod events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AttemptPlace(msgspec.Struct, frozen=True, gc=False):
 
 
 class RunningRollouts:
-    """Tracks the rollouts of a run. Events of each pod must arrive in order; the order of pods does not matter."""
+    """Tracks the rollouts of a run. Events of each pod must arrive in order. The order of pods does not matter."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, dict[int, str]] = {}
@@ -35,9 +35,9 @@ class RunningRollouts:
         self._running: dict[str, AttemptPlace] = {}
         """Rollout → place where it runs."""
         self._stored_at: dict[str, float] = {}
-        """Rollout → time at which its latest outcome was stored."""
+        """Rollout → time when its latest outcome was stored."""
         self._begun: dict[str, dict[str, AttemptPlace]] = {}
-        """Pod → rollout that it has started without storing an outcome → last attempt there."""
+        """Pod → rollout without an outcome from this pod → last attempt in this pod."""
         self.last: dict[str, AttemptPlace] = {}
         """Rollout → its last attempt."""
         self.failures: Counter[tuple[str, str]] = Counter()
@@ -56,7 +56,7 @@ class RunningRollouts:
                     self._failed(pod, rollout, event.kind)
                 self._begun.get(pod, {}).pop(rollout, None)
             case AttemptEvent(id=rollout):
-                if event.kind != "cancelled":  # the user's decision, not a fault
+                if event.kind != "cancelled":  # the user's decision is not a failure
                     self.retries[event.kind] += 1
                 self._failed(pod, rollout, event.kind, event.rank)
                 attempt = self._running.get(rollout)
@@ -76,7 +76,7 @@ class RunningRollouts:
 
     @property
     def ids(self) -> Iterable[str]:
-        """Ids of rollouts that are running in any pod, or whose pod ended without reporting an outcome."""
+        """Ids of rollouts that run in any pod, or that were running when their pod vanished."""
         return list(self._running)
 
     def adopt(self, pod: str, summary: Summary) -> None:
@@ -85,7 +85,7 @@ class RunningRollouts:
         self.failures, self.retries = Counter(), Counter()
         for event in summary.events:
             self.apply(pod, event)
-        self.failures, self.retries = counted  # the summary's counts include the events that it retains
+        self.failures, self.retries = counted  # the summary's own counts include its events
         self.retries.update(summary.retries)
         for cause, nodes in summary.failures.items():
             self.failures.update({(cause, node): count for node, count in nodes.items()})
@@ -101,7 +101,7 @@ class RunningRollouts:
                     self.last[ended.id] = place
 
     def drop(self, pod: str) -> None:
-        """Drops a start of a pod that has ended and will have no further events. Its counts remain."""
+        """Drops a start of a pod that has ended and will have no further events. Keeps its counts."""
         self._end(pod)
         self._nodes.pop(pod, None)
         for rollout in self._begun.pop(pod, {}):
@@ -115,7 +115,7 @@ class RunningRollouts:
             del self._running[rollout]
 
     def _start(self, pod: str, event: StartEvent) -> None:
-        """Record a start. Events of another pod or an earlier start that ran the rollout before may be read later."""
+        """Records a start. The events of a pod that ran the rollout before may be read later."""
         node = self._nodes.get(pod, {}).get(event.rank, "")
         attempt = AttemptPlace(event.id, pod, event.rank, node, event.attempt, event.t)
         self._begun.setdefault(pod, {})[event.id] = attempt
@@ -136,7 +136,7 @@ class RunningRollouts:
             del self._running[rollout]
 
     def longest(self, pods: Collection[str]) -> list[AttemptPlace]:
-        """Returns the rollouts that run in these pods, longest-running first."""
+        """Returns the rollouts that run in these pods. The one that has run longest comes first."""
         places = [attempt for attempt in self._running.values() if attempt.pod in pods]
         return sorted(places, key=lambda attempt: attempt.began_at)
 

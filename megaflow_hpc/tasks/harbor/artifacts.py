@@ -194,7 +194,6 @@ def _leave_out(path: Path, patterns: Sequence[str]) -> None:
         return
     for file in sorted(path.rglob("*")):
         relative = str(file.relative_to(path))
-        if any(fnmatch.fnmatch(relative, p) or fnmatch.fnmatch(file.name, p) for p in patterns) and os.path.lexists(
-            file
-        ):
+        excluded = any(fnmatch.fnmatch(relative, p) or fnmatch.fnmatch(file.name, p) for p in patterns)
+        if excluded and os.path.lexists(file):  # its directory may be gone already
             remove_tree(file)

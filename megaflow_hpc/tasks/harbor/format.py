@@ -1,21 +1,22 @@
-"""Harbor task directories as a task format."""
+"""Harbor task directories as a task format, and a template for new ones."""
 
 from __future__ import annotations
 
 import glob
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.environments.images.mapping import ImageRequest
+from megaflow_hpc.environments.images.sources import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, Mistakes
-from megaflow_hpc.tasks.formats import TaskFormat
+from megaflow_hpc.tasks.formats import TASK_ID, OneStep, TaskFormat
 from megaflow_hpc.tasks.harbor import verifier
-from megaflow_hpc.tasks.harbor.data import HarborData, HarborStep, Judging
+from megaflow_hpc.tasks.harbor.data import HarborData, Judging
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.harbor.steps import begin_step, combine, may_continue, step_name, steps_of, wait_healthy
@@ -36,17 +37,14 @@ async def solve(task: Task, sandbox: Sandbox) -> ExecResult:
     if not (solution / SCRIPT).is_file():
         raise ConfigError(f"task {task.id}: no {solution / SCRIPT}; the oracle agent needs one")
     files.require(solution / SCRIPT)
-    if files.any_rules(solution):
-        with tempfile.TemporaryDirectory() as scratch:
-            files.copy(solution, Path(scratch, "solution"))
-            await sandbox.upload(str(Path(scratch, "solution")), "/solution")
-    else:
-        await sandbox.upload(str(solution), "/solution")
+    with tempfile.TemporaryDirectory() as scratch:
+        files.copy(solution, Path(scratch, "solution"))
+        await sandbox.upload(str(Path(scratch, "solution")), "/solution")
     env = {"DEBIAN_FRONTEND": "noninteractive", **data.solution_env}
     return await sandbox.exec(["bash", f"/solution/{SCRIPT}"], cwd=task.workdir, env=env)
 
 
-class HarborFormat:
+class HarborFormat(OneStep):
     """See :class:`~megaflow_hpc.tasks.formats.TaskFormat`."""
 
     def claims(self, source: str) -> bool:
@@ -66,21 +64,20 @@ class HarborFormat:
             raise Mistakes(mistakes)
         return tasks
 
-    def settle(self, tasks: Sequence[Task]) -> list[Task]:
-        return list(tasks)
-
     def images(self, task: Task) -> list[ImageRequest]:
-        data = HarborData.of(task)
-        endings: Sequence[Judging] = data.steps or [data]
-        judges = [judge for ending in endings if (judge := ending.verifier_environment(task.id))]
-        return [_image(each) for each in (task, *judges)]
+        requests = [_image(task)]
+        for judging in _judgings(HarborData.of(task)):
+            verifier_environment = judging.verifier_environment(task.id)
+            if verifier_environment is not None:
+                requests.append(_image(verifier_environment))
+        return requests
 
     def files(self, task: Task) -> list[str]:
         data = HarborData.of(task)
         paths = [os.path.join(task.path, "environment")] if data.upload_environment else []
-        endings: Sequence[Judging] = data.steps or [data]
-        for ending in endings:
-            paths += [*ending.tests, ending.solution, (isinstance(ending, HarborStep) and ending.workdir) or ""]
+        for judging in _judgings(data):
+            paths += [*judging.tests, judging.solution]
+        paths += [step.workdir for step in data.steps if step.workdir]
         return [path for path in dict.fromkeys(paths) if path and os.path.exists(path)]
 
     async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> bool:
@@ -129,6 +126,11 @@ def find_tasks(source: str, base: Path) -> list[str]:
     return directories
 
 
+def _judgings(data: HarborData) -> Sequence[Judging]:
+    """Returns how each step is verified, or the task if it has no steps."""
+    return data.steps or [data]
+
+
 def _is_task(directory: str) -> bool:
     return os.path.isfile(os.path.join(directory, "task.toml"))
 
@@ -138,3 +140,26 @@ def _image(task: Task) -> ImageRequest:
     dockerfile = Path(data.dockerfile) if data.dockerfile else None
     request = ImageRequest(task.image, data.base, dockerfile, path=task.path)
     return request if data.build_timeout_s is None else replace(request, timeout_s=data.build_timeout_s)
+
+
+# --- new tasks --------------------------------------------------------------------------------------------------------
+
+TEMPLATE = Path(__file__).parent / "template"
+
+
+def write_template(name: str, directory: Path) -> Path:
+    """Writes a task directory ``directory/NAME`` and returns its path.
+
+    Raises:
+        ConfigError: the name is not a valid task id, or the directory exists already.
+    """
+    if not TASK_ID.fullmatch(name) or name.startswith("."):
+        raise ConfigError(f"{name!r}: expected the id of a task: letters, digits, dot, dash and underscore")
+    path = directory.absolute() / name
+    try:
+        shutil.copytree(TEMPLATE, path, copy_function=shutil.copyfile, ignore=shutil.ignore_patterns("__pycache__"))
+    except FileExistsError as error:
+        raise ConfigError(f"{path}: exists already; choose another name") from error
+    for script in path.rglob("*.sh"):
+        script.chmod(0o755)
+    return path

@@ -62,11 +62,8 @@ class TaskFiles:
 
         shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, ignore=left_out)
 
-    def any_rules(self, directory: Path) -> bool:
-        """Returns whether a directory contains a ``.harborignore``."""
-        return any(NAME in names for _, _, names in os.walk(directory))
-
     def _left_out(self, path: Path) -> bool:
+        """Returns whether ``path`` or a directory above it is excluded. Does not follow symlinks."""
         root = self.root if path.is_relative_to(self.root) else self.root.resolve()
         if not path.is_relative_to(root):
             return False
@@ -81,11 +78,11 @@ class TaskFiles:
         for part in parts[depth:]:
             above.append(current)
             current /= part
-            if self._last_word(above, current):
+            if self._is_excluded(above, current):
                 return True
         return False
 
-    def _last_word(self, above: list[Path], path: Path) -> bool:
+    def _is_excluded(self, above: list[Path], path: Path) -> bool:
         """Returns whether the rules in the directories above exclude ``path`` itself."""
         for directory in reversed(above):
             rules = self._rules_in(directory)

@@ -14,20 +14,32 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import cast
 
 import msgspec
 
-from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
+from megaflow_hpc.environments.images.dockerfile.dockerfile import (
+    Dockerfiles,
+    context_digest,
+    last_workdir,
+)
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import TASK_ID
-from megaflow_hpc.tasks.harbor.data import HarborData, HarborStep, Healthcheck, Judging, fields_of
-from megaflow_hpc.tasks.harbor.environment import inside, read_environment, read_network
+from megaflow_hpc.tasks.harbor.data import (
+    CollectHook,
+    DeclaredArtifact,
+    HarborData,
+    HarborStep,
+    Healthcheck,
+    Judging,
+    VerifierRules,
+    fields_of,
+)
+from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.task_toml import TomlTable, read_text, read_toml
-from megaflow_hpc.tasks.harbor.verifier_section import read_judging
-from megaflow_hpc.types import Task
+from megaflow_hpc.types import Limits, Network, Task
 
 NEWEST_SCHEMA = (1, 4)
 """Newest supported schema version of task.toml."""
@@ -46,7 +58,7 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
         dockerfiles: reads and caches the task's Dockerfiles.
 
     Raises:
-        ConfigError: names the file, the line if known, the value and the remedy.
+        ConfigError: the task is invalid. The message names the file, the line if known, the value and the remedy.
     """
     root = Path(path).absolute()
     toml = read_toml(inside(root, root / "task.toml"))
@@ -177,3 +189,257 @@ def _min_reward(step: TomlTable) -> dict[str, float]:
     if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in named.values()):
         raise step.error("min_reward", value, "a number, or a table of numbers by reward")
     return {str(name): float(number) for name, number in named.items()}
+
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+COMPOSE = "docker-compose.yaml"
+"""The only file name that Harbor reads as a Compose definition. Files with similar names are data of the task."""
+
+
+def read_environment(
+    table: TomlTable, directory: Path, root: Path, dockerfiles: Dockerfiles, passed: set[str] | None = None
+) -> Task:
+    """Reads an environment. Returns a task with its image, directory, user, variables, limits and network.
+
+    Args:
+        table: the environment's TOML table; may be empty.
+        directory: the directory of the environment's Dockerfile, which is the build context.
+        root: the task's directory.
+        dockerfiles: reads the Dockerfile.
+        passed: set that collects the values of the user's variables that are used. ``None`` for an agent's environment,
+            which may not use them.
+
+    Raises:
+        ConfigError: a value is invalid. The message names file, line, value and remedy.
+    """
+    _refuse(table, directory)
+    dockerfile = inside(root, directory / "Dockerfile")
+    named = table.text("docker_image")
+    parsed = dockerfiles.read(dockerfile) if named is None and dockerfile.is_file() else None
+    if named is None and parsed is None:
+        raise ConfigError(
+            f"{table.path}: neither [{table.name}] docker_image nor {directory.relative_to(root)}/Dockerfile; name an "
+            "image, and map it in environment.images of the campaign"
+        )
+    data = HarborData()
+    env = table.variables("env", passed)
+    image = named or ""
+    if parsed is not None:
+        image = parsed.base
+        env = {**parsed.environment, **env}
+        if parsed.needs_build:
+            image = f"{parsed.base}+{context_digest(parsed)[:12]}"
+            seconds = table.number("build_timeout_sec")
+            data = HarborData(dockerfile=str(dockerfile), base=parsed.base, build_timeout_s=seconds)
+    workdir = table.path_inside("workdir") or (parsed.workdir if parsed else None)
+    if workdir is None and named is not None and dockerfile.is_file():
+        workdir = last_workdir(dockerfile)
+    if workdir is not None and not workdir.startswith("/"):
+        raise ConfigError(f"{dockerfile}: WORKDIR {workdir!r}: expected an absolute path")
+    if skills := table.path_inside("skills_dir"):
+        env.setdefault("MEGAFLOW_SKILLS_DIR", skills)
+    task = Task(
+        id="environment",
+        instruction="",
+        image=image,
+        path=str(root),
+        workdir=workdir,
+        user=parsed.user if parsed else None,
+        env=env,
+        limits=Limits(
+            memory_mb=table.size_mb("memory_mb", "memory"),
+            cpus=table.number("cpus"),
+            disk_mb=table.size_mb("storage_mb", "storage"),
+        ),
+        network=read_network(table),
+    )
+    return data.put(task)
+
+
+def read_network(table: TomlTable) -> Network | None:
+    """Returns the network of a task.
+
+    If the task forbids or restricts network access, it is ``gateway``: only the agent's model is reachable. Otherwise
+    it is ``None``: the campaign decides, because compute nodes often have no internet access.
+    """
+    mode = table.choice("network_mode", "no-network", "public", "allowlist")
+    if mode is None:
+        return "gateway" if table.data.get("allow_internet") is False else None
+    return None if mode == "public" else "gateway"
+
+
+def inside(root: Path, path: Path) -> Path:
+    """Returns ``path`` after checking that it resolves to a location inside the task.
+
+    Raises:
+        ConfigError: a symlink points outside the task.
+    """
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise ConfigError(f"{path}: is a link out of the task, to {path.resolve()}; copy the file into the task")
+    return path
+
+
+def _refuse(table: TomlTable, directory: Path) -> None:
+    """Rejects settings that a single rootless container cannot provide."""
+    if (directory / COMPOSE).is_file():
+        raise ConfigError(f"{directory / COMPOSE}: tasks of several services cannot run here; leave this task out")
+    for key in ("gpus", "tpu"):
+        if table.data.get(key):
+            raise table.error(key, table.data[key], "none: sandboxes run on CPU nodes; leave this task out")
+    if str(table.data.get("os", "linux")).lower() != "linux":
+        raise table.error("os", table.data["os"], "linux; leave this task out")
+    if table.data.get("mcp_servers"):
+        names = [str(server.data.get("name", "?")) for server in table.tables("mcp_servers")]
+        raise table.error("mcp_servers", names, "none: MCP servers are not supported; leave this task out")
+
+
+# --- verification -----------------------------------------------------------------------------------------------------
+
+SCRIPT = "test.sh"
+
+
+def read_judging(
+    toml: TomlTable, root: Path, environment: Task, dockerfiles: Dockerfiles, step: TomlTable | None = None
+) -> Judging:
+    """Reads how a task or step is verified.
+
+    Args:
+        toml: the task's root table.
+        environment: the agent's environment. A separate verifier without its own image uses the same image.
+        step: the step's ``[[steps]]`` table, if reading a step.
+
+    Raises:
+        ConfigError: a value is invalid. The message names file, line, value and remedy.
+    """
+    homes = [root]
+    if step is not None:
+        homes.append(root / "steps" / str(step.data["name"]))
+    tests = [inside(root, home / "tests") for home in homes if (home / "tests").is_dir()]
+    solution = root / "solution"
+    if (homes[-1] / "solution").is_dir():
+        solution = homes[-1] / "solution"
+    levels = [table for table in (toml, step) if table is not None]
+    sections = [table.table("verifier") for table in levels]
+    passed: set[str] = set()
+    separate = _read_separate(sections, homes, root, environment, dockerfiles, passed)
+    rules = _read_rules(sections, passed if separate else None)
+    if separate is not None:
+        own = separate.environment.to_dict()
+        rules = msgspec.structs.replace(rules, environment=own, bundled=separate.bundled, secrets=sorted(passed))
+    script = next((directory / SCRIPT for directory in reversed(tests) if (directory / SCRIPT).is_file()), None)
+    if script is not None and not rules.bundled:
+        TaskFiles(root).require(script)
+    elif script is None and not rules.bundled:
+        raise ConfigError(
+            f"{homes[-1] / 'tests' / SCRIPT}: missing; a Harbor task needs tests for its reward: add tests/test.sh"
+        )
+    return Judging(
+        tests=[str(directory) for directory in tests],
+        solution=str(inside(root, solution)),
+        solution_env=toml.table("solution").variables("env"),
+        artifacts=[entry for table in levels for entry in _read_artifacts(table)],
+        verifier=rules,
+    )
+
+
+def _read_rules(sections: list[TomlTable], passed: set[str] | None) -> VerifierRules:
+    """Returns the task's ``[verifier]`` values, overridden by the step's."""
+    rules = VerifierRules()
+    for section in sections:
+        network = rules.network
+        if "network_mode" in section:
+            network = "none" if read_network(section) else ""
+        rules = msgspec.structs.replace(
+            rules,
+            timeout_s=section.number("timeout_sec") or rules.timeout_s,
+            user=section.user() or rules.user,
+            env={**rules.env, **section.variables("env", passed)},
+            network=network,
+            collect=[*rules.collect, *map(_read_collect, section.tables("collect"))],
+        )
+    return rules
+
+
+def _read_collect(hook: TomlTable) -> CollectHook:
+    command = hook.text("command")
+    if command is None:
+        raise hook.error("command", None, "a shell command")
+    _refuse_service(hook)
+    return CollectHook(command, hook.number("timeout_sec") or 60.0, hook.user())
+
+
+@dataclass(frozen=True)
+class _Separate:
+    """A separate verifier's environment, and whether its image contains the tests."""
+
+    environment: Task
+    bundled: bool = False
+
+
+def _read_separate(
+    sections: list[TomlTable],
+    homes: list[Path],
+    root: Path,
+    environment: Task,
+    dockerfiles: Dockerfiles,
+    passed: set[str],
+) -> _Separate | None:
+    """Returns the verifier's own environment, or ``None`` if it shares the agent's.
+
+    Args:
+        sections: ``[verifier]`` of the task and, if reading a step, of the step. The last one that sets a value wins.
+        homes: directories of the task and the step, whose ``tests/`` may contain the image's Dockerfile.
+    """
+    separate = False
+    for section in sections:
+        mode = section.choice("environment_mode", "shared", "separate")
+        if mode == "shared" and "environment" in section:
+            raise section.error("environment_mode", mode, "separate, or no [verifier.environment]")
+        if mode or "environment" in section:
+            separate = mode != "shared"
+    if not separate:
+        return None
+    own = next((section.table("environment") for section in reversed(sections) if "environment" in section), None)
+    for section, home in reversed([*zip(sections, homes, strict=True)]):
+        table = section.table("environment")
+        if table.data.get("docker_image") or (home / "tests" / "Dockerfile").is_file():
+            chosen = table if table or own is None else own
+            return _Separate(read_environment(chosen, home / "tests", root, dockerfiles, passed), bundled=True)
+    if own is None or not own:
+        return _Separate(replace(environment, user=None))
+    # the agent's image with the verifier's own limits and variables
+    merged = TomlTable(own.path, {**own.data, "docker_image": environment.image}, own.lines, own.name)
+    verifier = read_environment(merged, root / "environment", root, dockerfiles, passed)
+    agents, data = HarborData.of(environment), HarborData.of(verifier)
+    data = msgspec.structs.replace(data, dockerfile=agents.dockerfile, base=agents.base)
+    workdir, env = verifier.workdir or environment.workdir, {**environment.env, **verifier.env}
+    return _Separate(data.put(replace(verifier, workdir=workdir, env=env)))
+
+
+def _read_artifacts(table: TomlTable) -> list[DeclaredArtifact]:
+    """Reads the table's ``artifacts``: paths, or tables with ``source``, ``destination`` and ``exclude``."""
+    entries = table.data.get("artifacts") or []
+    if not isinstance(entries, list):
+        raise table.error("artifacts", entries, "a list")
+    artifacts = []
+    for entry in entries:
+        fields = {"source": entry} if isinstance(entry, str) else entry
+        if not isinstance(fields, dict) or not isinstance(fields.get("source"), str) or not fields["source"].strip():
+            raise table.error("artifacts", entry, "a path, or {source = …, destination = …}")
+        destination, exclude = fields.get("destination") or None, fields.get("exclude") or []
+        for path in filter(None, (fields["source"], destination)):
+            if not isinstance(path, str) or ".." in PurePosixPath(path).parts or "\0" in path:
+                raise table.error("artifacts", path, "a path without '..'")
+        if destination and destination.startswith("/"):
+            raise table.error("artifacts", destination, "a relative destination")
+        if not isinstance(exclude, list) or not all(isinstance(pattern, str) for pattern in exclude):
+            raise table.error("artifacts", exclude, "a list of patterns under exclude")
+        _refuse_service(TomlTable(table.path, fields, table.lines, "artifacts"))
+        artifacts.append(DeclaredArtifact(fields["source"], destination, exclude))
+    return artifacts
+
+
+def _refuse_service(table: TomlTable) -> None:
+    if table.data.get("service", "main") not in (None, "main"):
+        raise table.error("service", table.data["service"], "main: there are no other services; leave this task out")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ REWARD_FILES = ("reward.json", "reward.txt")
 """Reward files in Harbor's order of precedence."""
 
 LOGS_LIMIT = 1 << 20
-MOST_LOGS = 64
+MAX_LOGS = 64
 MAX_LOG_ENTRIES = 10_000
 """Maximum number of entries of ``/logs/verifier`` to inspect."""
 
@@ -58,7 +59,7 @@ def read_logs(logs: Path) -> list[Artifact]:
         with os.scandir(directory) as entries:
             names = sorted(entry.name for entry in itertools.islice(entries, MAX_LOG_ENTRIES))
         for name in names:
-            if name in REWARD_FILES or len(artifacts) >= MOST_LOGS:
+            if name in REWARD_FILES or len(artifacts) >= MAX_LOGS:
                 continue
             with contextlib.suppress(ValueError):
                 if data := _read_plain(directory, name, left):
@@ -117,7 +118,7 @@ def parse_rewards(name: str, text: str) -> dict[str, float]:
             raise ValueError(f"{name} holds {text.strip()[:80]!r}; expected a number") from None
     else:
         try:
-            value = json.loads(text, object_pairs_hook=_once)
+            value = json.loads(text, object_pairs_hook=_object)
         except _DuplicateKey as error:
             raise ValueError(f"{name} names {str(error)[:MAX_NAME_LENGTH]!r} twice") from None
         except (ValueError, RecursionError) as error:
@@ -141,20 +142,20 @@ class _DuplicateKey(Exception):
     """A JSON object has a duplicate key, so parsers could disagree on the reward."""
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     members = dict(pairs)
     if len(members) < len(pairs):
-        seen: set[str] = set()
-        raise _DuplicateKey(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise _DuplicateKey(key)
     return members
 
 
 def _number(name: str, key: str, number: object) -> float:
     if not isinstance(number, int | float):
-        message = (
-            repr(number[:80]) if isinstance(number, str) else f"a {type(number).__name__}"
-        )  # do not print the contents of a list
-        raise ValueError(f"{name}: {key} is {message}; expected a finite number")
+        shown = f"a {type(number).__name__}"  # the contents of a list may be long
+        if isinstance(number, str):
+            shown = repr(number[:80])
+        raise ValueError(f"{name}: {key} is {shown}; expected a finite number")
     if isinstance(number, float) and math.isnan(number):
         raise ValueError(f"{name}: {key} is nan; expected a finite number")
     if abs(number) > MAX_REWARD:

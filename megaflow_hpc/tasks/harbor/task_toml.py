@@ -48,15 +48,10 @@ def read_toml(path: Path) -> TomlTable:
     try:
         data = tomllib.loads(text)
     except RecursionError:
-        raise ConfigError(f"{path}:{_deepest(text)}: not valid TOML: nested too deeply") from None
+        raise ConfigError(f"{path}: not valid TOML: nested too deeply") from None
     except ValueError as error:  # also raised for integers with thousands of digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     return TomlTable(path, data, text.splitlines())
-
-
-def _deepest(text: str) -> int:
-    """Returns the number of the line with the most opening brackets."""
-    return max(enumerate(text.splitlines(), 1), key=lambda line: line[1].count("[") + line[1].count("{"))[0]
 
 
 @dataclass(frozen=True)
@@ -202,9 +197,9 @@ class TomlTable:
         allowed = {word.strip() for word in os.environ.get(ALLOWED_VARIABLES, "").split(",")}
         value = os.environ.get(match[1]) if match[1] in allowed else None
         if passed is None and (value is not None or match[2] is None):
-            remedy = (
-                f"remove {match[1]} from {ALLOWED_VARIABLES}" if value is not None else "give a default in the task"
-            )
+            remedy = "give a default in the task"
+            if value is not None:
+                remedy = f"remove {match[1]} from {ALLOWED_VARIABLES}"
             raise self.error(
                 name,
                 match[0],

@@ -86,7 +86,7 @@ def read_bugs(path: str | os.PathLike[str]) -> tuple[BugFile, Callable[[str], st
     """Reads a bug file. Returns its content and a function that maps a bug's id to ``file:line``.
 
     Raises:
-        ConfigError: names file, line, value and remedy.
+        ConfigError: a value is invalid. The message names file, line, value and remedy.
     """
     value, node = read_yaml(path)
     if not isinstance(value, dict):

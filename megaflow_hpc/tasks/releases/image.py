@@ -18,7 +18,7 @@ from typing import Any
 
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
-from megaflow_hpc.environments.images.mapping import BUILD_S
+from megaflow_hpc.environments.images.sources import BUILD_S
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import apptainer as runtime

@@ -27,8 +27,7 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.host.tar import Kind
-from megaflow_hpc.host.unpack import Budget, Parts, TreeWriter, plain, unpack_tar
+from megaflow_hpc.host.tar import Budget, Kind, Parts, TreeWriter, plain, unpack_tar
 from megaflow_hpc.tasks.releases import fetch as sdist_fetch
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
@@ -50,16 +49,28 @@ NOT_CODE = {
 }
 """Top-level directories that belong to no installed package."""
 METADATA_FILES = {
-    *("setup.py", "noxfile.py", "tasks.py", "release.py", "hatch_build.py", "_version.py", "__about__.py", "_meta.py"),
-    *("__meta__.py", "__version__.py"),
+    "setup.py",
+    "noxfile.py",
+    "tasks.py",
+    "release.py",
+    "hatch_build.py",
+    "_version.py",
+    "__about__.py",
+    "_meta.py",
+    "__meta__.py",
+    "__version__.py",
 }
 VERSION_LINE = re.compile(rb"^__version__[ \t]*=[^\r\n]*", re.MULTILINE)
 COMMIT_ENV = {
-    **{f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (
-        ("NAME", "megaflow_hpc"), ("EMAIL", "megaflow_hpc@localhost"), ("DATE", "2000-01-01T00:00:00Z"))},
+    "GIT_AUTHOR_NAME": "megaflow_hpc",
+    "GIT_AUTHOR_EMAIL": "megaflow_hpc@localhost",
+    "GIT_AUTHOR_DATE": "2000-01-01T00:00:00Z",
+    "GIT_COMMITTER_NAME": "megaflow_hpc",
+    "GIT_COMMITTER_EMAIL": "megaflow_hpc@localhost",
+    "GIT_COMMITTER_DATE": "2000-01-01T00:00:00Z",
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
-}  # fmt: skip
+}
 """Environment that makes commits reproducible and ignores the user's hooks, signing and line-ending settings."""
 
 
@@ -112,7 +123,11 @@ def fetch(releases: Iterable[Release], cache: Path) -> dict[Release, Path]:
     """
     cache.mkdir(parents=True, exist_ok=True)
     wanted = sorted(set(releases))
-    archives = {release: path for release in wanted if (path := _cached(release, cache)) is not None}
+    archives: dict[Release, Path] = {}
+    for release in wanted:
+        path = _cached(release, cache)
+        if path is not None:
+            archives[release] = path
     missing = [release for release in wanted if release not in archives]
     if not missing:
         return archives
@@ -144,7 +159,12 @@ def _fetch_files(releases: Sequence[Release], directory: Path) -> dict[Release, 
         if done.returncode != sdist_fetch.CHANGED:
             names = ", ".join(map(str, releases))
             raise SiteError(f"pip could not fetch {names}: {_tail(done)}; check its index and proxy settings")
-    return {release: name for release in releases if (name := _pip_download(release, directory)) is not None}
+    downloaded: dict[Release, str] = {}
+    for release in releases:
+        file_name = _pip_download(release, directory)
+        if file_name is not None:
+            downloaded[release] = file_name
+    return downloaded
 
 
 def _pip_download(release: Release, directory: Path) -> str | None:

@@ -168,7 +168,8 @@ def check_patch(bug: Bug, patch: ReleasePatch, where: str) -> None:
     """Checks that a fix changes code and is small enough for an agent to write.
 
     Raises:
-        ConfigError: it does not; names the bug's line in the bug file, given as ``where``.
+        ConfigError: the fix changes no code or too much. The message names the bug's line, given as
+            ``where``.
     """
     if not patch.lines:
         raise ConfigError(

@@ -11,7 +11,7 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import OneStep, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.swebench import plan, runs
-from megaflow_hpc.tasks.swebench.lines import read_tasks
+from megaflow_hpc.tasks.swebench.plan import read_tasks
 from megaflow_hpc.types import Task, Verdict
 
 

@@ -114,7 +114,10 @@ def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
     if parser and parser not in named:
         return {"error": f"log_parser {parser!r}: this version of swebench has only {', '.join(sorted(named))}"}
     script = ""
-    if not instance.get("eval_script") and not instance.get("test_cmd") and (specification := specifications(instance)):
+    specification = None
+    if not instance.get("eval_script") and not instance.get("test_cmd"):
+        specification = specifications(instance)
+    if specification:
         scripts = importlib.import_module(f"{HARNESS}.test_spec.create_scripts")
         lines = scripts.make_eval_script_list(
             instance, specification, "testbed", "/testbed", instance["base_commit"], instance["test_patch"]

@@ -24,8 +24,7 @@ from megaflow_hpc.errors import ConfigError, LimitError, SandboxError
 from megaflow_hpc.tasks import checkout, named_tests
 from megaflow_hpc.tasks.judged_layer import home_of
 from megaflow_hpc.tasks.swebench.instances import Instance
-from megaflow_hpc.tasks.swebench.lines import LineSource, load
-from megaflow_hpc.tasks.swebench.plan import ask, request_fields
+from megaflow_hpc.tasks.swebench.plan import LineSource, ask, load, request_fields
 from megaflow_hpc.texts import parse_json
 from megaflow_hpc.types import ExecResult, Task, Verdict
 
@@ -138,9 +137,10 @@ async def _judge(task: Task, instance: Instance, patch: bytes, sandbox: Apptaine
         applied = await _apply(instance, patch, sandbox)
         if applied.exit_code:
             return _unresolved(f"the agent's patch does not apply to a clean checkout:\n{applied.stderr[-2000:]}")
-    runner = LineSource.of(task).runner
     try:
-        return await (_run_named if runner == "named" else _run_script)(task, instance, sandbox)
+        if LineSource.of(task).runner == "named":
+            return await _run_named(task, instance, sandbox)
+        return await _run_script(task, instance, sandbox)
     except (TimeoutError, RuntimeError, LimitError) as error:  # an unparsable log counts as failed tests
         return _unresolved(str(error), error=str(error))
 
@@ -171,7 +171,8 @@ async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) ->
 
 
 async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox) -> Verdict:
-    (plan,) = (await asyncio.to_thread(ask, {"op": "plan", "instances": [request_fields(instance)]}))["plans"]
+    planned = await asyncio.to_thread(ask, {"op": "plan", "instances": [request_fields(instance)]})
+    [plan] = planned["plans"]
     plan["log_parser"] = plan["log_parser"] or "parse_log_pytest"
     script = _marked(instance.eval_script) or plan["eval_script"] or _script(instance)
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch})
@@ -213,9 +214,8 @@ def _verdict(resolved: bool, shares: dict[str, float], problems: list[str], done
 
 async def _run(task: Task, instance: Instance, sandbox: ApptainerSandbox, command: str) -> ExecResult:
     env = dict(instance.env or {})
-    if f"{home_of(sandbox.spec)}/".startswith(
-        f"{instance.workdir.rstrip('/')}/"
-    ):  # the patch can write to the home directory
+    home, workdir = f"{home_of(sandbox.spec)}/", f"{instance.workdir.rstrip('/')}/"
+    if home.startswith(workdir):  # the patch can write to the home directory
         env = {"HOME": f"{OWN_FILES}/home", **env}
     if sandbox.spec.network != "host":
         # Scripts reinstall the checkout. Without a network, pip must not try to download a build backend.

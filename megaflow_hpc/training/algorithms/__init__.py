@@ -5,8 +5,8 @@ their causes, an advantage and a weight for each sample, and the tasks to reques
 :func:`choose`, :func:`advantages` and :class:`Prompts`. Nothing here opens a file, reads a clock or imports torch.
 """
 
-from megaflow_hpc.training.algorithms.advantage import advantages
 from megaflow_hpc.training.algorithms.choice import Choice, choose
 from megaflow_hpc.training.algorithms.prompts import Prompts
+from megaflow_hpc.training.algorithms.rewards import advantages
 
 __all__ = ["Choice", "Prompts", "advantages", "choose"]

@@ -1,25 +1,51 @@
-"""Chooses the groups of one step: applies the steps of ``data`` in order.
+"""Chooses the groups of one step: applies the steps of ``data`` in order, and records every drop with its cause.
 
 A step settles ``want`` groups, whether it trains on them or drops them. This is also the number of groups requested
 for each step. So dropped groups make a step smaller, but no later step waits for groups that were never requested. With
 ``refill``, the planner settles more groups until the step is full.
+
+================  ==================================================================================================
+always            drops samples that failed, were cancelled, have no reward or no sampled token; drops a group with
+                  fewer than two remaining samples
+``zero_variance``  drops groups with equal rewards: AstraFlow, ``FilterZeroAdvFilter``; also DAPO's dynamic sampling
+``pass_rate``     drops groups outside a range of pass rates: MegaFlow, appendix D.1, table 2 (before training)
+``over_length``   drops samples with a sequence of more than ``longest`` tokens, prompts included
+``staleness``     drops samples whose oldest token is more than the given versions behind: AstraFlow,
+                  ``rollout_buffer.py``, ``_pop_one``
+``method``        drops samples that the user's function leaves out, and adds those of earlier steps that it adds
+================  ==================================================================================================
+
+A dropped group is recorded under its own id, and a sample dropped from a group under the sample's id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megaflow_hpc.config.objective import AdvantageConfig
-from megaflow_hpc.config.training import TrainingConfig
-from megaflow_hpc.training.algorithms import filters, rewards
-from megaflow_hpc.training.algorithms.samples import Earlier, SampleGroup
+from megaflow_hpc.config.sections import Method
+from megaflow_hpc.config.training import AdvantageConfig, Range, TrainingConfig
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.algorithms.rewards import columns, plain, reward, shaped, shuffled
+from megaflow_hpc.training.algorithms.samples import Earlier, Sample, SampleGroup
+from megaflow_hpc.training.methods import call, numbers, takes, wrong
 
-REPLAYED_STEPS = 2
-"""Number of recent full steps whose groups may be replayed."""
+ALONE = "fewer than two samples"
+ZERO_VARIANCE = "zero variance"
+PASS_RATE = "pass rate"
+STALE = "stale"
+NOTHING_SAMPLED = "nothing sampled"
+NO_REWARD = "no reward"
+OVER_LENGTH = "over length"
+
+MIN_SAMPLES = 2
+"""Minimum number of samples in a group. A single sample has no baseline to compare with."""
+
+Drops = dict[str, str]
+"""Id of each dropped sample or group → reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +54,9 @@ class Choice:
 
     taken: tuple[SampleGroup, ...]
     """Groups to train on, in order. Each has its remaining samples, with penalties and weights applied."""
-    drops: dict[str, str]
-    """Id of each dropped sample or group → reason."""
+    drops: Drops
     left: tuple[SampleGroup, ...]
     """Groups deferred to a later step."""
-    replayed: tuple[SampleGroup, ...]
-    """Replayed groups, which an earlier step already trained on."""
-    state: dict[str, Any]
-    """State for the next call."""
 
 
 def choose(
@@ -44,8 +65,6 @@ def choose(
     *,
     version: int,
     want: int,
-    replayed: Sequence[SampleGroup] = (),
-    state: Mapping[str, Any] | None = None,
     random: np.random.Generator | None = None,
     advantage: AdvantageConfig | None = None,
     pass_threshold: float = 1.0,
@@ -60,61 +79,39 @@ def choose(
         groups: complete groups in any order, without duplicates.
         version: ordinal of the policy's newest weights. Staleness is relative to it.
         want: maximum number of groups to settle.
-        replayed: groups that earlier steps trained on, newest last. Those of the last :data:`REPLAYED_STEPS` steps
-            are enough.
-        state: the state that the last call returned; ``None`` on the first call.
         random: generator for ``shuffle`` and functions.
         advantage: the policy's advantage settings, which name the rewards that must be present and must differ.
         pass_threshold: minimum reward of a passed rollout.
-        bound: maximum age of a token, in weight versions; older rollouts are dropped. Replayed groups are exempt.
+        bound: maximum age of a token, in weight versions; older rollouts are dropped.
         due: ids of the groups to settle before others, whatever their age.
         earlier: passed samples of earlier steps, for functions that add them to groups.
 
     Raises:
-        ConfigError: a reward is infinite, no rollout has a reward of a given name, or a function returned something
-            else than its contract says.
+        ConfigError: a reward is infinite, no rollout has a reward of a given name, or a function broke its contract.
     """
     compared = advantage or AdvantageConfig()
-    staleness = next((step.staleness for step in config.data if step.staleness is not None), None)
-    share = next((step.replay for step in config.data if step.replay), None)
     random = random or np.random.default_rng(0)
     queue = sorted(ordered(groups), key=lambda group: group.id not in due)
-    drops: filters.Drops = {}
-    taken = filters.survivors(rewards.plain(queue[:want]), compared, drops)
+    drops: Drops = {}
+    taken = survivors(plain(queue[:want]), compared, drops)
     if bound is not None:
-        taken = filters.fresh(taken, bound, version, drops)
+        taken = fresh(taken, bound, version, drops)
     for step in config.data:
         if step.pass_rate is not None:
-            taken = filters.within_pass_rates(taken, step.pass_rate, pass_threshold, drops)
+            taken = within_pass_rates(taken, step.pass_rate, pass_threshold, drops)
         elif step.staleness is not None:
-            taken = filters.fresh(taken, step.staleness, version, drops)
+            taken = fresh(taken, step.staleness, version, drops)
         elif step.shuffle is not None:
-            taken = rewards.shuffled(taken, random)
+            taken = shuffled(taken, random)
         elif step.method is not None:
-            taken = filters.by_method(taken, step.method, version, random, drops, earlier)
+            taken = by_method(taken, step.method, version, random, drops, earlier)
         elif step.over_length is not None and step.over_length.how == "drop":
-            taken = filters.short(taken, step.over_length.longest, drops)
+            taken = short(taken, step.over_length.longest, drops)
         elif step.zero_variance is not None:
-            taken = filters.varied(taken, compared, drops)
+            taken = varied(taken, compared, drops)
         else:
-            taken = rewards.shaped(taken, step)
-    again: list[SampleGroup] = []
-    times = dict((state or {}).get("times", {}))
-    if share is not None:
-        candidates = filters.survivors(rewards.plain(replayable(replayed, config.batch, times)), compared, {})
-        for step in config.data:
-            candidates = rewards.shaped(candidates, step)
-            if step.method is not None:
-                candidates = filters.by_method(candidates, step.method, version, random, {})
-        if staleness is not None:
-            candidates = filters.fresh(candidates, staleness, version, {})
-        added = {sample.id for group in taken for sample in group.samples}  # a rollout may be in a step only once
-        candidates = [group for group in candidates if added.isdisjoint(sample.id for sample in group.samples)]
-        again = replay(candidates, len(taken), share)
-        replayed_ids = {group.id for group in replayed}
-        times = {group: count for group, count in times.items() if group in replayed_ids}
-        times |= {group.id: times.get(group.id, 0) + 1 for group in again}
-    return Choice(tuple(taken), drops, tuple(queue[want:]), tuple(again), {"times": times} if times else {})
+            taken = shaped(taken, step)
+    return Choice(tuple(taken), drops, tuple(queue[want:]))
 
 
 def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
@@ -122,18 +119,146 @@ def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
     return sorted(groups, key=lambda group: (group.oldest, group.time_ns, group.id))
 
 
-def replayable(replayed: Sequence[SampleGroup], batch: int, times: Mapping[str, int]) -> list[SampleGroup]:
-    """Returns the groups of ``replayed`` that may be replayed again.
+def survivors(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops) -> list[SampleGroup]:
+    """Keeps the verified samples that have at least one sampled token.
 
-    Args:
-        replayed: groups that earlier steps trained on, newest last.
-        batch: number of groups in a full step.
-        times: group id → number of times it was replayed.
+    Raises:
+        ConfigError: a reward is infinite, or no sample has a reward that ``advantage.rewards`` names.
     """
-    return [group for group in replayed[-REPLAYED_STEPS * batch :] if not times.get(group.id, 0)]
+    groups = list(groups)
+    _check_names([sample for group in groups for sample in group.samples if sample.verified], advantage)
+    return _samples(groups, _lack, drops)
 
 
-def replay(candidates: Sequence[SampleGroup], fresh: int, share: float) -> list[SampleGroup]:
-    """Returns the newest ``candidates`` to add to ``fresh`` new groups: at most ``share`` of the step's groups."""
-    count = min(int(fresh * share / (1 - share) + 1e-9), len(candidates))
-    return list(candidates[len(candidates) - count :])
+def _lack(sample: Sample) -> str:
+    """Returns the reason to drop a sample, or an empty string to keep it."""
+    if sample.status == "failed":
+        return f"failed: {sample.error_kind}" if sample.error_kind else "failed"
+    if sample.status == "cancelled":
+        return "cancelled"
+    if math.isnan(reward(sample)):
+        return NO_REWARD
+    return "" if sample.tokens else NOTHING_SAMPLED
+
+
+def _check_names(verified: list[Sample], advantage: AdvantageConfig) -> None:
+    for name in advantage.rewards:
+        if verified and all(name not in sample.rewards for sample in verified):
+            names = ", ".join(sorted({name for sample in verified for name in sample.rewards})) or "none"
+            raise ConfigError(
+                f"training: advantage.rewards: no rollout has a reward {name!r}; the verifiers gave: {names}"
+            )
+
+
+def varied(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops) -> list[SampleGroup]:
+    """Keeps groups whose samples differ in at least one compared value."""
+    return _whole(groups, lambda group: "" if varies(group, advantage) else ZERO_VARIANCE, drops)
+
+
+def varies(group: SampleGroup, advantage: AdvantageConfig) -> bool:
+    """Returns whether a group's samples differ in a value of non-zero weight."""
+    values, weights = columns(group.samples, advantage)
+    values = values[:, weights != 0]
+    return bool(len(values) and (values != values[0]).any())
+
+
+def within_pass_rates(
+    groups: Iterable[SampleGroup], bounds: Range, pass_threshold: float, drops: Drops
+) -> list[SampleGroup]:
+    """Keeps groups whose pass rate is within the bounds."""
+
+    def lack(group: SampleGroup) -> str:
+        passed = sum(reward(sample) >= pass_threshold for sample in group.samples)
+        return "" if inside(passed / len(group.samples), bounds) else PASS_RATE
+
+    return _whole(groups, lack, drops)
+
+
+def inside(rate: float, bounds: Range) -> bool:
+    """Returns whether a pass rate is within the bounds."""
+    lower, upper, kind = bounds
+    return lower < rate < upper if kind == "exclusive" else lower <= rate <= upper
+
+
+def fresh(groups: Iterable[SampleGroup], most: int, version: int, drops: Drops) -> list[SampleGroup]:
+    """Keeps samples whose oldest token is at most ``most`` versions behind ``version``."""
+
+    def lack(sample: Sample) -> str:
+        return STALE if sample.oldest >= 0 and version - sample.oldest > most else ""
+
+    return _samples(groups, lack, drops)
+
+
+def by_method(
+    groups: Sequence[SampleGroup],
+    method: Method,
+    version: int,
+    random: np.random.Generator,
+    drops: Drops,
+    earlier: Earlier | None = None,
+) -> list[SampleGroup]:
+    """Calls a user's function on the groups.
+
+    The function is called as ``function(groups, version, random, **args)`` with the ordinal of the newest weights and a
+    seeded generator. It returns the groups to keep, in any order. It may leave out samples and groups, and change the
+    rewards, penalties and weights of samples (``dataclasses.replace``). A function with a parameter ``earlier`` also
+    gets the passed samples of earlier steps. It may add each of them to one group of its task.
+
+    Raises:
+        ConfigError: the function broke this contract.
+    """
+    named = {"earlier": earlier or {}} if takes(method, "earlier") else {}
+    returned = call(method, list(groups), version, random, **named)
+    if not isinstance(returned, list | tuple) or not all(isinstance(group, SampleGroup) for group in returned):
+        raise wrong(method, f"returned {type(returned).__name__}", "a list of SampleGroup")
+    before = {(group.id, sample.id): sample for group in groups for sample in group.samples}
+    own = {sample.id for group in groups for sample in group.samples}
+    if named:
+        for group in groups:
+            for sample in named["earlier"].get(group.task, ()):
+                if sample.id not in own:
+                    before[group.id, sample.id] = replace(sample, group=group.id)
+    kept: dict[str, Sample] = {}
+    for group in returned:
+        for sample in group.samples:
+            old = before.get((group.id, sample.id))
+            if old is None or sample.id in kept:
+                raise wrong(method, f"returned {sample.id} in group {group.id}", "each sample once, in its own group")
+            values = [sample.reward, sample.penalty, sample.weight, *sample.rewards.values()]
+            numbers(method, values, [(len(values),)], f"reward, penalty or weight of {sample.id}")
+            numbers(method, sample.weight, [()], f"the weight of {sample.id}", least=0.0)
+            new = {name: getattr(sample, name) for name in ("reward", "rewards", "penalty", "weight")}
+            kept[sample.id] = replace(old, **new)
+    changed = []
+    for group in groups:
+        added = [s for s in kept.values() if s.group == group.id and s.id not in own]
+        changed.append(group.only((*(kept.get(s.id, s) for s in group.samples), *added)))
+    return _samples(changed, lambda sample: "" if sample.id in kept else method.name, drops)
+
+
+def short(groups: Iterable[SampleGroup], longest: int, drops: Drops) -> list[SampleGroup]:
+    """Keeps samples without a sequence of more than ``longest`` tokens."""
+    return _samples(groups, lambda sample: OVER_LENGTH if sample.longest > longest else "", drops)
+
+
+def _whole(groups: Iterable[SampleGroup], lack: Callable[[SampleGroup], str], drops: Drops) -> list[SampleGroup]:
+    kept = []
+    for group in groups:
+        if cause := lack(group):
+            drops[group.id] = cause
+        else:
+            kept.append(group)
+    return kept
+
+
+def _samples(groups: Iterable[SampleGroup], lack: Callable[[Sample], str], drops: Drops) -> list[SampleGroup]:
+    kept = []
+    for group in groups:
+        remaining = []
+        for sample in group.samples:
+            if cause := lack(sample):
+                drops[sample.id] = cause
+            else:
+                remaining.append(sample)
+        kept.append(group.only(tuple(remaining)))
+    return _whole(kept, lambda group: ALONE if len(group.samples) < MIN_SAMPLES else "", drops)

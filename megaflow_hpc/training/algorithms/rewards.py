@@ -1,4 +1,4 @@
-"""Combines the rewards of a sample, and applies the steps of ``data`` that change rewards and weights.
+"""Changes rewards by the steps of ``data``, calls scorers, and computes the advantage and the weight of each sample.
 
 ===================  ===============================================================================================
 ``penalty``          adds an amount to truncated rollouts: MegaFlow, appendix D.1 (-0.5)
@@ -12,6 +12,12 @@ together             compares one column: the weighted sum of the named rewards 
 apart                compares a column for each named reward, and one of weight 1 for penalties, each separately:
                      Liu et al. 2026, GDPO, arXiv 2601.05242
 ===================  ===============================================================================================
+
+:mod:`megaflow_hpc.trajectories.reading.advantages` computes the kinds ``grpo``, ``dr_grpo``, ``rloo`` and ``median``,
+each over the remaining samples of a group. If several rewards are normalised ``apart``, their advantages are added by
+weight. Then the tokens of the batch are whitened to mean 0 and standard deviation 1 (GDPO). ``whiten`` does the same
+without ``apart``. AstraFlow's ``adv_norm`` with level ``batch`` counts tokens too (``dataflow/utils.py``,
+``Normalization``), not samples.
 """
 
 from __future__ import annotations
@@ -23,13 +29,22 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.config.data_algorithms import DataStep
-from megaflow_hpc.config.objective import AdvantageConfig
 from megaflow_hpc.config.sections import Method
+from megaflow_hpc.config.training import AdvantageConfig, DataStep, PolicyTraining
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.samples import SCORE, SEQUENCE_REWARD, Sample, SampleGroup, StoredRollout
 from megaflow_hpc.training.methods import call, mapping, numbers
+from megaflow_hpc.trajectories.reading.advantages import Kind
+from megaflow_hpc.trajectories.reading.advantages import advantages as relative
 from megaflow_hpc.types import TURN_REWARD
+
+KINDS: dict[str, Kind] = {"grpo": "grpo", "dr_grpo": "drgrpo", "rloo": "rloo", "median": "median"}
+WHITEN_EPSILON = 1e-6
+"""Added to the divisor when advantages are whitened."""
+
+
+Values = float | NDArray[np.float32]
+"""Advantages of a sample: one for all its tokens, or an array with one for each sequence or each turn."""
 
 
 def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
@@ -79,7 +94,7 @@ def _each(group: SampleGroup, change: Callable[[Sample], Sample]) -> SampleGroup
 
 
 def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns the values by which the samples are compared.
+    """Returns the values by which samples are compared with each other.
 
     Returns:
         Values (n, k), NaN if a sample lacks one, and the weights (k) of the columns.
@@ -101,14 +116,14 @@ def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray
 def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[str, float] | None]:
     """Calls a user's function for the rewards of stored rollouts.
 
-    It is called as ``function(rollouts, **args)``. It returns, by sample id, one number, or one for each of the
-    sample's sequences or turns, or ``None`` for a rollout that it cannot score.
+    The function is called as ``function(rollouts, **args)``. It returns, by sample id, one number, or one for each of
+    the sample's sequences or turns, or ``None`` for a rollout that it cannot score.
 
     Returns:
         Sample id → name → reward: ``score``, or ``sequence.N`` for each sequence, or ``turn.N`` for each model call.
 
     Raises:
-        ConfigError: the function raised an exception or returned something else.
+        ConfigError: the function raised an exception or broke this contract.
     """
     returned = mapping(method, call(method, list(rollouts)), {r.sample.id for r in rollouts}, "rollout")
     named: dict[str, dict[str, float] | None] = {}
@@ -130,7 +145,7 @@ def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[
 
 
 def scored(sample: Sample, own: Mapping[str, float] | None) -> Sample:
-    """Returns a sample with a scorer's rewards, which replace others of the same name; ``score`` is its reward.
+    """Returns a sample with a scorer's rewards, which replace those of the same name. ``score`` replaces its reward.
 
     Args:
         sample: the sample as its verifier rewarded it.
@@ -158,3 +173,93 @@ def reward(sample: Sample, name: str | None = None) -> float:
         what = "reward" if name is None else f"reward {name!r}"
         raise ConfigError(f"{sample.id}: {what} is {value}, expected a finite number; correct the task's verifier")
     return value
+
+
+def advantages(config: PolicyTraining, groups: Iterable[SampleGroup]) -> dict[str, tuple[Values, float]]:
+    """Computes the advantage and the weight of each sample.
+
+    Args:
+        config: training of the policy; only ``advantage`` is used.
+        groups: the groups that a step trains on, as returned by :func:`~megaflow_hpc.training.algorithms.choose`.
+
+    Returns:
+        Sample id → advantage and weight. Samples without a reward are left out.
+
+    Raises:
+        ConfigError: a reward is infinite, or too large for an advantage in float32, or a function broke its contract.
+    """
+    if isinstance(config.advantage.kind, Method):
+        return _of_method(config, config.advantage.kind, list(groups))
+    numbered = [(sample, number) for number, group in enumerate(groups) for sample in group.samples]
+    if not numbered:
+        return {}
+    values, weights = columns([sample for sample, _ in numbered], config.advantage)
+    there: NDArray[np.bool_] = np.asarray(~np.isnan(values).any(axis=1))
+    samples = [sample for (sample, _), is_there in zip(numbered, there, strict=True) if is_there]
+    number = np.array([number for _, number in numbered])[there]
+    kind = KINDS[config.advantage.kind]
+    with np.errstate(over="ignore", invalid="ignore"):  # the check below reports it
+        parts = [relative(column, number, kind).astype(np.float64) for column in values[there].T]
+        advantage = np.stack(parts, axis=1) @ weights if samples else np.zeros(0)
+    if not np.isfinite(advantage).all():
+        worst = samples[int(np.argmin(np.isfinite(advantage)))]
+        raise ConfigError(
+            f"{worst.id}: reward {worst.reward} is too large for an advantage; correct the task's verifier"
+        )
+    if config.advantage.whiten or (config.advantage.rewards and config.advantage.normalise == "apart"):
+        tokens = np.array([sample.tokens * (sample.weight > 0) for sample in samples], dtype=np.float64)
+        advantage = whitened(advantage, tokens)
+    return {
+        sample.id: (float(np.float32(value)), sample.weight) for sample, value in zip(samples, advantage, strict=True)
+    }
+
+
+def _of_method(config: PolicyTraining, method: Method, groups: list[SampleGroup]) -> dict[str, tuple[Values, float]]:
+    """Calls a user's function for the advantages.
+
+    The function is called as ``function(groups, **args)``. The groups have only verified samples; ``sample.reward``
+    includes penalties and the weights of ``advantage.rewards``. It returns a mapping from the id of each sample to a
+    number, or to an array with one number for each of its sequences (``sample.sequences``) or turns (``sample.turns``).
+    """
+    compared = []
+    for group in groups:
+        values, weights = columns(group.samples, config.advantage)
+        totals = zip(group.samples, (values @ weights).tolist(), strict=True)
+        compared.append(group.only(tuple(replace(s, reward=r, penalty=0.0) for s, r in totals if r == r)))
+    samples = [sample for group in compared for sample in group.samples]
+    returned = mapping(method, call(method, compared), {sample.id for sample in samples}, "sample")
+    arrays = [_checked(method, sample, returned[sample.id]) for sample in samples]
+    if config.advantage.whiten and samples:
+        tokens = [_tokens(s, len(a)) for s, a in zip(samples, arrays, strict=True)]
+        flat = whitened(np.concatenate(arrays).astype(np.float64), np.concatenate(tokens)).astype(np.float32)
+        arrays = np.split(flat, np.cumsum([len(array) for array in arrays])[:-1])
+    return {
+        sample.id: (float(array[0]) if len(array) == 1 else array, sample.weight)
+        for sample, array in zip(samples, arrays, strict=True)
+    }
+
+
+def _checked(method: Method, sample: Sample, value: object) -> NDArray[np.float32]:
+    shapes = [(), (sample.sequences,), (len(sample.turns),)]
+    return np.atleast_1d(numbers(method, value, shapes, f"the advantage of {sample.id}"))
+
+
+def _tokens(sample: Sample, count: int) -> NDArray[np.float64]:
+    """Returns the number of tokens to which each of a sample's ``count`` advantages applies."""
+    if not sample.weight:
+        return np.zeros(count)
+    if count == 1:
+        return np.array([sample.tokens], np.float64)
+    each = np.zeros(count)
+    for number, turn in enumerate(sample.turns):
+        each[number if count == len(sample.turns) else turn.sequence] += turn.end - turn.start
+    return each
+
+
+def whitened(values: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Shifts and scales values (n) to mean 0 and standard deviation 1; each value counts once per token (n)."""
+    if not tokens.sum():
+        return values
+    centred = values - np.average(values, weights=tokens)
+    spread = np.sqrt(np.average(centred**2, weights=tokens))
+    return np.asarray(centred / (spread + WHITEN_EPSILON), dtype=np.float64)

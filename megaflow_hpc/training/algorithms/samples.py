@@ -1,4 +1,4 @@
-"""Samples and their groups: the view that data algorithms have of rollouts."""
+"""Samples and their groups: rollouts in the form that data algorithms use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import TURN_REWARD
 
 SCORE, SEQUENCE_REWARD = "score", "sequence."
-"""Name of a scorer's reward for a whole rollout, and beginning of the names of its rewards for sequences."""
+"""Name of a scorer's reward for a whole rollout, and prefix of the names of its rewards for sequences."""
 
 
 class TurnTokens(NamedTuple):
@@ -22,6 +22,8 @@ class TurnTokens(NamedTuple):
     sequence: int
     start: int
     end: int
+    state: str = ""
+    """Digest of the last message before the call, such as a tool's output. Empty if the call has no messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Sample:
     error_kind: str
     """Error kind of a failed rollout; empty if there was no error."""
     reward: float
-    """NaN if not verified."""
+    """Reward of the rollout; NaN if it was not verified."""
     rewards: Mapping[str, float]
     """Reward components from the verifier, by name."""
     oldest: int
@@ -50,21 +52,23 @@ class Sample:
     longest: int
     """Number of tokens in the longest sequence, including the prompt."""
     time_ns: int
-    """When the rollout became durable, in Unix nanoseconds."""
+    """Time at which the rollout became durable, in Unix nanoseconds."""
     sequences: int = 1
     """Number of the policy's sequences."""
     turns: tuple[TurnTokens, ...] = ()
-    """The policy's model calls, in their order."""
+    """The policy's model calls, in order."""
     agent_s: float = 0.0
-    """Seconds that the agent worked; 0 if unknown."""
+    """Run time of the agent in seconds; 0 if unknown."""
     penalty: float = 0.0
     """Sum of the penalties from steps of ``data``, added to the reward."""
     weight: float = 1.0
     """Weight of the sample's tokens in the loss. At 0 the sample still counts in its group, but is not trained on."""
     verdict: float = math.nan
-    """Reward before a scorer replaced it; NaN without a scorer."""
+    """The verifier's reward, if a scorer replaced it; NaN without a scorer."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """The scorer's part of :attr:`rewards`."""
+    """The rewards in :attr:`rewards` that a scorer gave."""
+    agent: str = ""
+    """Name of the agent in the campaign."""
 
     @property
     def verified(self) -> bool:
@@ -73,17 +77,17 @@ class Sample:
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
-        """Reward of each of :attr:`turns`; 0 without one. Agents and verifiers name them ``turn.N``."""
+        """Reward of each of :attr:`turns`, or 0 if it has none. Agents and verifiers name them ``turn.N``."""
         return tuple(self.rewards.get(f"{TURN_REWARD}{turn.call}", 0.0) for turn in self.turns)
 
     @property
     def sequence_rewards(self) -> tuple[float, ...]:
-        """Reward of each of the policy's sequences; 0 without one. Scorers give them."""
+        """Reward of each of the policy's sequences, or 0 if it has none. Scorers give them."""
         return tuple(self.rewards.get(f"{SEQUENCE_REWARD}{number}", 0.0) for number in range(self.sequences))
 
 
 class StoredRollout(NamedTuple):
-    """A rollout as a scorer sees it."""
+    """A rollout in the form that a scorer receives."""
 
     sample: Sample
     trajectory: Trajectory
@@ -114,5 +118,5 @@ class SampleGroup:
 
     @property
     def time_ns(self) -> int:
-        """When the last sample became durable, in Unix nanoseconds."""
+        """Time at which the last sample became durable, in Unix nanoseconds."""
         return max((sample.time_ns for sample in self.samples), default=0)

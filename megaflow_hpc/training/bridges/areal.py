@@ -1,4 +1,4 @@
-"""AReaL: converts each step to a list of groups of padded tensors, with the keys of AReaL's workflows.
+"""Converts each step to AReaL's form: a list of groups of padded tensors, with the keys of AReaL's workflows.
 
     from megaflow_hpc.training.bridges import areal
 
@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.training.bridges.rows import TrainerRow, rows
+from megaflow_hpc.training.dataflow import Step
 from megaflow_hpc.training.microbatch import Minibatch
-from megaflow_hpc.training.step import Step
 from megaflow_hpc.trajectories.exports.areal import tensors
 from megaflow_hpc.trajectories.reading.batch import padded_lines
 

@@ -1,4 +1,4 @@
-"""prime-rl: feeds its trainer from a run, by the files that it exchanges with its own orchestrator.
+"""Feeds prime-rl's trainer from a run, through the files that it otherwise exchanges with prime-rl's orchestrator.
 
     python -m megaflow_hpc.training.bridges.prime_rl RUN --policy default --output DIR --ranks 8 --tokens 32768
 
@@ -44,8 +44,7 @@ from megaflow_hpc.host.files import read_regular, remove_tree
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.training import microbatch
-from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.step import KEPT_VERSIONS, Step
+from megaflow_hpc.training.dataflow import KEPT_VERSIONS, Dataflow, Step
 
 POLL_INTERVAL_S = 0.5
 """Seconds between polls for a broadcast."""

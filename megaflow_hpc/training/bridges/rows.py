@@ -1,4 +1,4 @@
-"""Individual sequences of a step, for trainers that take padded rows."""
+"""Splits a step into sequences, for trainers that take padded rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.dataflow import Step
 from megaflow_hpc.training.microbatch import Minibatch
 from megaflow_hpc.training.plan import PlannedRollout
-from megaflow_hpc.training.step import Step
 
 UNLIMITED_TOKENS = 2**62
 """Token limit of a micro-batch that holds the whole minibatch."""

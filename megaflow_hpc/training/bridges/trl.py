@@ -1,19 +1,18 @@
-"""TRL's ``GRPOTrainer`` on a campaign's rollouts: TRL's model, optimizer and loss, with the dataflow's steps.
+"""Trains on a campaign's rollouts with TRL's ``GRPOTrainer``: its model, optimizer and loss, and the dataflow's steps.
 
     from megaflow_hpc.training.bridges.trl import DataflowTrainer, arguments
-    from megaflow_hpc.training.dataflow import Dataflow
+    from megaflow_hpc.training.dataflow import Dataflow, KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
 
     flow = Dataflow("runs/fix-bugs")
     trainer = DataflowTrainer(flow, "/models/Qwen3-4B", arguments(flow, "out"))
     trainer.train()                                   # continues from the last commit that has a checkpoint
 
-``GRPOTrainer`` normally samples and scores completions. Here it does neither. Each of its steps is one minibatch of the
-dataflow, cut into micro-batches. It receives ids, masks, proximal log-probabilities and advantages. The advantages
+``GRPOTrainer`` normally samples and scores completions. Here it does neither. Each optimizer step is one minibatch of
+the dataflow, cut into micro-batches. It receives ids, masks, proximal log-probabilities and advantages. The advantages
 include the sample weights and the importance weights of proximal over engine, which equals weighting the loss. TRL
 averages over each batch that it receives, and in each row where this package averages in each rollout. So the loss of a
 micro-batch is scaled by its share of the minibatch, and a row's advantages by its share of the rollout. The sum is the
-loss of this package's own trainer. After the last minibatch of a step, the model is published and the step
-committed.
+loss of this package's own trainer. After the last minibatch of a step, the model is published and the step committed.
 
 The bridge depends on private parts of TRL: ``_compute_loss`` and its inputs, ``_prepare_inputs``,
 ``_get_per_token_logps_and_entropies``, and ``_save_checkpoint`` of transformers. So the version is checked on import.
@@ -34,9 +33,8 @@ import torch  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import fsync, fsync_tree
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import KEPT_CHECKPOINTS, KEPT_VERSIONS, Dataflow, Step
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
-from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, importance_weights
 
 TRL_VERSION = "1.16"
@@ -224,7 +222,7 @@ class DataflowTrainer(GRPOTrainer):
             self._proximal = {}
             for minibatch in minibatches:
                 for batch in self._packed(minibatch):
-                    self._judge(batch)
+                    self._add_proximal(batch)
             for number, minibatch in enumerate(minibatches, 1):
                 yield {"item": _Item(step, minibatch, number == len(minibatches))}
 
@@ -252,7 +250,7 @@ class DataflowTrainer(GRPOTrainer):
             "num_items_in_batch": torch.tensor(float(tokens)),
         }
 
-    def _judge(self, batch: MicroBatch) -> None:
+    def _add_proximal(self, batch: MicroBatch) -> None:
         """Computes the proximal log-probabilities of sequences that lack them."""
         if all(key in self._proximal for key in batch.sequence_keys()):
             return

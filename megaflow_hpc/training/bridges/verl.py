@@ -1,4 +1,4 @@
-"""verl: converts each step to the tensors of a ``DataProto``, padded like those of verl's agent loop.
+"""Converts each step to the tensors of verl's ``DataProto``, padded like those of verl's agent loop.
 
     from verl import DataProto
     from megaflow_hpc.training.bridges import verl
@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.training.bridges.rows import TrainerRow, rows
+from megaflow_hpc.training.dataflow import Step
 from megaflow_hpc.training.microbatch import Minibatch
-from megaflow_hpc.training.step import Step
 from megaflow_hpc.trajectories.exports.verl import proto
 from megaflow_hpc.trajectories.reading.batch import padded_lines
 

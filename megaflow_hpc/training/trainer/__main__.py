@@ -47,9 +47,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="run directory, as megaflow-hpc plan printed it")
     parser.add_argument("--policy", help="policy to train; optional if only one is trained")
-    parser.add_argument(
-        "--consumer", help="name under which the trainer holds the campaign open; default: the policy's"
-    )
     parser.add_argument("--json", action="store_true", help="print each step's metrics as one line of JSON")
     arguments = parser.parse_args(argv)
     try:
@@ -67,17 +64,16 @@ def _train(arguments: argparse.Namespace) -> int | None:
     from megaflow_hpc.rundir.layout import RunDir
     from megaflow_hpc.rundir.record import read_run
 
-    record = read_run(RunDir(arguments.run))
-    training = record.config.training if record.campaign else None
-    if training and training.trainer:
-        return _train_by(training.trainer, arguments)
-    return _train_here(arguments, record.config.slurm.trainer.kind if record.campaign else "own")
+    campaign = read_run(RunDir(arguments.run)).config
+    if campaign.training and campaign.training.trainer:
+        return _train_by(campaign.training.trainer, arguments)
+    return _train_here(arguments, campaign.slurm.trainer.kind)
 
 
 def _train_by(method: Method, arguments: argparse.Namespace) -> int:
-    """Calls a function of the user's that trains: ``training.trainer``.
+    """Calls a user's function that trains: ``training.trainer``.
 
-    It is called as ``function(flow, **args)`` on each rank with the policy's dataflow, and returns when
+    The function is called as ``function(flow, **args)`` on each rank with the policy's dataflow, and returns when
     ``flow.steps()`` ends. It may raise ``SystemExit(75)`` after SIGTERM to be started again.
     """
     from megaflow_hpc.training.dataflow import Dataflow
@@ -86,7 +82,6 @@ def _train_by(method: Method, arguments: argparse.Namespace) -> int:
     flow = Dataflow(
         arguments.run,
         arguments.policy,
-        arguments.consumer,
         rank=int(os.environ.get("RANK", "0")),
         ranks=int(os.environ.get("WORLD_SIZE", "1")),
         say=lambda text: print(text, file=sys.stderr, flush=True),
@@ -114,11 +109,10 @@ def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
     flow = Dataflow(
         arguments.run,
         arguments.policy,
-        arguments.consumer,
         rank=ranks.rank,
         ranks=ranks.count,
         say=lambda text: print(text, file=sys.stderr, flush=True),
-        agree=ranks.tell,
+        agree=ranks.broadcast,
     )
     trainer = TrainingLoop(flow, ranks, read)
     signal.signal(signal.SIGTERM, trainer.stop)

@@ -34,13 +34,13 @@ from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import file_mode, fsync, fsync_tree, make_directory, write_json
 from megaflow_hpc.host.files import read_regular, remove_tree
 from megaflow_hpc.rundir.safetensors import BITS, INDEX, Tensor, read_header
-from megaflow_hpc.rundir.weight_checksums import Checksum, checksum
+from megaflow_hpc.rundir.weights import Checksum, checksum
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 ABOUT_FILE = "about.json"
 MAX_FILE_BYTES = 2**32
-"""Total tensor bytes over all ranks after which each rank starts a new file. A file is held in memory twice."""
+"""Total tensor bytes over all ranks after which each rank starts a new file. A rank holds its file in memory twice."""
 _LAYER = re.compile(r".*?\.\d+\.")
 """Matches the start of a parameter's name up to the number of its layer."""
 T = TypeVar("T")
@@ -90,9 +90,9 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> 
     from torch.distributed import checkpoint as dcp  # type: ignore[import-not-found]
 
     target = folder / str(step)
-    if ranks.tell((target / ABOUT_FILE).exists()):
+    if ranks.broadcast((target / ABOUT_FILE).exists()):
         return Saving(step, target, None)
-    staged = folder / ranks.tell(f".{step}.{os.getpid()}.{secrets.token_hex(4)}")
+    staged = folder / ranks.broadcast(f".{step}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         if ranks.first:
             make_directory(folder)
@@ -178,7 +178,7 @@ def prune(folder: Path, keep: int, needed: Path | None = None) -> list[int]:
 
 
 def discard(folder: Path, after: int) -> None:
-    """Removes the checkpoints of steps that a dead trainer did not commit, because an amendment may change them."""
+    """Removes the checkpoints of steps after ``after``, which were not committed and may still be amended."""
     _remove(folder, [int(path.name) for path in folder.glob("[0-9]*") if int(path.name) > after])
 
 
@@ -287,7 +287,7 @@ def _writers(named: list[tuple[str, Any]], ranks: int) -> dict[int, int]:
 
 
 def _write_index(folder: Path, files: dict[str, dict[str, Tensor]]) -> None:
-    """Writes the file that names the file of each tensor."""
+    """Writes the index, which maps each tensor to its file."""
     tensors = [tensor for share in files.values() for tensor in share.values()]
     size = sum(math.prod(tensor.shape) * BITS[tensor.dtype] // 8 for tensor in tensors)
     names = {name: file for file, share in files.items() for name in share}

@@ -1,9 +1,9 @@
-"""Columns: further values of each token of a step, which functions of the user's compute before its first update.
+"""Computes columns: extra values of each token of a step, by user functions that run before its first update.
 
 Examples are the log-probabilities of a frozen reference, of an average of earlier weights, or of a teacher. A loss
 reads them as ``batch.columns[NAME]``. The columns of a step are stored next to its plan
-(:meth:`~megaflow_hpc.training.plan.TrainingFiles.claim_columns`). A repeated step reads them again, so it does not need
-the earlier weights, nor the teacher.
+(:meth:`~megaflow_hpc.training.plan.TrainingFiles.claim_columns`). A repeated step reads the stored columns, so it needs
+neither the earlier weights nor the teacher.
 
 A function is called on every rank as ``function(sequences, models, **args)`` with the rank's share of the step's
 sequences (:class:`ColumnSequence`). All rollouts of a group are on one rank. It returns one float array (L) for each
@@ -29,15 +29,14 @@ from megaflow_hpc.host.atomic import fsync_tree, make_directory
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import versions
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.methods import call, numbers, wrong
-from megaflow_hpc.training.microbatch import token_advantages
+from megaflow_hpc.training.microbatch import ordinals_of, rows_in_order, token_advantages
 from megaflow_hpc.training.plan import BySequence, Columns
-from megaflow_hpc.training.step import Step
-from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load
+from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load, row_of
 
 KEPT_AVERAGES = 3
-"""Number of recent averages of the weights to keep. The next one is computed from the newest."""
+"""Number of recent weight averages to keep. The next one is computed from the newest."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class ColumnSequence:
 
 
 class FrozenModels:
-    """Earlier weights of a policy, for the functions that compute columns. Every rank must call each method equally
-    often, because ranks share the models.
+    """Loads earlier weights of a policy for the functions that compute columns. Every rank must call each method
+    equally often, because ranks share the models.
 
     Attributes:
         base: model directory from which training started.
@@ -110,33 +109,20 @@ class FrozenModels:
             else load(folder, settings.dtype, self._ranks, parallel=settings.parallel.model_dump())
         )
         model.temperature = self._flow.temperature
-        packed = list(_packed(sequences, settings.microbatch))
-        rounds = max(self._ranks.gather(len(packed)))
+        rows = list(rows_in_order((len(s.tokens) for s in sequences), settings.microbatch))
+        rounds = max(self._ranks.gather(len(rows)))
         found: dict[int, NDArray[np.float32]] = {}
         with torch.no_grad():
-            for row in [*packed, *[[]] * (rounds - len(packed))]:
-                values = model(*self._row([sequences[n] for n in row]))[0].float().cpu().numpy()
-                cuts = np.cumsum([len(sequences[n].tokens) for n in row])[:-1]
+            for row in [*rows, *[[]] * (rounds - len(rows))]:
+                chosen = [sequences[number] for number in row]
+                inputs = row_of([(s.tokens, s.mask.nonzero()[0]) for s in chosen], self._ranks.device)
+                values = model(*inputs)[0].float().cpu().numpy()
+                cuts = np.cumsum([len(s.tokens) for s in chosen])[:-1]
                 found |= dict(zip(row, np.split(values, cuts), strict=False))
         del model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return [found[number] for number in range(len(sequences))]
-
-    def _row(self, sequences: Sequence[ColumnSequence]) -> tuple[Any, Any, list[int], Any]:
-        """Returns a model's inputs. For no sequence, that is a single token to ignore."""
-        device = self._ranks.device
-        if not sequences:
-            nothing = torch.zeros(1, dtype=torch.int64, device=device)
-            return nothing, nothing, [0, 1], nothing[:0]
-        lengths = [len(sequence.tokens) for sequence in sequences]
-        tokens = np.concatenate([sequence.tokens for sequence in sequences])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        where = np.concatenate([sequence.mask for sequence in sequences]).nonzero()[0]
-        offsets = [0, *np.cumsum(lengths).tolist()]
-        tensors = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (tokens, positions, where))
-        tokens, positions, where = tensors
-        return tokens, positions, offsets, where
 
     def average(self, decay: float) -> Path:
         """Returns a model directory with the exponentially weighted mean of all versions, in float32.
@@ -150,7 +136,7 @@ class FrozenModels:
                 self._write_averages(decay)
             except MegaflowError as error:
                 failure = str(error)
-        if failure := self._ranks.tell(failure):
+        if failure := self._ranks.broadcast(failure):
             raise ConfigError(failure)
         return self._average_folder(decay, self.newest) if self.newest else self.base
 
@@ -158,7 +144,7 @@ class FrozenModels:
         return self._flow.files.path / "averages" / f"{decay:g}-{version}"
 
     def _write_averages(self, decay: float) -> None:
-        """Writes the mean after the newest version, from the last one that is stored."""
+        """Writes the mean after the newest version, starting from the last stored one."""
         folder = self._average_folder(decay, self.newest).parent
         make_directory(folder)
         for left in folder.glob(".[0-9]*"):
@@ -177,7 +163,7 @@ class FrozenModels:
 
 
 def _average(mean: Path, version: Path, decay: float, target: Path) -> None:
-    """Writes ``decay`` × ``mean`` + (1 − ``decay``) × ``version``, one file of the version after the other."""
+    """Writes ``decay`` × ``mean`` + (1 − ``decay``) × ``version``, file by file."""
     from safetensors import safe_open  # type: ignore[import-not-found]
     from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
 
@@ -203,11 +189,11 @@ def columns_of(
     """Returns name → values of each sequence of each rollout of a step. Computes them unless they are stored.
 
     Raises:
-        ConfigError: a function failed on some rank, or returned something else than its contract says.
+        ConfigError: a function failed on a rank, or broke its contract.
     """
     if not methods:
         return {}
-    if not ranks.tell(flow.files.columns_file(step.number).exists()):
+    if not ranks.broadcast(flow.files.columns_file(step.number).exists()):
         mine = list(sequences_of(flow, step))
         sampled = {int(v) for s in mine for v in np.unique(s.versions[s.mask == 1])}
         models = FrozenModels(flow, policy, ranks, step, sampled)
@@ -239,8 +225,7 @@ def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
             mask = np.frombuffer(sequence.loss_mask, np.uint8)
             if not mask.any():
                 continue
-            found, inverse = np.unique(np.frombuffer(sequence.weight_versions, np.int32), return_inverse=True)
-            ordinals = np.array([flow.ordinal(v) if v >= 0 else -1 for v in found.tolist()], np.int32)[inverse]
+            versions = ordinals_of(np.frombuffer(sequence.weight_versions, np.int32), flow.ordinal)
             advantages = token_advantages(rollout, number, len(mask))
             yield ColumnSequence(
                 rollout=index,
@@ -249,13 +234,13 @@ def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
                 tokens=np.frombuffer(sequence.tokens, np.int32),
                 mask=mask,
                 logprobs=np.where(mask == 1, np.frombuffer(sequence.logprobs, np.float32), np.float32(0)),
-                versions=np.where(mask == 1, ordinals, np.int32(-1)),
+                versions=np.where(mask == 1, versions, np.int32(-1)),
                 advantages=np.where(mask == 1, advantages, np.float32(0)),
             )
 
 
 def _tried(method: Method, sequences: Sequence[ColumnSequence], models: FrozenModels) -> Any:
-    """Returns the values, or the error as text: a rank that stops alone would leave the others waiting."""
+    """Returns the values, or the error as text, because a rank that raised alone would leave the others waiting."""
     try:
         return _call(method, sequences, models)
     except MegaflowError as error:
@@ -275,17 +260,3 @@ def _call(method: Method, sequences: Sequence[ColumnSequence], models: FrozenMod
         what = f"the column of sequence {s.sequence} of rollout {s.rollout}"
         found[s.rollout, s.sequence] = numbers(method, array, [s.mask.shape], what)
     return found
-
-
-def _packed(sequences: Sequence[ColumnSequence], tokens: int) -> Iterator[list[int]]:
-    """Yields indices of sequences that fit in one forward pass together."""
-    row: list[int] = []
-    room = tokens
-    for number, sequence in enumerate(sequences):
-        if row and len(sequence.tokens) > room:
-            yield row
-            row, room = [], tokens
-        row.append(number)
-        room -= len(sequence.tokens)
-    if row:
-        yield row

@@ -34,36 +34,38 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.amendments import TRAINER, Amendment
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weight_source import why_not_served
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import KEPT_CHECKPOINTS, KEPT_VERSIONS, Dataflow, Step, UnreadableRollout
 from megaflow_hpc.training.gpu_turns import GpuTurns
 from megaflow_hpc.training.methods import guarded
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.staleness import ASYNCHRONOUS_BATCHES
-from megaflow_hpc.training.step import KEPT_CHECKPOINTS, KEPT_VERSIONS, Step, UnreadableRollout
 from megaflow_hpc.training.trainer import checkpoint, losses, probe
 from megaflow_hpc.training.trainer.columns import columns_of
 from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
-from megaflow_hpc.training.trainer.model import ProcessGroup, Reader, load
+from megaflow_hpc.training.trainer.model import ProcessGroup, Reader, load, row_of
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 MAX_MISMATCH = 1.0
-"""Largest plausible mean |engine − trainer log-prob| in the first update after a start. Rounding and staleness
-cannot explain more: bfloat16 against float32 gives 0.01."""
+"""Maximum mean |engine − trainer log-prob| in the first update after a start. Rounding and staleness cannot explain
+more: bfloat16 against float32 gives 0.01."""
+
+MAX_NOT_FINITE = 3
+"""Number of consecutive steps without a finite gradient after which training ends."""
 
 Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
 """(rollout in the step, digest of a sequence's tokens) → log-probabilities of the sequence."""
 
 
 class TrainingStopped(Exception):
-    """The trainer was stopped while it waited for rollouts."""
+    """Raised if the trainer is stopped while it waits for rollouts."""
 
 
 class StepAmended(Exception):
-    """The step was changed by an amendment, and must start again from the last checkpoint."""
+    """Raised after an amendment of a step. Training must continue from the last checkpoint."""
 
 
 class OutOfMemory(Exception):
-    """A row does not fit into memory. ``rollouts`` are the ids of its rollouts."""
+    """A row that does not fit into memory. ``sequences`` has each sequence's rollout in the step."""
 
     def __init__(self, batch: MicroBatch, cause: BaseException) -> None:
         super().__init__(str(cause).partition("\n")[0])
@@ -76,7 +78,7 @@ class TrainingLoop:
     Args:
         flow: the dataflow of this rank.
         ranks: all ranks.
-        read: makes and divides the model, if another engine does (:func:`~.model.load`).
+        read: creates and divides the model; by default, :func:`~.model.load` does.
 
     Attributes:
         stopping: set to true to stop after the current step; :meth:`stop` also ends a wait.
@@ -121,7 +123,7 @@ class TrainingLoop:
         self.stopping = self._waiting = False
         self._compared = self._updated = False
         self._saving: checkpoint.Saving | None = None
-        """The checkpoint that is being written. It is not in its step's commit yet."""
+        """Checkpoint that is being written. The commit of its step does not name it yet."""
         self._not_finite = 0
         """Number of consecutive steps without an update, because none of their gradients was finite."""
         self._moved = False
@@ -145,7 +147,7 @@ class TrainingLoop:
         try:
             yield from self._steps()
         finally:
-            with contextlib.suppress(MegaflowError):  # of a step that failed or was stopped, a newer trainer included
+            with contextlib.suppress(MegaflowError):  # the step has failed, or a newer trainer has taken over
                 self._finish_checkpoint()
 
     def _steps(self) -> Iterator[dict[str, float]]:
@@ -166,10 +168,10 @@ class TrainingLoop:
             began = time.perf_counter()
             self._take(step.number, clock)
             step, metrics = self._train_amended(step, clock)
-            self.stopping = bool(self.ranks.tell(self.stopping))
+            self.stopping = bool(self.ranks.broadcast(self.stopping))
             last = step.number >= flow.config.steps or self.stopping
             due = last or step.number % flow.config.checkpoint_every == 0
-            if self._saving and (due or self.ranks.tell(self._saving.done)):
+            if self._saving and (due or self.ranks.broadcast(self._saving.done)):
                 with clock("checkpoint"):
                     self._finish_checkpoint()
             if due:
@@ -230,13 +232,13 @@ class TrainingLoop:
 
     @property
     def _kept_versions(self) -> int:
-        """Number of weight versions to keep. Columns may need each version that sampled a step's tokens."""
+        """Number of weight versions to keep. Columns may need every version that sampled a step's tokens."""
         bound = self.flow.config.staleness
         ahead = ASYNCHRONOUS_BATCHES if bound is None else bound
         return max(KEPT_VERSIONS, ahead + 2) if self.flow.settings.columns else KEPT_VERSIONS
 
     def _publish(self, step: Step) -> None:
-        folder = self.flow.files.path / self.ranks.tell(f".export-{step.number}-{time.time_ns()}")
+        folder = self.flow.files.path / self.ranks.broadcast(f".export-{step.number}-{time.time_ns()}")
         checksums = checkpoint.export(folder, self.policy, self.ranks)
         step.publish(folder, move=True, keep=self._kept_versions, checksums=checksums)
         self.ranks.barrier()
@@ -280,7 +282,7 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def _fitting(self, batch: MicroBatch) -> Iterator[None]:
-        """Converts the errors of torch for lack of memory, on GPUs and CPUs."""
+        """Converts torch's out-of-memory errors, on GPUs and CPUs, to :class:`OutOfMemory`."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -289,7 +291,7 @@ class TrainingLoop:
             raise
 
     def _not_finite_before(self, step: int) -> int:
-        """Returns the number of steps up to ``step`` whose gradients were not finite, since the last with an update."""
+        """Returns the number of non-finite steps since the last update, up to ``step``."""
         count = 0
         for number in reversed(self.flow.files.numbers(Commit)):
             commit = self.flow.files.read(Commit, number)
@@ -306,7 +308,7 @@ class TrainingLoop:
             self._not_finite = 0
         else:
             self._not_finite += bool(metrics["not_finite"])
-        if metrics["not_finite"] and self._not_finite >= self.flow.config.nonfinite:
+        if metrics["not_finite"] and self._not_finite >= MAX_NOT_FINITE:
             raise ConfigError(
                 f"{self.flow.run}: the gradients of the last {self._not_finite} steps were not finite, and the weights "
                 f"are unchanged since; look at grad_norm and log_ratio_max of the steps before in "
@@ -321,7 +323,7 @@ class TrainingLoop:
                 step.columns = columns_of(self.flow, step, columns, self.policy, self.ranks)
         minibatches = [minibatch for minibatch in step.minibatches() if minibatch.tokens]
         several = len(minibatches) > 1 or self.loss.kind == "m2po"
-        proximal = self._judge(step, clock) if several else None
+        proximal = self._proximal(step, clock) if several else None
         minibatch_metrics: list[dict[str, float]] = []
         whole, fresh = WeightedMean(), WeightedMean()
         seen: set[int] = set()
@@ -342,7 +344,7 @@ class TrainingLoop:
                 values.setdefault(name, []).append(value)
         metrics = {name: sum(of_it) / len(of_it) for name, of_it in values.items()}
         metrics |= {name: max(of_it) for name, of_it in values.items() if name in losses.MAXIMA}
-        metrics |= whole.mismatches() | fresh.sampling()
+        metrics |= fresh.sampling()
         rewards = step.plan.rewards
         threshold = self.flow.trained.pass_threshold
         passed = sum(reward >= threshold for reward in rewards) / len(rewards) if rewards else math.nan
@@ -357,7 +359,7 @@ class TrainingLoop:
         }
 
     @torch.no_grad()
-    def _judge(self, step: Step, clock: StageClock) -> Proximal:
+    def _proximal(self, step: Step, clock: StageClock) -> Proximal:
         """Computes the proximal log-probabilities of the step's sequences and gathers them from all ranks."""
         mine: Proximal = {}
         with clock("proximal"):
@@ -393,7 +395,7 @@ class TrainingLoop:
                 loss, sums = losses.policy_loss(self.loss, new, entropies, tokens, minibatch, limit)
             with clock("backward"), self._fitting(batch):
                 loss.backward()
-            tally.add(batch, tokens, sums)
+            tally.add(len(batch.tokens), sums)
         with clock("optimizer"):
             tally = tally.of_all(self.ranks, self._copies)
             metrics = tally.report()
@@ -416,7 +418,7 @@ class TrainingLoop:
         return rate
 
     def _packed(self, minibatch: Minibatch) -> Iterator[MicroBatch]:
-        """Yields the micro-batches. Rollouts without advantage are left out if they cannot have a gradient."""
+        """Yields the micro-batches, without rollouts that cannot have a gradient."""
         return minibatch.microbatches(self.flow.settings.microbatch, skip_zero=not self.loss.needs_all_tokens)
 
     def _row(self, batch: MicroBatch) -> tuple[Any, ...]:
@@ -428,30 +430,30 @@ class TrainingLoop:
             )
         device = self.ranks.device
         if not len(batch.tokens):
-            nothing = torch.zeros(1, dtype=torch.int64, device=device)
-            return nothing, nothing, [0, 1], nothing[:0]
+            return row_of([], device)
         tokens, positions = (torch.from_numpy(a).to(device, torch.int64) for a in (batch.tokens, batch.positions))
         where = torch.from_numpy(batch.mask.nonzero()[0]).to(device)
         experts = None if batch.experts is None else torch.from_numpy(batch.experts).to(device)
         return tokens, positions, batch.offsets.tolist(), where, experts
 
     def _tokens(self, batch: MicroBatch, proximal: Any, device: Any) -> losses.Tokens:
-        empty = not len(batch.tokens)
-        mask, engine, advantages, weights = (
-            torch.from_numpy(np.zeros(1, a.dtype) if empty else a).to(device)
-            for a in (batch.mask, batch.logprobs, batch.advantages, batch.weights)
+        def on_device(values: np.ndarray[Any, Any]) -> Any:
+            """Copies a column to the device. An empty one gets a single 0, because an empty row has one token."""
+            return torch.from_numpy(values if len(values) else np.zeros(1, values.dtype)).to(device)
+
+        return losses.Tokens(
+            offsets=on_device(batch.offsets if len(batch.tokens) else np.array([0, 1])),
+            mask=on_device(batch.mask).bool(),
+            proximal=proximal.to(device),
+            engine=on_device(batch.logprobs),
+            advantages=on_device(batch.advantages),
+            weights=on_device(batch.weights),
+            rollout_tokens=on_device(batch.rollout_tokens),
+            columns={name: on_device(values) for name, values in batch.columns.items()},
         )
-        offsets = torch.tensor([0, 1]) if empty else torch.from_numpy(batch.offsets)
-        counts = torch.zeros(1, dtype=torch.int64) if empty else torch.from_numpy(batch.rollout_tokens)
-        offsets, counts, proximal = (a.to(device) for a in (offsets, counts, proximal))
-        columns = {
-            name: torch.from_numpy(np.zeros(1, np.float32) if empty else values).to(device)
-            for name, values in batch.columns.items()
-        }
-        return losses.Tokens(offsets, mask.bool(), proximal, engine, advantages, weights, counts, columns)
 
     def _known(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
-        """Looks up the proximal log-probabilities (T) of a micro-batch."""
+        """Returns the known proximal log-probabilities (T) of a micro-batch."""
         assert proximal is not None
         parts = [torch.from_numpy(proximal[key]) for key, _ in _sequences(batch)]
         return torch.cat(parts) if parts else torch.zeros(1)
@@ -477,5 +479,5 @@ def _sequences(batch: MicroBatch) -> Iterator[tuple[tuple[int, bytes], slice]]:
 
 
 def _function(kind: Any) -> Any:
-    """Returns the function of a method of the user's, and names of built-in kinds as they are."""
+    """Returns a callable for a user's function, and the name of a built-in kind unchanged."""
     return guarded(kind) if isinstance(kind, Method) else kind

@@ -17,7 +17,7 @@ gspo     the same; r of the sequence: the geometric  in each rollout, then over 
          mean of its tokens'
 cispo    clip(r) A log p, clip(r) without gradient   over all tokens                       2506.13585
 m2po     r A, without the tokens of the largest      over all tokens                       2510.01161
-         |log r| among those that moved as A asks
+         |log r| among those with log r × A > 0
 rloo     A log p                                     sum / rollouts                        2402.14740
 ======== =========================================== ===================================== ================
 
@@ -26,8 +26,7 @@ that the papers average over is the whole rollout, so rollouts have equal weight
 average is over the whole minibatch (:class:`Totals`), so the losses and gradients of micro-batches and ranks add up to
 those of the undivided minibatch.
 
-A function of the user's can replace the loss (:data:`LossFunction`) and the importance weights
-(:data:`ImportanceFunction`).
+A user's function can replace the loss (:data:`LossFunction`) and the importance weights (:data:`ImportanceFunction`).
 """
 
 from __future__ import annotations
@@ -87,13 +86,13 @@ class Tokens:
     rollout_tokens: Tensor
     """int64 (S), number of tokens to train on in the whole rollout of each sequence."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further values of each token by name, float (T)."""
+    """Extra values of each token by name, float (T)."""
     importance: Tensor = None
     """float (T), importance weights. Set for loss functions only."""
 
 
 LossFunction = Callable[[Tensor, Tensor, Tokens, Totals], tuple[Tensor, Mapping[str, Tensor]]]
-"""A loss of the user's. It is called as ``function(new, entropies, batch, totals)`` for each micro-batch with tokens:
+"""A user's loss. It is called as ``function(new, entropies, batch, totals)`` for each micro-batch with tokens:
 
 - ``new``: float32 (T), log-probabilities of the policy that is trained, with gradient.
 - ``entropies``: float32 (T), entropy of the distribution of each token. It has a gradient only if ``loss.entropy`` is
@@ -109,19 +108,19 @@ sum divided by the number of tokens, as ``loss/NAME``. Every call must return th
 """
 
 ImportanceFunction = Callable[[Tokens, float], Tensor]
-"""Importance weights of the user's. The function is called as ``function(batch, truncate)`` without gradient; values of
+"""A user's importance weights. The function is called as ``function(batch, truncate)`` without gradient; values of
 masked tokens are 0. It returns the weights, float (T), finite and not negative. A weight of 0 masks a token.
 ``batch.proximal - batch.engine`` is the log of the weight without truncation.
 """
 
 
 SECOND_MOMENT = 0.04
-"""M2PO's upper bound on the mean squared log ratio, as in the paper."""
+"""Upper bound on the mean squared log ratio in M2PO, as in the paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Kind of loss and its bounds.
+    """A loss: its kind and its bounds.
 
     Raises:
         ConfigError: the kind or the level is unknown, or ``dr_grpo`` has no length.
@@ -133,9 +132,9 @@ class Loss:
     entropy: float = 0.0
     """Coefficient of the entropy bonus, which is the mean entropy over tokens."""
     importance: Level | ImportanceFunction = "token"
-    """Whether importance weights (proximal over engine) are per token or their product over a sequence."""
+    """Importance weights, proximal over engine: per token, or multiplied over a sequence."""
     truncate: float = 2.0
-    """Cap on importance weights."""
+    """Maximum of importance weights."""
     length: int | None = None
     """Dr.GRPO's constant, in tokens of a rollout."""
 
@@ -166,7 +165,7 @@ def policy_loss(
         limit: M2PO's bound of |log new − log engine|, from :func:`second_moment_limit`.
 
     Raises:
-        ConfigError: a function of the user's returned something else than its contract says.
+        ConfigError: a user's function broke its contract.
     """
     # Zero masked values before use: NaN times 0 is NaN, also in the backward pass.
     mask = batch.mask
@@ -217,7 +216,7 @@ def importance_weights(loss: Loss, batch: Tokens) -> tuple[Tensor, Tensor]:
         batch: the tokens; values of masked ones are 0.
 
     Raises:
-        ConfigError: a function of the user's returned weights of another shape, or invalid ones.
+        ConfigError: a user's function returned weights of another shape, or invalid ones.
     """
     log_weights = batch.proximal - batch.engine
     if callable(loss.importance):
@@ -265,7 +264,7 @@ def add(first: Statistics, second: Statistics) -> Statistics:
 
 
 def report(statistics: Statistics) -> dict[str, float]:
-    """Converts sums over micro-batches and ranks to readable metrics.
+    """Converts sums over micro-batches and ranks to metrics.
 
     ``loss`` is the minimised loss without the entropy bonus. Means over tokens: ``entropy``; ``clipped`` (share without
     a gradient, or for CISPO with a bounded weight), split into ``clipped_low`` and ``clipped_high``; ``kl`` (proximal
@@ -323,12 +322,12 @@ _MEANS = ("entropy", "clipped_low", "clipped_high", "kl", "engine_kl", "mismatch
 
 
 def _sums(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sums (T) per sequence to (S). Unlike ``index_add``, it adds in token order on every device."""
+    """Sums values (T) per sequence (S). Unlike ``index_add``, it adds in token order on every device."""
     return torch.segment_reduce(values, "sum", offsets=offsets, initial=0)
 
 
 def _spread(values: Tensor, offsets: Tensor) -> Tensor:
-    """Repeats (S) for each token, giving (T)."""
+    """Repeats each sequence's value (S) for its tokens (T)."""
     return values.repeat_interleave(offsets.diff())
 
 
@@ -340,7 +339,7 @@ def _zeroed(mask: Tensor, values: Tensor) -> Tensor:
 def surrogate(
     loss: Loss, new: Tensor, batch: Tokens, totals: Totals, limit: float = math.inf
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss of a kind in the module's table, and how many tokens are clipped.
+    """Returns the loss of a built-in kind, and the numbers of clipped tokens.
 
     All kinds have one form: the surrogate's gradient is coefficient × advantage × the gradient of log p. A ratio's
     gradient is the ratio times that of log p, and 0 if clipped. The value is added without gradient.
@@ -397,7 +396,7 @@ def _name(function: Any) -> str:
 
 
 def _checked(function: Any, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns what a loss function returned, with float64 sums."""
+    """Checks the result of a loss function, and converts its sums to float64."""
     name = f"loss {_name(function)}"
     match returned:
         case (share, Mapping() as sums):

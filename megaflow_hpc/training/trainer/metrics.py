@@ -1,4 +1,4 @@
-"""Metrics of a step: seconds per stage, token statistics and TensorBoard output."""
+"""Collects the metrics of a step: seconds per stage and token statistics. Writes them for TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch  # type: ignore[import-not-found]
 
-from megaflow_hpc.training.microbatch import MicroBatch
 from megaflow_hpc.training.trainer import losses
 from megaflow_hpc.training.trainer.model import ProcessGroup
 
@@ -42,34 +40,24 @@ class WeightedMean:
 
     def __init__(self) -> None:
         self._sums: losses.Statistics = {}
-        self._versions: dict[int, tuple[float, int]] = {}
-        """Weight version → (sum of |engine − proximal log-prob|, number of tokens)."""
         self.rows = 0
 
-    def add(self, batch: MicroBatch, tokens: losses.Tokens, sums: losses.Statistics) -> None:
-        """Adds the loss statistics of a micro-batch."""
-        mean = WeightedMean()
-        mean._sums, mean.rows = sums, len(batch.tokens)
-        if mean.rows:
-            chosen = batch.mask == 1
-            apart = np.abs(batch.logprobs - tokens.proximal.cpu().numpy())[chosen].astype(np.float64)
-            versions = batch.versions[chosen]
-            for version in np.unique(versions).tolist():
-                of_it = apart[versions == version]
-                mean._versions[version] = float(of_it.sum()), len(of_it)
-        self.join(mean)
+    def add(self, rows: int, sums: losses.Statistics) -> None:
+        """Adds the loss statistics of ``rows`` tokens."""
+        self._sums = losses.add(self._sums, sums)
+        self.rows += rows
 
     def join(self, other: WeightedMean) -> None:
         """Adds the statistics of another instance."""
-        self._sums = losses.add(self._sums, other._sums) if self._sums else other._sums
-        self.rows += other.rows
-        for version, (apart, count) in other._versions.items():
-            before = self._versions.get(version, (0.0, 0))
-            self._versions[version] = before[0] + apart, before[1] + count
+        self.add(other.rows, other._sums)
 
     def of_all(self, ranks: ProcessGroup, copies: int = 1) -> WeightedMean:
-        """Combines the statistics of all ranks, of which ``copies`` successive ones have the same. Every rank must call
-        it, and gets the result."""
+        """Combines the statistics of all ranks. Every rank must call it, and gets the result.
+
+        Args:
+            ranks: all ranks.
+            copies: number of successive ranks that have the same statistics.
+        """
         self._sums = {name: value.cpu() for name, value in self._sums.items()}
         mean = WeightedMean()
         for part in ranks.gather(self)[::copies]:
@@ -83,10 +71,6 @@ class WeightedMean:
     def sampling(self) -> dict[str, float]:
         """Returns metrics as defined by :func:`~megaflow_hpc.training.trainer.losses.sampling`."""
         return losses.sampling(self._sums)
-
-    def mismatches(self) -> dict[str, float]:
-        """Returns the mean mismatch of each weight version, as metrics."""
-        return {f"mismatch/version-{version}": apart / count for version, (apart, count) in self._versions.items()}
 
 
 class Board:

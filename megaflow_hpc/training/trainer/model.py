@@ -1,11 +1,11 @@
 """The policy in the trainer: log-probabilities and entropies of the tokens of a packed row.
 
 A row holds several sequences without padding, and each attends only to itself
-(:mod:`~megaflow_hpc.training.trainer.attention`). Models that mix tokens in other ways (convolutions, state spaces)
+(:mod:`~megaflow_hpc.training.trainer.layers`). Models that mix tokens in other ways (convolutions, state spaces)
 would leak one sequence into another. :func:`load` compares a packed row with its single sequences through the model's
 own forward, and refuses a model that gives different results.
 
-Logits are computed for the judged tokens only, in chunks, and again in the backward pass. So the logits of 150,000
+Logits are computed in chunks, for the target tokens only, and again in the backward pass. So the logits of 150,000
 words × 32,768 tokens are never in memory together.
 
 Several ranks (``torchrun``) divide parameters and rows as :mod:`~megaflow_hpc.training.trainer.sharding` describes.
@@ -22,19 +22,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch  # type: ignore[import-not-found]
 import torch.distributed as dist  # type: ignore[import-not-found]
 from torch.utils.checkpoint import checkpoint  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.layout import Layout
-from megaflow_hpc.training.trainer import attention
-from megaflow_hpc.training.trainer.attention import Packing
-from megaflow_hpc.training.trainer.router import RouterReplay
+from megaflow_hpc.training.trainer import layers
+from megaflow_hpc.training.trainer.layers import Packing, RouterReplay
 from megaflow_hpc.training.trainer.sharding import Grid, SumOverRanks, divide_adapters, read_sharded
 
 CHUNK_LOGITS = 2**26
@@ -42,9 +42,9 @@ CHUNK_LOGITS = 2**26
 COLLECTIVE_TIMEOUT_S = 3600.0
 """Seconds that a rank waits for the others. torch's 10 minutes are less than writing a large version may take."""
 END_KEY = "megaflow.end"
-"""Key in torch's store with the exit status of all ranks, once one of them cannot continue."""
+"""Key in torch's store. It holds the exit status of all ranks once a rank cannot continue."""
 END_POLL_S = 1.0
-"""Seconds between two looks for it."""
+"""Seconds between two polls for this key."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PACKING_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Maximum mean difference of log-probabilities between packed and single sequences. It is large for bfloat16, which
@@ -65,7 +65,7 @@ class ProcessGroup:
 
     @property
     def first(self) -> bool:
-        """True on rank 0, which writes files."""
+        """True on rank 0, the only rank that writes shared files."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -73,7 +73,7 @@ class ProcessGroup:
         if self.count > 1:
             dist.barrier()
 
-    def tell(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Broadcasts the first rank's value to all ranks."""
         box = [value]
         if self.count > 1:
@@ -89,7 +89,7 @@ class ProcessGroup:
         return values
 
     def end(self, status: int) -> NoReturn:
-        """Ends the processes of all ranks at once, those included that wait for this one in a collective operation.
+        """Ends the processes of all ranks at once, even those that wait for this one in a collective operation.
 
         Args:
             status: exit status, unless another rank has set one already.
@@ -108,10 +108,10 @@ class ProcessGroup:
 class EndWatch(threading.Thread):
     """Ends this process once another rank has ended with an error.
 
-    Collective operations need all ranks, and some wait for a missing rank without end.
+    Collective operations need all ranks, and some wait forever for a missing rank.
 
     Args:
-        store: torch's store, through which the ranks met.
+        store: torch's store, through which the ranks exchange keys.
     """
 
     def __init__(self, store: Any) -> None:
@@ -127,7 +127,7 @@ class EndWatch(threading.Thread):
                 return
 
     def tell(self, status: int) -> int:
-        """Lets all ranks end. Returns the exit status: the first one that a rank has told."""
+        """Makes all ranks end. Returns the exit status, which the first failing rank sets."""
         return int(self._store.compare_set(END_KEY, "", str(status)))
 
     def leave(self) -> None:
@@ -162,6 +162,30 @@ def _exit(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def row_of(sequences: Sequence[tuple[Any, Any]], device: Any) -> tuple[Any, Any, list[int], Any]:
+    """Returns the inputs of :meth:`PolicyModel.forward` for a row of sequences.
+
+    Without any sequence, the row is a single token to ignore, because every rank must take part in a pass.
+
+    Args:
+        sequences: tokens of each sequence, and the indices of its target tokens.
+        device: the device of the model.
+    """
+    if not sequences:
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        return nothing, nothing, [0, 1], nothing[:0]
+    offsets = [0, *accumulate(len(tokens) for tokens, _ in sequences)]
+    columns = (
+        [tokens for tokens, _ in sequences],
+        [np.arange(len(tokens)) for tokens, _ in sequences],
+        [begin + np.asarray(targets) for begin, (_, targets) in zip(offsets, sequences, strict=False)],
+    )
+    tokens, positions, where = (
+        torch.from_numpy(np.concatenate(column).astype(np.int64)).to(device) for column in columns
+    )
+    return tokens, positions, offsets, where
 
 
 class PolicyModel(torch.nn.Module):
@@ -202,13 +226,13 @@ class PolicyModel(torch.nn.Module):
     def forward(
         self, tokens: Any, positions: Any, offsets: Sequence[int], where: Any, experts: Any = None
     ) -> tuple[Any, Any]:
-        """Returns log-probabilities and entropies, each float32 (T), 0 for tokens that are not judged.
+        """Returns log-probabilities and entropies, each float32 (T), 0 for all but the target tokens.
 
         Args:
             tokens: int64 (T), the concatenated sequences.
             positions: int64 (T), from 0 in each sequence.
             offsets: (S + 1), start of each sequence.
-            where: int64 (N), indices of the tokens to judge. The first token of a sequence cannot be judged.
+            where: int64 (N), indices of the target tokens. The first token of a sequence cannot be a target.
             experts: int16 (T, layers, experts per token), which routers must choose; -1 where they choose themselves.
         """
         lengths = [end - begin for begin, end in pairwise(offsets)]
@@ -234,7 +258,7 @@ class PolicyModel(torch.nn.Module):
         picked, wanted = hidden[mine - 1 - begin], tokens[mine]
         size = max(1, CHUNK_LOGITS // self.words)
         parts = [
-            checkpoint(self._judge, h, w, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self._score, h, w, use_reentrant=False, preserve_rng_state=False)
             for h, w in zip(picked.split(size), wanted.split(size), strict=True)
         ]
         # A rank with only masked tokens must still take part in the backward pass.
@@ -247,7 +271,7 @@ class PolicyModel(torch.nn.Module):
             logprobs, entropies = (SumOverRanks.apply(column, self.context) for column in (logprobs, entropies))
         return logprobs, entropies
 
-    def _judge(self, hidden: Any, tokens: Any) -> tuple[Any, Any]:
+    def _score(self, hidden: Any, tokens: Any) -> tuple[Any, Any]:
         """Returns the log-probabilities of ``tokens`` (n) given ``hidden`` (n, H), and the entropies of the
         distributions."""
         logits = self.causal.get_output_embeddings()(hidden).float()
@@ -267,7 +291,7 @@ class PolicyModel(torch.nn.Module):
         """Returns tensors that are named and divided like the parameters as shares of whole ones, not copied."""
         return dict(tensors)
 
-    def judge_alone(self, tokens: Any) -> Any:
+    def logprobs_alone(self, tokens: Any) -> Any:
         """Returns the log-probabilities (T - 1) of all tokens of one sequence (T) but the first, by the model's own
         forward and head."""
         logits = self.causal(input_ids=tokens[None], use_cache=False).logits[0].float()
@@ -300,7 +324,7 @@ def load(
             peft.
         recompute: compute layers again in the backward pass instead of keeping their results.
         parallel: ``replicas``, ``context``, ``tensor`` and ``expert``, as in the campaign file.
-        read: makes and divides the model. By default, transformers makes it and this package divides it.
+        read: creates and divides the model. By default, transformers creates it and this package divides it.
 
     Raises:
         ConfigError: the directory is not a model, peft is missing, the model cannot be divided as ``parallel`` says,
@@ -329,8 +353,8 @@ def load(
     policy.to(ranks.device)
     policy.router.attach(causal)
     alone = _alone(policy, ranks.device)
-    attention.register()
-    causal.set_attn_implementation(attention.ATTENTION_NAME)
+    layers.register()
+    causal.set_attn_implementation(layers.ATTENTION_NAME)
     _check_packing(policy, alone, ranks.device, DTYPES[dtype])
     if lora is not None:
         policy._adapter = (_with_lora(causal, lora),)
@@ -401,7 +425,7 @@ def _alone(policy: PolicyModel, device: Any) -> Any:
     head. With several ranks, each layer is gathered while it computes, and never the whole model."""
     tokens, offsets = _row(policy.words, device)
     policy.eval()
-    return torch.cat([policy.judge_alone(tokens[begin:end]) for begin, end in pairwise(offsets)])
+    return torch.cat([policy.logprobs_alone(tokens[begin:end]) for begin, end in pairwise(offsets)])
 
 
 @torch.no_grad()
@@ -444,7 +468,7 @@ def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _whole_shapes(causal: Any) -> Iterator[None]:
-    """Hides that parameters are divided, because peft would make adapters for this rank's share."""
+    """Replaces divided parameters by placeholders of their whole shapes, from which peft derives those of adapters."""
     divided = [
         (module, name, parameter)
         for module in causal.modules()

@@ -100,7 +100,7 @@ class Optimizer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Adds up the gradients of adapters, which every rank holds whole, over all ranks. FSDP adds up all others.
+        """Sums the gradients of adapters, which every rank holds whole, over all ranks. FSDP sums all others.
 
         :meth:`step` calls it. Further calls before the next step do nothing.
         """
@@ -116,7 +116,7 @@ class Optimizer:
         self._reduced = True
 
     def _gradients(self) -> list[Any]:
-        """Returns this rank's shares of all gradients."""
+        """Returns this rank's share of each gradient."""
         return [_local(master.grad) for master in self.masters.values()]
 
     @torch.no_grad()

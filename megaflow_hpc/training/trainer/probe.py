@@ -1,4 +1,4 @@
-"""Tries the functions of a section ``training`` on small examples: their results must be what their contracts say.
+"""Tries the functions of a section ``training`` on small examples, to check that they keep their contracts.
 
 Planning runs :func:`main` in the trainer's interpreter. It reads ``{"training": {…}, "beside": DIR}`` as JSON on
 standard input and writes ``{"errors": {KEY: [ERROR, LACKS]}, "digests": {MODULE: DIGEST}, "code": [NAME…]}``. ``LACKS``
@@ -24,7 +24,7 @@ from megaflow_hpc.config.sections import Method
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes
 from megaflow_hpc.training.algorithms import Prompts, advantages
-from megaflow_hpc.training.algorithms.filters import by_method
+from megaflow_hpc.training.algorithms.choice import by_method
 from megaflow_hpc.training.algorithms.rewards import scores
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, StoredRollout, TurnTokens
 from megaflow_hpc.training.methods import call, digests, guarded, methods_of, numbers, resolve, wrong
@@ -36,7 +36,7 @@ def check(training: TrainingConfig) -> None:
     """Tries every function.
 
     Raises:
-        Mistakes: some cannot be imported or called, or return something else than their contracts say.
+        Mistakes: a function cannot be imported or called, or breaks its contract.
     """
     if failures := failed(training):
         raise Mistakes([f"training: {key}: {error}" for key, (error, _) in failures.items()])
@@ -84,7 +84,7 @@ def _score(method: Method, policy: PolicyTraining) -> None:
 
 
 def _stored(sample: Sample) -> StoredRollout:
-    """Returns a rollout whose tokens and turns are those of the sample."""
+    """Returns a rollout with the tokens and turns of a sample."""
     sequences = [TokenSequence("default") for _ in range(sample.sequences)]
     for sequence in sequences:
         sequence.tokens.extend(range(sample.longest))
@@ -149,13 +149,13 @@ def _try_loss(loss: Any, method: Method, policy: PolicyTraining) -> None:
 
 
 class Example:
-    """Counts of the minibatch on which losses are tried."""
+    """Totals of the minibatch on which losses are tried."""
 
     tokens, sequences, samples = 5, 2, 2
 
 
 def _column(method: Method, policy: PolicyTraining) -> None:
-    """A column may need models or a server, so only its arguments are checked."""
+    """Checks only the arguments of a column's function, because calling it may need models or a server."""
     function = resolve(method)
     try:
         inspect.signature(function).bind([], None)
@@ -171,7 +171,7 @@ OF_POLICY: dict[str, Callable[[Method, PolicyTraining], None]] = {
     "importance": _importance,
     "columns": _column,
 }
-"""First part of a policy's key → how to try its function."""
+"""First part of a policy's key → function that tries the method."""
 
 
 def scheduled(method: Method, step: int, steps: int, lr: float, metrics: dict[str, float]) -> float:

@@ -37,7 +37,7 @@ Values = list[NDArray[np.float32]]
 def sapo(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, positive: float = 1.0, negative: float = 1.05
 ) -> tuple[Any, dict[str, Any]]:
-    """Soft gate instead of a clip: −σ(τ (r − 1)) (4 / τ) A, averaged in each rollout, then over rollouts.
+    """Applies a soft gate instead of a clip: −σ(τ (r − 1)) (4 / τ) A, averaged in each rollout, then over rollouts.
 
     r is the ratio of new to proximal; τ is ``positive`` for A > 0 and ``negative`` otherwise. The gradient at r = 1 is
     that of r A (Gao et al. 2025, SAPO, arXiv 2511.20347).
@@ -52,7 +52,7 @@ def sapo(
 def kl_to_reference(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, beta: float = 0.001, column: str = "reference", **loss: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """A built-in loss + ``beta`` × KL(policy, reference), averaged over tokens.
+    """Adds ``beta`` × KL(policy, reference), averaged over tokens, to a built-in loss.
 
     The KL is estimated as exp(d) − d − 1 with d = log reference − log p (k3: Schulman 2020,
     joschu.net/blog/kl-approx.html; GRPO, arXiv 2402.03300, equation 4). ``loss`` are fields of :class:`Loss`, such as
@@ -68,7 +68,7 @@ def kl_to_reference(
 def decoupled(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, column: str = "average", **loss: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """A built-in loss whose ratios are relative to a column instead of the policy before the step: PPO-EWMA.
+    """Computes a built-in loss with ratios relative to a column, not to the policy before the step: PPO-EWMA.
 
     With the column :func:`average`, the objective is that of Hilton et al. 2021, arXiv 2110.00641, section 3: the
     importance weight is average / engine, and the clipped ratio new / average. ``loss`` are fields of :class:`Loss`.
@@ -79,7 +79,7 @@ def decoupled(
 def exact_old(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, column: str = "old", **loss: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """A built-in loss whose importance weights are relative to a column instead of the engine's probabilities.
+    """Computes a built-in loss with importance weights relative to a column, not to the engine's probabilities.
 
     With the column :func:`old`, they correct for the age of the weights alone, not for the engine's arithmetic
     (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298). ``loss`` are fields of
@@ -91,7 +91,7 @@ def exact_old(
 def distill(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, column: str = "teacher"
 ) -> tuple[Any, dict[str, Any]]:
-    """On-policy distillation: −r A, averaged over tokens, with A = log teacher − log proximal for each token.
+    """Distils on-policy: −r A, averaged over tokens, with A = log teacher − log proximal for each token.
 
     Its gradient is that of the reverse KL(policy, teacher) at each sampled token. Rewards are not used (Agarwal et al.
     2024, GKD, arXiv 2306.13649; Lu et al. 2025, On-Policy Distillation, thinkingmachines.ai).
@@ -103,14 +103,14 @@ def distill(
 
 
 def likelihood(new: Any, entropies: Any, batch: Tokens, totals: Totals) -> tuple[Any, dict[str, Any]]:
-    """−A log p, averaged over tokens: with A = 1, the loss of supervised fine-tuning."""
+    """Returns −A log p, averaged over tokens: with A = 1, the loss of supervised fine-tuning."""
     return -(new * batch.advantages * batch.weights).sum() * mean_over_tokens(totals), {}
 
 
 def dpo(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, beta: float = 0.1, column: str = "pairs"
 ) -> tuple[Any, dict[str, Any]]:
-    """DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7), for the pairs of the advantage ``pairs``.
+    """Computes the loss of DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7) for the advantage ``pairs``.
 
     Its gradient is −``beta`` σ(−``beta`` m) (∇ log p(best) − ∇ log p(worst)), where m is how much more the policy
     prefers the best rollout than the reference does: the column :func:`pairs`. m is that before the step, so the
@@ -136,7 +136,7 @@ def _weighted(loss: Loss, new: Any, batch: Tokens, totals: Totals) -> tuple[Any,
 
 
 def icepop(batch: Tokens, truncate: float, low: float = 0.5) -> Any:
-    """Importance weights w = proximal / engine of tokens with ``low`` ≤ w ≤ ``truncate``, and 0 for the others.
+    """Keeps importance weights w = proximal / engine with ``low`` ≤ w ≤ ``truncate``, and sets the others to 0.
 
     The paper uses 0.5 and 5 (Ling team 2025, IcePop, arXiv 2510.18855).
     """
@@ -145,7 +145,7 @@ def icepop(batch: Tokens, truncate: float, low: float = 0.5) -> Any:
 
 
 def geometric(batch: Tokens, truncate: float) -> Any:
-    """One weight for each sequence: the geometric mean of its tokens' proximal / engine, at most ``truncate``.
+    """Gives each sequence one weight: the geometric mean of its tokens' proximal / engine, at most ``truncate``.
 
     Unlike their product, it does not grow with length. The mean is that of GSPO's ratio (arXiv 2507.18071, equation 7).
     """
@@ -161,17 +161,17 @@ def geometric(batch: Tokens, truncate: float) -> Any:
 
 
 def reference(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
-    """Log-probabilities under the model from which training started."""
+    """Returns log-probabilities under the model from which training started."""
     return models.logprobs(models.base, sequences)
 
 
 def average(sequences: Sequence[ColumnSequence], models: FrozenModels, decay: float = 0.9) -> Values:
-    """Log-probabilities under the exponentially weighted mean of all versions (PPO-EWMA, arXiv 2110.00641)."""
+    """Returns log-probabilities under the exponentially weighted mean of all versions (PPO-EWMA, arXiv 2110.00641)."""
     return models.logprobs(models.average(decay), sequences)
 
 
 def old(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
-    """Log-probabilities under the version that sampled each token, computed by the trainer."""
+    """Returns log-probabilities under the version that sampled each token, computed by the trainer."""
     values = [np.zeros(len(s.tokens), np.float32) for s in sequences]
     for version in models.versions:
         for column, s, own in zip(values, sequences, models.logprobs(models.folder(version), sequences), strict=True):
@@ -180,9 +180,9 @@ def old(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
 
 
 def pairs(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
-    """For each token of a pair, how much more the policy prefers its best rollout than the reference does.
+    """Returns, for each token of a pair, how much more the policy prefers the best rollout than the reference does.
 
-    That is log p(best) − log p(worst) − log reference(best) + log reference(worst), summed over tokens.
+    This margin is log p(best) − log p(worst) − log reference(best) + log reference(worst), summed over tokens.
     """
     here, there = models.logprobs(None, sequences), models.logprobs(models.base, sequences)
     margins: dict[int, float] = {}
@@ -195,9 +195,9 @@ def pairs(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
 def teacher(
     sequences: Sequence[ColumnSequence], models: FrozenModels, url: str, model: str, timeout_s: float = 600
 ) -> Values:
-    """Log-probabilities under another model, served by vLLM at ``url`` (http://HOST:PORT) as ``model``.
+    """Returns log-probabilities under another model, served by vLLM at ``url`` (http://HOST:PORT) as ``model``.
 
-    They are those of the prompt (``prompt_logprobs``), at temperature 1. The teacher must have the policy's tokenizer:
+    vLLM computes them as ``prompt_logprobs``, at temperature 1. The teacher must have the policy's tokenizer:
     both must decode the first sequence's tokens to the same text.
     """
     from transformers import AutoTokenizer  # type: ignore[import-not-found]
@@ -211,7 +211,7 @@ def teacher(
         except (OSError, ValueError) as error:
             raise ConfigError(f"teacher {url}: {path}: {error}; start it, and resume the training") from None
 
-    def judge(sequence: ColumnSequence) -> NDArray[np.float32]:
+    def logprobs_of(sequence: ColumnSequence) -> NDArray[np.float32]:
         tokens = sequence.tokens.tolist()
         answer = ask("/v1/completions", prompt=tokens, max_tokens=1, temperature=0, prompt_logprobs=0)
         rows: list[Mapping[str, Any] | None] = answer["choices"][0]["prompt_logprobs"]
@@ -226,4 +226,4 @@ def teacher(
                 f"teacher {url}: {model} has another tokenizer than {models.base}; choose another teacher"
             )
     with ThreadPoolExecutor(32) as pool:
-        return list(pool.map(judge, sequences))
+        return list(pool.map(logprobs_of, sequences))

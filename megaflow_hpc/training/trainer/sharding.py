@@ -2,7 +2,7 @@
 
 The ranks form one grid (:mod:`~megaflow_hpc.training.layout`). ``tensor`` ranks divide each layer's heads and features,
 by transformers' plan for the model. ``context`` ranks divide the tokens of a row
-(:mod:`~megaflow_hpc.training.trainer.attention`). Both compute the same micro-batch. All ranks but those of ``tensor``
+(:mod:`~megaflow_hpc.training.trainer.layers`). Both compute the same micro-batch. All ranks but those of ``tensor``
 and ``replicas`` store a share of each parameter (FSDP2); ``replicas`` store the same shares, so a layer is gathered
 within a node and gradients cross nodes once (HSDP). ``expert`` ranks, which follow each other, store different experts
 of each layer, and tokens travel to them (transformers' token dispatch).
@@ -22,10 +22,10 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.layout import Layout
 
 PARTIAL_NORM = "replicated_with_grad_allreduce"
-"""transformers' style for weights that all ranks hold but apply to their own heads."""
+"""transformers' style for weights that every rank holds whole but applies only to its own heads."""
 COLUMNS, ROWS, WHOLE = "colwise", "rowwise", ""
-"""transformers' styles for linear layers that divide their outputs or inputs; and none, for those that every rank
-computes."""
+"""transformers' styles for linear layers that divide their outputs or inputs, and an empty style for layers that every
+rank computes whole."""
 PACKED = ("packed_colwise", "packed_rowwise")
 """transformers' styles for several matrices in one. Their shares are not contiguous, so checkpoints cannot be read
 with another layout."""
@@ -60,7 +60,7 @@ class Grid:
         """Divides the parameters of ``causal``, a part of ``policy``. They may be placeholders.
 
         Raises:
-            ConfigError: transformers cannot divide this model like this.
+            ConfigError: transformers cannot divide this model according to the layout.
         """
         check_model(self.layout, causal)
         causal.tie_weights()  # FSDP must know which parameters are the same
@@ -138,7 +138,7 @@ class Grid:
         for module in [m for m in causal.modules() if type(m).__name__ in layers]:
             fully_shard(module, mesh=self.dense[names], **how)
         fully_shard(policy, mesh=self.dense[names], **how)
-        register_fsdp_forward_method(policy, "judge_alone")
+        register_fsdp_forward_method(policy, "logprobs_alone")
         for module in policy.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -146,7 +146,7 @@ class Grid:
 
 
 def check_model(layout: Layout, causal: Any) -> None:
-    """Checks that a model can be divided like this.
+    """Checks that a layout can divide a model.
 
     Raises:
         ConfigError: its heads cannot be divided, or it has no plan for these dimensions.
@@ -197,9 +197,10 @@ def read_sharded(source: Any, shard: Callable[[Any], None], **options: Any) -> A
 
 
 def _sum_gradients(module: torch.nn.Module, group: Any) -> None:
-    """Adds up the gradients of a module's weights over a group, in each backward pass.
+    """Sums the gradients of a module's weights over a group in each backward pass.
 
-    transformers' own hook adds up ``grad`` after the pass. This would count earlier micro-batches several times."""
+    transformers' own hook sums ``grad`` after the pass, which would count earlier micro-batches several times.
+    """
     forward = module.forward
 
     def summing(*args: Any, **options: Any) -> Any:
@@ -214,10 +215,10 @@ def _sum_gradients(module: torch.nn.Module, group: Any) -> None:
 
 
 def divide_adapters(causal: Any) -> None:
-    """Lets the adapters of divided linear layers compute this rank's share.
+    """Makes the adapters of divided linear layers compute this rank's share.
 
     Every rank stores the adapters whole, and the gradients of all ranks are added up. So each rank must contribute only
-    its part of them: that of its share of the outputs or inputs, or an equal part where all ranks compute the same.
+    its part of them: the part of its outputs or inputs, or an equal part if all ranks compute the same.
 
     Raises:
         ConfigError: an adapted layer is divided in another way.
@@ -255,7 +256,7 @@ def _shares_of(style: str, down: Any, up: Any, group: Any) -> tuple[Callable[[An
 
 
 class ScaleGradient(torch.autograd.Function):
-    """Passes a tensor and multiplies its gradient by a number."""
+    """Passes on a tensor and multiplies its gradient by a number."""
 
     @staticmethod
     def forward(context: Any, tensor: Any, factor: float) -> Any:
@@ -268,8 +269,8 @@ class ScaleGradient(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Adds up tensors of all ranks of a group. Every rank must derive the same loss from the sum, so its gradient
-    passes unchanged."""
+    """Sums tensors over all ranks of a group. Every rank must derive the same loss from the sum, so its gradient is
+    passed back unchanged."""
 
     @staticmethod
     def forward(context: Any, part: Any, group: Any) -> Any:
@@ -283,7 +284,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class SumGradients(torch.autograd.Function):
-    """Passes a tensor that all ranks of a group hold, and adds up its gradients, of which each rank has a part."""
+    """Passes on a tensor that all ranks of a group hold, and sums the ranks' parts of its gradient."""
 
     @staticmethod
     def forward(context: Any, tensor: Any, group: Any) -> Any:

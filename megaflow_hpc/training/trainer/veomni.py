@@ -1,6 +1,6 @@
-"""VeOmni: trains with its model implementations and kernels, by ``slurm.trainer.kind: veomni``.
+"""Creates models with VeOmni's implementations and kernels, for ``slurm.trainer.kind: veomni``.
 
-VeOmni (ByteDance Seed) makes the model, divides it among the ranks (FSDP2, experts) and reads its weights. Loss,
+VeOmni (ByteDance Seed) creates the model, divides it among the ranks (FSDP2, experts) and reads its weights. Loss,
 optimizer, checkpoints and publishing are those of this package's trainer, and parameters have the same names. So the
 trainer continues from a checkpoint of either kind.
 
@@ -31,20 +31,20 @@ from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup
 from megaflow_hpc.training.trainer.sharding import Grid, check_model
 
 VERSION = "0.1.12"
-"""The version whose interfaces this module uses."""
+"""Supported version of VeOmni. The check is strict because this module uses internal interfaces."""
 
 
 class VeOmniModel(PolicyModel):
-    """A policy whose model VeOmni made and divided."""
+    """A policy with a model that VeOmni created and divided."""
 
     def __init__(self, causal: Any, source: Path, ranks: ProcessGroup) -> None:
         super().__init__(causal, source, ranks)
         if ranks.count > 1:
             # The model, and not this module, is the root of FSDP: its hooks gather embeddings, last norm and head.
             causal.set_reshard_after_forward(True, recurse=False)  # by default it stays gathered until a backward pass
-            causal.judge_row = super().forward
-            fsdp.register_fsdp_forward_method(causal, "judge_row")
-            self.forward = causal.judge_row  # type: ignore[method-assign]
+            causal.forward_row = super().forward
+            fsdp.register_fsdp_forward_method(causal, "forward_row")
+            self.forward = causal.forward_row  # type: ignore[method-assign]
 
     def shares(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Returns tensors as shares of whole ones. With several groups of experts, VeOmni's parameters are shares of
@@ -63,7 +63,8 @@ def read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Polic
     """Reads a model with VeOmni. All ranks must call it.
 
     Raises:
-        ConfigError: VeOmni is missing or has another version, does not have this model, or cannot divide it like this.
+        ConfigError: VeOmni is missing or has another version, lacks this model, or cannot divide it according to the
+        layout.
     """
     if (found := _installed()) != VERSION:
         raise ConfigError(
@@ -91,7 +92,7 @@ def read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Polic
 
 
 def divided(config: Any, source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> VeOmniModel:
-    """Makes a model of transformers' ``config``, divides it, and reads its weights from ``source``.
+    """Creates a model from transformers' ``config``, divides it, and reads its weights from ``source``.
 
     Raises:
         ConfigError: the layout does not suit the model.
@@ -150,7 +151,7 @@ def _installed() -> str:
 
 
 def _kernels(device: str, dtype: str) -> dict[str, str]:
-    """Returns VeOmni's settings of kernels."""
+    """Returns VeOmni's kernel settings."""
     liger = "liger_kernel" if device == "cuda" and util.find_spec("liger_kernel") else "eager"
     names = ("rms_norm", "swiglu_mlp", "rotary_pos_emb")
     plain = ("cross_entropy_loss", "load_balancing_loss", "rms_norm_gated", "causal_conv1d", "chunk_gated_delta_rule")

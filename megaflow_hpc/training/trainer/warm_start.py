@@ -5,7 +5,8 @@
 Run it in an environment with torch and transformers, or by torchrun on several GPUs. Each line of DEMONSTRATIONS is a
 conversation, {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}. The loss is the
 mean negative log-likelihood of the tokens in the assistant's messages. OUT is a model directory with the tokenizer of
-MODEL, for `model.path` of a campaign. A model without it seldom earns a reward by chance, and learns nothing.
+MODEL, for `model.path` of a campaign. A model without demonstrations seldom earns a reward by chance, and then learns
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megaflow_hpc.texts import printable
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 """Endings of files that hold weights. Others are copied from MODEL."""
 Example = tuple[list[int], list[int]]
-"""Tokens of a conversation, and the positions of those that the assistant wrote."""
+"""Tokens of a conversation, and the indices of those that the assistant wrote."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,8 +61,9 @@ def _train(arguments: argparse.Namespace) -> None:
     # Import after the check: torch takes seconds to load.
     import torch  # type: ignore[import-not-found]
 
+    from megaflow_hpc.training.microbatch import rows_in_order
     from megaflow_hpc.training.trainer import checkpoint
-    from megaflow_hpc.training.trainer.model import join, load
+    from megaflow_hpc.training.trainer.model import join, load, row_of
     from megaflow_hpc.training.trainer.optimizer import Optimizer
 
     ranks = join()
@@ -74,11 +76,12 @@ def _train(arguments: argparse.Namespace) -> None:
     ]
     for number, batch in enumerate(batches):
         count = sum(len(written) for _, written in batch)
-        rows = list(_rows(batch[ranks.rank :: ranks.count], arguments.microbatch))
+        mine = batch[ranks.rank :: ranks.count]
+        rows = list(rows_in_order((len(tokens) for tokens, _ in mine), arguments.microbatch))
         rows += [[]] * (max(ranks.gather(len(rows))) - len(rows))
         total = 0.0
         for row in rows:
-            logprobs = policy(*_inputs(row, ranks.device))[0]
+            logprobs = policy(*row_of([mine[index] for index in row], ranks.device))[0]
             nll = -logprobs.sum() / count
             nll.backward()
             total += float(nll.detach())
@@ -86,7 +89,7 @@ def _train(arguments: argparse.Namespace) -> None:
         loss = sum(ranks.gather(total))
         if ranks.first:
             print(json.dumps({"update": number + 1, "updates": len(batches), "loss": loss}), flush=True)
-    staged = arguments.out.absolute().with_name(f".{arguments.out.name}.{ranks.tell(os.getpid())}")
+    staged = arguments.out.absolute().with_name(f".{arguments.out.name}.{ranks.broadcast(os.getpid())}")
     checkpoint.export(staged, policy, ranks)
     if ranks.first:
         for path in arguments.model.iterdir():
@@ -99,10 +102,10 @@ def _train(arguments: argparse.Namespace) -> None:
 def examples(model: Path, demonstrations: Path) -> list[Example]:
     """Returns the conversations, encoded by the model's chat template.
 
-    If the template changes earlier messages when a further one is added, each later answer is an example of its own.
+    If the template changes earlier messages when one is added, each later answer becomes a separate example.
 
     Raises:
-        ConfigError: a line is no conversation, or the template does not add an answer to its prompt.
+        ConfigError: a line is not a conversation, or the template does not add an answer to its prompt.
     """
     from transformers import AutoTokenizer  # type: ignore[import-not-found]
 
@@ -144,34 +147,6 @@ def _shuffled(demonstrations: Sequence[Example], size: int, epoch: int) -> Itera
     random.Random(epoch).shuffle(order)
     for first in range(0, len(order), size):
         yield order[first : first + size]
-
-
-def _rows(batch: Sequence[Example], most: int) -> Iterator[list[Example]]:
-    """Yields conversations that fit in one forward pass together."""
-    row: list[Example] = []
-    for example in batch:
-        if row and sum(len(tokens) for tokens, _ in [*row, example]) > most:
-            yield row
-            row = []
-        row.append(example)
-    if row:
-        yield row
-
-
-def _inputs(row: Sequence[Example], device: Any) -> tuple[Any, Any, list[int], Any]:
-    """Returns a policy's inputs. For an empty row, that is a single token to ignore."""
-    import torch
-
-    tokens = [token for example, _ in row for token in example] or [0]
-    positions = [place for example, _ in row for place in range(len(example))] or [0]
-    offsets = [0]
-    where: list[int] = []
-    for example, written in row:
-        where += [offsets[-1] + place for place in written]
-        offsets.append(offsets[-1] + len(example))
-    tensors = (torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, positions, where))
-    tokens_, positions_, where_ = tensors
-    return tokens_, positions_, offsets if row else [0, 1], where_
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ import numpy as np
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import without_links
 from megaflow_hpc.trajectories.hdf5.columns import Integers
-from megaflow_hpc.trajectories.reading.row import Row
-from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
 
 FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds")
 

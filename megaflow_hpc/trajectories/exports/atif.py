@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaflow_hpc.texts import joined_parts
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
 from megaflow_hpc.trajectories.reading.conversations import Conversation, main
 from megaflow_hpc.trajectories.reading.sources import SequenceView
@@ -32,7 +33,7 @@ from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 HELP = "ATIF, Harbor's trajectory format, one JSON document per trajectory"
 
@@ -45,7 +46,7 @@ def write(job: ExportJob) -> list[Path]:
     directory = job.directory / "atif"
     with published_directory(directory) as temporary:
         for row in job.rows():
-            folder = temporary / safe_name(row.task_id) / safe_name(row.policy)
+            folder = temporary / safe_name(row.task_id) / safe_name(row.group_id.rpartition("/")[2])
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             round_number = round_of(row.task_id, row.group_id)
             suffix = f"@{round_number}" if round_number else ""
@@ -237,13 +238,7 @@ def _metrics(turn: Turn, views: list[SequenceView]) -> dict[str, Any]:
 
 def _text(content: Any) -> str:
     """Converts any message content to valid Unicode text."""
-    if isinstance(content, list):
-        parts = []
-        for part in content:
-            if isinstance(part, dict):
-                part = part.get("text", f"({part.get('type', '?')})")
-            parts.append(str(part))
-        content = "\n".join(parts)
+    content = joined_parts(content)
     text = "" if content is None else str(content)
     return text.encode("utf-8", "backslashreplace").decode()
 

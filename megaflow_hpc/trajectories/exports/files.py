@@ -110,6 +110,6 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def safe_name(text: str) -> str:
-    """Converts ``text`` to a single path component. Characters other than letters, digits and ``._-`` become ``_``."""
-    plain = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in text)
+    """Converts ``text`` to a single path component. Characters other than letters, digits and ``._+-`` become ``_``."""
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "._+-") else "_" for c in text)
     return plain if plain.strip(".") else f"_{plain}"

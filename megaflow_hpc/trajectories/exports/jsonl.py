@@ -30,7 +30,7 @@ from megaflow_hpc.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 HELP = "JSON lines, one trajectory each, with everything; can be imported again"
 

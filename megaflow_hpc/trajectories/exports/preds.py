@@ -23,7 +23,7 @@ from megaflow_hpc.types import round_of
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 HELP = "SWE-bench's preds.json, from the patch that each rollout left"
 
@@ -33,9 +33,10 @@ NAMES = ("model.patch", "patch.diff", "patch")
 def write(job: ExportJob) -> list[Path]:
     """Writes ``preds.json``, or one file per policy and sample."""
     by_file: dict[tuple[str, int, int], list[int]] = {}
-    names = ("task_id", "group_id", "policy", "sample_index")
+    names = ("task_id", "group_id", "sample_index")
     columns = (job.store.column(name)[job.numbers].tolist() for name in names)
-    for row, task, group, policy, sample in zip(job.numbers.tolist(), *columns, strict=True):
+    for row, task, group, sample in zip(job.numbers.tolist(), *columns, strict=True):
+        policy = group.rpartition("/")[2]  # followed by the agent if it has several
         by_file.setdefault((policy, sample, round_of(task, group)), []).append(row)
     paths = []
     done = 0

@@ -27,7 +27,7 @@ from megaflow_hpc.trajectories.reading.sources import Flat
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
-    from megaflow_hpc.trajectories.reading.row import Row
+    from megaflow_hpc.trajectories.reading.store import Row
 
 HELP = "Parquet, one row per token sequence, with the columns of verl's rollouts and prompt datasets"
 

@@ -54,32 +54,16 @@ def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array
     """
     start, end, _ = slice(start, end).indices(len(dataset))
     end = max(start, end)
-    try:
-        return _entries(dataset, start, end)
-    except (OSError, RuntimeError) as error:
-        first, last = _damaged_chunk(dataset, start, end)
-        entries = f"{dataset.file.filename}: {dataset.name}: entries {first} to {last - 1}"
-        raise OSError(f"{entries} cannot be read ({error}); the file is damaged") from error
-
-
-def _entries(dataset: h5py.Dataset, start: int, end: int) -> Array:
     text = h5py.check_string_dtype(dataset.dtype)
+    source = dataset
     if text is not None and text.length is None:  # variable-length strings, in files of versions 1 and 2
-        dataset = dataset.asstr("utf-8", "replace")
-    values: Array = dataset[start:end]
+        source = dataset.asstr("utf-8", "replace")
+    try:
+        values: Array = source[start:end]
+    except (OSError, RuntimeError) as error:
+        entries = f"{dataset.file.filename}: {dataset.name}: entries {start} to {end - 1}"
+        raise OSError(f"{entries} cannot be read ({error}); the file is damaged") from error
     return values
-
-
-def _damaged_chunk(dataset: h5py.Dataset, start: int, end: int) -> tuple[int, int]:
-    """Returns the bounds of the first unreadable chunk between two entries."""
-    size = dataset.chunks[0] if dataset.chunks else end - start
-    for first in range(start - start % size, end, size):
-        last = min(first + size, len(dataset))
-        try:
-            _entries(dataset, first, last)
-        except (OSError, RuntimeError):
-            return first, last
-    return start, end
 
 
 def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = None) -> Array:
@@ -114,9 +98,9 @@ def _defaults(file: h5py.File, path: str, start: int, end: int | None) -> Array:
     return np.full(max(0, end - start), OPTIONAL[path], dtype)
 
 
-def texts(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array:
-    """Returns entries ``[start, end)`` of a string dataset as ``str`` objects."""
-    return text(read(dataset, start, end))
+def texts(dataset: h5py.Dataset) -> Array:
+    """Returns a whole string dataset as ``str`` objects."""
+    return text(read(dataset))
 
 
 def text(values: Array) -> Array:

@@ -1,17 +1,23 @@
-"""Defines the columns of ``trajectories.h5``, format ``megaflow-hpc/trajectories``.
+r"""Defines the columns of ``trajectories.h5``, format ``megaflow-hpc/trajectories``, and how their text is encoded.
 
 The writer, the readers, the validator and docs/reference/trajectory-format.md share this table. All datasets are
 one-dimensional. Ragged data is stored flat: item i has the entries ``[offset[i], offset[i+1])`` of the flat columns,
 and an offset column has one more entry than there are items. The only filters are HDF5's shuffle, deflate and
 fletcher32, and nothing has variable length, so every HDF5 library can read the file. Readers ignore unknown datasets.
-Adding a column needs no new version; the column becomes :data:`OPTIONAL`. Changing a meaning does.
+A new column needs no new format version; it becomes :data:`OPTIONAL`. A changed meaning needs one.
+
+HDF5 strings cannot contain NUL or lone surrogates (undecodable bytes from program output). String columns store the
+escapes ``\x00`` and ``\udc80`` instead. Messages are stored losslessly, because JSON has equivalent escapes.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+
+import orjson
 
 FORMAT = "megaflow-hpc/trajectories"
 FORMAT_VERSION = 3
@@ -83,8 +89,8 @@ GROUPS = (
         (
             ("id", STRING, "n", "`<task_id>/<policy>/<sample_index>`, from round 1 on `<task_id>@<round>/…`; unique"),
             ("task_id", STRING, "n", "the task"),
-            ("group_id", STRING, "n", "the id without the sample: the samples that are compared with one another"),
-            ("policy", STRING, "n", "the policy that was rolled out"),
+            ("group_id", STRING, "n", "the id without the sample. Advantages compare the samples of a group"),
+            ("policy", STRING, "n", "policy of the rollout"),
             ("agent", STRING, "n", "key of the agent in the campaign"),
             ("status", STRING, "n", "`completed`, `truncated` (both verified), `failed` or `cancelled`"),
             (
@@ -93,69 +99,79 @@ GROUPS = (
                 "n",
                 "empty; agent or verifier if verified; otherwise model, sandbox, node, walltime or user",
             ),
-            ("error", TEXT, "n", "the cause in words"),
-            ("node", STRING, "n", "host that carried it out"),
+            ("error", TEXT, "n", "error message; empty without an error"),
+            ("node", STRING, "n", "host that ran it"),
             ("job_id", STRING, "n", "Slurm job, `<array job>_<element>`"),
-            ("rank", "int32", "n", "rank of the pod that carried it out; -1 where unknown"),
+            ("rank", "int32", "n", "rank in the pod that ran it; -1 if unknown"),
             (
                 "seed",
                 "int64",
                 "n",
-                "of its sampling: model call i, from 0, was asked for with `(seed + i) % 2**31`; -1 without one",
+                "sampling seed: model call i, from 0, used `(seed + i) % 2**31`; -1 without a seed",
             ),
             ("sample_index", "int32", "n", "number of the sample within its group, from 0"),
-            ("attempt", "int32", "n", "number of the attempt that counts, from 0"),
-            ("epoch", "int32", "n", "epoch of the claim under which it was committed"),
+            ("attempt", "int32", "n", "number of the attempt that is stored, from 0"),
+            ("epoch", "int32", "n", "epoch of the claim that committed it"),
             ("turns", "int32", "n", "number of model calls"),
-            ("inexact", "int32", "n", "model calls recorded without all their token ids"),
-            ("constrained", "int32", "n", "number of model calls with constrained tokens"),
+            ("inexact", "int32", "n", "number of model calls with some unknown token ids"),
+            (
+                "constrained",
+                "int32",
+                "n",
+                "number of model calls whose tokens were not sampled freely",
+            ),
             ("reward", "float32", "n", "NaN unless verified"),
             ("started_at", "float64", "n", "seconds UTC since 1970"),
             ("finished_at", "float64", "n", "seconds UTC since 1970"),
-            ("setup_s", "float32", "n", "seconds until the agent began: sandbox, files; NaN where unknown"),
+            ("setup_s", "float32", "n", "seconds until the agent started: sandbox and files; NaN if unknown"),
             (
                 "agent_s",
                 "float32",
                 "n",
-                "seconds of the agent, its model calls and commands included; NaN where unknown",
+                "seconds in the agent, including its model calls and commands; NaN if unknown",
             ),
-            ("verify_s", "float32", "n", "seconds of the verifier; NaN where unknown or not verified"),
-            ("cpu_s", "float32", "n", "CPU seconds of all processes in its sandboxes; NaN where unknown"),
+            ("verify_s", "float32", "n", "seconds in the verifier; NaN if unknown or not verified"),
+            ("cpu_s", "float32", "n", "CPU seconds of all processes in its sandboxes; NaN if unknown"),
             (
                 "memory_peak_mb",
                 "float32",
                 "n",
-                "most memory that one of its sandboxes was seen to hold, in 10^6 bytes; NaN where unknown",
+                "peak memory of any of its sandboxes, in MB (10^6 bytes); NaN if unknown",
             ),
             (
                 "disk_peak_mb",
                 "float32",
                 "n",
-                "most that one of its sandboxes was measured to have written, in 10^6 bytes; NaN where unknown",
+                "peak disk usage of any of its sandboxes, in MB (10^6 bytes); NaN if unknown",
             ),
             ("sequence_offset", "int64", "n+1", "into `/sequences`"),
             ("turn_offset", "int64", "n+1", "into `/turns`"),
-            ("message_offset", "int64", "n+1", "into `/messages/offset`: which messages"),
+            ("message_offset", "int64", "n+1", "into `/messages/offset`"),
             ("attempt_offset", "int64", "n+1", "into `/attempts`"),
         ),
     ),
     ColumnGroup(
         "sequences",
-        "Token sequences: consecutive calls whose prompts extend one another. A new one starts only where a call's "
-        "prompt does not extend what came before. `m` rows, in the order of their trajectories.",
+        "Token sequences: consecutive calls in which each prompt extends the previous one. A new sequence starts "
+        "only if a call's prompt does not. `m` rows, in the order of their trajectories.",
         (
             ("trajectory", "int64", "m", "row of `/trajectories`"),
             ("token_offset", "int64", "m+1", "into `/tokens`"),
-            ("policy", STRING, "m", "the policy that sampled it"),
+            ("policy", STRING, "m", "policy that sampled it"),
             (
                 "weight_version_min",
                 "int32",
                 "m",
-                "lowest version of the weights that sampled a token; -1 where none was",
+                "lowest weight version that sampled one of its tokens; -1 if none was sampled",
             ),
-            ("weight_version_max", "int32", "m", "highest of them"),
-            ("expert_layers", "int32", "m", "layers of `/experts`; 0 where the engine reported no experts"),
-            ("experts_per_token", "int32", "m", "experts that a layer chose for a token"),
+            (
+                "weight_version_max",
+                "int32",
+                "m",
+                "highest weight version that sampled one of its tokens; -1 if none was sampled",
+            ),
+            ("expert_layers", "int32", "m", "layers of `/experts`; 0 if the engine reported no experts"),
+            ("experts_per_token", "int32", "m", "number of experts that a layer chose for each token"),
             ("expert_offset", "int64", "m+1", "into `/experts/bytes`"),
         ),
     ),
@@ -163,16 +179,16 @@ GROUPS = (
         "turns",
         "Model calls. `t` rows, in the order of their trajectories.",
         (
-            ("sequence", "int64", "t", "row of `/sequences`; -1 where the engine gave no token ids"),
+            ("sequence", "int64", "t", "row of `/sequences`; -1 if the engine reported no token ids"),
             ("token_start", "int64", "t", "first sampled token, a row of `/tokens` (not relative to the sequence)"),
-            ("token_end", "int64", "t", "behind the last sampled token"),
-            ("finish_reason", STRING, "t", "as the engine said: stop, length, tool_calls, …"),
+            ("token_end", "int64", "t", "end of the sampled tokens (exclusive)"),
+            ("finish_reason", STRING, "t", "as reported by the engine: stop, length, tool_calls, …"),
             ("model_s", "float32", "t", "seconds in the engine"),
             ("sandbox_s", "float32", "t", "seconds in the sandbox after the call"),
             ("agent_s", "float32", "t", "seconds in the agent itself"),
             ("wait_s", "float32", "t", "seconds waiting for an engine"),
-            ("server", STRING, "t", "the engine server that answered"),
-            ("policy", STRING, "t", "the policy that answered; empty if unknown (version 1)"),
+            ("server", STRING, "t", "engine server that answered"),
+            ("policy", STRING, "t", "policy that answered; empty if unknown (version 1)"),
             ("message", "int64", "t", "index of its answer among the messages of its trajectory; -1 if unknown"),
             (
                 "started_by",
@@ -188,18 +204,18 @@ GROUPS = (
         "One entry per token, prompts included. `k` rows.",
         (
             ("id", "int32", "k", "token id in the policy's vocabulary"),
-            ("logprob", "float32", "k", "natural logarithm, as sampled; NaN where not sampled"),
+            ("logprob", "float32", "k", "log-probability (natural logarithm), as sampled; NaN if not sampled"),
             ("loss_mask", "uint8", "k", "1 if the policy sampled the token freely, otherwise 0"),
-            ("weight_version", "int32", "k", "version of the weights that sampled it; -1 where not sampled"),
+            ("weight_version", "int32", "k", "weight version that sampled it; -1 if not sampled"),
         ),
     ),
     ColumnGroup(
         "experts",
-        "The experts of a mixture of experts that each token was routed to in the engine. Of sequence i they are "
+        "The experts to which the engine routed each token of a mixture-of-experts model. Sequence i has "
         "`bytes[expert_offset[i]:expert_offset[i+1]]`: an array (tokens, layers, experts per token) of uint8, or of "
-        "little-endian uint16 if it is twice as long. Layers without experts have zeros. A token whose bytes are all "
-        "255 has unknown experts, as the last token of a sequence. `eb` bytes: layers × experts per token for each "
-        "token, before compression (Qwen3-30B-A3B: 384; the columns of `/tokens` take 13).",
+        "little-endian uint16 if it is twice as long. Layers without experts have zeros. The experts of "
+        "a token are unknown if all its bytes are 255, as for the last token of a sequence. `eb` bytes. Before "
+        "compression, Qwen3-30B-A3B takes 384 bytes for each token; the columns of `/tokens` take 13.",
         (("bytes", "uint8", "eb", "the experts"),),
     ),
     ColumnGroup(
@@ -222,12 +238,12 @@ GROUPS = (
     ),
     ColumnGroup(
         "attempts",
-        "Every attempt with its cause, the last one included where the pod listed it. `a` rows.",
+        "All attempts at the rollouts, usually including the stored one. `a` rows.",
         (
-            ("attempt", "int32", "a", "number within the rollout, from 0; pods that were killed are not counted"),
-            ("status", STRING, "a", "as of a trajectory"),
-            ("error_kind", STRING, "a", "as of a trajectory, or `preemption`"),
-            ("error", TEXT, "a", "the cause in words"),
+            ("attempt", "int32", "a", "number within the rollout, from 0, not counting attempts of killed pods"),
+            ("status", STRING, "a", "as for a trajectory"),
+            ("error_kind", STRING, "a", "as for a trajectory, or `preemption`"),
+            ("error", TEXT, "a", "error message"),
             ("node", STRING, "a", "host"),
             ("job_id", STRING, "a", "Slurm job"),
             ("started_at", "float64", "a", "seconds UTC since 1970"),
@@ -236,9 +252,9 @@ GROUPS = (
     ),
     ColumnGroup(
         "artifacts",
-        "Files kept of a rollout. Artifact i is `bytes[offset[i]:offset[i+1]]`. `f` artifacts, in the order of their "
-        "trajectories. `calls.jsonl` has a line of JSON per turn with further data for a replay: the request's `id`, "
-        "`asked` (a digest of the conversation), and the `text` of an answer that is not a message. In files of "
+        "Files stored with a rollout. Artifact i is `bytes[offset[i]:offset[i+1]]`. `f` artifacts, in the order of "
+        "their trajectories. `calls.jsonl` has a line of JSON per turn with further data for a replay: the request's "
+        "`id`, `asked` (a digest of the conversation), and the `text` of an answer that is not a message. In files of "
         "version 1 it has the `text` or `message` of every answer; older files have `engine.jsonl` instead, which "
         "repeats the sampled ids, up to 8 MiB.",
         (
@@ -250,7 +266,7 @@ GROUPS = (
     ),
 )
 
-REWARDS_DOC = "One dataset per reward the verifiers named, float32 `(n)`: the reward, NaN where the rollout has none."
+REWARDS_DOC = "One dataset per reward name, float32 `(n)`: the reward, NaN for rollouts without it."
 
 IMAGES_DOC = (
     "Reserved for the bytes, SHA-256 and size of each distinct image and the token spans that show it. This software "
@@ -261,16 +277,16 @@ ROOT_ATTRIBUTES = (
     ("format", f"`{FORMAT}`"),
     ("format_version", f"{FORMAT_VERSION}; readers refuse a greater one"),
     ("campaign", "name of the campaign"),
-    ("software", "name and version of what wrote the file"),
-    ("sources", "JSON: sizes of the journals and checksum of the seals it was gathered from"),
+    ("software", "name and version of the software that wrote the file"),
+    ("sources", "JSON: sizes of the journals, and checksum of the seals, from which it was gathered"),
     (
         "config",
-        "JSON: the campaign as resolved, `***` for its keys and passwords; `{}` where unknown (optional)",
+        "JSON: the campaign as resolved, with keys and passwords replaced by `***`; `{}` if unknown (optional)",
     ),
     (
         "versions",
-        "JSON: versions of the software that planned the campaign and wrote the file; by policy engine, versions and "
-        "SHA-256 of the model; image files (optional)",
+        "JSON: versions of the software that planned the campaign and wrote the file; for each policy the engine, its "
+        "versions and the SHA-256 of the model; image files (optional)",
     ),
 )
 
@@ -312,7 +328,7 @@ MEASURED = ("setup_s", "agent_s", "verify_s", "cpu_s", "memory_peak_mb", "disk_p
 """Measurements of a rollout; any of them may be unknown."""
 
 UNKNOWN_AS_NAN = ("reward", *MEASURED)
-"""Row numbers that may be unknown: NaN in a column, ``None`` in a :class:`~megaflow_hpc.trajectory.Trajectory`."""
+"""Numbers of a rollout that may be unknown: NaN in a column, ``None`` in a trajectory."""
 
 OPTIONAL: dict[str, Any] = {
     "trajectories/rank": -1,
@@ -352,3 +368,46 @@ def markdown() -> str:
         lines += [f"| `{name}` | {dtype} | {extent} | {doc} |" for name, dtype, extent, doc in group.columns]
     lines += ["", "### `/rewards/<name>`", "", REWARDS_DOC, "", "### `/images`", "", IMAGES_DOC]
     return "\n".join(lines) + "\n"
+
+
+# --- encoding ---------------------------------------------------------------------------------------------------------
+
+
+def escape(text: str) -> str:
+    """Escapes NUL and lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
+def message_json(message: Mapping[str, Any]) -> bytes:
+    """Encodes a message as strict UTF-8 JSON. NaN and infinities become null; unsupported types become strings."""
+    try:
+        return orjson.dumps(message, default=_text)  # much faster, but rejects lone surrogates and large integers
+    except TypeError:
+        text = json.dumps(_plain(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_text)
+        return text.encode("utf-8", "backslashreplace")
+
+
+def reward_name(name: str) -> str:
+    """Converts a verifier's reward name to a dataset name, which is never a path and never empty."""
+    plain = escape(name).replace("/", "_")
+    return plain if plain.strip(".") else f"_{plain}"
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+MAX_DEPTH = 200
+"""Maximum nesting depth of a message. Deeper values are dropped, since few JSON parsers accept them."""
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if depth >= MAX_DEPTH and isinstance(value, Mapping | list | tuple):
+        return None
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else _text(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    return value

@@ -8,7 +8,8 @@ temporary name and then publish it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +20,6 @@ import h5py
 import numpy as np
 
 from megaflow_hpc.trajectories.hdf5.columns import Array
-from megaflow_hpc.trajectories.hdf5.encoding import escape, message_json, reward_name
 from megaflow_hpc.trajectories.hdf5.file import continued_file, new_file
 from megaflow_hpc.trajectories.hdf5.schema import (
     BYTE_CHUNK,
@@ -31,6 +31,9 @@ from megaflow_hpc.trajectories.hdf5.schema import (
     TEXT,
     UNKNOWN_AS_NAN,
     Column,
+    escape,
+    message_json,
+    reward_name,
     text_offset,
 )
 from megaflow_hpc.trajectory import Trajectory, linked
@@ -188,6 +191,85 @@ def reward_writer(file: h5py.File, name: str) -> ColumnWriter:
     return ColumnWriter(file, f"rewards/{name}", np.float32, ROW_CHUNK, fill=np.float32(np.nan))
 
 
+class ColumnLists:
+    """Converts trajectories to lists of column values. Flat columns, such as tokens and message texts, are left out.
+
+    Args:
+        paths: Columns to collect. Other columns are ignored.
+        counts: Extent → number of items so far. :meth:`add` updates it.
+    """
+
+    def __init__(self, paths: Iterable[str], counts: Counter[str] | None = None) -> None:
+        self.values: dict[str, list[Any]] = {path: [] for path in paths}
+        self.counts = Counter() if counts is None else counts
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Adds one row."""
+        counts = self.counts
+        row = {name: getattr(trajectory, name) for name in _COPIED}
+        for name in UNKNOWN_AS_NAN:
+            value = getattr(trajectory, name)
+            row[name] = math.nan if value is None else value
+        row["turns"] = len(trajectory.turns)
+        self._add_turns(trajectory)
+        self._add_sequences(trajectory)
+        self._extend("messages/parent", linked(trajectory.parents, len(trajectory.messages)))
+        counts["q"] += len(trajectory.messages)
+        for name in _ATTEMPT:
+            self._extend(f"attempts/{name}", [getattr(attempt, name) for attempt in trajectory.attempts])
+        counts["a"] += len(trajectory.attempts)
+        self._extend("artifacts/name", [artifact.name for artifact in trajectory.artifacts])
+        self._extend("artifacts/trajectory", [counts["n"]] * len(trajectory.artifacts))
+        counts["f"] += len(trajectory.artifacts)
+        counts["n"] += 1
+        for extent, name in _ROW_OFFSETS.items():
+            row[name] = counts[extent]
+        for name, value in row.items():
+            self._extend(f"trajectories/{name}", [value])
+
+    def _extend(self, path: str, values: list[Any]) -> None:
+        if path in self.values:
+            self.values[path] += values
+
+    def _add_turns(self, trajectory: Trajectory) -> None:
+        """Adds the turns. Call this before adding the sequences, because turns refer to the next free sequence and
+        token."""
+        sequence_lengths = [len(sequence.tokens) for sequence in trajectory.sequences]
+        token_starts = list(accumulate(sequence_lengths, initial=self.counts["k"]))
+        for turn in trajectory.turns:
+            sequence, start, end = -1, 0, 0
+            if turn.sequence >= 0:
+                sequence = self.counts["m"] + turn.sequence
+                start = token_starts[turn.sequence] + turn.token_start
+                end = token_starts[turn.sequence] + turn.token_end
+            self._extend("turns/sequence", [sequence])
+            self._extend("turns/token_start", [start])
+            self._extend("turns/token_end", [end])
+        for name in _TURN:
+            self._extend(f"turns/{name}", [getattr(turn, name) for turn in trajectory.turns])
+        self.counts["t"] += len(trajectory.turns)
+
+    def _add_sequences(self, trajectory: Trajectory) -> None:
+        for sequence in trajectory.sequences:
+            versions = np.asarray(sequence.weight_versions)
+            sampled = versions[versions >= 0]
+            self.counts["k"] += len(sequence.tokens)
+            self.counts["eb"] += len(sequence.experts)
+            values = {
+                "trajectory": self.counts["n"],
+                "policy": sequence.policy,
+                "weight_version_min": sampled.min() if len(sampled) else -1,
+                "weight_version_max": sampled.max() if len(sampled) else -1,
+                "token_offset": self.counts["k"],
+                "expert_layers": sequence.expert_layers,
+                "experts_per_token": sequence.experts_per_token,
+                "expert_offset": self.counts["eb"],
+            }
+            for name, value in values.items():
+                self._extend(f"sequences/{name}", [value])
+        self.counts["m"] += len(trajectory.sequences)
+
+
 class TrajectoryWriter:
     """Writes a campaign file. A context manager that closes the file, or discards it after an error.
 
@@ -211,21 +293,19 @@ class TrajectoryWriter:
         opened = continued_file(path) if append else new_file(path, campaign, sources, attributes)
         self._file, self._backing = self._open.enter_context(opened)
         self._columns = {name: column_writer(self._file, column) for name, column in COLUMNS.items()}
-        self._held: dict[str, list[Any]] = {
-            name: [0] if column.is_offset and not append else [] for name, column in COLUMNS.items()
-        }
-        """Column path → values of the rows since the last flush."""
         self._rewards: dict[str, ColumnWriter] = {}
         self._held_rewards: dict[str, dict[int, float]] = {}
         """Reward name → {row: value} since the last flush."""
         for name in self._file.require_group("rewards"):
             self._rewards[name], self._held_rewards[name] = reward_writer(self._file, name), {}
-        self._counts = {
-            column.extent: len(written)
-            for name, column in COLUMNS.items()
-            if not column.is_offset and isinstance(written := self._columns[name], ColumnWriter)
-        }
-        """Extent → number of items so far."""
+        self._lists = ColumnLists(COLUMNS)
+        """Rows since the last flush."""
+        for name, column in COLUMNS.items():
+            written = self._columns[name]
+            if column.is_offset and not append:
+                self._lists.values[name].append(0)
+            elif isinstance(written, ColumnWriter) and not column.is_offset:
+                self._lists.counts[column.extent] = len(written)
 
     def __enter__(self) -> TrajectoryWriter:
         return self
@@ -239,7 +319,7 @@ class TrajectoryWriter:
             self._open.__exit__(kind, error, trace)
 
     def __len__(self) -> int:
-        return self._counts["n"]
+        return self._lists.counts["n"]
 
     def append(self, trajectory: Trajectory) -> None:
         """Adds one row.
@@ -250,33 +330,19 @@ class TrajectoryWriter:
         Raises:
             OSError: A write failed.
         """
-        held, counts = self._held, self._counts
-        row = counts["n"]
-        for name in _COPIED:
-            held[f"trajectories/{name}"].append(getattr(trajectory, name))
-        for name in UNKNOWN_AS_NAN:
-            value = getattr(trajectory, name)
-            held[f"trajectories/{name}"].append(math.nan if value is None else value)
-        held["trajectories/turns"].append(len(trajectory.turns))
         for name, value in trajectory.rewards.items():
-            self._put_reward(row, reward_name(name), value)
-        self._put_turns(trajectory)
-        self._put_sequences(trajectory, row)
-        texts = [message_json(message) for message in trajectory.messages]
-        self._put_bytes("messages/json", "messages/offset", "qb", texts)
-        held["messages/parent"] += linked(trajectory.parents, len(texts))
-        counts["q"] += len(texts)
-        for name in _ATTEMPT:
-            held[f"attempts/{name}"] += [getattr(attempt, name) for attempt in trajectory.attempts]
-        counts["a"] += len(trajectory.attempts)
-        held["artifacts/name"] += [artifact.name for artifact in trajectory.artifacts]
-        held["artifacts/trajectory"] += [row] * len(trajectory.artifacts)
-        self._put_bytes("artifacts/bytes", "artifacts/offset", "fb", [a.data for a in trajectory.artifacts])
-        counts["f"] += len(trajectory.artifacts)
-        counts["n"] += 1
-        for extent, name in _ROW_OFFSETS.items():
-            held[f"trajectories/{name}"].append(counts[extent])
-        if counts["n"] % _FLUSH_ROWS == 0:
+            self._put_reward(len(self), reward_name(name), value)
+        for sequence in trajectory.sequences:
+            self._columns["tokens/id"].append(np.asarray(sequence.tokens))
+            self._columns["tokens/logprob"].append(np.asarray(sequence.logprobs))
+            self._columns["tokens/loss_mask"].append(np.asarray(sequence.loss_mask))
+            self._columns["tokens/weight_version"].append(np.asarray(sequence.weight_versions))
+            self._columns["experts/bytes"].append(np.asarray(sequence.experts))
+        messages = [message_json(message) for message in trajectory.messages]
+        self._put_items("messages/json", "messages/offset", messages)
+        self._put_items("artifacts/bytes", "artifacts/offset", [artifact.data for artifact in trajectory.artifacts])
+        self._lists.add(trajectory)
+        if len(self) % _FLUSH_ROWS == 0:
             self._flush()
 
     def close(self) -> None:
@@ -294,58 +360,18 @@ class TrajectoryWriter:
         if name in self._held_rewards or len(self._held_rewards) < MAX_REWARDS:
             self._held_rewards.setdefault(name, {})[row] = value
 
-    def _put_bytes(self, path: str, offset_path: str, extent: str, items: list[bytes]) -> None:
-        if not items:
-            return
+    def _put_items(self, path: str, offset_path: str, items: list[bytes]) -> None:
+        """Adds items of any length to a flat column, and their ends to its offset column."""
         self._columns[path].append(np.frombuffer(b"".join(items), np.uint8))
         for item in items:
-            self._counts[extent] += len(item)
-            self._held[offset_path].append(self._counts[extent])
-
-    def _put_sequences(self, trajectory: Trajectory, row: int) -> None:
-        held = self._held
-        for sequence in trajectory.sequences:
-            versions = np.asarray(sequence.weight_versions)
-            sampled = versions[versions >= 0]
-            held["sequences/trajectory"].append(row)
-            held["sequences/policy"].append(sequence.policy)
-            held["sequences/weight_version_min"].append(sampled.min() if len(sampled) else -1)
-            held["sequences/weight_version_max"].append(sampled.max() if len(sampled) else -1)
-            self._columns["tokens/id"].append(np.asarray(sequence.tokens))
-            self._columns["tokens/logprob"].append(np.asarray(sequence.logprobs))
-            self._columns["tokens/loss_mask"].append(np.asarray(sequence.loss_mask))
-            self._columns["tokens/weight_version"].append(versions)
-            self._counts["k"] += len(sequence.tokens)
-            held["sequences/token_offset"].append(self._counts["k"])
-            held["sequences/expert_layers"].append(sequence.expert_layers)
-            held["sequences/experts_per_token"].append(sequence.experts_per_token)
-            self._put_bytes("experts/bytes", "sequences/expert_offset", "eb", [sequence.experts.tobytes()])
-        self._counts["m"] += len(trajectory.sequences)
-
-    def _put_turns(self, trajectory: Trajectory) -> None:
-        """Adds the turns. Call this before adding the sequences, because turns refer to the next free sequence and
-        token."""
-        held = self._held
-        sequence_lengths = [len(sequence.tokens) for sequence in trajectory.sequences]
-        token_starts = list(accumulate(sequence_lengths, initial=self._counts["k"]))
-        for turn in trajectory.turns:
-            sequence, start, end = -1, 0, 0
-            if turn.sequence >= 0:
-                sequence = self._counts["m"] + turn.sequence
-                start = token_starts[turn.sequence] + turn.token_start
-                end = token_starts[turn.sequence] + turn.token_end
-            held["turns/sequence"].append(sequence)
-            held["turns/token_start"].append(start)
-            held["turns/token_end"].append(end)
-        for name in _TURN:
-            held[f"turns/{name}"] += [getattr(turn, name) for turn in trajectory.turns]
-        self._counts["t"] += len(trajectory.turns)
+            self._lists.counts[COLUMNS[path].extent] += len(item)
+            self._lists.values[offset_path].append(self._lists.counts[COLUMNS[path].extent])
 
     def _flush(self) -> None:
-        for path, values in self._held.items():
+        for path, values in self._lists.values.items():
             if values:
                 self._columns[path].append(_array(COLUMNS[path].dtype, values))
-                self._held[path] = []
+                values.clear()
         for name, given in self._held_rewards.items():
             self._flush_reward(name, given)
         self._backing.check()
@@ -355,7 +381,7 @@ class TrajectoryWriter:
         if name not in self._rewards:
             self._rewards[name] = reward_writer(self._file, name)
         column = self._rewards[name]
-        values = np.full(self._counts["n"] - len(column), np.nan, np.float32)
+        values = np.full(len(self) - len(column), np.nan, np.float32)
         for row, value in given.items():
             values[row - len(column)] = value
         column.append(values)

@@ -15,8 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from megaflow_hpc.trajectories.hdf5.encoding import escape
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN, escape
 from megaflow_hpc.trajectories.journal.frames import Heading, head_of, trajectory_data
 from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked
 from megaflow_hpc.types import VERIFIED, Status

@@ -14,8 +14,8 @@ Reading ends at the *torn tail*: the first byte that is not followed by a comple
 valid frame are *damage*. Strict readers raise an error that names file and offset; tolerant readers log and skip it.
 A file may be read while it is being written: the reader sees the frames that were complete at that time.
 
-Record kinds: ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}`` and, in
-journals of earlier versions, ``{"kind": "part", "number": int, "base": int}``. Readers skip unknown kinds.
+Each record is ``{"kind": "trajectory", "epoch": int, "block": int, "trajectory": Trajectory.to_record()}``. Readers
+skip records of other kinds.
 """
 
 from __future__ import annotations
@@ -271,7 +271,8 @@ def _open_journal(path: str | os.PathLike[str]) -> BinaryIO | PackedJournal:
     except OSError as error:
         if passing(error):
             raise
-        if isinstance(error, FileNotFoundError) and (packed := open_packed(Path(path))) is not None:
+        packed = open_packed(Path(path)) if isinstance(error, FileNotFoundError) else None
+        if packed is not None:
             return packed
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a journal") from error
 

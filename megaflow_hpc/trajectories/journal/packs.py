@@ -3,7 +3,7 @@
 ::
 
     journal/<pod>.<start>.journal         a journal
-    journal/<pod>.<start>.<level>.pack    copies of earlier starts' journals, made by that start
+    journal/<pod>.<start>.1.pack          copies of earlier starts' journals, made by that start
 
     pack     magic "MFHPCPCK" | journals, byte for byte | table | footer
     table    msgpack {journal: [offset, size]}
@@ -20,8 +20,8 @@ start compares the copies with the originals, and only then removes the original
 reader with an old listing finds either. Journals are identified by name, so a journal that exists twice counts once. An
 original that differs from its copy, because its writer lived on, stays and is the one that readers use.
 
-*Bounds.* A start writes at most one pack of :data:`PACK_BYTES`. Packs that stay small are packed again, one level up.
-So a byte is copied once for each level, and a pod has about :data:`FAN` small files of each level.
+*Bounds.* A start writes at most one pack of :data:`PACK_BYTES`. A pack of less than half of that is packed again with
+the following journals. So a pod has fewer than :data:`FAN` small files, apart from those waiting for their removal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 JOURNAL, PACK = ".journal", ".pack"
 FAN = 16
-"""Number of small files of one level that are packed together."""
+"""Number of small files, journals or packs, that a start packs together."""
 PACK_BYTES = 32 << 20
 """Maximum size of a pack. Journals and packs larger than half of it are not packed."""
 LISTING_AGE_S = 10.0
@@ -196,11 +196,6 @@ def is_packed_by_later_start(path: Path) -> bool:
     return any(match is not None and int(match[1]) > int(start) for match in found)
 
 
-def is_packed(path: Path) -> bool:
-    """Returns whether a journal is in a pack."""
-    return _catalog(path.parent).find(path.name) is not None
-
-
 def open_packed(path: Path) -> PackedJournal | None:
     """Opens a packed journal. Returns ``None`` if no pack contains it. Raises OSError."""
     catalog = _catalog(path.parent)
@@ -273,21 +268,16 @@ class _Packing:
         for name in names:
             if name.startswith(f".{pod}.") and name.endswith(PACK):
                 (folder / name).unlink(missing_ok=True)  # left by a killed start
-        self._journals = {name for name in names if self._start_of(name, JOURNAL) is not None}
+        self._journals = {name for name in names if self._is_earlier(name, JOURNAL)}
         self._packs: dict[str, _Table] = {}
         for name in names:
-            without_level = name.removesuffix(PACK).rpartition(".")[0]
-            if _PACK_NAME.fullmatch(name) and self._start_of(without_level + PACK, PACK) is not None:
+            if _PACK_NAME.fullmatch(name) and self._is_earlier(_without_level(name), PACK):
                 self._packs[name] = read_table(folder / name)
 
-    def _start_of(self, name: str, suffix: str) -> int | None:
-        """Parses ``<pod>.<start><suffix>``. Returns the start if it is an earlier start of this pod, else ``None``."""
+    def _is_earlier(self, name: str, suffix: str) -> bool:
+        """Returns whether a name is ``<pod>.<start><suffix>`` of an earlier start of this pod."""
         pod, _, start = name.removesuffix(suffix).rpartition(".")
-        is_ours = name.endswith(suffix) and pod == self._pod and start.isdigit() and int(start) < self._start
-        return int(start) if is_ours else None
-
-    def _level(self, pack: str) -> int:
-        return int(pack.removesuffix(PACK).rpartition(".")[2])
+        return name.endswith(suffix) and pod == self._pod and start.isdigit() and int(start) < self._start
 
     def clean_up(self) -> None:
         """Removes each file that a pack of an earlier start contains completely, after comparing every byte."""
@@ -298,46 +288,45 @@ class _Packing:
                     path.unlink()
                     self._journals.discard(name)
                     break
-        for pack in sorted(self._packs, key=self._level):
-            higher = [(other, table) for other, table in self._packs.items() if self._level(other) > self._level(pack)]
-            if all(self._is_in(pack, journal, place, higher) for journal, place in self._packs[pack].items()):
+        for pack in sorted(self._packs, key=_age):
+            if all(self._is_in_later(pack, journal) for journal in self._packs[pack]):
                 (self._folder / pack).unlink()
                 del self._packs[pack]
 
-    def _is_in(self, pack: str, journal: str, place: tuple[int, int], others: Iterable[tuple[str, _Table]]) -> bool:
-        return any(
-            journal in table and _equal(self._folder / pack, *place, self._folder / other, *table[journal])
-            for other, table in others
-        )
+    def _is_in_later(self, pack: str, journal: str) -> bool:
+        """Returns whether a later pack contains the same copy of a journal."""
+        place = self._packs[pack][journal]
+        for later in self._later_than(pack):
+            table = self._packs[later]
+            if journal in table and _equal(self._folder / pack, *place, self._folder / later, *table[journal]):
+                return True
+        return False
+
+    def _later_than(self, pack: str) -> list[str]:
+        return [other for other in self._packs if _age(other) > _age(pack)]
 
     def pack(self) -> None:
-        """Writes one pack if there are enough small files of a level."""
+        """Writes one pack of small files, oldest first, if there are enough of them."""
         packed = {journal for table in self._packs.values() for journal in table}
-        unpacked = {name: {name: (0, (self._folder / name).stat().st_size)} for name in self._journals - packed}
-        if self._pack(0, unpacked):
-            return
-        for level in sorted({self._level(pack) for pack in self._packs}):
-            tables = {name: table for name, table in self._packs.items() if self._level(name) == level}
-            above = {j for name, table in self._packs.items() if self._level(name) > level for j in table}
-            if self._pack(level, {name: table for name, table in tables.items() if not table.keys() <= above}):
-                return
-
-    def _pack(self, level: int, files: Mapping[str, _Table]) -> bool:
-        """Packs small files together, oldest first. Returns False if there are too few."""
+        files = {name: {name: (0, (self._folder / name).stat().st_size)} for name in self._journals - packed}
+        for pack, table in self._packs.items():
+            copied = {journal for later in self._later_than(pack) for journal in self._packs[later]}
+            if not table.keys() <= copied:
+                files[pack] = table
         sizes = {name: sum(size for _, size in table.values()) for name, table in files.items()}
         small = sorted((name for name in files if sizes[name] <= PACK_BYTES // 2), key=_age)
         taken: list[str] = []
+        total = 0
         for name in small:
-            if len(taken) > 1 and sum(sizes[each] for each in taken) + sizes[name] > PACK_BYTES:
+            if len(taken) > 1 and total + sizes[name] > PACK_BYTES:
                 break
             taken.append(name)
-        if len(small) < FAN and len(taken) == len(small):
-            return False
-        self._write(level + 1, {name: files[name] for name in taken})
-        return True
+            total += sizes[name]
+        if len(small) >= FAN or len(taken) < len(small):
+            self._write({name: files[name] for name in taken})
 
-    def _write(self, level: int, files: Mapping[str, _Table]) -> None:
-        name = f"{self._pod}.{self._start}.{level}{PACK}"
+    def _write(self, files: Mapping[str, _Table]) -> None:
+        name = f"{self._pod}.{self._start}.1{PACK}"  # earlier versions wrote other numbers than 1
         temporary = self._folder / f".{name}"
         table: _Table = {}
         try:
@@ -361,11 +350,15 @@ class _Packing:
         fsync(self._folder)
 
 
+def _without_level(pack: str) -> str:
+    """Returns ``<pod>.<start>.pack`` for the name ``<pod>.<start>.<level>.pack``."""
+    return pack.removesuffix(PACK).rpartition(".")[0] + PACK
+
+
 def _age(name: str) -> tuple[int, str]:
-    start = name.removesuffix(JOURNAL).rpartition(".")[2]
-    if name.endswith(PACK):
-        start = name.removesuffix(PACK).rpartition(".")[0].rpartition(".")[2]
-    return int(start), name
+    """Sort key: the start that wrote a journal or pack, then its name."""
+    path = _without_level(name).removesuffix(PACK) if name.endswith(PACK) else name.removesuffix(JOURNAL)
+    return int(path.rpartition(".")[2]), name
 
 
 def _pieces(path: Path, offset: int, size: int) -> Iterator[bytes]:

@@ -13,14 +13,6 @@ So once a reader has seen a success, it never changes. The winner also gets the 
 
 *Commit order.* Within a journal, records are in append order. Journals are merged by the timestamp of each frame, made
 monotonic within a journal. The pods' clocks only affect the order of rows of different pods, never which rows exist.
-
-Earlier versions split a journal into *parts*, which readers still accept::
-
-    journal/<pod>.<start>.journal         part 0
-    journal/<pod>.<start>+0001.journal    part 1, and so on; its first record stores the total size of the parts before
-    it
-
-Seals count bytes over all parts; an entry counts bytes within its file.
 """
 
 from __future__ import annotations
@@ -29,10 +21,10 @@ import json
 import logging
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
@@ -57,6 +49,8 @@ logger = logging.getLogger(__name__)
 SUFFIX = packs.JOURNAL
 BATCH_BYTES = 64 << 20
 """Bytes of records that :meth:`Index.trajectories` reads per batch before decoding."""
+RENEW_BYTES = 8 << 20
+"""Journal bytes that :class:`StoredRollouts` reads between two calls of ``renew``."""
 
 Seals = Mapping[tuple[int, int], tuple[str, int]]
 """(block, epoch) → (``<pod>.<start>`` or the name of its journal file, number of valid bytes)."""
@@ -227,11 +221,10 @@ def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) 
         seals: The ledger's seals, which make records void.
     """
     valid: list[RecordEntry] = []
-    base = base_of(path)
     end = start
     for frame, heading in headings(path, start, limit):
         end = frame.end
-        if heading is not None and counts(seals, heading.block, heading.epoch, path.name, base + end):
+        if heading is not None and counts(seals, heading.block, heading.epoch, path.name, end):
             size = frame.end - frame.start
             status = sys.intern(heading.status)  # share one string among millions of entries
             order = heading.epoch, heading.attempt, frame.time_ns
@@ -268,13 +261,13 @@ def counts(seals: Seals, block: int, epoch: int, journal: str, end: int) -> bool
         seals: The ledger's seals.
         block, epoch: Block and epoch of the record.
         journal: Name of its journal file.
-        end: Its end offset, over all parts of the journal.
+        end: Its end offset in that file.
     """
     sealed = seals.get((block, epoch))
     if sealed is None:
         return True
     owner, valid_bytes = sealed
-    return _owner_of(owner) == _owner_of(journal) and end <= valid_bytes
+    return owner.removesuffix(SUFFIX) == journal.removesuffix(SUFFIX) and end <= valid_bytes
 
 
 def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
@@ -300,31 +293,101 @@ def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
         return trajectory
 
 
-def parts(path: Path) -> list[Path]:
-    """Returns the files of the journal whose part 0 is ``path``, in order. Empty if the journal is missing."""
-    files: list[Path] = []
-    part = path
-    while part.exists() or (not files and packs.is_packed(part)):
-        files.append(part)
-        part = path.with_name(f"{path.name.removesuffix(SUFFIX)}+{len(files):04d}{SUFFIX}")
-    return files
+# --- the rollouts of a block ------------------------------------------------------------------------------------------
 
 
-def base_of(path: Path) -> int:
-    """Returns the total size of the earlier parts, from its first record or, if that is damaged, from the file
-    sizes."""
-    stem, _, number = path.name.removesuffix(SUFFIX).rpartition("+")
-    if not stem:
-        return 0
-    frame = next(read_frames(path, tolerant=True), None)
-    if frame is not None and frame.start == HEADER_SIZE:
-        record = unpack_record(frame.payload)
-        if record.get("kind") == "part":
-            return int(record["base"])
-    before = parts(path.with_name(f"{stem}{SUFFIX}"))[: int(number)]
-    return sum(part.stat().st_size for part in before)
+class StoredBlock(NamedTuple):
+    """An earlier, closed epoch of a block."""
+
+    epoch: int
+    owner: str
+    """``<pod>.<start>``."""
+    sealed: int
+    """Length of the owner's journal, in bytes, up to the seal. Later records do not count."""
 
 
-def _owner_of(name: str) -> str:
-    """Extracts ``<pod>.<start>`` from the name of a journal file."""
-    return name.removesuffix(SUFFIX).partition("+")[0]
+class _Record(NamedTuple):
+    end: int
+    rollout: str
+
+
+@dataclass
+class _Journal:
+    """Snapshot of one journal as of the last read."""
+
+    size: int
+    """Size of the file in bytes before the read. 0 if the file is missing."""
+    length: int
+    """End offset of the last complete record."""
+    records: dict[tuple[int, int], list[_Record]] = field(default_factory=dict)
+    """(block, epoch) → records whose rollout did not fail."""
+
+
+class StoredRollouts:
+    """Finds which rollouts of a block its earlier owners have already stored, from the headings in their journals.
+
+    A pod that takes over a block reads the whole journal of each earlier owner once. Not thread-safe.
+
+    Args:
+        renew: Called before each journal and every few megabytes, to keep the caller's lease valid.
+    """
+
+    def __init__(self, run: RunDir, renew: Callable[[], object] = lambda: None) -> None:
+        self._folder = run.journal
+        self._renew = renew
+        self._journals: dict[str, _Journal] = {}
+        """Owner → journal."""
+
+    def ids(self, block: int, held: Iterable[StoredBlock]) -> set[str]:
+        """Returns the ids of a block's rollouts that are stored and did not fail.
+
+        Raises:
+            ConfigError: A file is not a journal, or has a newer version.
+            OSError: The run directory is unavailable.
+        """
+        stored: set[str] = set()
+        for epoch, owner, sealed in held:
+            journal = self._journals.get(owner)
+            if journal is None or journal.length < sealed:
+                journal = self._read(owner)
+            records = journal.records.get((block, epoch), ())
+            stored.update(record.rollout for record in records if record.end <= sealed)
+        return stored
+
+    def length(self, owner: str) -> int:
+        """Returns the length of a journal's complete records, in bytes. A successor seals the journal there. 0 if
+        missing.
+
+        Reads the journal again only if it has grown. Raises the errors of :meth:`ids`.
+        """
+        journal = self._journals.get(owner)
+        if journal is None or journal.size != self._size(owner):
+            journal = self._read(owner)
+        return journal.length
+
+    def _read(self, owner: str) -> _Journal:
+        """Reads a journal and caches the result. Errors are not cached, so the next call retries."""
+        self._renew()
+        size = self._size(owner)
+        journal = _Journal(size, min(HEADER_SIZE, size))
+        renewed = 0
+        for frame, heading in headings(self._path(owner)) if size else ():
+            journal.length = frame.end
+            if heading is not None and heading.status != "failed":
+                of_claim = journal.records.setdefault((heading.block, heading.epoch), [])
+                of_claim.append(_Record(frame.end, heading.id))
+            if frame.end - renewed >= RENEW_BYTES:
+                renewed = frame.end
+                self._renew()
+        self._renew()
+        self._journals[owner] = journal
+        return journal
+
+    def _size(self, owner: str) -> int:
+        try:
+            return packs.size_of(self._path(owner))
+        except FileNotFoundError:
+            return 0
+
+    def _path(self, owner: str) -> Path:
+        return self._folder / f"{owner}{SUFFIX}"

@@ -19,9 +19,9 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories.hdf5.columns import texts
-from megaflow_hpc.trajectories.hdf5.encoding import MAX_DEPTH
 from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, open_file
 from megaflow_hpc.trajectories.hdf5.publishing import published
+from megaflow_hpc.trajectories.hdf5.schema import MAX_DEPTH
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectory import Attempt, Trajectory
 

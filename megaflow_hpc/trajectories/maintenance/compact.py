@@ -1,4 +1,6 @@
-"""Makes campaigns smaller: drops superseded attempts, selected artifacts, and the journals of a finished run.
+"""Makes campaigns smaller, and measures their disk usage.
+
+Drops superseded attempts, selected artifacts, and the journals of a finished run.
 
 The new file is written under a temporary name and renamed. Journals are removed only if the campaign is finished, the
 file contains all their records, and every column of the file can be read.
@@ -10,6 +12,8 @@ import fnmatch
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
@@ -20,7 +24,14 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, read_column, texts
-from megaflow_hpc.trajectories.hdf5.file import attribute, attribute_text, new_file, open_file, recorded_sources
+from megaflow_hpc.trajectories.hdf5.file import (
+    attribute,
+    attribute_text,
+    datasets,
+    new_file,
+    open_file,
+    recorded_sources,
+)
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from megaflow_hpc.trajectories.hdf5.writer import column_writer, reward_writer
@@ -159,3 +170,50 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
         for path in files:
             path.unlink()
     return {"journals": len(files), "journal_bytes": size}
+
+
+# --- disk usage -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DiskShare:
+    """The disk usage of a directory, file or column.
+
+    ``stored`` counts bytes on disk, ``raw`` uncompressed bytes (0 if unknown).
+    """
+
+    name: str
+    files: int
+    stored: int
+    raw: int = 0
+
+
+def usage_of_run(path: Path) -> list[DiskShare]:
+    """Returns the usage of each top-level directory and file of a run directory, largest first."""
+    sizes: dict[str, list[int]] = {}
+    for directory, _, names in os.walk(path):
+        for name in names:
+            file = Path(directory, name)
+            parts = file.relative_to(path).parts
+            top = f"{parts[0]}/" if len(parts) > 1 else name
+            with suppress(FileNotFoundError):  # replaced in the meantime
+                sizes.setdefault(top, []).append(file.lstat().st_size)
+    shares = [DiskShare(name, len(own), sum(own)) for name, own in sizes.items()]
+    return sorted(shares, key=lambda share: -share.stored)
+
+
+def usage_of_file(path: Path) -> list[DiskShare]:
+    """Returns the usage of each column, largest first.
+
+    The last entry, ``(structure)``, covers attributes, indices and, in files of versions 1 and 2, strings.
+
+    Raises:
+        ConfigError: ``path`` is not a campaign file.
+    """
+    shares: list[DiskShare] = []
+    with open_file(path, complete=False) as file:
+        for name, dataset in datasets(file).items():
+            shares.append(DiskShare(name, 1, dataset.id.get_storage_size(), dataset.size * dataset.dtype.itemsize))
+    shares.sort(key=lambda share: -share.stored)
+    rest = path.stat().st_size - sum(share.stored for share in shares)
+    return [*shares, DiskShare("(structure)", 1, rest)]

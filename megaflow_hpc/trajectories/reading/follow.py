@@ -30,7 +30,6 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.winners import (
     Index,
     RecordEntry,
-    Seals,
     decide,
     entries,
     in_commit_order,
@@ -38,9 +37,8 @@ from megaflow_hpc.trajectories.journal.winners import (
     seals_of,
     sizes_of,
 )
-from megaflow_hpc.trajectories.reading.journal_source import JournalSource
-from megaflow_hpc.trajectories.reading.row import Row
-from megaflow_hpc.trajectories.reading.store import open_trajectories
+from megaflow_hpc.trajectories.reading.sources import JournalSource
+from megaflow_hpc.trajectories.reading.store import Row, open_trajectories
 from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import VERIFIED
 
@@ -58,7 +56,6 @@ class Follower:
     Args:
         run: The run directory. Its campaign may not have started yet.
         after: Ids never to yield, such as those that an earlier process has seen succeed.
-        seals: Called on each poll to get the seals. Default: the ledger's seals.
         cursor: The :attr:`cursor` of an earlier follower of this run, to continue after its last result.
 
     Raises:
@@ -69,11 +66,9 @@ class Follower:
         self,
         run: RunDir | str | os.PathLike[str],
         after: Iterable[str] = (),
-        seals: Callable[[], Seals] | None = None,
         cursor: Mapping[str, Any] | None = None,
     ) -> None:
         self._run = run if isinstance(run, RunDir) else RunDir(run)
-        self._seals = seals or (lambda: seals_of(self._run))
         self._read: dict[str, int] = {}
         """Journal file name → bytes read."""
         self._failed: set[str] = set()
@@ -81,8 +76,6 @@ class Follower:
         if cursor is not None:
             self._read, self._failed = _read_cursor(cursor)
         self._seen = {*after, *self._failed}
-        self._tails: dict[str, tuple[int, float, float]] = {}
-        """Name of a journal with an incomplete record at its end → (size, first read, last read)."""
 
     @property
     def cursor(self) -> dict[str, Any]:
@@ -106,18 +99,16 @@ class Follower:
             OSError: As for :meth:`poll`.
         """
         sizes = {self._run.journal / name: size for name, size in sizes_of(self._run).items()}
-        grown = {path: size for path, size in sizes.items() if self._is_new(path.name, size)}
+        grown = {path: size for path, size in sizes.items() if size > self._read.get(path.name, 0)}
         if not grown:
             return []
-        seals = self._seals()
+        seals = seals_of(self._run)
         valid: list[RecordEntry] = []
         read = dict(self._read)
         for path, size in grown.items():
             of_journal, read[path.name] = entries(path, seals, start=read.get(path.name, 0), limit=size)
             valid += of_journal
         self._read = read
-        for path, size in grown.items():
-            self._note_tail(path.name, size)
         best, _ = decide(valid)
         return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
 
@@ -129,22 +120,6 @@ class Follower:
             OSError: The run directory is unavailable.
         """
         return Index(self._run.journal).load(entry)
-
-    def _is_new(self, name: str, size: int) -> bool:
-        """Returns whether a journal may have new records. The torn tail of a killed writer is only retried for a
-        while."""
-        if size <= self._read.get(name, 0):
-            return False
-        if name not in self._tails:
-            return True
-        size_of_tail, first, last = self._tails[name]
-        return size != size_of_tail or last - first <= MAX_CACHE_AGE_S  # caches may show the size before the bytes
-
-    def _note_tail(self, name: str, size: int) -> None:
-        now = time.monotonic()
-        size_before, first, _ = self._tails.pop(name, (size, now, now))
-        if self._read[name] < size:
-            self._tails[name] = size, first if size_before == size else now, now
 
     def _take(self, entry: RecordEntry) -> bool:
         """Returns whether to yield an entry, and marks it as yielded."""
@@ -223,26 +198,22 @@ class _Outage:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._began: float | None = None
-        self._is_logged = False
 
     def note(self, error: OSError) -> None:
         """Records a failed poll. Raises the error if it is permanent or the outage has lasted too long."""
         if not passing(error):
             raise error
-        if self._began is None:  # a single stale handle is not worth logging
+        if self._began is None:
             self._began = time.monotonic()
-            return
-        if time.monotonic() - self._began > GIVE_UP_S:
-            raise error
-        if not self._is_logged:
             logger.warning("%s does not answer (%s); waiting for it", self._run, error)
-            self._is_logged = True
+        elif time.monotonic() - self._began > GIVE_UP_S:
+            raise error
 
     def end(self) -> None:
         """Records a successful poll."""
-        if self._began is not None and self._is_logged:
+        if self._began is not None:
             logger.warning("%s is back after %.0f s", self._run, time.monotonic() - self._began)
-        self._began, self._is_logged = None, False
+            self._began = None
 
 
 def _read_cursor(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:

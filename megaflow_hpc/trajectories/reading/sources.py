@@ -1,15 +1,22 @@
-"""Defines sources of rows and columns, and implements one for ``trajectories.h5``.
+"""Sources of rows and columns: a ``trajectories.h5``, or the journals of a run.
 
 A source identifies rows by number. It reads a whole column on first use and caches it. It reads ragged data row by row,
 or for many rows together with :meth:`Source.flat`. Opening a source reads nothing, so a campaign of a million rollouts
 opens as fast as one of ten.
+
+Rows of journals are identical to the rows of the file gathered from them. Journals have no columns. The first request
+for a column decodes all rows once and keeps the small columns of rows, sequences and turns. Tokens and messages are
+read again on demand.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,8 +29,19 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import parse_object
 from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, offset_end, read, read_column, read_slices, text
 from megaflow_hpc.trajectories.hdf5.file import open_file
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OFFSETS
-from megaflow_hpc.trajectory import Attempt, TokenSequence, Turn, linked
+from megaflow_hpc.trajectories.hdf5.schema import (
+    COLUMNS,
+    OFFSETS,
+    STRING,
+    TEXT,
+    UNKNOWN_AS_NAN,
+    escape,
+    message_json,
+    reward_name,
+)
+from megaflow_hpc.trajectories.hdf5.writer import ColumnLists
+from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
+from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked
 from megaflow_hpc.types import Artifact
 
 TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
@@ -270,7 +288,8 @@ class Hdf5Source:
             for name in ("expert_layers", "experts_per_token")
         )
         values = read(self._dataset("experts/bytes"), start, end)
-        if len(values) not in (entries := tokens * layers * per_token, 2 * entries):
+        entries = tokens * layers * per_token
+        if len(values) not in (entries, 2 * entries):
             fault = f"sequence {sequence} has {len(values)} bytes of experts, expected {entries} or twice as many"
             raise ConfigError(f"{self.path}: {fault}; the file is damaged")
         return values.view(np.uint16 if len(values) > entries else np.uint8).reshape(tokens, layers, per_token)
@@ -348,3 +367,143 @@ class Hdf5Source:
 
     def _invalid(self, row: int, fault: str) -> ConfigError:
         return ConfigError(f"{self.path}: row {row}: {fault}; run: megaflow-hpc validate {self.path}")
+
+
+# --- journals ---------------------------------------------------------------------------------------------------------
+
+_CACHED = 8
+"""Number of decoded trajectories to cache, because the parts of a row are usually read together."""
+_TIMES = ("model_s", "sandbox_s", "agent_s", "wait_s")
+_OF_JOURNALS = (
+    *(column.path for column in COLUMNS.values() if column.group in ("trajectories", "sequences")),
+    *(f"turns/{name}" for name in ("sequence", "token_start", "token_end", *_TIMES)),
+    *(f"attempts/{name}" for name in ("job_id", "started_at", "finished_at")),
+)
+"""Columns that a :class:`JournalSource` provides, in addition to the rewards."""
+
+
+class JournalSource:
+    """Reads the winning records of an index."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._cache: OrderedDict[RecordEntry, Trajectory] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._index.winners)
+
+    def close(self) -> None:
+        self._cache.clear()
+
+    def ids(self) -> list[str]:
+        return [escape(entry.id) for entry in self._index.winners]
+
+    def scalar(self, name: str, row: int) -> Any:
+        value = getattr(self._load(row), name)
+        if name in UNKNOWN_AS_NAN:
+            return float("nan") if value is None else float(np.float32(value))
+        return escape(value) if isinstance(value, str) else value
+
+    def rewards(self, row: int) -> dict[str, float]:
+        rewards = {}
+        for name, value in self._load(row).rewards.items():
+            if not math.isnan(value):
+                rewards[reward_name(name)] = float(np.float32(value))
+        return dict(sorted(rewards.items()))
+
+    def messages(self, row: int) -> list[dict[str, Any]]:
+        return [json.loads(message_json(message)) for message in self._load(row).messages]
+
+    def parents(self, row: int) -> list[int]:
+        return list(self._load(row).parents)
+
+    def sequences(self, row: int) -> list[SequenceView]:
+        views = []
+        for s in self._load(row).sequences:
+            columns: list[Any] = [*map(np.array, (s.tokens, s.logprobs, s.loss_mask, s.weight_versions)), experts_of(s)]
+            views.append(SequenceView(escape(s.policy), *columns))
+        return views
+
+    def turns(self, row: int) -> list[Turn]:
+        turns = [replace(turn) for turn in self._load(row).turns]
+        for turn in turns:
+            for name in ("finish_reason", "server", "policy"):
+                setattr(turn, name, escape(getattr(turn, name)))
+            for name in _TIMES:
+                setattr(turn, name, float(np.float32(getattr(turn, name))))
+            if turn.sequence < 0:
+                turn.sequence, turn.token_start, turn.token_end = -1, 0, 0
+        return turns
+
+    def attempts(self, row: int) -> list[Attempt]:
+        attempts = [replace(attempt) for attempt in self._load(row).attempts]
+        for attempt in attempts:
+            for name in ("status", "error_kind", "error", "node", "job_id"):
+                setattr(attempt, name, escape(getattr(attempt, name)))
+        return attempts
+
+    def artifacts(self, row: int) -> list[Artifact]:
+        return [Artifact(escape(artifact.name), artifact.data) for artifact in self._load(row).artifacts]
+
+    def column(self, path: str) -> Array:
+        if path not in self._columns:
+            raise KeyError(f"{path}: no column of rows")
+        return self._columns[path]
+
+    def reward_names(self) -> list[str]:
+        return sorted(path.partition("/")[2] for path in self._columns if path.startswith("rewards/"))
+
+    def flat(self, rows: Integers) -> Flat:
+        owners: list[int] = []
+        views: list[SequenceView] = []
+        for row in rows.tolist():
+            own = self.sequences(row)
+            owners += [row] * len(own)
+            views += own
+
+        def joined(name: str, dtype: Any) -> Array:
+            return np.concatenate([np.empty(0, dtype), *(getattr(view, name) for view in views)])
+
+        return Flat(
+            np.array(owners, np.int64),
+            np.array([view.policy for view in views], object),
+            offsets_of([len(view.tokens) for view in views]),
+            joined("tokens", np.int32),
+            joined("logprobs", np.float32),
+            joined("loss_mask", np.uint8),
+            joined("weight_versions", np.int32),
+        )
+
+    def _load(self, row: int) -> Trajectory:
+        entry = self._index.winners[row]
+        if entry not in self._cache:
+            self._keep(entry, self._index.load(entry))
+        return self._cache[entry]
+
+    def _keep(self, entry: RecordEntry, trajectory: Trajectory) -> None:
+        self._cache[entry] = trajectory
+        if len(self._cache) > _CACHED:
+            self._cache.popitem(last=False)
+
+    @cached_property
+    def _columns(self) -> dict[str, Array]:
+        lists = ColumnLists(_OF_JOURNALS)
+        columns: dict[str, Array] = {}
+        for row, trajectory in enumerate(self._index.trajectories()):
+            self._keep(self._index.winners[row], trajectory)
+            lists.add(trajectory)
+            for name, reward in self.rewards(row).items():
+                column = columns.setdefault(f"rewards/{name}", np.full(len(self), np.nan, np.float32))
+                column[row] = reward
+        for path, values in lists.values.items():
+            first = [0] if COLUMNS[path].is_offset else []
+            columns[path] = _array(COLUMNS[path].dtype, [*first, *values])
+        return columns
+
+
+def _array(dtype: str, values: list[Any]) -> Array:
+    if dtype not in (STRING, TEXT):
+        return np.array(values, dtype)
+    column = np.empty(len(values), object)
+    column[:] = [escape(value) for value in values]
+    return column

@@ -16,7 +16,7 @@ import pytest
 from megaflow_hpc.environments.images.apptainer_client import build, pull
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
-from megaflow_hpc.host.cleanup import BUILD_DIRECTORY
+from megaflow_hpc.host.private import BUILD_DIRECTORY
 from megaflow_hpc.host.process import descendants as below
 from tests.support.places import ROOT
 from tests.support.waiting import until

@@ -17,9 +17,8 @@ import pytest
 from megaflow_hpc.cli.making.images import Wanted, share_of
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.build_progress import BuildProgress, at_once, make_all
-from megaflow_hpc.environments.images.mapping import ImageMapping, ImageRequest
-from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest, Registries
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from tests.support.places import ROOT

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.environments import ApptainerProvider
-from megaflow_hpc.environments.images.cache import artifacts
+from megaflow_hpc.environments.images.cache import cache as cache_module
 from megaflow_hpc.environments.images.cache.cache import ImageCache, Prefetcher
 from megaflow_hpc.environments.images.image_file import ImageFacts
 from megaflow_hpc.environments.images.sif import system_partition, unpacked_bytes
@@ -83,7 +83,7 @@ def test_an_image_that_is_replaced_once_its_digest_was_compared_is_not_used(
     images: list[str], open_cache: Callable[..., ImageCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner of a store can replace a file at any time, and keep its size and mtime."""
-    cache, compare = open_cache(), artifacts.read_checked
+    cache, compare = open_cache(), cache_module.read_checked
     before = os.stat(images[0])
 
     def compare_and_replace(facts: ImageFacts, *rest: Any) -> None:
@@ -93,7 +93,7 @@ def test_an_image_that_is_replaced_once_its_digest_was_compared_is_not_used(
         os.utime(images[0], ns=(before.st_atime_ns, before.st_mtime_ns))
 
     os.chmod(images[1], 0o644)
-    monkeypatch.setattr(artifacts, "read_checked", compare_and_replace)
+    monkeypatch.setattr(cache_module, "read_checked", compare_and_replace)
     found = cache.acquire(images[0])
     assert Path(found.path, "etc", "number").read_text().strip() == "0"
     assert sorted(os.listdir(Path(found.path).parent)) == ["entry.json", "rootfs"]

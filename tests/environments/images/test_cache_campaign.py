@@ -55,7 +55,7 @@ def test_a_campaign_stages_images_before_their_rollouts_ask_in_order_and_once(
     paths = made.fill(ImageStore(tmp_path / "store"), COUNT)
     cache = tmp_path / f"megaflow-{os.getuid()}" / "cache"
     # The pod knows the block that it has claimed when its first rollouts run.
-    known = len(split([Rollout(f"n{number:02}", "oracle", 0, "oracle") for number in range(COUNT)], pods=1)[0])
+    known = len(next(split([Rollout(f"n{number:02}", "oracle", 0, "oracle") for number in range(COUNT)], pods=1)))
     # So few rollouts are left that it also prefetches for some unclaimed blocks.
     foreseen = known + AHEAD_BLOCKS
     settings = f"COUNT, KNOWN, COPIES = {COUNT}, {foreseen}, {str(cache / 'images')!r}\n"

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.environments.images.dockerfile.context import Context, lay_out, patterns
-from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest
-from megaflow_hpc.environments.images.dockerfile.reader import instructions
+from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, context_digest, instructions
 from megaflow_hpc.environments.images.dockerfile.steps import Copy, RunStep
 from megaflow_hpc.environments.images.dockerfile.words import VariableReference, expand, literal, shell_word
 from megaflow_hpc.errors import ConfigError
@@ -170,9 +169,7 @@ def test_stages_that_nothing_is_copied_from_are_not_built(tmp_path: Path) -> Non
         ("FROM a\nCOPY --chwon=x Dockerfile /x\n", r"Dockerfile:2: COPY --chwon is not supported"),
         ("FROM a\nRUN --mount=type=secret,id=k,required=true x\n", r"Dockerfile:2: RUN --mount=type=secret,required"),
         ("FROM a\nCOPY --from=b /d /x\nFROM c AS b\n", r"Dockerfile:3: FROM c AS b: a stage before copies from it"),
-        ("FROM a\nCOPY --parents ./d/./f /x\n", r"Dockerfile:2: --parents with .* is not supported"),
-        ("FROM a\nCOPY --parents d/**/f /x\n", r"Dockerfile:2: --parents with .* is not supported"),
-        ("FROM a AS b\nFROM a\nCOPY --from=b --parents /d /x\n", r"Dockerfile:3: --parents with .* is not supported"),
+        ("FROM a\nCOPY --parents d/f /x\n", r"Dockerfile:2: COPY --parents is not supported"),
         ("FROM a\nRUN --network=none x\n", r"Dockerfile:2: RUN --network=none is not supported"),
         ("FROM a\nWORKDIR $WHERE\n", r"Dockerfile:2: \$WHERE is set neither by ARG nor by ENV"),
         ("FROM a\nENV A=${PATH:-x}\n", r"Dockerfile:2: .*only the base image knows PATH"),

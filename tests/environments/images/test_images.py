@@ -20,9 +20,8 @@ from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.disk_quota import SITE_VARIABLES, VARIABLE, default_stores, mount_of
 from megaflow_hpc.environments.images.image_file import LABEL, working_directory
 from megaflow_hpc.environments.images.layered import read_layered
-from megaflow_hpc.environments.images.mapping import ImageMapping
-from megaflow_hpc.environments.images.registries import Registries, split_name
 from megaflow_hpc.environments.images.resolve import Images, definition_digest
+from megaflow_hpc.environments.images.sources import ImageMapping, Registries, split_name
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import clean_environment, find_apptainer

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.environments.images import pruning
 from megaflow_hpc.environments.images.layered import read_layered
 from megaflow_hpc.environments.images.pruning import prune
 from megaflow_hpc.environments.images.store import ImageStore
@@ -88,7 +89,7 @@ def test_what_goes_takes_along_what_no_other_image_has(verb: Verb, store: ImageS
 
 
 def test_layers_that_no_image_had_stay_for_a_day_and_the_base_of_what_stays_for_ever(
-    verb: Verb, store: ImageStore, tmp_path: Path
+    verb: Verb, store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (one,) = built(verb, store, tmp_path / "context", "one")
     with store.layers.making("another") as place:
@@ -96,7 +97,9 @@ def test_layers_that_no_image_had_stay_for_a_day_and_the_base_of_what_stays_for_
         assert json.loads(verb("prune", one.stem, "--dry-run", "--json")[1])["layers"] == []  # a build is running
     store.remove(one.stem)
     assert prune(store).layers == ()
-    assert len(prune(store, layers_older_s=-1.0, dry_run=True).layers) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(pruning, "DAY_S", -1.0)
+        assert len(prune(store, dry_run=True).layers) == 2
     (again,) = built(verb, store, tmp_path / "context", "one")
     kept = json.loads((again.with_suffix(".json")).read_text())["created_at"]
     note = again.with_suffix(".json")

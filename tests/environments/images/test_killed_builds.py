@@ -15,7 +15,7 @@ import pytest
 from megaflow_hpc.environments.images.layered import layer_path, read_layered
 from megaflow_hpc.environments.images.layers.blob import measure
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.environments.sandbox.janitor import sweep
+from megaflow_hpc.environments.sandbox.scratch import sweep
 from megaflow_hpc.host.files import remove_tree
 from tests.support.registries import Registry, layer, noise
 
@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 from megaflow_hpc.environments.builds.builder import Builder
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
-from megaflow_hpc.environments.images.mapping import ImageMapping
+from megaflow_hpc.environments.images.sources import ImageMapping
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
 store, scratch, base, *files = sys.argv[1:]
@@ -65,7 +65,7 @@ def test_a_build_killed_at_any_instant_leaves_nothing_half(busybox_rootfs: str, 
 
 PULL = """
 import sys
-from megaflow_hpc.environments.images.registries import Registries
+from megaflow_hpc.environments.images.sources import Registries
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.store import ImageStore
 store, mirror, *names = sys.argv[1:]

@@ -16,10 +16,9 @@ from megaflow_hpc.environments.images import pull
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile
 from megaflow_hpc.environments.images.image_file import working_directory
 from megaflow_hpc.environments.images.layered import read_layered
-from megaflow_hpc.environments.images.mapping import ImageMapping
 from megaflow_hpc.environments.images.pull import exports
-from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.resolve import Images
+from megaflow_hpc.environments.images.sources import ImageMapping, Registries
 from megaflow_hpc.environments.images.store import ImageStore
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SiteError
@@ -146,7 +145,9 @@ def test_another_blob_than_was_asked_for_is_not_stored(
     registry.push("another", "1", [right])
     sent = wrong.blob if how == "another layer" else bytes(7) + wrong.blob[7:]
     between.rules[right.digest] = says(200, sent)
-    with pytest.raises(SiteError, match=rf"{right.digest}: what came has the digest {sha256(sent).hexdigest()}"):
+    with pytest.raises(
+        SiteError, match=rf"{right.digest}: the received blob has the digest {sha256(sent).hexdigest()}"
+    ):
         pulled(images, "another:1")
     assert list(images.store.images()) == []
     assert stored(images) == {}
@@ -228,7 +229,7 @@ def test_steps_run_as_the_user_of_the_image_that_they_start_from(
     assert read_layered(pulled(images, "team/user:1")).user == "12:34"
     notes = [line.partition("Dockerfile:")[2] for line in said if "other than in Docker" in line]
     assert notes == [
-        "3: other than in Docker: /tmp and /var/tmp are made for everybody to write to",
+        "3: other than in Docker: /tmp and /var/tmp are made writable for every user",
         "5: other than in Docker: a cache mount is empty in every step",
         "5: other than in Docker: a bind mount is a copy; what is written to it is lost, and does not fail",
     ]

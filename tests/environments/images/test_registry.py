@@ -24,11 +24,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
-from megaflow_hpc.environments.images.registries import Registries
 from megaflow_hpc.environments.images.registry import client
 from megaflow_hpc.environments.images.registry.client import Reference
 from megaflow_hpc.environments.images.registry.credentials import find_credentials
 from megaflow_hpc.environments.images.registry.image import RemoteImage, fetch
+from megaflow_hpc.environments.images.sources import Registries
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import apptainer
 from tests.support.places import ROOT

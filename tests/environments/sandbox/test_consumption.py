@@ -78,8 +78,8 @@ def test_memory_is_measured_exactly_only_where_it_may_be_a_new_peak() -> None:
 
     peak = MemoryPeak()
     for bound, held in ((500, 300), (50_000_000, 30_000_000), (50_100_000, 30_100_000), (30_000_000, 29_000_000)):
-        peak.look(bound, holds(held))
+        peak.add(bound, holds(held))
     assert (measured, peak.bytes) == ([30_000_000], 30_000_000)
-    peak.look(80_000_000, holds(20_000_000))  # shared pages raise the upper bound
-    peak.look(60_000_000, holds(55_000_000))
+    peak.add(80_000_000, holds(20_000_000))  # shared pages raise the upper bound
+    peak.add(60_000_000, holds(55_000_000))
     assert (measured[1:], peak.bytes) == ([20_000_000, 55_000_000], 55_000_000)

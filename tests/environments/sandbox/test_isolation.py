@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.environments.sandbox.janitor import sweep
 from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
+from megaflow_hpc.environments.sandbox.scratch import sweep
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, descendants
@@ -213,7 +213,7 @@ def test_a_killed_owner_leaves_no_process_and_the_janitor_removes_the_rest(
     rootfs: str, tmp_path: Path, setpriv: bool
 ) -> None:
     scratch = tmp_path / "scratch"
-    launcher = "megaflow_hpc.environments.sandbox.commands.launcher"
+    launcher = "megaflow_hpc.environments.sandbox.launcher"
     hide = "" if setpriv else f"import {launcher} as launcher; launcher.dies_with_parent = lambda: []\n"
     owner = subprocess.Popen([sys.executable, "-c", hide + OWNER, str(scratch), rootfs], stdout=subprocess.PIPE)
     assert owner.stdout
@@ -256,7 +256,7 @@ def test_janitors_at_the_same_time_leave_nothing_and_do_not_fail(tmp_path: Path)
                 (work / str(name)).mkdir()
             work.chmod(0)
     sweeping = (
-        "import sys; from megaflow_hpc.environments.sandbox.janitor import sweep; print(sweep(sys.argv[1])['left'])"
+        "import sys; from megaflow_hpc.environments.sandbox.scratch import sweep; print(sweep(sys.argv[1])['left'])"
     )
     command = [sys.executable, "-c", sweeping, str(tmp_path)]
     janitors = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]

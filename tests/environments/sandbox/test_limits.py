@@ -267,7 +267,7 @@ def test_short_commands_bring_no_more_looks_than_a_long_one(tmp_path: Path) -> N
     )
     idle = now + BUSY_POLL_INTERVAL_S
     watch.check(idle, node)
-    watch.next_look = idle + 100
+    watch.next_poll = idle + 100
     assert not watch.wanted(idle + 99, node)
     watch.poke()
     assert watch.wanted(idle + 99, node)
@@ -280,11 +280,11 @@ def test_a_look_ahead_of_its_turn_does_not_put_off_the_next(tmp_path: Path) -> N
     node, now = Node(1 << 42, free_disk(str(tmp_path)), 0), 1000.0
     watch.poke()
     watch.check(now, node)
-    assert watch.next_look == now + BUSY_POLL_INTERVAL_S
+    assert watch.next_poll == now + BUSY_POLL_INTERVAL_S
     node, now = node._replace(available=1 << 40), now + NODE_POLL_INTERVAL_S
     assert watch.wanted(now, node)
     watch.check(now, node)
-    assert watch.next_look == now + BUSY_POLL_INTERVAL_S
+    assert watch.next_poll == now + BUSY_POLL_INTERVAL_S
 
 
 async def test_the_watch_ends_with_its_sandboxes(rootfs: str, scratch: Path, look: Look) -> None:

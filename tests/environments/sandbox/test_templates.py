@@ -14,6 +14,7 @@ import pytest
 
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from megaflow_hpc.environments.sandbox import templates
 from megaflow_hpc.environments.sandbox.templates import Template, supported
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import Identity, argv, descendants, parent
@@ -295,8 +296,11 @@ async def test_what_a_rollout_left_is_no_part_of_the_environment_of_others(
     assert result == ([False, False, True], ["1", "", ""])
 
 
-async def test_a_template_that_stands_still_delays_a_start_and_no_more(rootfs: str, scratch: Path) -> None:
-    async with ApptainerProvider(scratch, start_timeout_s=5) as provider:
+async def test_a_template_that_stands_still_delays_a_start_and_no_more(
+    rootfs: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "START_TIMEOUT_S", 5.0)
+    async with ApptainerProvider(scratch) as provider:
         first = [await provider.start(SandboxSpec(rootfs)) for _ in range(2)]
         assert first[1].pid is not None
         template = parent(first[1].pid)

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model.api import CHAT
-from megaflow_hpc.model.gateway.engine_call import Call, EngineRequest, Unavailable, UnusableAnswer
-from megaflow_hpc.model.gateway.engine_client import EngineClient
+from megaflow_hpc.model.engine_api import CHAT
+from megaflow_hpc.model.gateway.engine_call import Call, EngineClient, EngineRequest, Unavailable, UnusableAnswer
 from megaflow_hpc.model.gateway.protocols import Answer, plain
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server

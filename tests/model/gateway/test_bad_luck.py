@@ -13,14 +13,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
-from megaflow_hpc.model.gateway.engine_client import EngineClient, ExchangeFailed
+from megaflow_hpc.model.gateway.engine_call import EngineClient, ExchangeFailed
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.reported import answered
 from tests.support.serving import call_failure, endpoint, gateway_before, in_loop, listening
+from tests.support.split_engine import SplitEngine
 
 Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, SplitEngine, body_of, error
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, body_of, error
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import CallBudget
 from tests.support.serving import call, conversation, gateway_before, in_loop
+from tests.support.split_engine import SplitEngine
 
 BODY: dict[str, Any] = {"messages": conversation("hello")}
 

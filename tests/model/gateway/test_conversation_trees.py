@@ -17,12 +17,12 @@ from tests.support.serving import in_loop
 
 @pytest.mark.slow
 def test_what_is_stored_of_random_trees_is_what_happened() -> None:
-    outcome = asyncio.run(grow(seed=0, first=0, trees=200))
+    outcome = asyncio.run(grow(seed=0, first=0, trees=100))
     assert outcome.wrong == []
-    assert outcome.calls > 1500
+    assert outcome.calls > 700
     kinds = ("openai chat", "openai responses", "anthropic messages", "streams", "n > 1", "sub-agents", "windows")
     more = ("compactions", "edits", "rewinds", "forks", "titles", "hang-ups in a stream", "policy changed", "resumed")
-    assert min(outcome.did[what] for what in (*kinds, *more)) > 15
+    assert min(outcome.did[what] for what in (*kinds, *more)) > 5
 
 
 @pytest.mark.slow

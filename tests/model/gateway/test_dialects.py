@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaflow_hpc.model.engines.scripted.tokens import END, answer_text, render
+from megaflow_hpc.model.engines.scripted.engine import END, answer_text, render
 from megaflow_hpc.model.gateway import dialects
 from megaflow_hpc.model.gateway.dialects import BadRequest, chat, messages, responses
 from megaflow_hpc.model.gateway.dialects.options import engine_request

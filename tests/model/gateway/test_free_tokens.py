@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.dialects import TABLES
 from megaflow_hpc.model.gateway.dialects.options import CHAT, CONSTRAINING, is_constrained
@@ -18,6 +17,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint, Sampling
 from tests.support.serving import call, conversation, gateway_before, in_loop
+from tests.support.split_engine import SplitEngine
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -207,10 +207,10 @@ async def test_the_same_request_is_judged_by_the_policy_that_it_names() -> None:
     async with ModelGateway(policies=["a", "b"], sampling={"b": Sampling({**NEUTRAL, "temperature": 0.5})}) as gateway:
         rollout = await gateway.open("t/a/0", "a")
         assert rollout.model_name == "a"
-        calls, opened = gateway._calls, gateway._by_id["t/a/0"]
+        opened = gateway._by_id["t/a/0"]
 
         def is_free(**asked: Any) -> bool:
-            request = calls._engine_request(opened, "/v1/chat/completions", asked, 0)
+            request = gateway._engine_request(opened, "/v1/chat/completions", asked, 0)
             return not is_constrained(request.body, request.sampling.settings)
 
         assert not is_free(model="a", temperature=0.5)

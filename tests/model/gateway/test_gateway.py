@@ -11,19 +11,19 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from megaflow_hpc.model.engines.scripted.tokens import END, render
+from megaflow_hpc.model.engines.scripted.engine import END, render
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import CallBudget, ModelEndpoint
 from tests.support.reported import answered, check_against_reported
-from tests.support.serving import Servers, call, call_failure, conversation, descendants, in_loop
+from tests.support.serving import Engines, Servers, call, call_failure, conversation, descendants, in_loop
 
 ECHO = {"tasks": [{"when": "hello", "answers": ["héllo", "again", "and again"]}], "default": ["what?"]}
 
 
 @in_loop
-async def test_a_conversation_is_recorded_token_by_token(servers: Servers) -> None:
-    servers.script(ECHO)
-    async with servers.gateway() as gateway:
+async def test_a_conversation_is_recorded_token_by_token(engines: Engines) -> None:
+    engines.script(ECHO)
+    async with engines.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
         texts = ["hello"]
         for _ in range(3):
@@ -45,9 +45,9 @@ async def test_a_conversation_is_recorded_token_by_token(servers: Servers) -> No
 
 
 @in_loop
-async def test_rollouts_at_once_are_kept_apart(servers: Servers) -> None:
-    servers.script({"tasks": [{"when": f"<{n}>", "answers": [f"answer {n}"]} for n in range(20)]})
-    async with servers.gateway() as gateway:
+async def test_rollouts_at_once_are_kept_apart(engines: Engines) -> None:
+    engines.script({"tasks": [{"when": f"<{n}>", "answers": [f"answer {n}"]} for n in range(20)]})
+    async with engines.gateway() as gateway:
         models = [await gateway.open(f"t{n}/default/0", "default") for n in range(20)]
         assert len({m.base_url for m in models}) == len({m.api_key for m in models}) == 20
         await asyncio.gather(
@@ -60,9 +60,9 @@ async def test_rollouts_at_once_are_kept_apart(servers: Servers) -> None:
 
 
 @in_loop
-async def test_a_stream_carries_the_same_answer(servers: Servers) -> None:
-    servers.script(ECHO)
-    async with servers.gateway() as gateway:
+async def test_a_stream_carries_the_same_answer(engines: Engines) -> None:
+    engines.script(ECHO)
+    async with engines.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
         body = {"messages": conversation("hello"), "stream": True, "stream_options": {"include_usage": True}}
         status, text = await call(model, body)
@@ -76,9 +76,9 @@ async def test_a_stream_carries_the_same_answer(servers: Servers) -> None:
 
 
 @in_loop
-async def test_plain_completions_are_recorded(servers: Servers) -> None:
-    servers.script(ECHO)
-    async with servers.gateway() as gateway:
+async def test_plain_completions_are_recorded(engines: Engines) -> None:
+    engines.script(ECHO)
+    async with engines.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
         status, reply = await call(model, {"prompt": "hello", "max_tokens": 3}, "/completions")
         assert (status, reply["choices"][0]["finish_reason"]) == (200, "length")
@@ -88,9 +88,9 @@ async def test_plain_completions_are_recorded(servers: Servers) -> None:
 
 
 @in_loop
-async def test_wrong_keys_and_closed_rollouts_are_refused(servers: Servers) -> None:
-    servers.script(ECHO)
-    async with servers.gateway() as gateway:
+async def test_wrong_keys_and_closed_rollouts_are_refused(engines: Engines) -> None:
+    engines.script(ECHO)
+    async with engines.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
         other = await gateway.open("u/default/0", "default")
         body = {"messages": conversation("hello")}
@@ -118,10 +118,10 @@ async def test_wrong_keys_and_closed_rollouts_are_refused(servers: Servers) -> N
 )
 @in_loop
 async def test_malformed_requests_get_the_apis_error_shape(
-    servers: Servers, path: str, data: bytes, status: int
+    engines: Engines, path: str, data: bytes, status: int
 ) -> None:
-    servers.script(ECHO)
-    async with servers.gateway() as gateway:
+    engines.script(ECHO)
+    async with engines.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
         async with aiohttp.ClientSession(headers={"x-api-key": model.api_key}) as session:
             async with session.post(model.base_url + path, data=data) as response:
@@ -131,9 +131,9 @@ async def test_malformed_requests_get_the_apis_error_shape(
 
 
 @in_loop
-async def test_a_prompt_that_is_too_long_is_the_engines_own_400(servers: Servers) -> None:
-    servers.script(ECHO, **{"max-model-len": 50})
-    async with servers.gateway() as gateway:
+async def test_a_prompt_that_is_too_long_is_the_engines_own_400(engines: Engines) -> None:
+    engines.script(ECHO, max_model_len=50)
+    async with engines.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
         status, reply = await call(model, {"messages": conversation("hello" * 20)})
         assert status == 400
@@ -141,9 +141,9 @@ async def test_a_prompt_that_is_too_long_is_the_engines_own_400(servers: Servers
 
 
 @in_loop
-async def test_a_budget_ends_a_rollout(servers: Servers) -> None:
-    servers.script(ECHO)
-    async with servers.gateway() as gateway:
+async def test_a_budget_ends_a_rollout(engines: Engines) -> None:
+    engines.script(ECHO)
+    async with engines.gateway() as gateway:
         budgets = [(CallBudget(calls=2), "2 model calls"), (CallBudget(tokens=8), "8 tokens")]  # an answer has 7
         for budget, named in budgets:
             model = await gateway.open("t/default/0", "default", budget=budget)

@@ -6,12 +6,12 @@ from typing import Any
 
 import aiohttp
 
-from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectories.reading.conversations import conversations
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.serving import endpoint, in_loop, listening
+from tests.support.split_engine import SplitEngine
 
 
 async def ask(session: aiohttp.ClientSession, model: ModelEndpoint, name: str, messages: list[Any]) -> str:

@@ -10,17 +10,16 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from megaflow_hpc.model.api import TEXTS
+from megaflow_hpc.model.engine_api import TEXTS
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.scripted import engine as scripted
-from megaflow_hpc.model.engines.scripted import tokens as scripted_tokens
-from megaflow_hpc.model.engines.scripted.engine import SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import END, START, text_of_tokens
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ToolCall
-from megaflow_hpc.model.engines.scripted.tokens import END, START, text_of_tokens
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.model.server import template_probe
 from megaflow_hpc.trajectory import Recording
 from tests.support.serving import gateway_before, in_loop, listening
+from tests.support.split_engine import SplitEngine
 
 Message = dict[str, Any]
 Template = Callable[[Sequence[Message]], list[Message]]
@@ -79,7 +78,7 @@ class Engine(SplitEngine):
 
     async def _render(self, request: web.Request) -> web.Response:
         body = await scripted.body_of(request)
-        tokens = scripted_tokens.render(self.template(body["messages"]))
+        tokens = scripted.render(self.template(body["messages"]))
         self.rendered.append(tokens)
         return web.json_response({"token_ids": tokens, "sampling_params": {"max_tokens": 9999}, "features": None})
 
@@ -239,7 +238,7 @@ async def test_kept_thoughts_make_one_sequence_whatever_the_template_drops(
     assert len(recording.sequences) == 1
     last = marked(engine.log[-1][0])
     assert [f"thought {n}" in last for n in range(len(answers) - 1)] == [True] * (len(answers) - 1)
-    whole = marked(scripted_tokens.render(messages_of(recording)[:-1]))
+    whole = marked(scripted.render(messages_of(recording)[:-1]))
     assert last == whole
     for turn, (prompt, sampled) in zip(recording.turns, engine.log, strict=True):
         tokens = list(recording.sequences[0].tokens)
@@ -281,7 +280,7 @@ async def test_a_kept_answer_that_the_template_renders_as_two_turns_is_sent_once
     async with gateway_before(engine, "split", "p", keep_thoughts=["p"]) as gateway:
         recording = await converse(gateway, 3)
     assert len(recording.sequences) == 1
-    assert marked(engine.log[-1][0]) == marked(scripted_tokens.render(messages_of(recording)[:-1]))
+    assert marked(engine.log[-1][0]) == marked(scripted.render(messages_of(recording)[:-1]))
 
 
 def messages_of(recording: Recording) -> list[Message]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaflow_hpc.host.wire import pack, unpack
-from megaflow_hpc.model.engines.scripted.tokens import END, logprob, render
+from megaflow_hpc.model.engines.scripted.engine import END, logprob, render
 from megaflow_hpc.model.gateway import recorder as gateway_recorder
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.trajectory import TokenSequence

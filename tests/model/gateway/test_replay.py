@@ -12,7 +12,6 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.engines.scripted.engine import SplitEngine
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
@@ -20,6 +19,7 @@ from megaflow_hpc.trajectory import Recording, Trajectory
 from megaflow_hpc.types import Artifact
 from tests.bench.conversations import AGENTS, ChatAgent, RandomScript, events
 from tests.support.serving import call_failure, endpoint, in_loop, listening
+from tests.support.split_engine import SplitEngine
 
 
 @dataclass

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaflow_hpc.host.wire import pack, unpack
-from megaflow_hpc.model.engine_answer import routed_experts
-from megaflow_hpc.model.engines.scripted.engine import SplitEngine
+from megaflow_hpc.model.engine_api import routed_experts
 from megaflow_hpc.model.engines.scripted.script import Script
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.trajectory import Recording, TokenSequence
 from tests.support.serving import gateway_before, in_loop, recorded_chat
+from tests.support.split_engine import SplitEngine
 
 LAYERS, PER_TOKEN = 3, 2
 

@@ -14,7 +14,7 @@ import pytest
 
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script
-from megaflow_hpc.model.server.proxy import ADMIN_PATHS, MODEL_PATHS
+from megaflow_hpc.model.server.proxy import MODEL_PATHS
 from tests.support.second_user import as_second_user
 from tests.support.serving import Servers, conversation, descendants, listeners
 
@@ -60,7 +60,7 @@ def routes(record: dict, gateway_url: str, token: str) -> list[tuple[str, str, s
     """Every listener's routes, without a key and with wrong keys."""
     engine = [(r.method, r.resource.canonical) for r in ScriptedEngine(Script(), "x").application().router.routes()]
     further = [("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/tokenize"), ("GET", "/server_info"), ("GET", "/")]
-    proxied = [*MODEL_PATHS, *ADMIN_PATHS, *engine, *further]
+    proxied = [*MODEL_PATHS, *engine, *further]
     gateway = [
         ("POST", f"/r/{t}/v1{p}") for t in (token, "x") for p in ("/chat/completions", "/messages", "/responses")
     ]
@@ -87,7 +87,7 @@ def test_a_stranger_gets_nothing_from_engine_proxy_and_gateway(servers: Servers)
                 "sockets": rooms,
                 "processes": [str(pid) for pid in pids],
             }
-            assert len(told["files"]) == 2
+            assert len(told["files"]) == 1
             return await asyncio.to_thread(as_second_user, INTRUDER, told)
 
     found = asyncio.run(scenario())
@@ -103,7 +103,7 @@ class Squatter:
     """A process on the port of a dead engine. It supports TLS with its own certificate and keeps every byte it gets."""
 
     def __init__(self, port: int, folder: Path, tls: bool) -> None:
-        from megaflow_hpc.model.server.tls import make_context
+        from megaflow_hpc.model.server.proxy import make_context
 
         self.context: ssl.SSLContext | None = make_context(folder)[0] if tls else None
         self.listener = socket.create_server(("0.0.0.0", port), reuse_port=False)

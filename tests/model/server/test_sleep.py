@@ -255,7 +255,7 @@ async def turned(tmp_path: Path, engine: Told, level: int) -> None:
     runner = web.AppRunner(engine.application(), shutdown_timeout=0.1)
     await runner.setup()
     await web.UnixSite(runner, str(tmp_path / "engine.sock")).start()
-    proxy = Proxy(host="127.0.0.1")
+    proxy = Proxy()
     await proxy.attach(Launch(uds=str(tmp_path / "engine.sock"), reload="vllm"))
     updater = WeightUpdater(run, Assignment(0, "default", {}), proxy)
     said: list[str] = []

@@ -214,8 +214,8 @@ def test_a_delta_is_put_together_on_the_node_and_its_base_stays(run: RunDir, tmp
         return bytes(5000) + bytes([number]) * 8
 
     updater = WeightUpdater(run, Assignment(0, "a", {}), Proxy())
-    updater.scratch = tmp_path / "scratch"
-    updater.scratch.mkdir()
+    updater.copies.scratch = tmp_path / "scratch"
+    updater.copies.scratch.mkdir()
     base = weights.publish(run, trained(tmp_path / "step0", version(0)), "a")
     assert updater.whole(base) is base
     for step in (1, 2, 3):
@@ -227,7 +227,7 @@ def test_a_delta_is_put_together_on_the_node_and_its_base_stays(run: RunDir, tmp
         whole = Path(updater.whole(published).path)
         assert (whole / "model.safetensors").read_bytes() == safetensors(version(step))
         assert (whole / "tokenizer.json").read_text() == "tokens"
-    assert [path.name for path in updater.scratch.iterdir()] == ["weights-4"]
+    assert [path.name for path in updater.copies.scratch.iterdir()] == ["weights-4"]
     assert [v.version for v in weights.versions(run, "a")] == [1, 4]
     (Path(base.path) / "model.safetensors").write_bytes(safetensors(version(9)))
     damaged = weights.publish(run, folder, "a")
@@ -251,7 +251,7 @@ async def test_the_proxy_asks_for_an_adapter_by_its_name_and_for_nothing_before_
     runner = web.AppRunner(application)
     await runner.setup()
     await web.UnixSite(runner, str(tmp_path / "engine.sock")).start()
-    proxy = Proxy(host="127.0.0.1")
+    proxy = Proxy()
     await proxy.start()
     proxy.opened = False
     await proxy.attach(Launch(uds=str(tmp_path / "engine.sock")))

@@ -10,10 +10,9 @@ import pytest
 
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
 from megaflow_hpc.ledger.calls import Call, Link
-from megaflow_hpc.ledger.leader import STALE_S
+from megaflow_hpc.ledger.coordinator import PRUNE_S
+from megaflow_hpc.ledger.leader import STALE_S, Survey
 from megaflow_hpc.ledger.lease import TIMES
-from megaflow_hpc.ledger.pruning import PRUNE_S
-from megaflow_hpc.ledger.report import Survey
 from megaflow_hpc.monitor.status import Monitor
 from megaflow_hpc.pod.master.coordination import SELDOM_S, SOON_S, Coordination, Role
 from megaflow_hpc.pod.master.endpoints import Endpoints

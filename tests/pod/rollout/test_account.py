@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
-from megaflow_hpc.pod.rollout.agent_run import _add
+from megaflow_hpc.pod.rollout.rollout import _add
 from megaflow_hpc.trajectories.reading.conversations import conversations
 from megaflow_hpc.trajectory import Recording, Trajectory
 from megaflow_hpc.types import AgentResult

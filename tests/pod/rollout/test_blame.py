@@ -104,14 +104,15 @@ def run(place: Path, scratch: Path, rootfs: str, agent: type, engine: str, attem
         {"name": "blame", "tasks": str(place), "agent": "nop", "environment": {"network": "none"}}
     )
     policy = Policy(
-        agent=AgentConfig(name=f"{__name__}:{agent.__name__}", timeout_s=6 if agent is Waits else 300),
+        agents=(AgentConfig(name=f"{__name__}:{agent.__name__}", timeout_s=6 if agent is Waits else 300),),
         model=ModelConfig(path="m"),
     )
 
     class Dying(ScriptedEngine):
-        def on_sampled(self, prompt: Any, tokens: Any) -> None:
+        def sample(self, text: str, prompt: Any) -> list[int]:
             if engine == "dies":
                 self.script = Script(default=(ScriptedAnswer("EngineDeadError", status=500),))
+            return super().sample(text, prompt)
 
     async def main() -> Trajectory:
         poison = ScriptedTask(pattern=re.compile("poison"), answers=(ScriptedAnswer("no", status=500),))

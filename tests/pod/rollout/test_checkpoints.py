@@ -23,8 +23,7 @@ from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import argv, descendants
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.pod.rollout.checkpoint import Checkpoint, new_name
-from megaflow_hpc.pod.rollout.preemption import MAX_CHECKPOINT_BYTES, Preemption
+from megaflow_hpc.pod.rollout.preemption import MAX_CHECKPOINT_BYTES, Checkpoint, Preemption, new_name
 from megaflow_hpc.types import Rollout
 from tests.support import samples
 from tests.support.campaigns import Make

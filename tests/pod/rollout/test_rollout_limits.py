@@ -53,15 +53,15 @@ class Burns:
         return AgentResult()
 
 
-def run(place: Path, image: Path, task: Task, agents: dict[str, str], **environment: object) -> dict[str, Trajectory]:
+def run(place: Path, image: str, task: Task, agents: dict[str, str], **environment: object) -> dict[str, Trajectory]:
     """Runs one attempt of each agent, given by policy."""
     campaign = {"name": "x", "tasks": str(place), "agent": "nop", "environment": {"network": "none", **environment}}
     config = CampaignConfig.model_validate(campaign)
-    policies = {name: Policy(agent=AgentConfig(name=agent)) for name, agent in agents.items()}
+    policies = {name: Policy(agents=(AgentConfig(name=agent),)) for name, agent in agents.items()}
 
     async def main() -> dict[str, Trajectory]:
         async with ApptainerProvider(place / "scratch") as provider:
-            services = Services(config, policies, {"base": str(image)}, provider, ModelGateway())
+            services = Services(config, policies, {"base": image}, provider, ModelGateway())
             rollouts = [Rollout(task.id, name, 0, name) for name in agents]
             ended = await asyncio.gather(*(run_attempt(services, rollout, task, 0) for rollout in rollouts))
             return {each.trajectory.policy: each.trajectory for each in ended}
@@ -88,10 +88,10 @@ def task(tmp_path: Path) -> Task:
 
 @pytest.mark.slow
 def test_a_limit_passed_is_the_agents_doing_and_the_rollout_is_verified(
-    base_sif: Path, tmp_path: Path, task: Task
+    rootfs: str, tmp_path: Path, task: Task
 ) -> None:
     agents = {"oracle": "oracle", "recovers": f"{__name__}:Recovers", "spins": f"{__name__}:Spins"}
-    found = run(tmp_path, base_sif, replace(task, limits=replace(task.limits, cpu_s=3)), agents)
+    found = run(tmp_path, rootfs, replace(task, limits=replace(task.limits, cpu_s=3)), agents)
     assert {name: t.status for name, t in found.items()} == {
         "oracle": "completed",
         "recovers": "completed",
@@ -106,7 +106,7 @@ def test_a_limit_passed_is_the_agents_doing_and_the_rollout_is_verified(
 
 @pytest.mark.parametrize("verification", ["shared", "fresh"])
 def test_what_its_sandboxes_used_is_part_of_a_rollout(
-    base_sif: Path, tmp_path: Path, make_task: Callable[..., Path], verification: str
+    rootfs: str, tmp_path: Path, make_task: Callable[..., Path], verification: str
 ) -> None:
     """The verifier's own sandbox too; what another process sees is what came out of the journal's record."""
     root = make_task(tmp_path, "burns")
@@ -114,7 +114,7 @@ def test_what_its_sandboxes_used_is_part_of_a_rollout(
         file.write('workdir = "/app"\n')
     (root / "tests/test.sh").write_text(f"{BURN.replace('60_000_000', '1000')}\necho 1 > /logs/verifier/reward.txt\n")
     task = read_harbor_task(root)
-    found = run(tmp_path, base_sif, task, {"burns": f"{__name__}:Burns"}, verification=verification)["burns"]
+    found = run(tmp_path, rootfs, task, {"burns": f"{__name__}:Burns"}, verification=verification)["burns"]
     assert (found.status, found.reward) == ("completed", 1.0), found.error
     stored = Trajectory.from_record(unpack(pack(found.to_record())))
     assert 1.1 <= (stored.cpu_s or 0) <= 4

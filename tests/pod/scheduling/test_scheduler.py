@@ -11,9 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megaflow_hpc.pod.scheduling.failures import MAX_FAILURES, RULES
-from megaflow_hpc.pod.scheduling.scheduler import Order, Scheduler
-from megaflow_hpc.pod.scheduling.work import Demand, Work
-from megaflow_hpc.pod.scheduling.workers import MAX_OVERTAKEN
+from megaflow_hpc.pod.scheduling.scheduler import MAX_OVERTAKEN, Demand, Order, Scheduler, Work
 from megaflow_hpc.types import Rollout
 
 ORDERS: tuple[Order, ...] = ("fifo", "longest", "fair")

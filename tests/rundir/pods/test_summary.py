@@ -17,7 +17,7 @@ from megaflow_hpc.pod.master.histories import Histories
 from megaflow_hpc.rundir import summaries
 from megaflow_hpc.rundir.events import (
     AttemptEvent,
-    EndpointsEvent,
+    EngineEvent,
     EventWriter,
     PodEvent,
     RolloutEvent,
@@ -27,7 +27,6 @@ from megaflow_hpc.rundir.events import (
 )
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.pods.aggregator import (
-    MAX_LINE_BYTES,
     PIECE,
     SUMMARY_INTERVAL_S,
     TAIL,
@@ -172,7 +171,7 @@ import sys, time
 from pathlib import Path
 from megaflow_hpc.rundir.events import EventWriter, PodEvent, RolloutEvent, StartEvent
 from megaflow_hpc.rundir.pods import aggregator
-aggregator.LOOK_S, aggregator.SUMMARY_INTERVAL_S, aggregator.TAIL, aggregator.PAUSE_FACTOR = 0.0, 0.0, 1, 0
+aggregator.READ_INTERVAL_S, aggregator.SUMMARY_INTERVAL_S, aggregator.TAIL, aggregator.PAUSE_FACTOR = 0.0, 0.0, 1, 0
 path = Path(sys.argv[1])
 events, keeper = EventWriter(path), aggregator.SummaryWriter(path)
 events.write(PodEvent(state="started", job_id="7_0", node="n"))
@@ -228,10 +227,10 @@ def test_a_successor_hears_of_failures_that_only_a_summary_covers(run: RunDir) -
         assert (history.causes, history.next_attempt) == (["model", "model"], 2)
 
 
-@pytest.mark.parametrize("size", [PIECE + 100, MAX_LINE_BYTES + 2 * PIECE])
+@pytest.mark.parametrize("size", [PIECE + 100, 10 * PIECE + 100])
 def test_a_line_longer_than_a_piece_stops_no_summary(run: RunDir, size: int) -> None:
     path = run.event_file("a", "0")
-    told = EndpointsEvent(t=1.0, servers=["x" * size])
+    told = EngineEvent(t=1.0, rank=1, state="ready", node="x" * size)
     ends = [RolloutEvent(t=float(n), id=f"t{n}/p/0", status="completed") for n in range(200)]
     for long in (encode(told), b"\0" * size + encode(ends[0])):
         path.write_bytes(encode(ends[1]) + long + b"".join(encode(event) for event in ends[2:]))

@@ -21,7 +21,7 @@ import torch  # type: ignore[import-not-found]
 
 from megaflow_hpc.training.bridges import areal, prime_rl, verl
 from megaflow_hpc.training.bridges.rows import TrainerRow, rows
-from megaflow_hpc.training.step import Step
+from megaflow_hpc.training.dataflow import Step
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, policy_loss
 from tests.support.bridges import first_step
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import megaflow_hpc
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.slow  # all of them wait for one run of torch and TRL
 
@@ -176,18 +172,8 @@ print(json.dumps(result))
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    venv = os.environ.get("MEGAFLOW_ENGINE_VENV")
-    if not venv:
-        pytest.fail("MEGAFLOW_ENGINE_VENV is not set; run the suite with launchers/test, which provides it")
     folder = tmp_path_factory.mktemp("trl")
-    python, model = str(Path(venv) / "bin" / "python"), str(folder / "tiny")
-    env = {**os.environ, "PYTHONPATH": str(Path(megaflow_hpc.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    (folder / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [python, str(folder / "script.py"), str(folder), model], capture_output=True, text=True, timeout=400, env=env
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = run_ranks(SCRIPT, folder, folder, folder / "tiny")
     return found
 
 

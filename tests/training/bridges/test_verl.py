@@ -10,8 +10,7 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.bridges import verl
 from megaflow_hpc.training.bridges.rows import rows
-from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.step import Step
+from megaflow_hpc.training.dataflow import Dataflow, Step
 from tests.support.bridges import first_step
 
 UPDATE = {"prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "advantages"}

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import megaflow_hpc
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.slow  # all of them wait for one run of torch and TRL
 
@@ -280,13 +277,7 @@ def sample() -> Sample:
 
 @pytest.fixture(scope="module")
 def results(sample: Sample, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    venv = os.environ.get("MEGAFLOW_ENGINE_VENV")
-    if not venv:
-        pytest.fail("MEGAFLOW_ENGINE_VENV is not set; run the suite with launchers/test, which provides it")
     folder = tmp_path_factory.mktemp("losses")
-    python = str(Path(venv) / "bin" / "python")
-    model = str(folder / "tiny")
-    env = {**os.environ, "PYTHONPATH": str(Path(megaflow_hpc.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     given = {
         "columns": sample.columns,
         "kinds": KINDS,
@@ -298,16 +289,7 @@ def results(sample: Sample, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         "totals": {"tokens": int(sample.mask.sum()), "sequences": 4, "samples": 3},
     }
     (folder / "given.json").write_text(json.dumps(given))
-    (folder / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [python, str(folder / "script.py"), str(folder / "given.json"), model, str(folder / "out")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = run_ranks(SCRIPT, folder, folder / "given.json", folder / "tiny", folder / "out")
     return found
 
 

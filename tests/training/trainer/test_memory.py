@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.places import ROOT
-from tests.support.torch_ranks import engine_python, run_ranks
+from tests.support.torch_ranks import engine_python, run_apart
 
 pytestmark = pytest.mark.slow
 
@@ -84,5 +84,5 @@ def test_predicted_memory_is_within_a_tenth_of_a_processs_own_peak(
     """A real step on a CPU, whose peak the kernel counts. Freed tensors must not stay in malloc's heap."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    found = run_ranks(REAL, tmp_path)
+    found = run_apart(REAL, tmp_path)
     assert found["predicted"] == pytest.approx(found["measured"], rel=0.1)

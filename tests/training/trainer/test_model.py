@@ -14,7 +14,7 @@ from pathlib import Path
 import torch, transformers
 from launchers.tiny_model import make
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.trainer import attention, model as room
+from megaflow_hpc.training.trainer import layers, model as room
 from megaflow_hpc.training.trainer.model import ProcessGroup, join, load
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
@@ -62,7 +62,7 @@ def one_by_one(policy):
                 loss = loss + logprob * scale[t] + 0.3 * entropy * positions[t].sin()
                 found[:, t] = torch.stack([logprob, entropy]).detach()
     loss.backward()
-    policy.causal.set_attn_implementation(attention.ATTENTION_NAME)
+    policy.causal.set_attn_implementation(layers.ATTENTION_NAME)
     return found, gradients(policy)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.slurm import script
-from tests.support.torch_ranks import CLOSED, LOOPBACK, run_ranks
+from tests.support.torch_ranks import CLOSED, LOOPBACK, run_apart
 
 SCRIPT = r"""
 import json, os
@@ -40,7 +40,7 @@ ranks.leave()
 
 @pytest.mark.slow
 def test_two_ranks_listen_at_the_loopback_alone(tmp_path: Path) -> None:
-    found = run_ranks(SCRIPT, tmp_path, ranks=2)
+    found = run_apart(SCRIPT, tmp_path, ranks=2)
     assert found["met"] == [0, 1]
     assert set(found["listening"]) == {"0100007F"}, "127.0.0.1, as /proc/net/tcp writes it"
 

@@ -152,9 +152,8 @@ from launchers.tiny_model import make
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weights import current, versions
-from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.plan import Commit, StepPlan
-from megaflow_hpc.training.step import Step
 from megaflow_hpc.training.trainer.columns import sequences_of
 from megaflow_hpc.training.trainer.loop import TrainingLoop
 from megaflow_hpc.training.trainer.model import join, load

@@ -168,7 +168,7 @@ main()
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_ranks(SCRIPT, tmp_path_factory.mktemp("router"), ranks=2, timeout_s=300)
+    return run_ranks(SCRIPT, tmp_path_factory.mktemp("router"), ranks=2)
 
 
 def test_every_router_chooses_the_recorded_experts(found: dict[str, Any]) -> None:

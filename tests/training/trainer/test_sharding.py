@@ -175,7 +175,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_ranks(SCRIPT, tmp_path_factory.mktemp("sharding"), ranks=4, timeout_s=600)
+    return run_ranks(SCRIPT, tmp_path_factory.mktemp("sharding"), ranks=4)
 
 
 @pytest.mark.parametrize("name", CASES)

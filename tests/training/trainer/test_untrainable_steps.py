@@ -230,7 +230,7 @@ main()
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(SCRIPT, tmp_path_factory.mktemp("untrainable"), SEED, timeout_s=900)
+    result: dict[str, Any] = run_ranks(SCRIPT, tmp_path_factory.mktemp("untrainable"), SEED)
     return result
 
 

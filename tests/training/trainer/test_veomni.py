@@ -130,7 +130,7 @@ class Uniform(Pods):
 
 def train(path, ranks, read=None):
     """Trains a run. Returns the trained parameters, and the losses of its steps."""
-    flow = Dataflow(path, rank=ranks.rank, ranks=ranks.count, say=lambda text: None, agree=ranks.tell)
+    flow = Dataflow(path, rank=ranks.rank, ranks=ranks.count, say=lambda text: None, agree=ranks.broadcast)
     trainer = TrainingLoop(flow, ranks, read)
     metrics = list(trainer.steps())
     flow.leave()

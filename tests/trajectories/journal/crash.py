@@ -26,8 +26,7 @@ import h5py
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories import JournalWriter, gather, validate
-from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
-from megaflow_hpc.trajectories.journal.winners import index
+from megaflow_hpc.trajectories.journal.winners import StoredBlock, StoredRollouts, index
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.samples import run_dir, trajectory
 

@@ -21,8 +21,7 @@ from megaflow_hpc.trajectories import JournalWriter, gather
 from megaflow_hpc.trajectories.journal import packs
 from megaflow_hpc.trajectories.journal.frames import read_frame
 from megaflow_hpc.trajectories.journal.packs import FAN, pack_journals
-from megaflow_hpc.trajectories.journal.stored import StoredBlock, StoredRollouts
-from megaflow_hpc.trajectories.journal.winners import fingerprint, index, journals
+from megaflow_hpc.trajectories.journal.winners import StoredBlock, StoredRollouts, fingerprint, index, journals
 from megaflow_hpc.trajectories.reading.follow import Follower
 from tests.support.journals import digests, record
 from tests.support.samples import run_dir, trajectory

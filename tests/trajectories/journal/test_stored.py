@@ -11,11 +11,10 @@ import pytest
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, write_blocks
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories.journal import stored as stored_module
+from megaflow_hpc.trajectories.journal import winners
 from megaflow_hpc.trajectories.journal.frames import pack_record
-from megaflow_hpc.trajectories.journal.stored import RENEW_BYTES, StoredBlock, StoredRollouts
+from megaflow_hpc.trajectories.journal.winners import RENEW_BYTES, StoredBlock, StoredRollouts
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
-from tests.support.journals import PartedWriter
 from tests.support.ledgers import Clock, rollouts
 from tests.support.operations import counted
 
@@ -25,10 +24,10 @@ def record(number: int, block: int, epoch: int, status: str = "completed") -> by
     return pack_record({"kind": "trajectory", "epoch": epoch, "block": block, "trajectory": trajectory})
 
 
-def write(run: RunDir, pod: str, *records: bytes, rotate: int = 1 << 20) -> list[int]:
+def write(run: RunDir, pod: str, *records: bytes) -> list[int]:
     """Returns the length of the journal behind each record."""
     lengths = []
-    with PartedWriter(run.journal_file(pod, "0"), rotate) as journal:
+    with JournalWriter(run.journal_file(pod, "0")) as journal:
         for each in records:
             journal.append(each)
             lengths.append(journal.commit())
@@ -99,20 +98,18 @@ def test_other_records_are_read_once_and_trajectories_behind_them_are_found(run:
         assert operations["opens"] == 0
 
 
-@pytest.mark.parametrize("parted", [True, False])
-def test_the_reader_renews_its_lease_within_a_long_journal(run: RunDir, parted: bool) -> None:
+def test_the_reader_renews_its_lease_within_a_long_journal(run: RunDir) -> None:
     large = pack_record({"kind": "note", "text": "x" * (RENEW_BYTES // 4)})
-    records = [large] * 20 if not parted else [record(number, 0, 0) for number in range(1, 10)]
-    ends = write(run, "a", *records, record(0, 0, 0), rotate=1 if parted else 1 << 30)
+    ends = write(run, "a", *[large] * 20, record(0, 0, 0))
     renewals: list[None] = []
     stored = StoredRollouts(run, lambda: renewals.append(None))
     assert "t0/p/0" in stored.ids(0, [StoredBlock(0, "a.0", ends[-1])])
-    assert len(renewals) >= (10 if parted else 6)
+    assert len(renewals) >= 6
 
 
 def fails_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Makes one call fail with ESTALE."""
-    real, failed = getattr(stored_module, name), []
+    real, failed = getattr(winners, name), []
 
     def fails(*arguments: Any) -> Any:
         if not failed:
@@ -120,7 +117,7 @@ def fails_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
             raise OSError(errno.ESTALE, "Stale file handle")
         return real(*arguments)
 
-    monkeypatch.setattr(stored_module, name, fails)
+    monkeypatch.setattr(winners, name, fails)
 
 
 def test_a_journal_that_could_not_be_read_is_read_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from megaflow_hpc.trajectories.maintenance.validate import verify
 from megaflow_hpc.trajectory import Attempt
 from megaflow_hpc.types import Artifact
 from tests.support.earlier_files import as_version_1, as_version_2
-from tests.support.journals import digests, write_parts
+from tests.support.journals import digests
 from tests.support.samples import commit, run_dir, trajectory
 
 
@@ -100,7 +100,7 @@ def test_compact_in_place_keeps_the_run_readable_and_current(run):
 
 def test_journals_go_only_when_the_finished_file_holds_them(tmp_path):
     run = run_dir(tmp_path / "run")
-    write_parts(run, "a", range(60))
+    commit(run, "a", *((number // 10, 0, trajectory(number)) for number in range(60)))
     for start in range(FAN):  # these are in a pack as well
         commit(run, "7_1", (9, 0, trajectory(60 + start)), start=str(start))
     pack_journals(run.journal, "7_1", "99")

@@ -21,7 +21,7 @@ from megaflow_hpc.trajectories import JournalWriter, exports, gather, open_traje
 from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 from megaflow_hpc.trajectories.maintenance.compact import compact
-from megaflow_hpc.trajectories.reading.row import Row
+from megaflow_hpc.trajectories.reading.store import Row
 from megaflow_hpc.trajectory import Recording
 from tests.support.samples import commit, run_dir, trajectory
 from tests.support.serving import in_loop

@@ -5,7 +5,7 @@
     CACHE/                        private, on local scratch; shared by all ranks and jobs of the user
       lock                        held to decide which copies are made and removed
       removing                    shared: to take a lease; exclusive: to remove copies, for a moment
-      images/<name>/              a copy (artifacts.py): rootfs/, and entry.json with its size
+      images/<name>/              a copy (cache.py): rootfs/, and entry.json with its size
       users/<pid>-<start>.<hex>   JSON: copies that an open cache uses, wants and makes, and whether it is waiting
       work/<pid>-<start>.<hex>    files that a process is writing or removing
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.images.layered import SUFFIX, is_layered, layer_path, read_layered
-from megaflow_hpc.environments.images.registries import is_remote
 from megaflow_hpc.environments.images.resolve import Images, source_key
+from megaflow_hpc.environments.images.sources import is_remote
 from megaflow_hpc.environments.images.store import digest_in
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import write_json

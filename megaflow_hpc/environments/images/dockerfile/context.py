@@ -2,31 +2,35 @@
 
 :func:`lay_out` resolves the patterns, exclusions and archives of one instruction on the host, so the image needs no
 tools for it. The build then only moves the copied items into place. A context is untrusted. Every path component is
-resolved inside it, and the amount copied is limited.
+resolved inside it, and the amount copied is limited. ``ADD`` recognises archives by their content. Archives are
+untrusted too: :class:`~megaflow_hpc.environments.images.layers.unpacking.LayerWriter` writes them without following
+links.
 """
 
 from __future__ import annotations
 
+import bz2
 import errno
+import gzip
 import hashlib
+import lzma
 import os
 import posixpath
 import re
 import stat
+import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from e2b_dockerfile_utils import PatternMatcher
 
-from megaflow_hpc.environments.images.dockerfile.archive import (
-    ArchivedAttributes,
-    DockerfileBounds,
-    is_archive,
-    unpack,
-)
+from megaflow_hpc.environments.images.layers.unpacking import LayerWriter
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host import safe_path
+from megaflow_hpc.host.tar import Member, Parts, RefusedMember, TarReader, plain
 
 Excluded = Callable[[str], bool]
 CopiedFiles = dict[tuple[int, int], Path]
@@ -49,14 +53,11 @@ class Context:
         self.root = root
         self.ignored: Excluded = lambda name: False
         """Returns whether ``.dockerignore`` excludes a path."""
-        candidates = [(self, ".dockerignore")]
-        if dockerfile is not None:
-            own = self if dockerfile.parent == root else Context(dockerfile.parent)
-            candidates.insert(0, (own, f"{dockerfile.name}.dockerignore"))
-        for context, name in candidates:
-            status = context._status(name, follow=True)
+        names = [".dockerignore"] if dockerfile is None else [f"{dockerfile.name}.dockerignore", ".dockerignore"]
+        for name in names:
+            status = self._status(name, follow=True)
             if status and stat.S_ISREG(status.st_mode):
-                self.ignored = patterns(context._lines(name), str(context.root / name))
+                self.ignored = patterns(self._lines(name), str(root / name))
                 break
 
     # --- lookup ---------------------------------------------------------------------------------------------------
@@ -255,16 +256,13 @@ def lay_out(
     target: Path,
     *,
     extract: bool = False,
-    parents: bool = False,
     exclude: Sequence[str] = (),
 ) -> ArchivedAttributes:
     """Copies each of ``names`` to ``target/<number>/<name>``.
 
     Args:
         extract: Unpack archives.
-        parents: Keep the parent directories of each name.
-        exclude: Patterns of files to leave out, relative to the copied directory. With ``parents`` they are relative to
-            the context.
+        exclude: Patterns of files to leave out, relative to the copied directory.
 
     Returns:
         The attributes of files unpacked from archives.
@@ -280,11 +278,8 @@ def lay_out(
         with context.opened(name, follow=True) as (_, real, status):  # Follow a link, but keep its name for the copy.
             pass
         item = directory / (context.root.resolve().name if name == "." else posixpath.basename(name))
-        if parents:
-            item = directory / "parents" / real
-            item.parent.mkdir(parents=True)
         if stat.S_ISDIR(status.st_mode):
-            _copy_directory(context, real, item, bounds, excluded if parents else _below(real, excluded))
+            _copy_directory(context, real, item, bounds, excluded)
             continue
         context.copy(real, item, bounds, {})
         if extract and is_archive(item):
@@ -295,15 +290,11 @@ def lay_out(
     return archived
 
 
-def _below(top: str, excluded: Excluded) -> Excluded:
-    return lambda path: excluded(posixpath.relpath(path, top))
-
-
 def _copy_directory(context: Context, top: str, item: Path, bounds: DockerfileBounds, excluded: Excluded) -> None:
     copied: CopiedFiles = {}
     directories: dict[str, os.stat_result] = {}
     directories[top] = context.copy(top, item, bounds, copied)
-    for path in context.files(top, excluded):
+    for path in context.files(top, lambda path: excluded(posixpath.relpath(path, top))):
         # Create an excluded directory anyway if something in it is included.
         missing = [path]
         while (parent := posixpath.dirname(missing[-1]) or ".") not in directories:
@@ -369,3 +360,103 @@ def ways(pattern: str, path: str) -> int:
         elif following:
             count *= 1 + (len(path) if following in "*?[\\" else path.count(following))
     return count
+
+
+ArchivedAttributes = dict[tuple[int, int], tuple[int, int, int]]
+"""Device and inode of a file → its mode, uid and gid as recorded in an archive."""
+
+MAX_BYTES = 20 * 10**9
+MAX_ENTRIES = 500_000
+_DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
+
+
+class DockerfileBounds:
+    """Remaining bytes and entries for one instruction. Raises :class:`ConfigError` when either is exhausted."""
+
+    def __init__(self) -> None:
+        self.bytes = MAX_BYTES
+        self.entries = MAX_ENTRIES
+
+    def take(self, size: int) -> None:
+        """Counts ``size`` bytes."""
+        self.bytes -= size
+        if self.bytes < 0:
+            raise ConfigError(f"more than {MAX_BYTES} bytes of the context in one instruction; copy less at once")
+
+    def count(self) -> None:
+        """Counts one file, link or directory."""
+        self.entries -= 1
+        if self.entries < 0:
+            raise ConfigError(f"more than {MAX_ENTRIES} entries of the context in one instruction; copy less at once")
+
+
+def is_archive(path: Path) -> bool:
+    """Returns whether ``ADD`` unpacks a file, which it does for tar archives, plain or compressed."""
+    with open(path, "rb") as file:
+        if file.read(4) == b"\x28\xb5\x2f\xfd":
+            raise ConfigError(
+                f"{path.name}: archives compressed with zstd are not unpacked here; use gzip, or COPY and RUN tar"
+            )
+    try:
+        with _decompressed(path) as content:
+            block = content.read(tarfile.BLOCKSIZE)
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except (tarfile.HeaderError, *_DAMAGED):
+        return False
+    return True
+
+
+def unpack(archive: Path, target: Path, bounds: DockerfileBounds) -> ArchivedAttributes:
+    """Unpacks an archive into a directory, with files owned by the caller. Returns the attributes recorded in the
+    archive.
+
+    Raises:
+        ConfigError: The archive cannot be unpacked, or exceeds ``bounds``.
+    """
+    try:
+        members = _write(archive, target, bounds)
+    except (RefusedMember, ConfigError, *_DAMAGED) as error:
+        raise ConfigError(f"{archive.name}: cannot be unpacked: {error}; correct it, or COPY it and RUN tar") from None
+    top = os.lstat(target)
+    attributes: ArchivedAttributes = {(top.st_dev, top.st_ino): (0o755, 0, 0)}
+    for parts, member in members.items():
+        try:
+            status = os.lstat(os.path.join(os.fsencode(target), *parts))
+        except OSError:  # skipped, such as a device
+            continue
+        attributes[status.st_dev, status.st_ino] = (member.mode & 0o7777, member.uid, member.gid)
+    return attributes
+
+
+def _write(archive: Path, target: Path, bounds: DockerfileBounds) -> dict[Parts, Member]:
+    members: dict[Parts, Member] = {}
+    links: set[Parts] = set()
+    with LayerWriter(target, owners=False, marks=True) as tree, _decompressed(archive) as content:
+        reader = TarReader(content)
+        for member in reader:
+            bounds.count()
+            bounds.take(member.size)
+            parts = plain(member.name)
+            for depth in range(1, len(parts)):
+                if parts[:depth] in links:
+                    raise RefusedMember(f"{member.name[:200]!r} is below a link of the archive")
+            tree.add(member, reader)
+            members[parts] = member
+            if member.kind == "symlink":
+                links.add(parts)
+            else:
+                links.discard(parts)
+    return members
+
+
+def _decompressed(path: Path) -> BinaryIO:
+    """Opens a file for reading, decompressed according to its magic bytes."""
+    with open(path, "rb") as file:
+        magic = file.read(6)
+    if magic.startswith(b"\x1f\x8b"):
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if magic.startswith(b"BZh"):
+        return cast(BinaryIO, bz2.open(path, "rb"))
+    if magic.startswith((b"\xfd7zXZ", b"\x5d\x00\x00")):
+        return cast(BinaryIO, lzma.open(path, "rb"))
+    return open(path, "rb")

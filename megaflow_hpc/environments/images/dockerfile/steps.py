@@ -51,7 +51,6 @@ class Copy:
     owner: str = ""
     mode: str = ""
     extract: bool = False
-    parents: bool = False
     exclude: tuple[str, ...] = ()
     texts: dict[str, str] = field(default_factory=dict)
     """File name → here-document content."""

@@ -1,7 +1,7 @@
 """Unpacks a layer blob to a directory in the format of an overlay's upper directory.
 
 A separate program (:func:`main`) unpacks large blobs and blobs whose files keep their owners. For the latter it runs as
-uid 0 in a user namespace that maps those ids. Archives are untrusted. :mod:`megaflow_hpc.host.unpack` describes how
+uid 0 in a user namespace that maps those ids. Archives are untrusted. :mod:`megaflow_hpc.host.tar` describes how
 their paths are handled. Devices and sockets are skipped.
 """
 
@@ -27,8 +27,7 @@ from megaflow_hpc.environments.images.layers.merging import DELETED, OPAQUE_ATTR
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host import child
 from megaflow_hpc.host.apptainer import clean_environment, last_line
-from megaflow_hpc.host.tar import Member, RefusedMember, TarReader
-from megaflow_hpc.host.unpack import Budget, Parts, TreeWriter, plain
+from megaflow_hpc.host.tar import Budget, Member, Parts, RefusedMember, TarReader, TreeWriter, plain
 
 _WHITEOUT, _OPAQUE = DELETED.encode(), OPAQUE_MARK.encode()
 SMALL = 1 << 18
@@ -96,13 +95,10 @@ class LayerWriter(TreeWriter):
     Args:
         owners: Set the owners recorded in the archive. Otherwise the caller owns all files.
         marks: Keep deletion marks as empty files.
-        budget: Limits bytes and files. Default: the limits of a layer.
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str], *, owners: bool, marks: bool = False, budget: Budget | None = None
-    ) -> None:
-        super().__init__(root, budget or Budget(MAX_LAYER_BYTES, MAX_ENTRIES))
+    def __init__(self, root: str | os.PathLike[str], *, owners: bool, marks: bool = False) -> None:
+        super().__init__(root, Budget(MAX_LAYER_BYTES, MAX_ENTRIES))
         self._owners = owners
         self._marks = marks
         self._directories: dict[Parts, Member] = {}

@@ -297,7 +297,10 @@ class RegistryClient:
         The header contains a token from the challenge's token server, or user and password.
         """
         credentials = find_credentials(self.reference.host, self.reference.repository)
-        schemes = {scheme.lower(): rest for scheme, _, rest in (each.partition(" ") for each in challenges)}
+        schemes = {}
+        for challenge in challenges:
+            scheme, _, rest = challenge.partition(" ")
+            schemes[scheme.lower()] = rest
         if "bearer" in schemes:
             parameters = _parameters(schemes["bearer"])
             return "Bearer " + self._retry(lambda: self._token(parameters, credentials))

@@ -27,15 +27,14 @@ import tty
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 
+from megaflow_hpc.environments.sandbox.commands.command import read_available
 from megaflow_hpc.environments.sandbox.commands.dispatcher import KILL_GRACE_S, CommandDispatcher
-from megaflow_hpc.environments.sandbox.commands.launcher import Clone, start_apptainer
-from megaflow_hpc.environments.sandbox.commands.streams import read_available
+from megaflow_hpc.environments.sandbox.launcher import START_TIMEOUT_S, Clone, start_apptainer
 from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.environments.sandbox.spec import check_variables, is_without
 from megaflow_hpc.errors import LostError, SandboxError
 from megaflow_hpc.host.apptainer import explained, last_line
-from megaflow_hpc.host.descriptors import inherited
-from megaflow_hpc.host.process import Identity
+from megaflow_hpc.host.process import Identity, inherited_descriptor_limit
 
 _STDERR_LIMIT = 16384
 """Number of bytes kept of the container's own standard error."""
@@ -118,7 +117,6 @@ class Container:
         argv: Sequence[str],
         *,
         temporary: str,
-        timeout_s: float,
         prefix: Sequence[str] = (),
         clone: Callable[[int, Callable[[Identity], None]], Awaitable[Clone]] | None = None,
     ) -> None:
@@ -158,10 +156,12 @@ class Container:
             identity = Identity.of(self._process.pid)
             if clone is None and identity is not None:
                 self._on_started(identity)
-            await asyncio.wait_for(self._ready, timeout_s)
+            await asyncio.wait_for(self._ready, START_TIMEOUT_S)
         except TimeoutError:
             await self.kill()
-            raise SandboxError(f"the container was not ready after {timeout_s:g} s: {self.last_words()}") from None
+            raise SandboxError(
+                f"the container was not ready after {START_TIMEOUT_S:g} s: {self.last_words()}"
+            ) from None
         except BaseException:
             await self.kill()
             raise
@@ -354,7 +354,7 @@ def _terminal() -> tuple[int, int]:
 def environment_text(env: Mapping[str, str], as_root: bool, workdir: str | None = None, settings: str = "") -> str:
     """Returns the shell text that PID 1 sources: the image's ``settings``, exports, and ``mkdir`` of ``workdir``."""
     lines = [settings.rstrip("\n"), "ulimit -c 0"]
-    if (descriptors := inherited()) is not None:
+    if (descriptors := inherited_descriptor_limit()) is not None:
         lines += [f"ulimit -Sn {descriptors}"]  # only the runner needs a larger limit
     if as_root:
         # Uid 0 is the only uid here, so tar must not try to change file owners.

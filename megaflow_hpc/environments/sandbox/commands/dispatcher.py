@@ -19,14 +19,15 @@ from megaflow_hpc.environments.sandbox.commands.command import (
     MAX_RECORD_BYTES,
     CommandWorkers,
     RunningCommand,
+    StreamPairs,
     Worker,
     command_text,
     make_fifo,
     one_line,
+    read_available,
     record,
     session_line,
 )
-from megaflow_hpc.environments.sandbox.commands.streams import StreamPairs, read_available
 from megaflow_hpc.environments.sandbox.processes import kill_marked
 from megaflow_hpc.errors import LostError, SandboxError
 from megaflow_hpc.host.apptainer import CONTROL_DIR

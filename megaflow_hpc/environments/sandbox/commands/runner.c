@@ -1,20 +1,21 @@
 /*
- * Starts the commands of a sandbox in place of the shells of runner.sh, which is PID 1 and falls back to them.
+ * Starts the commands of a sandbox. runner.sh, which is PID 1, runs this program and falls back to shells without it.
  *
- *   runner CONTROL          serves: standard input says which workers to start, one number a line; its end means that
- *                           the owner is gone. Standard output: "ready program", then of worker K "K up", "K STATUS"
- *                           for each command, "K dead" if no process could be started for it.
- *   runner CONTROL FILE     becomes the command of the record in FILE, for a record that no FIFO takes in one piece.
+ *   runner CONTROL          Serves commands. Standard input names the workers to start, one number a line. End-of-file
+ *                           means that the owner is gone. Standard output: "ready program", then for worker K "K up",
+ *                           "K STATUS" after each command, and "K dead" if no process could be started for it.
+ *   runner CONTROL FILE     Becomes the command of the record in FILE. For records too long for one read of a FIFO.
  *
- * Worker K is a process that waits for a record on the FIFO wK and becomes the command. It shares the memory of this
- * program until then, so no page is copied, and it is there before its command comes. One process, "main", waits for
- * the end of all of them, says their status and starts the next; another, "reader", reads standard input. Both die by a
- * signal or with status 1: runner.sh takes any other status to mean that this program does not run here.
+ * Worker K is a process that waits for a record on the FIFO wK and then becomes the command. It exists before its
+ * command arrives. Until then it shares this program's memory, so no page is copied. The process "main" waits for all
+ * workers, reports their status and starts the next ones. The process "reader" reads standard input. Both end by a
+ * signal or with status 1. To runner.sh, any other status means that this program does not run here.
  *
- * A record is words, each with a zero byte behind it: where standard input, output and error are to be found, PWD=DIRECTORY,
- * NAME=VALUE of each variable more, an empty word, the command. It comes from the host; nothing else is read in here.
+ * A record is a list of words, each ended by a zero byte: the paths of standard input, output and error, PWD=DIRECTORY,
+ * further NAME=VALUE variables, an empty word, and the command. Records come from the host. This program reads no other
+ * data.
  *
- * No C library: its start alone would cost as much as the rest. Built by hatch_build.py.
+ * It does without a C library, whose start alone would cost as much as the rest. Built by hatch_build.py.
  */
 
 void begin(long *stack);
@@ -27,11 +28,11 @@ enum { PROT_READ_WRITE = 3, MAP_PRIVATE = 2, MAP_ANONYMOUS = 32, SEEK_SET = 0, S
 
 struct worker {
   struct worker *next;
-  int pid, number; /* number -1: free to be another */
+  int pid, number; /* number is -1 if the worker can be reused */
   long size;
   char record[LONGEST + 1];
   char stack[STACK] __attribute__((aligned(16)));
-  char *words[]; /* environment and command: as many as a record and the environment can hold */
+  char *words[]; /* room for the largest environment and command */
 };
 
 static char *control, **environment;
@@ -86,7 +87,8 @@ static int same_name(const char *one, const char *other) {
 
 /* --- a command ---------------------------------------------------------------------------------------------------- */
 
-/* Becomes the program; returns why it cannot. command[-1] is free: what has no known form is a script of /bin/sh. */
+/* Becomes the program, or returns the error. A file of unknown format runs as a script of /bin/sh, which needs
+   command[-1] to be free. */
 static long become(char *path, char **command, char **variables_of_it) {
   long error = -call(EXECVE, (long)path, (long)command, (long)variables_of_it, 0, 0);
   if (error == ENOEXEC) {
@@ -97,7 +99,7 @@ static long become(char *path, char **command, char **variables_of_it) {
   return error;
 }
 
-/* Becomes the command that its name means, looked for as a shell does; its exit status if that cannot be. */
+/* Finds the command on PATH as a shell does and becomes it. Returns the exit status if that fails. */
 static int run(char **command, char **variables_of_it) {
   static const char *const usual = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
   char path[PATH], *name = command[0];
@@ -108,7 +110,7 @@ static int run(char **command, char **variables_of_it) {
     if (same_name(*one, usual)) places = *one;
   places += 5;
   if (slashes) error = become(name, command, variables_of_it);
-  if (error == ENOTDIR) error = ENOENT; /* as dash says; bash counts it as the other */
+  if (error == ENOTDIR) error = ENOENT; /* as in dash; bash reports 126 */
   while (size && !slashes && places) {
     const char *end = places;
     while (*end && *end != ':') end++;
@@ -133,7 +135,7 @@ static void stream(int number, const char *path, int flags) {
   if (open_file(path, flags) != number) quit(2);
 }
 
-/* Does what a record says, and never returns. words: room for the environment and the command. */
+/* Carries out a record. Never returns. words: room for the environment and the command. */
 static void carry_out(char *record, char *end, char **words) {
   char *fields[4], *at = record, **word = words;
   for (int number = 0; number < 4; number++) {
@@ -141,7 +143,7 @@ static void carry_out(char *record, char *end, char **words) {
     fields[number] = at;
     at += length(at) + 1;
   }
-  char *directory = fields[3] + 4; /* behind PWD=, which a program has in its environment if this one has */
+  char *directory = fields[3] + 4; /* skips PWD=, which is set for the command only if it is set here */
   for (char **one = environment; *one; one++) *word++ = same_name(*one, fields[3]) ? fields[3] : *one;
   char **ours = word;
   for (; at < end && *at; at += length(at) + 1) {
@@ -150,7 +152,7 @@ static void carry_out(char *record, char *end, char **words) {
     *(one < ours ? one : word++) = at;
   }
   *word++ = 0;
-  char **command = ++word; /* one free before it */
+  char **command = ++word; /* leaves one entry free, for become() */
   for (at++; at < end; at += length(at) + 1) *word++ = at;
   *word = 0;
   stream(0, fields[0], RDONLY);
@@ -164,7 +166,7 @@ static void carry_out(char *record, char *end, char **words) {
   quit(run(command, words));
 }
 
-/* The record in a file, in memory of this process's own. */
+/* Carries out the record in a file, in private memory. Never returns. */
 static void carry_out_file(const char *path) {
   long file = open_file(path, RDONLY | CLOEXEC), size = call(LSEEK, file, 0, SEEK_END, 0, 0);
   char *record = size > 0 ? map(size, file) : 0;
@@ -227,7 +229,7 @@ static void hire(int number) {
   }
   one->number = number;
   say(number, " up", -1);
-  employ(one, CLONE_PARENT); /* a child of main's, as those that follow it */
+  employ(one, CLONE_PARENT); /* makes main its parent, as for later workers */
 }
 
 static void read_numbers(void *unused) {
@@ -267,7 +269,7 @@ void begin(long *stack) {
     if (pid < 0 || pid == reader_pid) break;
     while (one && one->pid != pid) one = one->next;
     if (!one) continue;
-    while (one->size > 0) one->record[--one->size] = 0; /* no later command is to find its variables here */
+    while (one->size > 0) one->record[--one->size] = 0; /* hides its variables from later commands */
     say(one->number, " ", status & 127 ? 128 + (status & 127) : status >> 8 & 255);
     employ(one, 0);
   }

@@ -1,4 +1,4 @@
-/* What runner.c needs of the machine: system calls, a process on a stack of its own, the first instruction. */
+/* Machine-dependent parts of runner.c: system calls, starting a process on its own stack, and the entry point. */
 
 #if defined(__x86_64__)
 enum { READ = 0, WRITE = 1, CLOSE = 3, LSEEK = 8, MMAP = 9, CLONE = 56, EXECVE = 59, EXIT = 231, WAIT4 = 61 };
@@ -16,7 +16,7 @@ static long call(long number, long a, long b, long c, long d, long e) {
   return result;
 }
 
-/* Starts a process in this memory that runs function(argument) on a stack of its own; its pid is in *pid before. */
+/* Starts a process that shares this memory and runs function(argument) on its own stack. Sets *pid before it runs. */
 static long start(long flags, char *stack, int *pid, void (*function)(void *), void *argument) {
   long result;
   register long r10 __asm__("r10") = 0;

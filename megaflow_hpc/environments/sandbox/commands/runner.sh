@@ -1,20 +1,21 @@
-# PID 1 of a sandbox's container, run by the image's own /bin/sh. In most sandboxes it starts the compiled runner
-# ($1/runner, runner.c), which starts commands. If none was built or it does not run, the shells below start them.
+# PID 1 of a sandbox's container, run by the image's own /bin/sh. It normally starts the compiled runner ($1/runner,
+# runner.c), which starts commands. If none was built or it does not run, the shells below start them.
 #
-# $1 is the control directory, which is read-only inside. Standard input names the workers to start, one number a line,
-# and ends with the owner. Worker K keeps a child waiting on the FIFO wK. The child reads one line of shell, which is one
-# command (command.py), and becomes it. The worker answers "K STATUS" and forks the next child, so the fork is over before
-# the next command arrives. Names begin with _mf_, because a sandbox's own variables are in the same shell.
+# $1 is the control directory, which is read-only inside. Standard input names the workers to start, one number a line.
+# It reaches end-of-file when the owner ends. Worker K keeps a child waiting on the FIFO wK. The child reads one line of
+# shell, which is one command (command.py), and becomes it. The worker answers "K STATUS" and forks the next child, so
+# that the fork is over before the next command arrives. Names begin with _mf_, because the shell also has the sandbox's
+# own variables.
 #
-# A command needs a process group of its own. A shell with job control provides one without another program, but only
-# with a terminal. So standard error is a terminal, whose other end the owner holds. A "leader", the first process of a
-# session, shares it with a worker that starts. When the leader has ended, neither the session nor a command has a
-# terminal. If that does not work, the program setsid creates a session for every command.
+# A command needs its own process group. A shell with job control provides one without another program, but only with a
+# terminal. So standard error is a terminal, whose other end the owner holds. A "leader", the first process of a session,
+# shares it with a new worker. Once the leader has exited, neither the session nor a command has a terminal. If that does
+# not work, the program setsid creates a session for every command.
 
 _mf_dir=$1
 
 # A shell's "read" makes a system call for each byte of a line. dash and busybox read a sourced line in one piece. Other
-# shells read a sourced file to its end, and a FIFO has no end.
+# shells read a sourced file until end-of-file, which a FIFO never reaches.
 if [ /bin/sh -ef /bin/dash ] 2>/dev/null || [ /bin/sh -ef /bin/busybox ] 2>/dev/null; then
   _mf_take() { . "$_mf_dir/w$1"; }
 else
@@ -23,7 +24,7 @@ fi
 
 _mf_work() {
   exec <"$_mf_dir/w$1" 2>/dev/null
-  trap 'echo "$1 dead"' EXIT # a fork was refused: the limit of processes
+  trap 'echo "$1 dead"' EXIT # a fork failed: the sandbox is at its process limit
   _mf_n='
 '
   echo "$1 up"
@@ -79,8 +80,8 @@ worker)
   _mf_work "$3"
   ;;
 "")
-  # The runtime's own variables name paths of the host, and every process can read the initial environment of PID 1. So
-  # PID 1 executes itself again without them.
+  # Apptainer's own variables contain host paths, and every process can read the initial environment of PID 1. So PID 1
+  # executes itself again without them.
   while IFS= read -r _mf_line; do
     _mf_line=${_mf_line#export }
     _mf_line=${_mf_line#declare -x }
@@ -95,8 +96,8 @@ END
 first)
   _mf_setsid=$(command -v setsid)
   . "$_mf_dir/env"
-  # The program starts commands faster. It ends only by a signal. Any other status means that it is missing or does not
-  # run here.
+  # The compiled runner starts commands faster. It ends only by a signal. Any other status means that it is missing or
+  # does not run here.
   "$_mf_dir/runner" "$_mf_dir" 2>/dev/null
   [ $? -gt 128 ] || (echo ready && _mf_spawn)
   echo gone # a command has killed every process but PID 1; a kill from outside reports nothing

@@ -7,7 +7,7 @@ therefore depends on activity rather than on the number of sandboxes, and a hog 
 
 A breach of the memory, process, disk or descriptor limit kills the command that uses the most. If no command can be
 identified because a process cleared its environment, the whole container is killed. A breach of CPU or wall time ends
-the sandbox. If the site delegates a cgroup, the kernel also limits memory, processes and CPU shares (cgroups.py).
+the sandbox.
 
 Some limits are set once at the start and need no privileges: RLIMIT_NPROC (per user namespace), RLIMIT_FSIZE, affinity
 to ``cpus`` processors, and an ``oom_score_adj`` that makes the OOM killer prefer sandboxes.
@@ -26,15 +26,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megaflow_hpc.environments.sandbox.commands.command import MARKER, command_of
-from megaflow_hpc.environments.sandbox.limits import cgroups, usage
-from megaflow_hpc.environments.sandbox.limits.descriptors import (
+from megaflow_hpc.environments.sandbox.limits import usage
+from megaflow_hpc.environments.sandbox.limits.disk import DiskUse, Free, free_disk
+from megaflow_hpc.environments.sandbox.limits.usage import (
     MAX_DESCRIPTORS,
     MAX_DESCRIPTORS_OF_PROCESS,
+    Consumption,
+    CpuTime,
     Descriptors,
     Held,
+    MemoryPeak,
 )
-from megaflow_hpc.environments.sandbox.limits.disk import DiskUse, Free, free_disk
-from megaflow_hpc.environments.sandbox.limits.usage import Consumption, CpuTime, MemoryPeak
 from megaflow_hpc.environments.sandbox.processes import kill_marked, limit_processes
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.host.process import Identity, descendants
@@ -97,7 +99,7 @@ class ContainerState:
     descriptors: Descriptors = field(default_factory=Descriptors)
     memory: int = 0
     """Memory in bytes at the last poll; an upper bound unless it exceeds the limit."""
-    looks_at_process_limit: int = 0
+    polls_at_process_limit: int = 0
     command_kills: int = 0
     """Number of consecutive kills of commands that did not end a breach."""
 
@@ -116,15 +118,14 @@ class SandboxWatch:
     def __init__(self, spec: SandboxSpec, layer: str, on_breach: OnBreach, *, layer_in_memory: bool = False) -> None:
         self.spec = spec
         self.disk = DiskUse(layer)
-        self.group: cgroups.Cgroup | None = None
         self.cpus: frozenset[int] = frozenset()
         self.container: ContainerState | None = None
-        self.next_look = 0.0
+        self.next_poll = 0.0
         """Monotonic time of the next poll; 0 for a new container."""
         self._on_breach = on_breach
         self._layer_in_memory = layer_in_memory
         self._poked = False
-        self._last_look = 0.0
+        self._last_poll = 0.0
         self._last_node = Node(0, Free(0, 0), 0)
         self._renewed = time.monotonic()
         self._cpu = CpuTime()
@@ -137,11 +138,6 @@ class SandboxWatch:
         """Requests a poll soon, because a command is starting."""
         self._poked = True
 
-    def adopt(self, owner: Identity) -> None:
-        """Moves the process that will start a container into the cgroup, and thereby its future children."""
-        if self.group is not None:
-            self.group.add(owner.pid)
-
     def attach(self, init: Identity) -> None:
         """Starts watching a newly started container, and sets kernel limits on its first processes."""
         for pid in (init.pid, *descendants(init.pid)):
@@ -151,7 +147,7 @@ class SandboxWatch:
                 continue  # it has exited, or the site forbids it; the watchdog still polls
         if self.spec.processes and os.geteuid() != 0:
             limit_processes(init.pid, self.spec.processes)
-        self.next_look = 0.0
+        self.next_poll = 0.0
         self.container = ContainerState(init, usage.runtime_threads(init.pid))
 
     def _set_limits(self, pid: int) -> None:
@@ -184,13 +180,13 @@ class SandboxWatch:
         if self.container is None or not self.container.init.alive():
             return
         pid = self.container.init.pid
-        seen = usage.look(pid)
-        if seen.pids:
-            self._cpu.look(pid, seen, self.group, self._processors, time.monotonic())
+        sample = usage.sample(pid)
+        if sample.pids:
+            self._cpu.add(pid, sample, self._processors, time.monotonic())
 
     def renew(self) -> None:
         """Restarts CPU and wall time from zero. Later commands are not blamed for a layer that is already full."""
-        self._cpu.renew(self.group)
+        self._cpu.renew()
         self.disk.excuse()
         self._renewed = time.monotonic()
 
@@ -202,7 +198,7 @@ class SandboxWatch:
         container = self.container
         if container is None:
             return False
-        if now >= self.next_look or (self._poked and now >= self._last_look + BUSY_POLL_INTERVAL_S):
+        if now >= self.next_poll or (self._poked and now >= self._last_poll + BUSY_POLL_INTERVAL_S):
             return True
         if self._node_loses(container, node):
             return True
@@ -224,36 +220,33 @@ class SandboxWatch:
         if container is None or not container.init.alive():
             return
         init = container.init
-        is_early = now < self._last_look + BUSY_POLL_INTERVAL_S
-        is_first = not self.next_look
+        is_early = now < self._last_poll + BUSY_POLL_INTERVAL_S
+        is_first = not self.next_poll
         poked, self._poked = self._poked, False
-        self._last_look = now
-        seen = usage.look(init.pid, written=bool(self.spec.disk_mb))
+        self._last_poll = now
+        sample = usage.sample(init.pid, written=bool(self.spec.disk_mb))
         with self._cpu_lock:
             if self.container is not container:
                 return
-            cpu_s = self._cpu.look(init.pid, seen, self.group, self._processors, now)
+            cpu_s = self._cpu.add(init.pid, sample, self._processors, now)
         urgent = self._node_loses(container, node)
         self._last_node = node
-        container.descriptors.poll(init.pid, seen, now, urgent)
+        container.descriptors.poll(init.pid, sample, now, urgent)
         # A command that has just started may not have begun its work yet.
-        is_busy = cpu_s > 0.02 or len(seen.pids) > 8 or poked or is_early or is_first
-        self.next_look = now + (BUSY_POLL_INTERVAL_S if is_busy else IDLE_POLL_INTERVAL_S)
-        if self.group is not None and self.group.new_ooms():  # the kernel has killed a process
-            allowed = float(self.spec.memory_mb or 0)
-            self._on_breach(Breach("memory", allowed, allowed), None, False)
+        is_busy = cpu_s > 0.02 or len(sample.pids) > 8 or poked or is_early or is_first
+        self.next_poll = now + (BUSY_POLL_INTERVAL_S if is_busy else IDLE_POLL_INTERVAL_S)
         breach = (
             self._time_breach(now)
-            or self._process_breach(container, seen, now)
-            or self._memory_breach(container, seen)
+            or self._process_breach(container, sample, now)
+            or self._memory_breach(container, sample)
             or self._descriptor_breach(container)
-            or self._disk_breach(container, seen, now, node.free)
+            or self._disk_breach(container, sample, now, node.free)
         )
         if breach is None:
             container.command_kills = 0
             return
-        self.next_look = now + NODE_POLL_INTERVAL_S
-        self._end(container, seen, breach)
+        self.next_poll = now + NODE_POLL_INTERVAL_S
+        self._end(container, sample, breach)
 
     def _time_breach(self, now: float) -> Breach | None:
         spec = self.spec
@@ -263,43 +256,43 @@ class SandboxWatch:
                 return Breach("cpu time", cpu_s, spec.cpu_s, final=True)
             # One second of wall time adds at most one CPU second per processor.
             left_s = (spec.cpu_s - cpu_s) / self._processors
-            self.next_look = min(self.next_look, now + max(NODE_POLL_INTERVAL_S, left_s))
+            self.next_poll = min(self.next_poll, now + max(NODE_POLL_INTERVAL_S, left_s))
             if self._cpu.leaks:
-                self.next_look = now
+                self.next_poll = now
         if spec.wall_s:
             if wall_s > spec.wall_s:
                 return Breach("wall time", wall_s, spec.wall_s, final=True)
-            self.next_look = min(self.next_look, self._renewed + spec.wall_s + NODE_POLL_INTERVAL_S)
+            self.next_poll = min(self.next_poll, self._renewed + spec.wall_s + NODE_POLL_INTERVAL_S)
         return None
 
     @property
     def _processors(self) -> int:
         return len(self.cpus) or _ALL
 
-    def _process_breach(self, container: ContainerState, seen: usage.Look, now: float) -> Breach | None:
+    def _process_breach(self, container: ContainerState, sample: usage.Sample, now: float) -> Breach | None:
         """Reports a breach after two consecutive polls near the limit, so that short spikes are tolerated.
 
         At the limit, processes exit because fork fails, as fast as new ones start. Nearly full therefore counts as
         full.
         """
         allowed = self.spec.processes
-        threads = seen.threads + container.runtime_threads
+        threads = sample.threads + container.runtime_threads
         if not allowed or threads < FULL * allowed:
-            container.looks_at_process_limit = 0
+            container.polls_at_process_limit = 0
             return None
-        container.looks_at_process_limit += 1
-        self.next_look = now + 2 * NODE_POLL_INTERVAL_S
-        return Breach("processes", threads, allowed) if container.looks_at_process_limit > 1 else None
+        container.polls_at_process_limit += 1
+        self.next_poll = now + 2 * NODE_POLL_INTERVAL_S
+        return Breach("processes", threads, allowed) if container.polls_at_process_limit > 1 else None
 
-    def _memory_breach(self, container: ContainerState, seen: usage.Look) -> Breach | None:
+    def _memory_breach(self, container: ContainerState, sample: usage.Sample) -> Breach | None:
         pid, held = container.init.pid, container.descriptors.held
         outside = held.buffers + (self.disk.bytes if self._layer_in_memory else 0)
 
         def exact() -> int:
-            return usage.memory_of(pid, seen.pids, held.memfds) + outside
+            return usage.memory_of(pid, sample.pids, held.memfds) + outside
 
-        container.memory = seen.resident + usage.memory_files(pid) + held.memfds + outside
-        self._memory_peak.look(container.memory, exact)
+        container.memory = sample.resident + usage.memory_files(pid) + held.memfds + outside
+        self._memory_peak.add(container.memory, exact)
         allowed = self.spec.memory_mb
         if not allowed or (container.memory <= allowed * MB and not usage.SWAP):
             return None
@@ -310,26 +303,26 @@ class SandboxWatch:
         count = container.descriptors.held.count
         return Breach("descriptors", count, MAX_DESCRIPTORS) if count > MAX_DESCRIPTORS else None
 
-    def _disk_breach(self, container: ContainerState, seen: usage.Look, now: float, free: Free) -> Breach | None:
+    def _disk_breach(self, container: ContainerState, sample: usage.Sample, now: float, free: Free) -> Breach | None:
         allowed = self.spec.disk_mb
         if not allowed:
             return None
         pid, descriptors = container.init.pid, container.descriptors
 
         def deleted() -> int:
-            descriptors.poll(pid, seen, now, True)
+            descriptors.poll(pid, sample, now, True)
             return descriptors.held.deleted_files
 
-        if self.disk.exceeds(allowed * MB, pid, seen.written, deleted, now, free):
+        if self.disk.exceeds(allowed * MB, pid, sample.written, deleted, now, free):
             return Breach("disk", self.disk.bytes / MB, allowed)
         return None
 
-    def _end(self, container: ContainerState, seen: usage.Look, breach: Breach) -> None:
+    def _end(self, container: ContainerState, sample: usage.Sample, breach: Breach) -> None:
         """Kills the command that uses the most, or the container if that did not help or no command can be
         identified."""
         number = None
         if not breach.final and container.command_kills < MAX_COMMAND_KILLS:
-            number = blame(seen.pids, breach.limit, container.descriptors.held)
+            number = blame(sample.pids, breach.limit, container.descriptors.held)
         container.command_kills += 1
         whole = number is None
         if whole and breach.limit == "disk":  # the writer may have exited; the second time it must be hiding
@@ -370,9 +363,6 @@ class Watchdog:
         self._scratch = scratch
         self._watches: set[SandboxWatch] = set()
         self._pinned: Counter[int] = Counter()
-        self._number = 0
-        group = cgroups.delegated()
-        self._group = group if group is not None and cgroups.prepare(group) else None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -381,10 +371,6 @@ class Watchdog:
         """Chooses the sandbox's processors and starts watching it."""
         with self._lock:
             watch.cpus = self._choose_cpus(watch.spec.cpus)
-            if self._group is not None:
-                self._number += 1
-                name = f"megaflow-{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
-                watch.group = cgroups.Cgroup(self._group, name, watch.spec)
             self._watches.add(watch)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sandbox limits", daemon=True)
@@ -397,8 +383,6 @@ class Watchdog:
                 self._watches.remove(watch)
                 self._pinned.subtract(watch.cpus)
         watch.disk.end()
-        if watch.group is not None:
-            watch.group.remove()
 
     def close(self) -> None:
         """Stops the thread."""

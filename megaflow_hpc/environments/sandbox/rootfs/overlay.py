@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megaflow_hpc.environments.sandbox.argv import as_user, set_namespace_limits
+from megaflow_hpc.environments.sandbox.launcher import as_user, set_namespace_limits
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import unshare

@@ -15,8 +15,7 @@ from typing import Literal
 
 from megaflow_hpc.environments.images.cache.cache import ImageCache, ImageLease
 from megaflow_hpc.environments.images.layers.view import LayerView, Tree
-from megaflow_hpc.environments.sandbox.argv import exec_argv, namespace_root, namespace_user
-from megaflow_hpc.environments.sandbox.probe import Site
+from megaflow_hpc.environments.sandbox.launcher import exec_argv, namespace_root, namespace_user
 from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.scratch import Kind
 from megaflow_hpc.environments.sandbox.spec import Bind, SandboxSpec, is_without
@@ -115,14 +114,14 @@ class RootfsFactory:
 
     Args:
         images: The node's image cache.
-        site: Returns the capabilities of the node; called only if needed.
+        why_no_overlay: Returns why Apptainer cannot mount an overlay on scratch, or an empty string if it can. Slow.
         scratch: Directory of writable layers.
         storage: Kind of storage that scratch is on.
     """
 
-    def __init__(self, images: ImageCache, site: Callable[[], Site], scratch: Path, storage: Kind) -> None:
+    def __init__(self, images: ImageCache, why_no_overlay: Callable[[], str], scratch: Path, storage: Kind) -> None:
         self.images = images
-        self._site = site
+        self._why_no_overlay = why_no_overlay
         self._scratch = scratch
         self._storage = storage
         self._writes: Writes | None = None
@@ -140,7 +139,7 @@ class RootfsFactory:
             return "copy"
         if os.geteuid() != 0 and overlay.works(str(self._scratch)):
             return "overlay"
-        return "copy" if self._site().overlay else "overlay"
+        return "copy" if self._why_no_overlay() else "overlay"
 
     def is_flat(self, image: str) -> bool:
         """Returns whether an image is unpacked as a single tree here, because an overlay cannot stack its layers."""

@@ -80,7 +80,7 @@ class Sifted:
 
     kept: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    false: list[str] = field(default_factory=list)
+    misleading: list[str] = field(default_factory=list)
     """Paths that could mislead tests: files of the image in system directories that the agent changed or deleted,
     and new programs that shadow one of the image."""
 
@@ -88,7 +88,7 @@ class Sifted:
         """Adds a dropped path."""
         self.dropped.append(path)
         if misleads:
-            self.false.append(path)
+            self.misleading.append(path)
 
 
 def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
@@ -112,7 +112,7 @@ def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
                 if is_directory and (original is None or original.is_directory):
                     waiting.append(entry)
                     if original and is_remade:
-                        sifted.false.append(path)
+                        sifted.misleading.append(path)
                 else:
                     sifted.drop(path, misleads=bool(original and is_system))
             elif rules.everywhere and not is_system:
@@ -169,7 +169,7 @@ def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
 
 def restore(upper: Path, image: LayerView, kept: Sequence[str]) -> None:
     """Restores the image's programs, libraries and settings in a layer. Other additions of the agent are kept."""
-    for path in sift(upper, image, KeepRules(kept)).false:
+    for path in sift(upper, image, KeepRules(kept)).misleading:
         revert(upper, path)
 
 

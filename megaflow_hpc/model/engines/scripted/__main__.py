@@ -13,7 +13,7 @@ from aiohttp import web
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import LOOPBACK
-from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, SplitEngine
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script, load
 
 
@@ -25,7 +25,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--script", type=Path)
     parser.add_argument("--served-model-name", default="scripted")
     parser.add_argument("--max-model-len", type=int, default=1_000_000)
-    parser.add_argument("--split", action="store_true", help="serve render, generate and derender, as vLLM may")
     parser.add_argument("--slots", type=int, default=0, help="concurrent answers; default: unlimited")
     parser.add_argument("--node-rank", type=int, default=0, help="of an engine over several nodes")
     parser.add_argument("--headless", action="store_true", help="serve nothing: another node does")
@@ -39,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         script = load(arguments.script) if arguments.script else Script()
     except ConfigError as error:
         raise SystemExit(f"error: wrong script: {error}") from None
-    kind = SplitEngine if arguments.split else ScriptedEngine
-    engine = kind(script, arguments.served_model_name, arguments.max_model_len, arguments.slots)
+    engine = ScriptedEngine(script, arguments.served_model_name, arguments.max_model_len, arguments.slots)
     address: dict[str, Any] = {"path": arguments.uds} if arguments.uds else {"host": LOOPBACK, "port": arguments.port}
     web.run_app(
         engine.application(), **address, access_log=None, print=lambda *_: print(json.dumps(address), flush=True)

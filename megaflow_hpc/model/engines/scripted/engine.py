@@ -1,9 +1,12 @@
-"""The scripted engine's HTTP application: turns messages into scripted text with token ids.
+"""The scripted engine's HTTP application and its tokenizer.
 
 It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health``, and vLLM's ``/sleep``,
-``/wake_up`` and ``/is_sleeping``. While asleep, it answers completion requests with an error. :class:`SplitEngine` adds
-vLLM's render, generate and derender. The engine runs in the same server as any other, so a campaign can run without
-weights and with a known outcome.
+``/wake_up`` and ``/is_sleeping``. While asleep, it answers completion requests with an error. The engine runs in the
+same server as any other, so a campaign can run without weights and with a known outcome.
+
+Tokens are UTF-8 bytes (ids 0 to 255); 256 ends a turn and 257 starts one. Log-probabilities are a function of id and
+position. Reasoning and tool calls are tagged text, as models write them. So each prompt of a conversation extends the
+previous one, and the recording has a single sequence.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,18 +22,11 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from megaflow_hpc.model.api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS
-from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
-from megaflow_hpc.model.engines.scripted.tokens import (
-    END,
-    OTHER,
-    answer_text,
-    logprob,
-    parse_prompt,
-    render,
-    text_of_tokens,
-)
+from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, text_of
 
+END, START, OTHER = 256, 257, 512
+"""Ids from :data:`OTHER` on are alternative ids of bytes, sampled only by engines with drift."""
 SLEEP_TAGS = frozenset({"weights", "kv_cache"})
 """Tags of the parts that vLLM can wake separately."""
 
@@ -85,7 +80,7 @@ class ScriptedEngine:
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await body_of(request)
-        messages, tools = _messages_of(body), body.get("tools") or []
+        messages, tools = messages_of(body), body.get("tools") or []
         prompt = render(messages, tools)
         answer = self.script.answer(messages, [tool["function"]["name"] for tool in tools])
         return await self._reply(body, answer, prompt, chat=True)
@@ -113,15 +108,11 @@ class ScriptedEngine:
         if len(sampled) > limit:
             sampled, finish = sampled[:limit], "length"
             message = {"role": "assistant", "content": text_of_tokens(sampled)}
-        self.on_sampled(prompt, sampled)
         return web.json_response(_response(body, self.model_name, prompt, sampled, message, finish, chat=chat))
 
     def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
-        """Returns the token ids for an answer's text. Overridden by engines whose sampling drifts."""
+        """Returns the token ids for an answer's text."""
         return [*text.encode("utf-8", "replace"), END]
-
-    def on_sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """Hook called for each answer. Overridden by engines that log their answers."""
 
     async def refusal(self, answer: ScriptedAnswer, prompt: int, wanted: int) -> web.Response | None:
         """Waits for the answer's delay. Returns an error response to send instead of the answer, or ``None``.
@@ -147,82 +138,6 @@ class ScriptedEngine:
         )
 
 
-class SplitEngine(ScriptedEngine):
-    """A scripted engine with vLLM's render, generate and derender (``--enable-scale-out``).
-
-    With ``drift``, the text of an answer encodes to different ids than were sampled, as with real tokenizers.
-
-    Args:
-        drift: Fraction of an answer's bytes, 0 to 1, that are sampled as alternative ids of the same byte
-            (:data:`~megaflow_hpc.model.engines.scripted.tokens.OTHER` and above).
-        seed: Random seed for the choice of these bytes.
-    """
-
-    def __init__(self, *args: Any, drift: float = 0.0, seed: int = 0, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.drift, self._random = drift, random.Random(seed)
-        self.log: list[tuple[list[int], list[int]]] = []
-        """(prompt ids, sampled ids) of each answer, for tests."""
-        self._answers: dict[str, tuple[dict[str, Any], str]] = {}
-
-    def application(self) -> web.Application:
-        app = super().application()
-        app.router.add_post(RENDER, self._render)
-        app.router.add_post(GENERATE, self._generate)
-        app.router.add_post(DERENDER, self._derender)
-        app.router.add_post(TEXTS, self._texts)
-        return app
-
-    def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
-        written = [b + OTHER if self._random.random() < self.drift else b for b in text.encode()]
-        return [*written, END]
-
-    def on_sampled(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        self.log.append((list(prompt), list(tokens)))
-
-    async def _render(self, request: web.Request) -> web.Response:
-        body = await body_of(request)
-        tokens = render(_messages_of(body), body.get("tools") or [])
-        room = self.max_model_len - len(tokens)
-        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
-        return web.json_response({"token_ids": tokens, "sampling_params": {"max_tokens": wanted}, "features": None})
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = await body_of(request)
-        prompt, limit = body["token_ids"], body["sampling_params"]["max_tokens"]
-        messages, tools = parse_prompt(prompt)
-        answer: ScriptedAnswer = self.script.answer(messages, tools)
-        if refused := await self.refusal(answer, len(prompt), limit):
-            return refused
-        message = message_of(answer)
-        tokens, finish = self.sample(answer_text(message), prompt), "stop"
-        if len(tokens) > limit:
-            tokens, finish = tokens[:limit], "length"
-            message = {"role": "assistant", "content": text_of_tokens(tokens)}
-        self.on_sampled(prompt, tokens)
-        name = f"gen-{uuid.uuid4().hex}"
-        self._answers[name] = message, "tool_calls" if finish == "stop" and answer.calls else finish
-        scores = [{"logprob": logprob(t, len(prompt) + n)} for n, t in enumerate(tokens)]
-        choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": scores}, "finish_reason": finish}
-        return web.json_response({"request_id": name, "choices": [choice]})
-
-    async def _derender(self, request: web.Request) -> web.Response:
-        body = await body_of(request)
-        generated: Mapping[str, Any] = body["generate_response"]
-        message, finish = self._answers.pop(generated["request_id"])
-        prompt, tokens = len(body["prompt_token_ids"]), len(generated["choices"][0]["token_ids"])
-        usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
-        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
-        head = {"id": generated["request_id"], "object": "chat.completion", "created": 0, "model": self.model_name}
-        return web.json_response({**head, "choices": [choice], "usage": usage})
-
-    async def _texts(self, request: web.Request) -> web.Response:
-        body = await body_of(request)
-        tokens = [response["choices"][0]["token_ids"] for response in body["generate_responses"]]
-        choices = [{"index": n, "text": text_of_tokens(ids)} for n, ids in enumerate(tokens)]
-        return web.json_response({"object": "text_completion", "choices": choices})
-
-
 async def body_of(request: web.Request) -> dict[str, Any]:
     """Parses the body of a request. Raises HTTPBadRequest if it is not a JSON object."""
     try:
@@ -234,7 +149,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
     raise _bad_request("the body: expected a JSON object")
 
 
-def _messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise _bad_request("messages: expected a list of at least one message")
@@ -316,3 +231,38 @@ def error(status: int, message: str) -> web.Response:
     """Returns an error response in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def answer_text(message: Mapping[str, Any]) -> str:
+    """Returns an assistant message as the text that a model would generate."""
+    thought = message.get("reasoning")
+    calls = [
+        f"\n<tool_call>{call['function']['name']} {call['function']['arguments']}</tool_call>"
+        for call in message.get("tool_calls") or ()
+    ]
+    return (f"<think>{thought}</think>\n" if thought else "") + text_of(message) + "".join(calls)
+
+
+def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
+    """Renders a prompt: ``START role NEWLINE content END NEWLINE`` per message, then the answer's head.
+
+    Tools come first, as in most chat templates, so a changed tool list changes the prompt.
+    """
+    tokens: list[int] = [START, *f"tools\n{json.dumps(tools)}".encode(), END, 10] if tools else []
+    for message in messages:
+        text = answer_text(message) if message.get("role") == "assistant" else text_of(message)
+        tokens += [START, *f"{message.get('role', 'user')}\n".encode(), *text.encode("utf-8", "replace"), END, 10]
+    return [*tokens, START, *b"assistant\n"]
+
+
+def logprob(token: int, position: int) -> float:
+    """Returns a fake log-probability in (-2, 0), determined by id and position."""
+    return -(1 + (token * 31 + position * 17) % 199) / 100
+
+
+def text_of_tokens(tokens: Sequence[int]) -> str:
+    """Decodes token ids to text. Turn markers have no text."""
+    return bytes(t % OTHER for t in tokens if t not in (END, START)).decode("utf-8", "replace")

@@ -6,8 +6,8 @@ Engines only receive chat completions (or plain ones), so recording and routing 
                                                                              └─ events() ──► the same as a stream
 
 All functions are pure. :meth:`~megaflow_hpc.model.gateway.recorder.Recorder.restore` recognises earlier answers that
-an agent sends back. So a conversion may change the form of an answer (spaces in a tool call's arguments, reasoning that
-the API does not carry), but never its meaning.
+an agent sends back. So a conversion may change the form of an answer, but never its meaning. It may change spaces in a
+tool call's arguments, or drop reasoning that the API does not carry.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Helpers shared by the dialects: typed request fields, message parts, identifiers."""
+"""Helpers shared by the dialects: typed and bounded request fields, message parts, identifiers."""
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,10 +11,20 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from megaflow_hpc.model.json_text import LARGE, brackets, packed
+from megaflow_hpc.texts import containers_at
+
 Event = tuple[str, Any]
 """A server-sent event: its name (omitted if empty) and its data (a string is sent unchanged, anything else as JSON)."""
 Check = Callable[[Any, str], Any]
 """(value, field name) → the value to pass on. Raises :class:`BadRequest` if the value is invalid."""
+
+
+MAX_NESTING = 64
+"""Maximum nesting of objects and lists. Engines process them recursively, and respond with 500 beyond their own
+limit."""
+MAX_ARGUMENTS_LENGTH, MAX_ARGUMENTS_BRACKETS, MAX_ARGUMENTS_VALUES = 2**22, 10_000, 100_000
+"""Limits for a tool call's arguments: characters, objects and lists, and values."""
 
 
 class BadRequest(ValueError):
@@ -106,6 +117,65 @@ def shown(value: Any) -> str:
     return f"a value of type {type(value).__name__}"
 
 
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def shallow(value: Any, field: str) -> None:
+    """Raises :class:`BadRequest` if objects and lists nest deeper than :data:`MAX_NESTING`."""
+    if too_deep(value):
+        raise BadRequest(f"{field}: nested deeper than {MAX_NESTING} levels")
+
+
+def too_deep(value: Any) -> bool:
+    """Returns whether objects and lists nest deeper than :data:`MAX_NESTING`."""
+    return any(containers_at(value, MAX_NESTING))  # an empty container adds no depth
+
+
+def bounded(value: Any, field: str, max_bytes: int) -> None:
+    """Raises :class:`BadRequest` if ``value`` encodes to more than ``max_bytes`` of JSON or is nested too deeply."""
+    shallow(value, field)
+    if len(packed(value)) > max_bytes:
+        raise BadRequest(f"{field}: more than the {max_bytes} bytes of JSON that are allowed")
+
+
+def bounded_arguments(text: str, field: str) -> str:
+    """Checks a tool call's encoded arguments, which engines decode. They may be invalid JSON, because a model wrote
+    them."""
+    if len(text) > MAX_ARGUMENTS_LENGTH:
+        raise BadRequest(f"{field}: {len(text)} characters; {MAX_ARGUMENTS_LENGTH} are allowed")
+    opened = deepest = containers = values = 0
+    for part, commas in brackets(text.encode("utf-8", "surrogatepass")):
+        values += commas
+        for bracket in part:
+            opened += 1 if bracket in b"[{" else -1
+            containers += bracket in b"[{"
+            deepest = max(deepest, opened)
+        if containers > MAX_ARGUMENTS_BRACKETS or values > MAX_ARGUMENTS_VALUES:
+            limits = f"{MAX_ARGUMENTS_BRACKETS} objects and lists, or {MAX_ARGUMENTS_VALUES} values"
+            raise BadRequest(f"{field}: over {limits}")
+    if deepest > MAX_NESTING and (len(text) > LARGE or _decodes_deep(text)):
+        raise BadRequest(f"{field}: nested deeper than {MAX_NESTING} levels")
+    return text
+
+
+def written_arguments(value: Any, field: str) -> str:
+    """Encodes a tool call's arguments, which the agent sent as values, as JSON."""
+    bounded(value, field, MAX_ARGUMENTS_LENGTH)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _decodes_deep(encoded: str) -> bool:
+    try:
+        return too_deep(json.loads(encoded))
+    except RecursionError:
+        return True
+    except ValueError:
+        return False  # an engine's decoder also stops at the syntax error
+
+
+# --- parts of messages -----------------------------------------------------------------------------------------------
+
+
 def new_id(prefix: str) -> str:
     """Returns a new identifier: ``prefix_`` and 24 hexadecimal digits."""
     return f"{prefix}_{uuid.uuid4().hex[:24]}"
@@ -121,11 +191,11 @@ def image_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def content_of(parts: Sequence[Mapping[str, Any]], glue: str = "\n") -> str | list[dict[str, Any]]:
+def content_of(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
     """Returns chat content: a single string if there is only text, which every chat template accepts, otherwise the
     parts."""
     if all(part["type"] == "text" for part in parts):
-        return glue.join(part["text"] for part in parts)
+        return "\n".join(part["text"] for part in parts)
     return [dict(part) for part in parts]
 
 

@@ -1,7 +1,7 @@
 """OpenAI's chat completions and plain completions. Engines use them too, so only streams need conversion.
 
-A chat completion is streamed as one chunk with the role, one with the message (content, reasoning, tool calls), one
-with the finish reason, one with the usage if requested, and ``[DONE]``.
+A streamed chat completion has one chunk each for the role, the message (content, reasoning, tool calls) and the finish
+reason. A chunk with the usage follows if requested, then ``[DONE]``.
 """
 
 from __future__ import annotations

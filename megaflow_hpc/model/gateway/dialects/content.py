@@ -13,8 +13,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from megaflow_hpc.model.gateway.dialects.base import BadRequest, image_part, text_part, typed
-from megaflow_hpc.model.gateway.dialects.bounds import bounded, bounded_arguments
+from megaflow_hpc.model.gateway.dialects.base import (
+    BadRequest,
+    bounded,
+    bounded_arguments,
+    image_part,
+    text_part,
+    typed,
+)
 from megaflow_hpc.model.gateway.dialects.schemas import check_progress, compiled_schema
 
 MAX_IMAGES = 100

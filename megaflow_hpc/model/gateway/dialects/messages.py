@@ -30,8 +30,8 @@ from megaflow_hpc.model.gateway.dialects.base import (
     of,
     text_of,
     text_part,
+    written_arguments,
 )
-from megaflow_hpc.model.gateway.dialects.bounds import written_arguments
 from megaflow_hpc.model.gateway.dialects.content import Text
 from megaflow_hpc.model.gateway.dialects.options import (
     CONVERTED,
@@ -178,7 +178,9 @@ def request(body: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("stop_sequences"):
         asked["stop"] = given["stop_sequences"]
     config: OutputConfig | None = given.get("output_config")
-    form: OutputFormat | None = (config and config.format) or given.get("output_format")
+    form: OutputFormat | None = given.get("output_format")
+    if config and config.format:
+        form = config.format
     if form and form.type == "json_schema":
         schema = {"name": "output", "schema": form.schema}
         asked["response_format"] = {"type": "json_schema", "json_schema": schema}

@@ -33,8 +33,8 @@ from megaflow_hpc.model.gateway.dialects.base import (
     text_of,
     text_part,
     typed,
+    written_arguments,
 )
-from megaflow_hpc.model.gateway.dialects.bounds import written_arguments
 from megaflow_hpc.model.gateway.dialects.chat import error
 from megaflow_hpc.model.gateway.dialects.content import InputText, OutputText, Refusal, Text
 from megaflow_hpc.model.gateway.dialects.options import (
@@ -200,7 +200,7 @@ def request(body: Mapping[str, Any]) -> dict[str, Any]:
     if "max_output_tokens" in given:
         asked["max_tokens"] = given["max_output_tokens"]
     text: TextOptions | None = given.get("text")
-    form = (text and text.format) or {}
+    form = text.format if text and text.format else {}
     if form.get("type") == "json_schema":
         schema = {k: form[k] for k in ("name", "schema", "strict") if k in form}
         asked["response_format"] = {"type": "json_schema", "json_schema": schema}

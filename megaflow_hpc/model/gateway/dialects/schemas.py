@@ -15,8 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from megaflow_hpc.model.gateway.dialects.base import BadRequest, of, shown, typed
-from megaflow_hpc.model.gateway.dialects.bounds import bounded
+from megaflow_hpc.model.gateway.dialects.base import BadRequest, bounded, of, shown, typed
 
 MAX_SCHEMA_BYTES = 2**16
 """Maximum size of a schema that constrains an answer, as JSON, in bytes."""
@@ -191,10 +190,14 @@ def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> Non
                     )
                 on_path.add(id(enter))
                 path.append((id(enter), _applied(schema, enter, field, compiled)))
-            while path and (enter := next(path[-1][1], None)) is None:
-                done, _ = path.pop()
-                on_path.discard(done)
-                checked.add(done)
+            while path:
+                current, following = path[-1]
+                enter = next(following, None)
+                if enter is not None:
+                    break
+                path.pop()
+                on_path.discard(current)
+                checked.add(current)
             if not path:
                 break
 

@@ -36,12 +36,8 @@ MORE = (
     "copy escaped blank",
     "copy quoted blank",
     "from variable",
-    "parents option",
-    "parents option chown",
-    "parents option directory",
-    "parents option wildcard",
 )
-"""Cases that are built here and not by the BuildKit that was asked: an older syntax than ours, or a strictness."""
+"""Cases that are built here and not by the BuildKit that was asked, which is stricter."""
 
 DIFFERENT = {
     "mount bind read only": "a bind mount is a copy; what is written to it is lost, and does not fail",

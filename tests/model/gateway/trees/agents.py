@@ -21,7 +21,7 @@ import openai
 
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.pod.rollout.agent_run import _add
+from megaflow_hpc.pod.rollout.rollout import _add
 from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import AgentResult, Rollout
 from tests.model.gateway.trees.clients import KINDS, Clients, Left, Request, Said, ToolCall

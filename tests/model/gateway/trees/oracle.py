@@ -18,7 +18,7 @@ from megaflow_hpc.cli.runs import show
 from megaflow_hpc.report.transcripts import transcript_of
 from megaflow_hpc.trajectories.exports import atif, jsonl
 from megaflow_hpc.trajectories.reading.conversations import ConversationCall
-from megaflow_hpc.trajectories.reading.row import Row
+from megaflow_hpc.trajectories.reading.store import Row
 from megaflow_hpc.trajectory import Trajectory, linked
 from tests.model.gateway.trees.agents import Exchange
 from tests.model.gateway.trees.clients import Said

@@ -1,0 +1,202 @@
+"""Accounts of pod starts: progress, core-seconds and stored rollouts.
+
+They come from leases, events and the record of ended pods. A start takes over the sums of the element's earlier starts
+into its own lease, under the key ``earlier``. For pods that ended for good, the coordinator adds the sums to the record
+``ledger/ended/<n>``. A new version of the record is linked under the next number, so only one of two coordinators can
+add to the same version. The latest number counts.
+
+An element may start again after its last start was recorded and before that lease is removed. So a lease lists under
+``took`` the leases that it has taken over. The record keeps the facts of each start apart, under ``recent``, until the
+start's lease has been absent for long enough. Facts of a start that a lease has taken over do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from megaflow_hpc.ledger.calls import Names, Read, Steps, Stored
+from megaflow_hpc.ledger.names import ENDED, newest_starts
+from megaflow_hpc.rundir.budget import measured
+from megaflow_hpc.rundir.events import Count, Number, PodEvent, RolloutEvent, Time
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.logs import last_events
+from megaflow_hpc.rundir.record import JOB_ID, array_of
+
+RECENT_EVENTS = 200
+"""Read this many of the latest events of a start that has not ended."""
+
+
+class Progress(NamedTuple):
+    """Progress of a pod, as published in its lease."""
+
+    t: Time
+    """Unix seconds, by the pod's clock."""
+    running: Count
+    queued: Count
+    stored: Count
+    tokens: Count = 0
+    """Number of tokens that engines have sampled for the pod."""
+    tokens_per_s: Number = 0.0
+
+
+def progress_of(lease: Mapping[str, object]) -> Progress | None:
+    """Returns the progress published in a pod's lease, or ``None``."""
+    try:
+        content = {**Progress._field_defaults, **lease}
+        return msgspec.convert([content[name] for name in Progress._fields], Progress)
+    except (KeyError, ValueError):
+        return None
+
+
+def stored_by(run: RunDir, pod: str, lease: Mapping[str, Any]) -> int:
+    """Returns the number of rollouts that a start of a pod (``<pod>.<start>``) has stored.
+
+    Reads its last events too. They are newer than its lease if the start was killed or its run was moved.
+    """
+    progress = progress_of(lease)
+    events, all_of_them = last_events(run, pod, 1 if lease.get("ended") else RECENT_EVENTS)
+    published = progress.stored if progress else 0
+    reported = max((event.stored or 0 for event in events if isinstance(event, PodEvent)), default=0)
+    counted, since = 0, 0.0
+    if progress and not all_of_them:
+        counted, since = progress.stored, progress.t
+    counted += len({event.id for event in events if isinstance(event, RolloutEvent) and event.t > since})
+    return max(published, counted, reported)
+
+
+Facts = dict[str, Any]
+"""Sums over starts: the number of ``starts`` and of ``stored`` rollouts, ``core_s``, ``began_at`` of the first start in
+Unix seconds, ``journals`` (the number of starts that stored a rollout), and ``arrays`` (ids of their Slurm jobs). Empty
+before the first start."""
+TOOK = "took"
+MAX_TOOK = 100
+"""Maximum number of names under ``took``. A name is needed only for some minutes."""
+MAX_LOOKS = 10
+"""Maximum number of attempts to read the record. An attempt fails only if a coordinator has just replaced the
+record."""
+
+
+def facts_of(lease: Mapping[str, Any]) -> Facts:
+    """Returns the facts of one start. Excludes earlier starts."""
+    stored, job = _count(lease.get("stored")), lease.get("job_id")
+    array = array_of(job) if isinstance(job, str) else None
+    return {
+        "starts": 1,
+        "core_s": measured(lease.get("core_s")) or 0.0,
+        "began_at": measured(lease.get("began_at")),
+        "stored": stored,
+        "journals": int(stored > 0),
+        "arrays": [array] if array else [],
+    }
+
+
+def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
+    """Adds up facts. Values of a wrong type count as missing."""
+    total: Facts = {}
+    for facts in several:
+        if not facts:
+            continue
+        began = [at for at in (total.get("began_at"), measured(facts.get("began_at"))) if at]
+        arrays = [each for each in _texts(facts.get("arrays")) if JOB_ID.fullmatch(each)]
+        total = {
+            **{key: total.get(key, 0) + _count(facts.get(key)) for key in ("starts", "stored", "journals")},
+            "core_s": total.get("core_s", 0.0) + (measured(facts.get("core_s")) or 0.0),
+            "began_at": min(began, default=None),
+            "arrays": sorted({*total.get("arrays", ()), *arrays}),
+        }
+    return total
+
+
+def facts_of_starts(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
+    """Adds up the facts of some starts of one array element, and of the earlier starts that their leases include."""
+    several: list[Mapping[str, Any]] = []
+    for name in sorted(leases, key=lambda name: (len(name), name), reverse=True):  # the latest start first
+        several.append(facts_of(leases[name]))
+        if "earlier" in leases[name]:  # includes all earlier starts
+            several.append(_earlier(leases[name]))
+            break
+    return add_facts(several)
+
+
+def take_over(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
+    """Returns the entry ``earlier`` of a start's lease.
+
+    Args:
+        leases: ``<pod>.<start>`` → lease, for earlier starts of the element.
+    """
+    facts = facts_of_starts(leases)
+    took = sorted(taken_over(leases) | leases.keys(), key=lambda name: (len(name), name))
+    return {**facts, TOOK: took[-MAX_TOOK:]} if facts else {}
+
+
+def taken_over(leases: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Returns the starts that the starts with these leases have taken over."""
+    return {name for lease in leases.values() for name in _texts(_earlier(lease).get(TOOK))}
+
+
+def recent(record: Mapping[str, Any]) -> dict[str, Facts]:
+    """Returns ``<pod>.<start>`` → facts, for the starts that a record of ended pods keeps apart."""
+    apart = record.get("recent")
+    if not isinstance(apart, Mapping):
+        return {}
+    return {name: dict(facts) for name, facts in apart.items() if isinstance(name, str) and isinstance(facts, Mapping)}
+
+
+def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, Facts]:
+    """Returns the facts of every start that the run ever had, for
+    :meth:`~megaflow_hpc.rundir.budget.CampaignBudget.exceeded`.
+
+    Args:
+        leases: ``<pod>.<start>`` → content of its lease.
+        record: The latest record of ended pods.
+    """
+    counted = set(record.get("names", ()))
+    took = taken_over(leases)
+    ended = [record, *(facts for name, facts in recent(record).items() if name not in took)]
+    facts_by_start: dict[str, Facts] = {}
+    if ended_facts := add_facts(ended):
+        facts_by_start[""] = ended_facts
+    for name in newest_starts(leases) - counted:
+        facts_by_start[name] = facts_of(leases[name])
+        if earlier := _earlier(leases[name]):
+            facts_by_start[f"{name} earlier"] = add_facts([earlier])
+    return facts_by_start
+
+
+def counted(name: str, lease: dict[str, Any]) -> Steps[dict[str, Any]]:
+    """Returns a lease with an exact ``stored``. It includes rollouts that were stored after the last renewal."""
+    if not lease or lease.get("ended"):
+        return lease
+    return {**lease, "stored": (yield Stored(name, lease))}
+
+
+def read_record() -> Steps[tuple[int, dict[str, Any]]]:
+    """Returns number and content of the latest record of ended pods, or (0, {}) if there is none."""
+    number = 0
+    for _ in range(MAX_LOOKS):
+        number = max((int(name) for name in (yield Names(ENDED)) if name.isdigit()), default=0)
+        if not number:
+            return 0, {}
+        try:
+            content = yield Read(f"{ENDED}/{number}")
+        except ValueError:  # edited by hand, since a linked file is always complete
+            content = {}
+        if content is not None:
+            return number, {**content, "names": _texts(content.get("names"))}
+    raise FileNotFoundError(f"{ENDED}/{number}: listed, but cannot be read")
+
+
+def _earlier(lease: Mapping[str, Any]) -> Mapping[str, Any]:
+    earlier = lease.get("earlier")
+    return earlier if isinstance(earlier, Mapping) else {}
+
+
+def _texts(value: object) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and 0 <= value < 1 << 53 else 0

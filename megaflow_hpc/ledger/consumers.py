@@ -1,0 +1,178 @@
+"""Consumers of the rollouts: the leases that keep a campaign open, and the end of the campaign.
+
+``RUN/ledger/open/<consumer>`` exists from planning or :meth:`OpenLease.open` until the consumer closes it, whether or
+not the consumer is running. Meanwhile the campaign is not finished and its engines keep running. Pods without work wait
+until the lease expires.
+
+A campaign is finished once all blocks are done and no consumer may add more. The finished mark records the number of
+blocks that it covers (:func:`megaflow_hpc.rundir.marks.counts`). A pod may list the blocks before one is added, and
+write the mark afterwards. That mark is void, and so is an earlier mark once a block is added. No process deletes a
+mark, because it might delete a newer one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megaflow_hpc.errors import LedgerError
+from megaflow_hpc.host.atomic import make_directory
+from megaflow_hpc.ledger.blocks import TOKEN
+from megaflow_hpc.ledger.calls import Clock, Names, Publish, Read, Remove, Steps, There
+from megaflow_hpc.ledger.files import Files
+from megaflow_hpc.ledger.lease import TIMES, Lease
+from megaflow_hpc.ledger.names import DONE, FIRST_HANDED_OFF, TASKS, all_done, block_numbers, done_blocks
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import FINISHED, OPEN, Marks, counts
+
+READ_S = 10.0
+"""Seconds between two reads of the open leases by a pod. It lists their names at every poll."""
+
+
+@dataclass
+class Consumers:
+    """Tracks the consumers that may add blocks. A lease counts as fresh when it is seen for the first time."""
+
+    open_s: float = TIMES.open_s
+    opened: bool = False
+    """True if some consumer may add blocks, as of the last :meth:`look`."""
+    awaited: bool = False
+    """True if some consumer's lease has not expired, as of the last :meth:`look`."""
+    _leases: dict[str, Lease] = field(default_factory=dict)
+    _read_at: float | None = None
+
+    def look(self) -> Steps[None]:
+        """Updates the list of consumers and reads their leases."""
+        names = yield Names(OPEN)
+        self.opened = bool(names)
+        if not names:
+            self.awaited, self._leases = False, {}
+            return
+        self._leases = {name: self._leases.get(name) or Lease(f"{OPEN}/{name}") for name in sorted(names)}
+        now: float = yield Clock()
+        some_unread = any(lease.unchanged_since is None for lease in self._leases.values())
+        if some_unread or self._read_at is None or now - self._read_at >= READ_S:
+            self._read_at = now
+            for lease in self._leases.values():
+                yield from lease.look()
+        self.awaited = any(lease.unchanged_s(now) < self.open_s for lease in self._leases.values())
+
+
+def finish(by: str, known: Iterable[int] = ()) -> Steps[bool]:
+    """Writes the finished mark if the campaign is finished. Returns whether it is finished.
+
+    Args:
+        known: Blocks that exist, even if a stale listing does not show them.
+    """
+    blocks = set(known)
+    while not (yield Names(OPEN)):
+        done = done_blocks((yield Names(DONE)))
+        blocks.update(done)
+        blocks.update(block_numbers((yield Names(TASKS))))  # after the marks, because a pod hands off before it marks
+        if not all_done(done, blocks):
+            return False
+        count = sum(block < FIRST_HANDED_OFF for block in blocks)
+        if counts((yield Read(FINISHED)), count):
+            return True
+        yield Publish(FINISHED, {"by": by, "blocks": count})
+        before = len(blocks)
+        blocks.update(block_numbers((yield Names(TASKS))))
+        if len(blocks) == before:
+            return True
+        # This mark may have replaced a mark that covers more blocks, and the pod that wrote that mark may have exited.
+        # So check again.
+    return False
+
+
+RENEW_S = 30.0
+
+
+class OpenLease:
+    """Open lease of one consumer, for the consumer itself. All methods are idempotent and may raise OSError.
+
+    Args:
+        consumer: Name of the consumer, unique in the run. A trainer uses the name of its policy.
+
+    Raises:
+        LedgerError: The name is not a valid file name.
+    """
+
+    def __init__(self, run: RunDir, consumer: str) -> None:
+        if not TOKEN.match(consumer):
+            raise LedgerError(f"consumer {consumer!r}: letters, digits and ._- alone; it names a file")
+        self.run, self.consumer = run, consumer
+        self._lease, self._marks, self._files = Lease(f"{OPEN}/{consumer}"), Marks(run), Files(run, time.monotonic)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Keeps the campaign open. After opening a finished campaign, ``resume`` continues it.
+
+        Raises:
+            LedgerError: The campaign was cancelled.
+        """
+        self._refuse_if_cancelled()
+        self.put()
+        try:
+            self._refuse_if_cancelled()
+        except LedgerError:
+            self._files.answer(Remove(self._lease.path))  # the cancelling process may have listed the leases before
+            raise
+
+    def put(self) -> None:
+        """Creates or renews the lease."""
+        make_directory(self.run.path / OPEN)
+        now = time.monotonic()
+        self._files.carry_out(self._lease.look())
+        self._files.carry_out(self._lease.publish(now, self._content()))
+
+    def renew(self) -> bool:
+        """Renews the lease if it is due. Call it often. Returns False if the campaign has been cancelled."""
+        now = time.monotonic()
+        if now - self._lease.renewed_at < RENEW_S:
+            return True
+        self._files.carry_out(self._lease.look())
+        try:
+            self._files.carry_out(self._lease.rewrite(now, self._content()))
+        except FileNotFoundError:
+            return False
+        exists: bool = self._files.answer(There(self._lease.path))  # an open file stays writable after its removal
+        return exists
+
+    def keep(self) -> None:
+        """Opens the lease and renews it in a thread until :meth:`leave` or :meth:`close`. Raises like :meth:`open`."""
+        self.open()
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._keep, name="open-lease", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Stops renewing. The campaign stays open until the consumer returns."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """Removes the lease, so that the campaign can finish. This consumer must not add further blocks."""
+        self.leave()
+        self._files.answer(Remove(self._lease.path))
+        self._files.carry_out(finish(self.consumer))  # no pod may be left to do so
+
+    def _keep(self) -> None:
+        while not self._stop.wait(RENEW_S):
+            try:
+                if not self.renew():
+                    return
+            except OSError:
+                continue  # the disk is full or unavailable, and the next renewal may succeed
+
+    def _refuse_if_cancelled(self) -> None:
+        if self._marks.cancelled:
+            raise LedgerError(f"{self.run}: is cancelled; continue it with: megaflow-hpc resume {self.run}")
+
+    def _content(self) -> dict[str, object]:
+        return {"consumer": self.consumer, "host": os.uname().nodename, "pid": os.getpid()}

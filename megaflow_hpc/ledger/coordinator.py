@@ -1,0 +1,263 @@
+"""Surveys and pruning of the ledger, by one pod for all. Pure: no file is touched here.
+
+A survey scans blocks, requests, consumers and all leases, so that the other pods need not.
+
+Pruning keeps the number of files from growing with time. The coordinator removes a file once every check for longer
+than :attr:`Times.lease_s` has found the file unneeded. By then, no cache shows a state in which the file was needed,
+and the fence of a pod that acts on such a state is closed. A file that is not needed now is never needed again:
+
+==================================== ========================================================================
+file                                 is not needed once
+==================================== ========================================================================
+``leases/<pod>.<start>``             a later start of the element has a lease, or the pod has ended or is gone,
+                                     holds no block, and its facts are in the record of ended pods
+``gone/<pod>.<start>``               the pod has no lease and holds no block
+``claims/<block>.<epoch>``           a later claim of the block repeats its seals, and the pod of the epoch before
+                                     has ended or has no lease, so it cannot claim this name. Epoch 0 and the
+                                     latest claim stay
+``released/<block>.<epoch>``         the block has a later claim
+``hungry/<pod>.<start>.<n>.<slots>`` the pod has no lease, has ended or is gone
+``partial/<pod>.<start>.json``       every block that the pod ever held is done
+``claims/.<pod>.<start>.…``          the pod has no lease, has ended or is gone
+``ended/<n>``                        there is a later record
+==================================== ========================================================================
+
+If a pod is still alive when its lease is removed, it finds out at its next renewal and commits nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from megaflow_hpc.ledger.accounts import (
+    Facts,
+    accounts,
+    add_facts,
+    counted,
+    facts_of_starts,
+    read_record,
+    recent,
+    taken_over,
+)
+from megaflow_hpc.ledger.calls import Clock, Link, Names, Remove, Steps, Touch
+from megaflow_hpc.ledger.hand_offs import NotYet, all_work_requests
+from megaflow_hpc.ledger.leader import Survey
+from megaflow_hpc.ledger.names import (
+    CLAIMS,
+    DONE,
+    ENDED,
+    GONE,
+    LEASES,
+    PARTIAL,
+    RELEASED,
+    REQUESTS,
+    TASKS,
+    all_done,
+    block_numbers,
+    claim_path,
+    done_blocks,
+    done_path,
+    latest,
+    newest_starts,
+    pairs,
+    precedes,
+)
+from megaflow_hpc.ledger.rules import LedgerRules
+
+MAX_ORPHANS = 512
+"""Maximum number of orphaned blocks in a survey, since every pod reads it. Later surveys list the other blocks."""
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """Full result of a survey."""
+
+    survey: Survey
+    """The part that is published for all pods."""
+    leases: dict[str, dict[str, Any]]
+    """``<pod>.<start>`` → content of its lease, for the newest start of every pod that has one."""
+    live: set[str]
+    """Every ``<pod>.<start>`` that has not ended and is not gone."""
+    accounts: dict[str, Facts]
+    """Facts of every start that the run ever had (:func:`~megaflow_hpc.ledger.accounts.accounts`)."""
+
+
+def survey(rules: LedgerRules) -> Steps[Surveyed]:
+    """Finds the blocks that can be claimed, the pods that request work, and the leases that have expired.
+
+    Marks pods with expired leases as gone, so that other pods need not read those leases. Reads the lease of an ended
+    pod only once, and never the leases of superseded starts. Other operations of ``rules`` may run between these steps.
+    """
+    _, record = yield from read_record()
+    gone = set((yield Names(GONE)))
+    listed = newest_starts((yield Names(LEASES)))
+    for name in sorted(listed):
+        known = rules.leases.get(name)
+        if known is not None and known.content and (name in gone or known.content.get("ended")):
+            continue
+        if (yield from rules.expired(name)) and name not in gone:
+            gone.add(name)
+            yield Touch(f"{GONE}/{name}")
+    leases = {name: rules.leases[name].content for name in listed if rules.leases[name].content}
+    live = {name for name, content in leases.items() if name not in gone and not content.get("ended")}
+    done = done_blocks((yield Names(DONE)))
+    blocks = block_numbers((yield Names(TASKS)))
+    open_blocks = [block for block in blocks if block not in done]
+    claimed = latest((yield Names(CLAIMS)))
+    released = pairs((yield Names(RELEASED)))
+    claimable = 0
+    held: list[tuple[int, int, str]] = []
+    for block in open_blocks:
+        epoch = claimed.get(block)
+        if epoch is None or (block, epoch) in released:
+            claimable += 1
+            continue
+        try:
+            owner, handed_off = yield from rules.owner(block, epoch)
+        except NotYet:
+            continue
+        if handed_off is not None:
+            yield Touch(done_path(block, epoch, handed_off))  # the pod may have died before it wrote the mark
+        else:
+            held.append((block, epoch, owner))
+    holders = {owner for _, _, owner in held}
+    newest = {name.rpartition(".")[0]: name for name in leases}
+    superseded = {owner for owner in holders if precedes(owner, newest.get(owner.rpartition(".")[0], ""))}
+    for owner in sorted(holders - listed - gone):  # the lease was removed, or is not visible yet
+        # If the latest start of an element is over, so are its earlier ones. If it is alive, it takes over their blocks
+        # first.
+        over = owner in superseded and newest[owner.rpartition(".")[0]] not in live
+        if over or (yield from rules.expired(owner)):
+            gone.add(owner)
+            yield Touch(f"{GONE}/{owner}")
+    claimable += sum(owner in gone for _, _, owner in held)
+    orphans = [one for one in held if one[2] in gone | superseded]
+    rules.forget(listed | holders, open_blocks)
+    requests = yield from all_work_requests()
+    yield from rules.consumers.look()
+    unfinished = 0 if all_done(done, blocks) else max(1, len(open_blocks))
+    consumers = rules.consumers
+    shown = Survey(unfinished, claimable, orphans[:MAX_ORPHANS], requests, consumers.opened, consumers.awaited)
+    return Surveyed(shown, leases, live, accounts(leases, record))
+
+
+PRUNE_S = 60.0
+"""Seconds between two checks for unneeded files."""
+MAX_NAMES = 1000
+"""Maximum number of pods that one check adds to the record of ended pods."""
+
+
+class Pruning:
+    """Finds and removes unneeded files. Only one :meth:`look` may run at a time."""
+
+    def __init__(self, rules: LedgerRules) -> None:
+        self._rules = rules
+        self._since: dict[str, float] = {}
+        """Path → time since which every check has found the file unneeded, on this machine's clock."""
+
+    def look(self) -> Steps[None]:
+        """Checks for unneeded files, and removes those that have been unneeded for long enough.
+
+        Relies on the leases that the latest survey read.
+        """
+        with suppress(NotYet):  # a cache hides the holder of a block, and a later check will see it
+            yield from self._look()
+
+    def _look(self) -> Steps[None]:
+        began: float = yield Clock()
+        # Read the record before the leases, so that no lease is missing that the record does not contain.
+        number, record = yield from read_record()
+        gone = set((yield Names(GONE)))
+        leases = set((yield Names(LEASES)))
+        requests = yield Names(REQUESTS)
+        partial = yield Names(PARTIAL)
+        # Read the claims last, because a pod that has ended or is gone makes no more claims.
+        done = done_blocks((yield Names(DONE)))
+        listed = yield Names(CLAIMS, private=True)
+        claims = pairs(name for name in listed if name[0] != ".")
+        released = pairs((yield Names(RELEASED)))
+        newest = latest(f"{block}.{epoch}" for block, epoch in claims)
+        holders, wanted = yield from self._owners(newest, done, released)
+        current = newest_starts(leases)
+        known = {name: lease.content for name, lease in self._rules.leases.items() if lease.content}
+        over = {name for name in current if name in known and (name in gone or known[name].get("ended"))}
+        recorded = set(record.get("names", ()))
+        kept = current - ((over & recorded) - holders)
+        paths = [f"{LEASES}/{name}" for name in sorted(leases - kept)]
+        paths += [f"{GONE}/{name}" for name in gone if name not in leases and name not in holders]
+        alive = {name for name in leases if not known.get(name, {}).get("ended")}
+        for block, epoch in sorted(claims):
+            if 0 < epoch < newest[block]:
+                owners = yield from self._rules.owners(block, newest[block])
+                if len(owners) >= newest[block] and owners[epoch - 1] not in alive:
+                    paths.append(claim_path(block, epoch))
+        paths += [f"{RELEASED}/{block:06d}.{epoch}" for block, epoch in released if epoch < newest.get(block, 0)]
+        active = current - over - gone
+        wanted |= active
+        paths += [f"{REQUESTS}/{name}" for name in requests if name.rsplit(".", 2)[0] not in active]
+        paths += [
+            f"{PARTIAL}/{name}"
+            for name in partial
+            if name.endswith(".json") and name.removesuffix(".json") not in wanted
+        ]
+        paths += [f"{CLAIMS}/{name}" for name in listed if name[0] == "." and not _is_of(name, active)]
+        paths += [f"{ENDED}/{older}" for older in (yield Names(ENDED)) if older.isdigit() and int(older) < number]
+        unread = {name.rpartition(".")[0] for name in current - known.keys()}  # may have taken over starts
+        absent = [name for name in recorded if name not in leases and name.rpartition(".")[0] not in unread]
+        unneeded = [*paths, *absent]
+        self._since = {path: self._since.get(path, began) for path in unneeded}
+        due = {path for path in unneeded if began - self._since[path] > self._rules.times.lease_s}
+        new = sorted(over - recorded - holders)[:MAX_NAMES]
+        if new or due & set(absent):
+            names = [name for name in [*recorded, *new] if name not in due or name in leases]
+            apart = recent(record)
+            for name in new:
+                apart[name] = facts_of_starts({name: (yield from counted(name, known[name]))})
+            yield from self._record(number + 1, record, apart, names, taken_over(known))
+        for path in sorted(due - set(absent)):
+            yield Remove(path)
+            del self._since[path]
+
+    def _owners(
+        self, newest: Mapping[int, int], done: Mapping[int, int], released: set[tuple[int, int]]
+    ) -> Steps[tuple[set[str], set[str]]]:
+        """Returns the current holders of open blocks, and all pods that ever held an open block.
+
+        The first set excludes the holders of released blocks. Raises NotYet.
+        """
+        holders: set[str] = set()
+        ever: set[str] = set()
+        for block, epoch in newest.items():
+            if block not in done:
+                owners = yield from self._rules.owners(block, epoch)
+                ever.update(owners)
+                if (block, epoch) not in released:
+                    holders.add(owners[-1])
+        return holders, ever
+
+    def _record(
+        self, number: int, record: Mapping[str, Any], apart: Mapping[str, Facts], names: list[str], took: set[str]
+    ) -> Steps[None]:
+        """Publishes the next record of ended pods. A lease is removed only after a later look finds it in the record.
+
+        Args:
+            number: Number of the new record.
+            record: The record before it.
+            apart: Facts of starts that are not part of the sums yet.
+            names: Starts that the new record counts and that may still have a lease.
+            took: Starts that later starts have taken over. The leases of the later starts count them.
+        """
+        not_in_sums = {*names, *took}
+        sums = add_facts([record, *(facts for name, facts in apart.items() if name not in not_in_sums)])
+        kept = {name: apart[name] for name in sorted(names) if name in apart}
+        content = {**sums, "names": sorted(names), "recent": kept}
+        yield Link(f"{ENDED}/{number}", content, f"{self._rules.identity.name}.ended.{number}.{len(kept)}")
+
+
+def _is_of(private: str, pods: Collection[str]) -> bool:
+    """Returns whether the name of a private file begins with one of these ``<pod>.<start>``."""
+    parts = private.lstrip(".").split(".")
+    return any(".".join(parts[:count]) in pods for count in range(2, len(parts) + 1))

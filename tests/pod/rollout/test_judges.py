@@ -1,0 +1,276 @@
+"""Judges: a task's score asks a model that its agent cannot reach, and a judge that is down gives no verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from aiohttp import web
+
+from megaflow_hpc import open_trajectories
+from megaflow_hpc.errors import ConfigError, ModelServiceError, UserCodeError
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ScriptedTask
+from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.pod.rollout.judges import Judges
+from megaflow_hpc.tasks.judging import Judge, Rubric, transcript
+from megaflow_hpc.types import ModelEndpoint
+from tests.support.campaigns import cli, run_local
+
+TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+RUBRIC = """\
+criteria:
+  - {name: right, text: The answer is 4., weight: 3}
+  - {name: polite, text: The answer is polite.}
+"""
+
+
+class Engines:
+    """One engine for the policy and one for each judge, with answers by pattern."""
+
+    def __init__(self, **answers: dict[str, str]) -> None:
+        self._answers = answers
+        self._runners: list[web.AppRunner] = []
+
+    async def __aenter__(self) -> ModelGateway:
+        self.gateway = ModelGateway(wait_s=1, policies=["default"], judges=["grader", "second"])
+        await self.gateway.start()
+        records = []
+        for policy, answers in self._answers.items():
+            tasks = tuple(
+                ScriptedTask(re.compile(pattern), (ScriptedAnswer(text),)) for pattern, text in answers.items()
+            )
+            runner = web.AppRunner(ScriptedEngine(Script(tasks), policy).application(), access_log=None)
+            await runner.setup()
+            self._runners.append(runner)
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            records.append({"server": f"{policy}.0", "policy": policy, "url": url, "model_name": policy})
+        self.gateway.update_endpoints(records)
+        return self.gateway
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.gateway.stop()
+        for runner in self._runners:
+            await runner.cleanup()
+
+
+async def say(endpoint: ModelEndpoint, model: str) -> str:
+    """Make one call as an agent does; return the answer or the status."""
+    body = {"model": model, "messages": [{"role": "user", "content": "who are you?"}]}
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers) as response:
+            answer = await response.json()
+    return str(answer["choices"][0]["message"]["content"]) if response.status == 200 else str(response.status)
+
+
+def test_agents_cannot_call_judges_and_judges_keys_end_with_the_verification() -> None:
+    async def main() -> None:
+        answers = {"default": {"": "the agent's model"}, "grader": {"": "the grader"}, "second": {"": "second"}}
+        async with Engines(**answers) as gateway:
+            agent = await gateway.open("t/default/0", "default")
+            assert await say(agent, "grader") == "the agent's model"
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {agent.api_key}"}) as session:
+                async with session.get(f"{agent.base_url}/models") as response:
+                    assert [model["id"] for model in (await response.json())["data"]] == ["default"]
+            judges = Judges(gateway, "t/default/0", ["grader", "second"])
+            async with judges.open() as judge:
+                assert judge.endpoint.api_key != agent.api_key
+                assert await judge.ask("who?") == "the grader"
+                assert await judge.ask("who?", model="second") == "second"
+                assert await judge.ask(TALK, model="default") == "the agent's model"
+                assert list(gateway.activity()) == ["t/default/0"], "live views list agents alone"
+            assert await say(judge.endpoint, "grader") == "401"
+            recording = await gateway.close("t/default/0")
+            assert len(recording.turns) == 1, "a judge's calls are not the rollout's"
+            (artifact,) = judges.artifacts()
+            calls = json.loads(artifact.data)
+            assert [call["model"] for call in calls] == ["grader", "second", "default"]
+            assert calls[0]["messages"][-1]["content"] == "the grader"
+            assert all(call["sampled_tokens"] > 0 for call in calls)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_a_judge_that_is_down_gives_no_verdict(swallowed: bool) -> None:
+    """Even if the task's code hides the failure."""
+
+    async def main() -> None:
+        async with Engines(default={"": "x"}) as gateway:
+            judges = Judges(gateway, "t/default/0", ["grader"])
+
+            async def score() -> None:
+                async with judges.open() as judge:
+                    try:
+                        await judge.ask("who?")
+                    except ModelServiceError:
+                        if not swallowed:
+                            raise UserCodeError("my own error") from None
+
+            with pytest.raises(ModelServiceError, match="judge"):
+                await score()
+            assert judges.artifacts() == []
+
+    asyncio.run(main())
+
+
+class StandIn(Judge):
+    """Answers by a function instead of a model."""
+
+    def __init__(self, answer: Any, models: tuple[str, ...] = ("a",)) -> None:
+        super().__init__(ModelEndpoint("", "", ""), models)
+        object.__setattr__(self, "answer", answer)
+        object.__setattr__(self, "asked", [])
+
+    async def ask(self, messages: Any, model: str = "", **options: Any) -> str:
+        self.asked.append((messages, model, options))  # type: ignore[attr-defined]
+        return str(self.answer(messages, model))  # type: ignore[attr-defined]
+
+
+def rubric(tmp_path: Path, text: str = RUBRIC) -> Rubric:
+    (tmp_path / "rubric.yaml").write_text(text)
+    return Rubric.read(tmp_path / "rubric.yaml")
+
+
+def test_a_rubric_weighs_its_criteria(tmp_path: Path) -> None:
+    judge = StandIn(lambda question, model: "Yes? It is 4.\nyes" if "answer is 4" in question else "It is curt: No.")
+    rewards = asyncio.run(rubric(tmp_path, RUBRIC + "options: {max_tokens: 9}\n").score(judge, TALK))
+    assert rewards == {"reward": 0.75, "right": 1.0, "polite": 0.0}
+    question, model, options = judge.asked[0]  # type: ignore[attr-defined]
+    assert (model, options) == ("a", {"max_tokens": 9})
+    mark = re.search(r"lines (\w+) is", question)
+    assert mark is not None
+    assert question.split(mark[1])[2] == "\nuser: 2 + 2?\nassistant: 4\n"
+    assert mark[1] not in judge.asked[1][0], "no conversation can contain the mark"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [(["yes", "yes", "no"], 1.0), (["yes", "no", "no"], 0.0), (["yes", "", "no"], 0.0), (["gibberish"] * 3, 0.0)],
+)
+def test_the_majority_of_votes_decides(tmp_path: Path, answers: list[str], expected: float) -> None:
+    rest = iter(answers)
+    one = "criteria: [{name: right, text: The answer is 4.}]\nvotes: 3\n"
+    rewards = asyncio.run(rubric(tmp_path, one).score(StandIn(lambda *_: next(rest)), TALK))
+    assert rewards == {"reward": expected, "right": expected}
+
+
+def test_judges_that_disagree_are_no(tmp_path: Path) -> None:
+    judge = StandIn(lambda question, model: "yes" if model == "a" else "no", ("a", "b"))
+    assert asyncio.run(rubric(tmp_path).score(judge, TALK))["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("criteria: []\n", "expected distinct names"),
+        ("criteria: [{name: a, text: x}, {name: a, text: y}]\n", "expected distinct names"),
+        ("criteria: [{name: reward, text: x}]\n", "none of them 'reward'"),
+        ("criteria: [{name: a, text: x, weight: -1}]\n", "positive weights"),
+        ("criteria: [{name: a, text: x, wieght: 1}]\n", "wieght"),
+        ("criteria: [{name: a, text: x}]\nvotes: 0\n", "votes of at least 1"),
+        ("criteria: {\n", "expected criteria"),
+    ],
+)
+def test_wrong_rubrics(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        rubric(tmp_path, text)
+
+
+def test_a_transcript_shows_tools_and_leaves_out_the_middle() -> None:
+    call = {"function": {"name": "bash", "arguments": '{"c": "ls"}'}}
+    talk = [
+        {"role": "user", "content": [{"type": "text", "text": "go"}, {"type": "image_url"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    assert transcript(talk) == 'user: go\n\nassistant: \n  calls bash({"c": "ls"})'
+    long = transcript([{"role": "user", "content": "a" * 100_000 + "b" * 100_000}])
+    assert len(long) < 61_000
+    assert "[…]" in long
+
+
+TASK = """\
+from pathlib import Path
+from megaflow_hpc.tasks.judging import Rubric
+
+RUBRIC = Rubric.read(Path(__file__).with_name("rubric.yaml"))
+
+class Sum:
+    image = "base"
+    instruction = "What is 2 + 2? Answer in words."
+
+    async def score(self, sandbox, messages, judge):
+        return await RUBRIC.score(judge, messages)
+
+class Plain(Sum):
+    def score(self, sandbox, messages, judge):
+        return float(judge.ask(messages[-1]["content"]) == "four it is")
+"""
+AGENT = """\
+import json, urllib.request
+from megaflow_hpc.types import AgentResult
+
+class Asks:
+    async def run(self, task, sandbox, model):
+        body = {"model": "grader", "messages": [{"role": "user", "content": task.instruction}]}
+        request = urllib.request.Request(model.base_url + "/chat/completions", json.dumps(body).encode(),
+            {"Authorization": "Bearer " + model.api_key, "Content-Type": "application/json"})
+        urllib.request.urlopen(request).read()
+"""
+
+
+def judged(tmp_path: Path, base_sif: Path, grader: dict[str, Any]) -> Path:
+    """Write a campaign whose tasks are judged."""
+    (tmp_path / "sums.py").write_text(TASK)
+    (tmp_path / "asks.py").write_text(AGENT)
+    (tmp_path / "rubric.yaml").write_text(RUBRIC)
+    (tmp_path / "agent.yaml").write_text(yaml.safe_dump({"default": ["It is four."]}))
+    answers = [{"when": "The answer is 4.", "answers": ["yes"]}, {"when": "polite", "answers": ["no"]}]
+    (tmp_path / "grader.yaml").write_text(yaml.safe_dump({"tasks": answers, "default": ["four it is"]}))
+    fields = {
+        "name": "judged",
+        "tasks": ["sums:Sum", "sums:Plain"],
+        "agent": "asks:Asks",
+        "models": {"default": {"engine": "scripted", "script": "agent.yaml"}, **grader},
+        "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
+    }
+    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(fields))
+    return tmp_path / "campaign.yaml"
+
+
+@pytest.mark.slow
+def test_a_campaign_with_a_judge(tmp_path: Path, base_sif: Path) -> None:
+    grader = {"engine": "scripted", "script": "grader.yaml", "judge": True}
+    result, done = run_local(judged(tmp_path, base_sif, {"grader": grader}))
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(result["run"]) as store:
+        rows = {row.id: row.trajectory() for row in store}
+    assert set(rows) == {"Sum/default/0", "Plain/default/0"}
+    assert rows["Sum/default/0"].rewards == {"reward": 0.75, "right": 1.0, "polite": 0.0}
+    assert rows["Plain/default/0"].reward == 1.0
+    for trajectory in rows.values():
+        assert [sequence.policy for sequence in trajectory.sequences] == ["default"]
+        assert trajectory.messages[-1]["content"] == "It is four.", "the agent asked for the grader in vain"
+        (calls,) = [json.loads(one.data) for one in trajectory.artifacts if one.name == "judge.json"]
+        assert {call["model"] for call in calls} == {"grader"}
+
+
+@pytest.mark.parametrize(
+    ("grader", "expected"),
+    [
+        ({}, "the score of 2 tasks asks a judge"),
+        ({"grader": {"engine": "scripted", "script": "grader.yaml", "judge": True, "samples": 2}}, "runs no tasks"),
+    ],
+)
+def test_wrong_judges_are_refused(tmp_path: Path, base_sif: Path, grader: dict[str, Any], expected: str) -> None:
+    done = cli("check", judged(tmp_path, base_sif, grader), "--no-site")
+    assert done.returncode == 2
+    assert expected in done.stdout + done.stderr
