@@ -87,7 +87,7 @@ def test_status_warns_of_tokens_that_look_sampled_otherwise(
     lines = [line for line in training_lines(status) if "seem to be sampled at" in line]
     assert len(lines) == len(found["warnings"]) == warned
     if warned and z:
-        assert f"{temperature} times the temperature" in lines[0]
+        assert f"{temperature} times the trained temperature" in lines[0]
         assert f"(z {z:.0f})" in lines[0]
 
 

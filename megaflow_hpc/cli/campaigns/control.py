@@ -83,7 +83,7 @@ def register(subparsers: Subparsers) -> None:
     add_run(scale)
     scale.add_argument("--pods", type=whole(), metavar="N", help="target number of pods, queued or running")
     scale.add_argument(
-        "--servers", type=whole(), metavar="N", help="target number of engine servers, which releases held ones"
+        "--servers", type=whole(), metavar="N", help="target number of engine servers; releases held servers"
     )
     scale.add_argument("--policy", help="with --servers: the model's policy, if there are several")
 
