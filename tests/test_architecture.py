@@ -20,7 +20,7 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 BUDGETS = {
     "campaign keys": 207,
     "environment variables": 28,
-    "modules": 521,
+    "modules": 517,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 9,
     "thousand tokens of agents": 12,
@@ -39,9 +39,9 @@ BUDGETS = {
     "thousand tokens of report": 19,
     "thousand tokens of rundir": 27,
     "thousand tokens of slurm": 15,
-    "thousand tokens of tasks": 37,
-    "thousand tokens of training": 63,
-    "thousand tokens of trajectories": 48,
+    "thousand tokens of tasks": 36,
+    "thousand tokens of training": 65,
+    "thousand tokens of trajectories": 46,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 
