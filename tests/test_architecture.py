@@ -18,17 +18,17 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 207,
+    "campaign keys": 208,
     "environment variables": 28,
-    "modules": 517,
+    "modules": 453,
     "public class names that exist twice": 0,
-    "hard phrases in 1,000 docstrings": 9,
-    "thousand tokens of agents": 12,
-    "thousand tokens of at the top": 4,
+    "hard phrases in 1,000 docstrings": 8,
+    "thousand tokens of agents": 11,
+    "thousand tokens of at the top": 5,
     "thousand tokens of campaign": 34,
-    "thousand tokens of cli": 45,
+    "thousand tokens of cli": 43,
     "thousand tokens of config": 15,
-    "thousand tokens of environments": 93,
+    "thousand tokens of environments": 91,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 2,
     "thousand tokens of ledger": 19,
@@ -39,8 +39,8 @@ BUDGETS = {
     "thousand tokens of report": 19,
     "thousand tokens of rundir": 27,
     "thousand tokens of slurm": 15,
-    "thousand tokens of tasks": 36,
-    "thousand tokens of training": 65,
+    "thousand tokens of tasks": 38,
+    "thousand tokens of training": 63,
     "thousand tokens of trajectories": 46,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
