@@ -198,7 +198,10 @@ class Policy(Section):
 
     def agent(self, title: str) -> AgentConfig:
         """Returns the agent with this title, as stored in :attr:`.Rollout.agent`."""
-        return next(agent for agent in self.agents if agent.title == title)
+        for agent in self.agents:
+            if agent.title == title:
+                return agent
+        raise ConfigError(f"agent {title!r}: this policy has {', '.join(agent.title for agent in self.agents)}")
 
 
 @dataclass(frozen=True)

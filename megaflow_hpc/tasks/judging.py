@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import yaml
 
@@ -60,6 +59,8 @@ class Judge:
             ModelServiceError: no engine answers.
             UserCodeError: the request is refused.
         """
+        import aiohttp  # only pods need it
+
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         body = {"model": model or self.models[0], "messages": conversation, **options}
         headers = {"Authorization": f"Bearer {self.api_key}"}

@@ -210,7 +210,7 @@ def test_only_may_be_repeated(make_campaign: Make) -> None:
 def test_two_agents_of_one_class_are_refused_with_a_remedy(make_campaign: Make) -> None:
     done = cli("check", make_campaign(1, agent="[oracle, oracle]"), "--no-site")
     assert done.returncode == 2
-    assert "use a separate class or function for each" in done.stderr
+    assert "give each its own name, such as {as: careful, name: oracle}" in done.stderr
 
 
 def test_a_first_campaign_file_maps_the_image_of_new_tasks(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def run(place: Path, image: str, task: Task, agents: dict[str, str], **environme
     async def main() -> dict[str, Trajectory]:
         async with ApptainerProvider(place / "scratch") as provider:
             services = Services(config, policies, {"base": image}, provider, ModelGateway())
-            rollouts = [Rollout(task.id, name, 0, name) for name in agents]
+            rollouts = [Rollout(task.id, name, 0, agent) for name, agent in agents.items()]
             ended = await asyncio.gather(*(run_attempt(services, rollout, task, 0) for rollout in rollouts))
             return {each.trajectory.policy: each.trajectory for each in ended}
 
