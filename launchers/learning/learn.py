@@ -27,7 +27,7 @@ TASKS = {1: "ShellTask", 2: "TwoTurns", 3: "ThreeTurns"}
 CONTEXT = {"tiny": 256, "smollm2": 512}
 """Model → maximum length of a conversation in tokens."""
 LARGER: Mapping[str, Any] = {
-    "steps": 40,
+    "steps": 15,
     "samples": 6,
     "batch": 8,
     "optimizer": {"lr": 2.0e-5, "warmup": 5},

@@ -325,7 +325,6 @@ class CallRefused(Exception):
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"the model refused the call (HTTP {status}): {message}")
-        self.status = status
         self.too_long = "context length" in message or "max_model_len" in message or "context window" in message
 
 

@@ -126,10 +126,10 @@ class RemoteSandbox:
 
 
 class Zygote:
-    """Starts the zygote process with the first agent, and runs agents in forks of it. Bound to one event loop.
+    """The zygote process, started with the first agent, and the agents forked from it. Bound to one event loop.
 
     Args:
-        names: Agents whose modules the zygote imports once.
+        names: Agents to import once in the zygote.
         kept, beside: Directories with a campaign's own modules; see :mod:`~megaflow_hpc.agents.code`.
     """
 

@@ -67,7 +67,7 @@ class ProofReport:
         }
 
     def write(self, folder: Path) -> Path:
-        """Writes ``report.json`` and ``report.md``. Returns the path of the latter."""
+        """Writes ``report.json`` and ``report.md``. Returns the path of ``report.md``."""
         content = self.to_dict()
         write_json(folder / "report.json", content)
         write_atomic(folder / "report.md", _markdown(content).encode())

@@ -296,7 +296,7 @@ def _between(results: list[dict[str, Any]], report: ProofReport) -> Iterator[Fin
 
 
 def _visible(results: list[dict[str, Any]], report: ProofReport, remedy: str) -> Iterator[Finding]:
-    """Evaluates how quickly changes become visible, and the clocks."""
+    """Evaluates how quickly changes become visible on other nodes, and how far the clocks differ."""
     delays = {"a new file": results[0]["new_files"]["visible_s"]}
     for what, step in (("appended bytes", "appended"), ("an overwritten file", "rewritten")):
         delays[what] = max((r[step] for r in results if not _error(r[step])), default=0.0)

@@ -24,7 +24,7 @@ from megaflow_hpc.types import Task
 
 KEY = "files"
 THREADS = 16
-"""Number of tasks whose files are read concurrently, because network file systems have a high latency."""
+"""Number of tasks whose files are read concurrently, to hide the latency of network file systems."""
 _NOT_READ = ("__pycache__", ".git")
 _CHUNK = 1 << 20
 

@@ -1,5 +1,6 @@
-"""Runs a task from a fresh sandbox to its verdict: prepares the sandbox, then runs the agent and the verifier for each
-step.
+"""Runs a task from a fresh sandbox to its verdict.
+
+It prepares the sandbox, then runs the agent and the verifier for each step.
 
 Campaigns and ``tasks validate`` both use :func:`run_steps`, so they judge tasks in the same way.
 

@@ -17,8 +17,7 @@ import yaml
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents.command import PACKAGES
-from tests.agents.test_cli_agents import repair
-from tests.training.test_scaffolds import train_with_programs
+from tests.support.programs import repair, train_with_programs
 
 OLD, NEW = "return a - b", "return a + b"
 ANSWERS = [

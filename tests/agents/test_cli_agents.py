@@ -16,30 +16,7 @@ from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.command import PACKAGES
 from megaflow_hpc.errors import ConfigError
-
-PATCH = """\
-*** Begin Patch
-*** Update File: calc.py
-@@
--    return a - b
-+    return a + b
-*** End Patch"""
-OLD, NEW = "return a - b", "return a + b"
-
-
-def repair(agent: str) -> list[dict[str, Any]]:
-    """Return a model's answers that read the file, repair it and report, by the tools of each program."""
-    file, done = "/calc.py", {"text": "add() adds now.", "reasoning": "Nothing is left."}
-    edit = {"file_path": file, "old_string": OLD, "new_string": NEW}
-    if agent == "claude-code":
-        look = {"text": "I look first.", "tool": "Read", "arguments": {"file_path": file}}
-        return [look, {"tool": "Edit", "arguments": edit, "reasoning": "It subtracts."}, done]
-    if agent == "qwen-code":
-        look = {"text": "I look first.", "tool": "read_file", "arguments": {"file_path": file}}
-        return [look, {"tool": "edit", "arguments": edit, "reasoning": "It subtracts."}, done]
-    command = f"apply_patch <<'EOF'\n{PATCH}\nEOF"
-    look = {"text": "I look first.", "tool": "exec_command", "arguments": {"cmd": "cat calc.py"}}
-    return [look, {"tool": "exec_command", "arguments": {"cmd": command}, "reasoning": "It subtracts."}, done]
+from tests.support.programs import OLD, repair
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from tests.bench import bare, container_peers
 from tests.bench.arguments import add_count, add_image, image_of
 from tests.bench.command import main
 from tests.bench.figures import Figure, median, multiple
+from tests.support.sandboxes import host_pid
 
 if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
@@ -134,7 +135,7 @@ async def _at_once(
         await asyncio.sleep(SETTLE_S)
         memory = []
         for sandbox in sandboxes:
-            root = sandbox.host_pid
+            root = host_pid(sandbox)
             pids = [root, *descendants(root)] if root else []
             memory.append(sum(map(_proportional, pids)) / 1000)
         await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))

@@ -15,6 +15,7 @@ from megaflow_hpc.training.algorithms.samples import StoredRollout
 from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.plan import StepPlan
 from tests.support.tensors import safetensors
+from tests.support.training import Pods
 
 START = "0" * 64
 
@@ -61,3 +62,26 @@ def train(run: Path, every: int = 1, pause_s: float = 0.0, policy: str | None = 
     for step in flow.steps():
         parameters = step_through(flow, step, parameters, step.number % every == 0, pause_s)
     return parameters
+
+
+def watched(run: RunDir, pods: Pods) -> Dataflow:
+    """Return a dataflow whose pods work after each of its requests."""
+    flow = Dataflow(run, say=lambda text: None)
+    keep = flow.planning.control.keep
+
+    def kept(committed: int, learned: dict[str, object]) -> None:
+        keep(committed, learned)
+        pods.work()
+
+    flow.planning.control.keep = kept  # type: ignore[method-assign]
+    return flow
+
+
+def drink(run: RunDir, pods: Pods) -> tuple[Dataflow, list[StepPlan]]:
+    """Train to the end; return the plans."""
+    flow = watched(run, pods)
+    plans, parameters = [], START
+    for step in flow.steps():
+        plans.append(step.plan)
+        parameters = step_through(flow, step, parameters)
+    return flow, plans

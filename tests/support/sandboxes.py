@@ -135,6 +135,12 @@ def runs(image: str, scratch: Path) -> Callable[..., Any]:
     return run
 
 
+def host_pid(sandbox: ApptainerSandbox) -> int | None:
+    """Returns the process from which all of a sandbox descend: Apptainer itself, or PID 1 of a clone."""
+    container = sandbox._dir.container
+    return container._process.pid if container and container._process else None
+
+
 def clone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every possible sandbox a clone, and fails if Apptainer had to start one instead.
 

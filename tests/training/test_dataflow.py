@@ -30,7 +30,7 @@ from megaflow_hpc.training.evaluation import evaluations
 from megaflow_hpc.training.plan import Refill, StepPlan, TaskBatch, TrainingFiles
 from megaflow_hpc.training.staleness import FIRST_ADDED_ROUND, FIRST_REFILL_ROUND
 from megaflow_hpc.types import Rollout
-from tests.support.hash_trainer import START, step_through, train, trained
+from tests.support.hash_trainer import START, drink, step_through, train, trained, watched
 from tests.support.tensors import safetensors
 from tests.support.training import Pods, rollouts, training_run
 
@@ -72,29 +72,6 @@ def steps_without(flow: Dataflow, pods: Pods, slow: str) -> list[StepPlan]:
         parameters = step_through(flow, Step(flow, plan), parameters)
         pods.work(only=lambda r: r.group_id != slow)
     return seen
-
-
-def watched(run: RunDir, pods: Pods) -> Dataflow:
-    """Return a dataflow whose pods work after each of its requests."""
-    flow = Dataflow(run, say=lambda text: None)
-    keep = flow.planning.control.keep
-
-    def kept(committed: int, learned: dict[str, object]) -> None:
-        keep(committed, learned)
-        pods.work()
-
-    flow.planning.control.keep = kept  # type: ignore[method-assign]
-    return flow
-
-
-def drink(run: RunDir, pods: Pods) -> tuple[Dataflow, list[StepPlan]]:
-    """Train to the end; return the plans."""
-    flow = watched(run, pods)
-    plans, parameters = [], START
-    for step in flow.steps():
-        plans.append(step.plan)
-        parameters = step_through(flow, step, parameters)
-    return flow, plans
 
 
 def test_synchronous_training_asks_for_a_batch_trains_on_it_and_asks_for_the_next(tmp_path: Path) -> None:

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
-from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents.command import PACKAGES
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.evaluation import evaluations
-from megaflow_hpc.training.plan import StepPlan, TrainingFiles
+from megaflow_hpc.training.plan import StepPlan
 from megaflow_hpc.training.policy import TrainedPolicy, trained_policy
 from megaflow_hpc.types import Rollout
-from tests.agents.test_cli_agents import NEW, OLD, repair
-from tests.support.campaigns import run_local
-from tests.support.scripted import block
-from tests.support.stand_in_trainer import interpreter
+from tests.support.hash_trainer import drink
+from tests.support.programs import repair, train_with_programs
 from tests.support.training import Pods, training_run
-from tests.training.test_dataflow import drink
 
 CAREFUL = {"as": "careful", "name": "nop", "share": 3}
 QUICK = {"as": "quick", "name": "nop"}
@@ -103,58 +97,6 @@ def test_a_later_trainer_gives_the_same_groups_to_the_same_agents(tmp_path: Path
     assert abs(np.mean(counts) - 3.75) < 0.05
     firsts = [batch[0].agent for batch in batches]
     assert abs(firsts.count("careful") / 2000 - 0.75) < 0.05, "no place in a batch belongs to one agent"
-
-
-def scaffold_answers(agents: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return a script whose answers depend on the tools that the agent's program offers."""
-    commands = [f"sed -i 's/{OLD}/{NEW}/' /calc.py", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
-    programs = [{"when": "calc.add() must add", "answers": answers} for answers in agents.values()]
-    return {"tasks": programs, "default": [block(command) for command in commands]}
-
-
-def train_with_programs(
-    tmp_path: Path,
-    base_sif: Path,
-    make_task: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    agents: Mapping[str, list[dict[str, Any]]],
-) -> None:
-    """Train one policy by mini-swe-agent and other programs, each in a group of its own, in one step."""
-    names = ["mini-swe-agent", *agents]
-    task = make_task(
-        tmp_path / "tasks", "calc", test="python3 -c 'import calc; assert calc.add(2, 3) == 5'", agent_s=300
-    )
-    (task / "instruction.md").write_text("calc.add() must add: repair it.\n")
-    (task / "environment" / "README").unlink()
-    (task / "environment" / "calc.py").write_text(f"def add(a, b):\n    {OLD}\n")
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump(scaffold_answers(agents)))
-    campaign = {
-        "name": "scaffolds",
-        "tasks": "tasks/*",
-        "agent": names,
-        "samples": 2,
-        "model": {"engine": "scripted", "script": "answers.yaml"},
-        "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
-        "training": {"policies": {"default": {}}, "batch": len(names), "staleness": 0, "steps": 1},
-    }
-    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
-    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(interpreter(tmp_path / "python", dies=0)))
-    result, done = run_local(tmp_path / "campaign.yaml")
-    assert done.returncode == 0, done.stderr
-    run = RunDir(result["run"])
-    plan = TrainingFiles(run, "default").read(StepPlan, 1)
-    assert plan is not None
-    assert {rollout.group.rpartition("+")[2]: rollout.reward for rollout in plan.rollouts} == dict.fromkeys(names, 1.0)
-    assert Counter(rollout.agent for rollout in plan.rollouts) == dict.fromkeys(names, 2)
-    with open_trajectories(run.path) as store:
-        assert set(store.column("agent")) == set(names)
-        for trajectory in store:
-            assert (trajectory.status, trajectory.inexact, trajectory.constrained) == ("completed", 0, 0), trajectory.id
-            assert {turn.sequence for turn in trajectory.turns} == {0}, trajectory.id
-            (sequence,) = trajectory.sequences
-            mask = np.asarray(sequence.loss_mask, bool)
-            assert mask.any(), trajectory.id
-            assert np.isfinite(np.asarray(sequence.logprobs)[mask]).all(), trajectory.id
 
 
 @pytest.mark.slow

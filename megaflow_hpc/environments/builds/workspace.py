@@ -37,6 +37,7 @@ from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox.rootfs import overlay
 from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.scratch import workplace
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import last_line, unshare
@@ -195,7 +196,7 @@ class BuildWorkspace:
         if self._provider is not None:
             return
         provider = self._provider = await self._stack.enter_async_context(ApptainerProvider(self._scratch))
-        self._work = provider.workplace()
+        self._work = workplace(provider.scratch, "w")
         self._stack.push_async_callback(asyncio.to_thread, remove_tree, self._work)
         for name in ("items", "uppers"):
             (self._work / name).mkdir()

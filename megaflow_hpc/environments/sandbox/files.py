@@ -107,8 +107,8 @@ class _Spool:
         self.failed: OSError | None = None
 
     def take(self, data: bytes) -> bool:
-        """Append a chunk of the command's output. Return ``False`` once the size limit is exceeded or the write
-        failed; the caller then kills the command."""
+        """Appends a chunk of the command's output. Returns ``False`` once the limit is exceeded or a write has failed.
+        The caller then kills the command."""
         self.left -= len(data)
         try:
             if self.left >= 0 and self.failed is None:

@@ -1,6 +1,6 @@
-"""Starts containers: Apptainer's command line, and a thread that runs it without the host's keys and with a filter.
+"""Starts containers: Apptainer's command line, and the thread that runs it with a seccomp filter and without keys.
 
-A thread's seccomp filter and session keyring are inherited by the processes that it starts. A separate thread therefore
+Processes inherit the seccomp filter and the session keyring of the thread that starts them. A separate thread therefore
 installs the filter and gives up its keyring once, before Apptainer runs. Starting a container costs nothing extra, and
 the rest of the process keeps its keys (such as AFS and Kerberos tokens). Apptainer's own ``--security seccomp:`` needs
 libseccomp and kills 32-bit programs.
@@ -53,9 +53,9 @@ _AF_VSOCK = 40
 _X32 = 0x40000000
 _EPERM, _EAFNOSUPPORT = 1, 97
 
-# Keys belong to the user rather than to a namespace, so other sandboxes and the host would share them. An io_uring
-# holds files and memory that no descriptor shows. The other calls reach kernel code that few programs need; Docker
-# blocks them too.
+# Keys belong to the user rather than to a namespace, so sandboxes would share them with each other and the host. An
+# io_uring holds files and memory that no descriptor shows. The other calls reach kernel code that few programs need.
+# Docker blocks them too.
 REFUSED = (
     "add_key",
     "request_key",

@@ -144,7 +144,7 @@ def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Sit
 
 
 def require(networks: Iterable[str], scratch: str | os.PathLike[str], provided: bool = False) -> None:
-    """Rejects a campaign whose sandboxes cannot start at this site, before anything is queued.
+    """Rejects a campaign before anything is queued if its sandboxes cannot start at this site.
 
     Args:
         provided: True if Apptainer may be missing here, because the jobs' ``setup`` provides it.

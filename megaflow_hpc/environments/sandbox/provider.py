@@ -25,7 +25,7 @@ from megaflow_hpc.environments.sandbox.limits.watchdog import Watchdog
 from megaflow_hpc.environments.sandbox.network import how_to_listen
 from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs, RootfsFactory
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.environments.sandbox.scratch import default_scratch, file_system, kind_of, sweep, workplace
+from megaflow_hpc.environments.sandbox.scratch import default_scratch, file_system, kind_of, sweep
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.environments.sandbox.templates import Templates
@@ -128,10 +128,6 @@ class ApptainerProvider:
         """Starts a shell on a pseudo-terminal in a sandbox; see :func:`~.commands.terminal.open_terminal`."""
         interpreter = await asyncio.to_thread(self._helper_python)
         return await open_terminal(sandbox.exec, await sandbox.control(), interpreter, env)
-
-    def workplace(self) -> Path:
-        """Creates a directory of this process on scratch; see :func:`~.scratch.workplace`."""
-        return workplace(self.scratch, "w")
 
     async def stage(self, image: str) -> str:
         """Unpacks ``image`` into the node's cache if it is missing. Returns the path of its bottom tree.

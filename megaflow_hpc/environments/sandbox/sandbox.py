@@ -75,8 +75,7 @@ class ApptainerSandbox:
         self._watchdog = watchdog
         self._watch = SandboxWatch(spec, directory.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
         self.consumption = self._watch.consumption
-        """Returns the resources used by all its containers since the start. Also works after the sandbox has
-        stopped."""
+        """Returns the resources that all its containers have used since the start. Works after :meth:`stop` too."""
         self._interpreter = interpreter
         self._loop = asyncio.get_running_loop()
         watchdog.watch(self._watch)
@@ -99,11 +98,6 @@ class ApptainerSandbox:
         """Host PID of the container's first process."""
         init = self._dir.container.init if self._dir.container else None
         return init.pid if init else None
-
-    @property
-    def host_pid(self) -> int | None:
-        """Host PID of the process from which all processes of the sandbox descend."""
-        return self._dir.container.host_pid if self._dir.container else None
 
     @property
     def busy(self) -> bool:
@@ -130,7 +124,7 @@ class ApptainerSandbox:
             raise
 
     def _on_breach(self, breach: Breach, number: int | None, whole: bool) -> None:
-        """Handles a breach. Called in the watchdog's thread; the loop handles it before noticing that a process was
+        """Passes a breach from the watchdog's thread to the event loop, before the loop notices that a process was
         killed."""
         with suppress(RuntimeError):  # the loop and the sandbox have ended
             self._loop.call_soon_threadsafe(self._breached, self._dir.container, breach, number, whole)
@@ -281,8 +275,8 @@ class ApptainerSandbox:
 
         Raises:
             SandboxError: The sandbox is stopped, its container does not start, or it was ended from outside
-                (preemption, a killed job). Commands themselves never cause an exception: one that kills all processes
-                of the sandbox returns 137, and the next command gets a fresh container.
+                (preemption, a killed job). A command itself never causes an exception. If it kills all processes of the
+                sandbox, its exit code is 137, and the next command gets a fresh container.
         """
         container = await self._running()
         data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input
@@ -396,7 +390,7 @@ class ApptainerSandbox:
         return Budget(min(allowed, files.MAX_DOWNLOAD_BYTES), files.MAX_DOWNLOAD_FILES)
 
     async def snapshot(self, target: str | os.PathLike[str]) -> Snapshot:
-        """Copies the writable layer to ``target``, a new directory on the host. Processes are paused meanwhile.
+        """Copies the writable layer to ``target``, a new directory on the host. Pauses all processes during the copy.
 
         Pass the result to :meth:`ApptainerProvider.start`. It includes neither processes nor ``/dev/shm``.
 

@@ -1,4 +1,4 @@
-"""This node's scratch: where it is, its kind of storage, this user's directories there, and the janitor for them.
+"""This node's scratch directory: its place, its kind of storage, this user's directories in it, and the janitor.
 
 The janitor cleans up after killed owners of sandboxes: it kills their containers' processes and removes their scratch
 directories. In nearly all cases the kernel has already killed the processes. The janitor never touches a directory of a
@@ -81,10 +81,10 @@ def kind_of(type_: str) -> Kind:
 def scratch_base(environ: Mapping[str, str] | None = None, mountinfo: str | None = None) -> tuple[str, str]:
     """Returns the base directory of writable layers, and a warning if it is not the one the user asked for.
 
-    The first of ``MEGAFLOW_SCRATCH``, ``SLURM_TMPDIR``, ``TMPDIR``, ``/tmp`` and ``/dev/shm`` that is a directory and
-    not on a network file system, which cannot hold an overlay's upper directory. ``/dev/shm`` comes last, because its
-    files count as memory of the job. If all are on network file systems, the first is used, and sandboxes are copies of
-    their images.
+    Candidates are ``MEGAFLOW_SCRATCH``, ``SLURM_TMPDIR``, ``TMPDIR``, ``/tmp`` and ``/dev/shm``. ``/dev/shm`` comes
+    last, because its files count as memory of the job. The first directory that is not on a network file system is
+    chosen, because those cannot hold an overlay's upper directory. If all are on network file systems, the first is
+    used, and sandboxes are copies of their images.
     """
     environ = os.environ if environ is None else environ
     first = reason = ""

@@ -17,7 +17,6 @@ import functools
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -260,8 +259,6 @@ class Templates:
         self._current: _RunningTemplate | None = None
         self._number = 0
         self._supported: bool | None = None
-        self._visible_images: dict[_Trees, bool] = {}
-        """Unpacked image → whether templates can see it. Cached, because an image may have hundreds of directories."""
         self.refused: dict[_Trees, str] = {}
         """Unpacked image → why sandboxes over it cannot be cloned. Apptainer starts these sandboxes."""
 
@@ -364,9 +361,7 @@ class Templates:
             return False
         if not spec.as_root or spec.nested or spec.fakeroot:
             return False
-        if trees not in self._visible_images:
-            self._visible_images[trees] = self._sees(trees)
-        return self._visible_images[trees] and self._sees(bind.source for bind in spec.parsed_binds())
+        return self._sees(trees) and self._sees(bind.source for bind in spec.parsed_binds())
 
     def _sees(self, sources: Iterable[str]) -> bool:
         return all(_below(Path(os.path.realpath(source)), self._visible) for source in sources)
@@ -440,7 +435,6 @@ def supported() -> bool:
     return (
         kernel_version() >= _KERNEL
         and os.uname().machine in ("x86_64", "aarch64")
-        and sys.version_info >= (3, 11)
         and bool(unshare())
         and os.geteuid() != 0
         and launcher(filtered=True).holds_filter()

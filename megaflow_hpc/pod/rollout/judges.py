@@ -1,4 +1,4 @@
-"""Opens the campaign's judges for the verification of one rollout, and records what they were asked."""
+"""The campaign's judges, opened for the verification of one rollout. Their calls become an artifact."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megaflow_hpc.trajectory import Recording, Trajectory, path_to
 from megaflow_hpc.types import Artifact
 
 JUDGE_FILE = "judge.json"
-"""Artifact with the calls of judges: model, messages, numbers of tokens."""
+"""Artifact with the calls of judges: model, messages and token counts."""
 MAX_JUDGE_BYTES = 1 << 20
-"""Maximum size of the artifact. Without room for the messages, only the numbers are stored."""
+"""Maximum size of the artifact in bytes. Omit the messages if it would be larger."""
 
 
 class Judges:
     """The judges of one rollout.
 
     Args:
-        gateway: the gateway that serves the rollout.
-        rollout: id of the rollout.
-        models: names of the campaign's judges; empty if it has none.
+        gateway: The gateway that serves the rollout.
+        rollout: Id of the rollout.
+        models: Names of the campaign's judges. Empty if it has none.
     """
 
     def __init__(self, gateway: ModelGateway, rollout: str, models: Sequence[str]) -> None:
@@ -34,10 +34,10 @@ class Judges:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Judge]:
-        """Yields access to the judges, which ends with the context.
+        """Yields access to the judges until the context ends.
 
         Raises:
-            ModelServiceError: the judges' engines were down, whatever was raised inside the context.
+            ModelServiceError: The judges' engines were down. Replaces any error from inside the context.
         """
         endpoint = await self._gateway.open(self._session, self.models[0], judging=True)
         error: Exception | None = None
@@ -54,7 +54,7 @@ class Judges:
             self._recordings.append(await self._gateway.close(self._session))
 
     def artifacts(self) -> list[Artifact]:
-        """Returns the artifact with all calls; empty if there was none."""
+        """Returns the artifact with all calls, or an empty list without any call."""
         calls = [call for recording in self._recordings for call in _calls(recording)]
         if not calls:
             return []
@@ -77,7 +77,7 @@ def _calls(recording: Recording) -> list[dict[str, Any]]:
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Returns the conversation that ends with a rollout's last recorded call, or else what its agent reported."""
+    """Returns the conversation up to the last recorded call, or else the messages that the agent reported."""
     last = next((turn.message for turn in reversed(trajectory.turns) if turn.message >= 0), -1)
     if last < 0:
         return list(trajectory.messages)

@@ -95,7 +95,7 @@ class AgentRun:
     """Runs the agent of one attempt on each step, and adds its work to the trajectory.
 
     Args:
-        has_model: Whether the policy has a model, which the agent calls through the gateway.
+        has_model: True if the policy has a model. The agent calls it through the gateway.
         resumed: The checkpoint to continue from, if any.
     """
 
@@ -382,7 +382,7 @@ async def _run_in_sandbox(
     context: VerificationContext,
     run_agent: Callable[..., AgentRun],
 ) -> Verdict:
-    """Runs the steps of a task in a sandbox of its own, which ends with the call."""
+    """Starts a sandbox, runs the steps of a task in it, and stops it."""
     with timed(trajectory, "setup_s"):
         sandbox, resumed = await _start_sandbox(services, sandboxes, task, agent, checkpoint)
     try:

@@ -2,6 +2,6 @@
 
 ``reader`` turns a directory into a task. Its Harbor-specific fields are typed in ``data`` and stored in
 ``task.metadata["harbor"]``. ``verifier`` judges the agent's result in a container that the agent cannot have tampered
-with, using ``artifacts`` and ``rewards``. ``steps``, ``healthcheck`` and ``solution`` cover the rest of a rollout.
-``format`` is the entry point; other packages use :mod:`megaflow_hpc.tasks.formats`.
+with, using ``artifacts`` and ``rewards``. ``steps`` runs tasks with several steps, and ``ignore`` selects the files
+that are uploaded. ``format`` is the entry point; other packages use :mod:`megaflow_hpc.tasks.formats`.
 """

@@ -55,8 +55,7 @@ class VerifierRules(Struct, frozen=True, omit_defaults=True):
     network."""
     collect: list[CollectHook] = field(default_factory=list)
     environment: dict[str, Any] | None = None
-    """A separate verifier's environment, as the :meth:`Task.to_dict` of a task of which only the environment is
-    used."""
+    """A separate verifier's environment, stored as :meth:`Task.to_dict`. The task's other fields are not used."""
     bundled: bool = False
     """True if the separate verifier's image already contains the tests."""
     secrets: list[str] = field(default_factory=list)

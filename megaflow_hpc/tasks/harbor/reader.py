@@ -127,11 +127,11 @@ def read_healthcheck(table: TomlTable) -> Healthcheck:
     command = check.text("command")
     if command is None:
         raise check.error("command", None, "a shell command that exits 0 when the environment is healthy")
-    given = {key: check.number(key) for key in ("interval_sec", "timeout_sec", "start_interval_sec")}
+    times = {key: check.number(key) for key in ("interval_sec", "timeout_sec", "start_interval_sec")}
     if check.data.get("start_period_sec"):
-        given["start_period_sec"] = check.number("start_period_sec")
-    times = {key: seconds for key, seconds in given.items() if seconds is not None}
-    return Healthcheck(command, int(check.number("retries") or 3), **times)
+        times["start_period_sec"] = check.number("start_period_sec")
+    given = {key: seconds for key, seconds in times.items() if seconds is not None}
+    return Healthcheck(command, int(check.number("retries") or 3), **given)
 
 
 def _check_version(toml: TomlTable) -> None:

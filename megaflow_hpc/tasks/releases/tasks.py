@@ -1,4 +1,4 @@
-"""Builds tasks from real bugs. Each compares two releases of a package, the later of which fixes a known defect.
+"""Builds tasks from real bugs. Each task needs two releases of a package, and the later one fixes a known defect.
 
 A bug file names the releases and the tests (:mod:`~megaflow_hpc.tasks.releases.bugs`). It contains no package code: the
 build downloads both source distributions. Each bug becomes a Harbor task directory::
@@ -193,7 +193,7 @@ git apply --whitespace=nowarn "$here/fix.patch"
 
 TEST = """\
 #!/bin/sh
-# Writes 1 or 0 to /logs/verifier/reward.txt, and every outcome to results.json beside it.
+# Writes 1 or 0 to /logs/verifier/reward.txt, and every outcome to results.json next to it.
 here=$(cd "$(dirname "$0")" && pwd)
 exec python3 "$here/named_tests.py" "$here" "${TESTBED:-%(workdir)s}" "${VERIFIER_LOGS:-/logs/verifier}"
 """

@@ -24,7 +24,7 @@ IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
 WORKDIR = "/testbed"
 RUNNERS = ("", "script", "named")
 TEXTS = ("problem_statement", "patch", "test_patch", "bug_patch", "eval_script")
-"""Fields whose text is only written to files."""
+"""Fields that are only written to files, and may contain NUL."""
 _IMAGE = re.compile(r"([a-z][a-z-]*://)?[A-Za-z0-9][A-Za-z0-9._/:@+~-]*")
 """Pattern of an image name, optionally with a registry. Lines are untrusted, and an image given as a path would be
 used unchecked."""
@@ -292,7 +292,7 @@ class Line:
 
 
 class SweBench:
-    """SWE-bench, Verified, Lite, Multilingual and SWE-Gym, whose field names ``Instance`` uses."""
+    """SWE-bench, Verified, Lite, Multilingual and SWE-Gym. ``Instance`` uses their field names."""
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:

@@ -236,15 +236,16 @@ class ColumnLists:
         token."""
         sequence_lengths = [len(sequence.tokens) for sequence in trajectory.sequences]
         token_starts = list(accumulate(sequence_lengths, initial=self.counts["k"]))
+        sequences, starts, ends = [], [], []
         for turn in trajectory.turns:
-            sequence, start, end = -1, 0, 0
-            if turn.sequence >= 0:
-                sequence = self.counts["m"] + turn.sequence
-                start = token_starts[turn.sequence] + turn.token_start
-                end = token_starts[turn.sequence] + turn.token_end
-            self._extend("turns/sequence", [sequence])
-            self._extend("turns/token_start", [start])
-            self._extend("turns/token_end", [end])
+            is_known = turn.sequence >= 0
+            first_token = token_starts[turn.sequence] if is_known else 0
+            sequences.append(self.counts["m"] + turn.sequence if is_known else -1)
+            starts.append(first_token + turn.token_start if is_known else 0)
+            ends.append(first_token + turn.token_end if is_known else 0)
+        self._extend("turns/sequence", sequences)
+        self._extend("turns/token_start", starts)
+        self._extend("turns/token_end", ends)
         for name in _TURN:
             self._extend(f"turns/{name}", [getattr(turn, name) for turn in trajectory.turns])
         self.counts["t"] += len(trajectory.turns)

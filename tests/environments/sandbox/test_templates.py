@@ -19,7 +19,7 @@ from megaflow_hpc.environments.sandbox.templates import Template, supported
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.process import Identity, argv, descendants, parent
 from tests.support.campaigns import Make
-from tests.support.sandboxes import Start, clone_at_once
+from tests.support.sandboxes import Start, clone_at_once, host_pid
 from tests.support.waiting import until, until_async
 
 SEEN = {
@@ -37,7 +37,7 @@ SEEN = {
 
 
 def cloned(sandbox: ApptainerSandbox) -> bool:
-    return sandbox.host_pid == sandbox.pid
+    return host_pid(sandbox) == sandbox.pid
 
 
 def mounts(text: str) -> list[tuple[str, str, str]]:

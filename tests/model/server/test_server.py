@@ -19,11 +19,13 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import OpenLease
 from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.model.engines import adapters, failure
+from megaflow_hpc.model.engines.scripted.script import Script
 from megaflow_hpc.model.gateway.router import Router
 from megaflow_hpc.model.server.registration import assignment
 from megaflow_hpc.monitor.status import servers as shown_servers
 from megaflow_hpc.rundir.record import ServerRecord
-from tests.support.serving import Servers, ask, chat, descendants, listeners
+from tests.support.serving import Servers, ask, chat, descendants, in_loop, listeners, listening
+from tests.support.split_engine import SplitEngine
 from tests.support.waiting import until
 
 ANSWER = {"default": ["fine"]}
@@ -43,9 +45,12 @@ def test_it_registers_once_it_completes_and_unregisters_when_told(servers: Serve
     assert not list(servers.run.endpoints.iterdir())
 
 
-def test_it_tells_what_its_chat_template_does_to_earlier_messages(servers: Servers) -> None:
-    servers.script(ANSWER, split=True)
-    record = servers.record(0)
+@in_loop
+async def test_it_tells_what_its_chat_template_does_to_earlier_messages(servers: Servers) -> None:
+    async with listening(SplitEngine(Script(), "m").application()) as port:
+        options = {"model": "m", "protocol": "split"}
+        servers.start({"engine": "external", "base_url": f"http://127.0.0.1:{port}", "args": options}, "default")
+        record = await asyncio.to_thread(servers.record, 0)
     assert (record["protocol"], record["template"]) == ("split", "append-only")
     assert [row["template"] for row in shown_servers(servers.run, False)] == ["append-only"]
     servers.script(ANSWER)
@@ -194,7 +199,17 @@ def test_array_elements_find_their_policy() -> None:
 
 def test_engine_options_become_flags() -> None:
     options = {"max_model_len": 8, "enforce-eager": True, "no": False, "none": None, "x": {"a": 1}, "l": [1, 2]}
-    assert adapters.flags(options) == ["--max-model-len", "8", "--enforce-eager", "--x", '{"a": 1}', "--l", "1", "2"]
+    flags = adapters.flags(adapters.options_of({"args": options}))
+    assert flags == [
+        "--max-model-len",
+        "8",
+        "--enforce-eager",
+        "--x",
+        '{"a": 1}',
+        "--l",
+        "1",
+        "2",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -76,18 +76,12 @@ class Container:
         self._breach = ""
         self._from_within = False
         self.lost = ""
-        """Reason why the container was ended from outside, such as preemption, a killed job or the OOM killer; else
-        empty."""
+        """Why the container was ended from outside, such as a killed job. Empty if it was not."""
 
     @property
     def alive(self) -> bool:
         """True while any process is left. A command can kill all of them (``kill -9 -1``)."""
         return self._process is not None and not self._ended.is_set()
-
-    @property
-    def host_pid(self) -> int | None:
-        """Host PID of the container's root process: Apptainer itself, or PID 1 of a clone."""
-        return self._process.pid if self._process else None
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -336,7 +330,7 @@ class Container:
 
 @functools.cache
 def compiled_runner(machine: str) -> bytes | None:
-    """Returns the path of runner.c compiled for an architecture, or ``None`` if it was not built."""
+    """Returns the program built from runner.c for an architecture, or ``None`` if it was not built."""
     file = resources.files("megaflow_hpc.environments.sandbox.commands").joinpath(f"runner-{machine}")
     return file.read_bytes() if file.is_file() else None
 

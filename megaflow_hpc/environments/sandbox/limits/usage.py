@@ -50,7 +50,7 @@ PEAK_GROWTH = 1.05
 PEAK_SLACK_BYTES = 1_000_000
 
 _IN_MEMORY = ("dev", "dev/shm")
-"""Directories of a container whose files are in memory but belong to no process."""
+"""Directories of a container that hold files in memory, which belong to no process."""
 
 MAX_DESCRIPTORS = 131_072
 """Maximum number of open descriptors in one sandbox. Scanning more would keep the watchdog from other sandboxes."""
@@ -80,7 +80,7 @@ class Process(NamedTuple):
 
 
 @dataclass
-class Sample:
+class UsageSample:
     """Totals over all processes of a container at one poll."""
 
     pids: list[int] = field(default_factory=list)
@@ -95,14 +95,14 @@ class Sample:
     processes: dict[int, Process] = field(default_factory=dict)
 
 
-def sample(init: int, written: bool = False) -> Sample:
+def sample(init: int, written: bool = False) -> UsageSample:
     """Samples all processes of a container.
 
     Args:
         init: The container's first process.
         written: Also read how many bytes they have written.
     """
-    result = Sample()
+    result = UsageSample()
     waiting = [init]
     while waiting:
         pid = waiting.pop()
@@ -218,7 +218,7 @@ SWAP = _swap()
 def open_files() -> int:
     """Returns the number of open files on this node."""
     try:
-        return int(_read("/proc/sys/fs/file-nr").split()[0])
+        return int(read_proc("/proc/sys/fs/file-nr").split()[0])
     except (OSError, ValueError, IndexError):
         return 0
 
@@ -226,19 +226,9 @@ def open_files() -> int:
 def available_memory() -> int:
     """Returns the available memory of this node in bytes (``MemAvailable``)."""
     try:
-        return int(_read("/proc/meminfo").partition(b"MemAvailable:")[2].split(maxsplit=1)[0]) * 1024
+        return int(read_proc("/proc/meminfo").partition(b"MemAvailable:")[2].split(maxsplit=1)[0]) * 1024
     except (OSError, ValueError, IndexError):
         return 0
-
-
-def _read(path: str) -> bytes:
-    """Reads a file of ``/proc``. The file is kept open because it is read 20 times per second."""
-    return os.pread(_opened(path), 4096, 0)
-
-
-@functools.cache
-def _opened(path: str) -> int:
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def lost_ticks(
@@ -321,7 +311,7 @@ class CpuTime:
         self._processes = {}
         self.leaks = False
 
-    def add(self, init: int, sample: Sample, processors: int, now: float) -> float:
+    def add(self, init: int, sample: UsageSample, processors: int, now: float) -> float:
         """Adds the result of a poll. Returns the CPU seconds used since the previous one."""
         last = self._container
         if self._processes:
@@ -459,7 +449,7 @@ class Descriptors:
         self._next_urgent_poll = 0.0
         self._cpu_s = -1.0
 
-    def poll(self, init: int, sample: Sample, now: float, urgent: bool) -> None:
+    def poll(self, init: int, sample: UsageSample, now: float, urgent: bool) -> None:
         """Measures if a poll is due. Urgent polls are more frequent and also cover idle sandboxes.
 
         Args:

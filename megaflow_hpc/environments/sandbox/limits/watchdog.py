@@ -74,8 +74,8 @@ class Breach:
 
 
 OnBreach = Callable[[Breach, int | None, bool], None]
-"""Called in the watchdog's thread before a kill, with the breach, the number of the command to kill, and whether the
-whole container is killed. With ``None`` and ``False``, nothing is killed."""
+"""Callback for a breach, called in the watchdog's thread before the kill. Its arguments are the breach, the number of
+the command to kill, and whether the whole container is killed. With ``None`` and ``False``, nothing is killed."""
 
 
 class Node(NamedTuple):
@@ -269,7 +269,7 @@ class SandboxWatch:
     def _processors(self) -> int:
         return len(self.cpus) or _ALL
 
-    def _process_breach(self, container: ContainerState, sample: usage.Sample, now: float) -> Breach | None:
+    def _process_breach(self, container: ContainerState, sample: usage.UsageSample, now: float) -> Breach | None:
         """Reports a breach after two consecutive polls near the limit, so that short spikes are tolerated.
 
         At the limit, processes exit because fork fails, as fast as new ones start. Nearly full therefore counts as
@@ -284,7 +284,7 @@ class SandboxWatch:
         self.next_poll = now + 2 * NODE_POLL_INTERVAL_S
         return Breach("processes", threads, allowed) if container.polls_at_process_limit > 1 else None
 
-    def _memory_breach(self, container: ContainerState, sample: usage.Sample) -> Breach | None:
+    def _memory_breach(self, container: ContainerState, sample: usage.UsageSample) -> Breach | None:
         pid, held = container.init.pid, container.descriptors.held
         outside = held.buffers + (self.disk.bytes if self._layer_in_memory else 0)
 
@@ -303,7 +303,9 @@ class SandboxWatch:
         count = container.descriptors.held.count
         return Breach("descriptors", count, MAX_DESCRIPTORS) if count > MAX_DESCRIPTORS else None
 
-    def _disk_breach(self, container: ContainerState, sample: usage.Sample, now: float, free: Free) -> Breach | None:
+    def _disk_breach(
+        self, container: ContainerState, sample: usage.UsageSample, now: float, free: Free
+    ) -> Breach | None:
         allowed = self.spec.disk_mb
         if not allowed:
             return None
@@ -317,7 +319,7 @@ class SandboxWatch:
             return Breach("disk", self.disk.bytes / MB, allowed)
         return None
 
-    def _end(self, container: ContainerState, sample: usage.Sample, breach: Breach) -> None:
+    def _end(self, container: ContainerState, sample: usage.UsageSample, breach: Breach) -> None:
         """Kills the command that uses the most, or the container if that did not help or no command can be
         identified."""
         number = None
@@ -336,7 +338,7 @@ class SandboxWatch:
 
 
 def blame(pids: list[int], limit: str, held: Held) -> int | None:
-    """Returns the command whose processes use the most, or ``None`` if processes of no command do."""
+    """Returns the number of the command that uses the most, or ``None`` if processes outside any command use more."""
     used: Counter[int | None] = Counter()
     for pid in pids:
         amount = 1

@@ -125,7 +125,7 @@ def same(one: str, other: str) -> bool:
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Runs one of the two operations."""
     try:
         if sys.argv[1] == "gather":
             gather(*sys.argv[2:])

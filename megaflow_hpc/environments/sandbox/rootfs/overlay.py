@@ -1,24 +1,21 @@
 """The overlay of an unpacked image and a writable layer, mounted before Apptainer starts.
 
-Apptainer 1.4 can mount an overlay itself, but omits ``userxattr`` in a user namespace. Non-empty directories of the
-image then cannot be deleted (``rm -rf`` fails with an I/O error), because the mark that hides the lower files cannot be
-set. Apptainer also tries the mount once beforehand, and each unmount waits until the file system has written all dirty
-data. ``volatile`` avoids this wait, because a layer need not survive a crash of its node.
+Apptainer 1.4 can mount an overlay itself, but omits ``userxattr`` in a user namespace. Without that option the kernel
+cannot hide lower files, so deleting a non-empty directory of the image fails with an I/O error. Apptainer also tries
+each mount once beforehand, and each unmount waits until the file system has written all dirty data. ``volatile`` avoids
+this wait, because a layer need not survive a crash of its node.
 
 Every process inside can read the names of the directories in the mount table. The kernel limits these names and all
 other options to one page. The overlay is therefore mounted from a directory of symlinks: ``upper``, ``work``, and 0, 1,
-2 … for the lower directories. Lower directories with a common parent in the cache share one symlink as long as their
-longer names fit into the page, because creating a symlink costs more than following it.
+2 … for the lower directories.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import stat
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,11 +32,7 @@ MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
 """Directories that Apptainer mounts on. It does not create them unless it mounts the overlay itself."""
 
 MAX_LOWERS = 400
-"""Maximum number of lower directories of one overlay. The kernel allows 500, but their names must fit into a page."""
-_MAX_NAMES_BYTES = 3400
-"""Maximum total length of their names in bytes. The rest of the page is for other options."""
-_MIN_NAME_BYTES = 4
-"""Length of a symlink's name, which is a number, plus separator."""
+"""Maximum number of lower directories of one overlay. The kernel allows 500."""
 
 
 class Overlay(NamedTuple):
@@ -70,11 +63,9 @@ def prepare(lowers: Sequence[str], layer: str, merged: str) -> Overlay | None:
     remove_tree(f"{layer}/work")  # a mark left by an earlier volatile mount makes the next mount fail
     for path in (f"{layer}/upper", f"{layer}/work", merged):
         os.makedirs(path, mode=0o755, exist_ok=True)
-    # Layers never change, so their names are looked up only once. A single tree may be a directory of the user.
-    image_has = _has if len(lowers) == 1 else _layers_have
     for name in MOUNT_POINTS:
         path = f"{layer}/upper/{name}"
-        if not os.path.lexists(path) and not image_has(tuple(lowers), name):
+        if not os.path.lexists(path) and not _has(lowers, name):
             os.mkdir(path, 0o755)
     return arguments(lowers, layer, merged)
 
@@ -107,9 +98,6 @@ def _has(lowers: Sequence[str], name: str) -> bool:
     return False
 
 
-_layers_have = functools.lru_cache(maxsize=4096)(_has)
-
-
 def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
     """Creates the directory of symlinks for an overlay and returns how to mount it.
 
@@ -121,29 +109,11 @@ def arguments(lowers: Sequence[str], layer: str, merged: str) -> Overlay:
     directory = f"{layer}.links"
     remove_tree(directory)
     os.mkdir(directory, 0o700)
-    names, links = _name(lowers)
+    links = {str(number): lower for number, lower in enumerate(lowers)}
     for name, target in {**links, "upper": f"{layer}/upper", "work": f"{layer}/work"}.items():
         os.symlink(target, f"{directory}/{name}")
-    options = f"lowerdir={':'.join(names)},upperdir=upper,workdir=work,userxattr,volatile"
+    options = f"lowerdir={':'.join(links)},upperdir=upper,workdir=work,userxattr,volatile"
     return Overlay(directory, options, merged)
-
-
-def _name(lowers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Names the lower directories with as few symlinks as possible. Returns the names, and symlinks as name →
-    target."""
-    parents = [os.path.dirname(os.path.dirname(lower)) for lower in lowers]
-    siblings = Counter(parents)
-    links: dict[str, str] = {}
-    names: list[str] = []
-    bytes_left = _MAX_NAMES_BYTES - _MIN_NAME_BYTES * len(lowers)
-    for lower, parent in zip(lowers, parents, strict=True):
-        path = lower[len(parent) :]
-        if siblings[parent] > 1 and len(path) <= bytes_left and not has_reserved_character(path):
-            bytes_left -= len(path)
-            names.append(links.setdefault(parent, str(len(links))) + path)
-        else:
-            names.append(links.setdefault(lower, str(len(links))))
-    return names, {name: target for target, name in links.items()}
 
 
 def _enter(namespace: Sequence[str] | None = None) -> Sequence[str]:

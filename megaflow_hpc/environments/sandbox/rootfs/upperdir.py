@@ -37,8 +37,8 @@ class KeepRules:
     kept: Sequence[str] = ()
     """Keep every change at or below these paths."""
     additions: bool = True
-    """Also keep new files and directories outside the system directories, and new programs whose names do not clash
-    with a program of the image."""
+    """Also keep new files and directories outside the system directories, and new programs if the image has no program
+    of the same name."""
     everywhere: bool = False
     """Also keep every change outside the system directories, because the task has no work directory."""
     programs: Sequence[str] = PROGRAM_DIRS

@@ -76,8 +76,8 @@ class WritableLayer:
         """Reads a file as a container would see it. No container may be running.
 
         Returns:
-            Whether the host can tell what is at ``path``, and the file's first ``limit`` bytes (``None`` if it is not a
-            regular file). The host cannot tell if the path contains a symlink or may exist in the image.
+            A flag and the file's first ``limit`` bytes (``None`` if there is no regular file). The flag is ``False`` if
+            the host cannot tell, because the path contains a symlink or may exist in the image.
         """
         parts = [part for part in path.split("/") if part not in ("", ".")]
         top = os.path.join(self.path, "root" if self._rootfs.copies else "upper")

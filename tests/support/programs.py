@@ -1,0 +1,95 @@
+"""Answers by which the unmodified programs of others repair a file, and a training step by several of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from megaflow_hpc import open_trajectories
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.training.plan import StepPlan, TrainingFiles
+from tests.support.campaigns import run_local
+from tests.support.scripted import block
+from tests.support.stand_in_trainer import interpreter
+
+PATCH = """\
+*** Begin Patch
+*** Update File: calc.py
+@@
+-    return a - b
++    return a + b
+*** End Patch"""
+OLD, NEW = "return a - b", "return a + b"
+
+
+def repair(agent: str) -> list[dict[str, Any]]:
+    """Return a model's answers that read the file, repair it and report, by the tools of each program."""
+    file, done = "/calc.py", {"text": "add() adds now.", "reasoning": "Nothing is left."}
+    edit = {"file_path": file, "old_string": OLD, "new_string": NEW}
+    if agent == "claude-code":
+        look = {"text": "I look first.", "tool": "Read", "arguments": {"file_path": file}}
+        return [look, {"tool": "Edit", "arguments": edit, "reasoning": "It subtracts."}, done]
+    if agent == "qwen-code":
+        look = {"text": "I look first.", "tool": "read_file", "arguments": {"file_path": file}}
+        return [look, {"tool": "edit", "arguments": edit, "reasoning": "It subtracts."}, done]
+    command = f"apply_patch <<'EOF'\n{PATCH}\nEOF"
+    look = {"text": "I look first.", "tool": "exec_command", "arguments": {"cmd": "cat calc.py"}}
+    return [look, {"tool": "exec_command", "arguments": {"cmd": command}, "reasoning": "It subtracts."}, done]
+
+
+def scaffold_answers(agents: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return a script whose answers depend on the tools that the agent's program offers."""
+    commands = [f"sed -i 's/{OLD}/{NEW}/' /calc.py", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    programs = [{"when": "calc.add() must add", "answers": answers} for answers in agents.values()]
+    return {"tasks": programs, "default": [block(command) for command in commands]}
+
+
+def train_with_programs(
+    tmp_path: Path,
+    base_sif: Path,
+    make_task: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    agents: Mapping[str, list[dict[str, Any]]],
+) -> None:
+    """Train one policy by mini-swe-agent and other programs, each in a group of its own, in one step."""
+    names = ["mini-swe-agent", *agents]
+    task = make_task(
+        tmp_path / "tasks", "calc", test="python3 -c 'import calc; assert calc.add(2, 3) == 5'", agent_s=300
+    )
+    (task / "instruction.md").write_text("calc.add() must add: repair it.\n")
+    (task / "environment" / "README").unlink()
+    (task / "environment" / "calc.py").write_text(f"def add(a, b):\n    {OLD}\n")
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump(scaffold_answers(agents)))
+    campaign = {
+        "name": "scaffolds",
+        "tasks": "tasks/*",
+        "agent": names,
+        "samples": 2,
+        "model": {"engine": "scripted", "script": "answers.yaml"},
+        "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
+        "training": {"policies": {"default": {}}, "batch": len(names), "staleness": 0, "steps": 1},
+    }
+    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(interpreter(tmp_path / "python", dies=0)))
+    result, done = run_local(tmp_path / "campaign.yaml")
+    assert done.returncode == 0, done.stderr
+    run = RunDir(result["run"])
+    plan = TrainingFiles(run, "default").read(StepPlan, 1)
+    assert plan is not None
+    assert {rollout.group.rpartition("+")[2]: rollout.reward for rollout in plan.rollouts} == dict.fromkeys(names, 1.0)
+    assert Counter(rollout.agent for rollout in plan.rollouts) == dict.fromkeys(names, 2)
+    with open_trajectories(run.path) as store:
+        assert set(store.column("agent")) == set(names)
+        for trajectory in store:
+            assert (trajectory.status, trajectory.inexact, trajectory.constrained) == ("completed", 0, 0), trajectory.id
+            assert {turn.sequence for turn in trajectory.turns} == {0}, trajectory.id
+            (sequence,) = trajectory.sequences
+            mask = np.asarray(sequence.loss_mask, bool)
+            assert mask.any(), trajectory.id
+            assert np.isfinite(np.asarray(sequence.logprobs)[mask]).all(), trajectory.id
