@@ -44,12 +44,19 @@ def _python() -> WarmPython:
 
 def run_ranks(script: str, folder: Path, *arguments: object, ranks: int = 1) -> Any:
     """Run ``script`` in ``folder`` with one thread per rank; return the JSON of rank 0's last line."""
-    if ranks > 1:
-        return run_apart(script, folder, *arguments, ranks=ranks)
-    return _last_line(_python().run(script, *map(str, arguments), folder=folder))
+    own = [{}] if ranks == 1 else _of_ranks(ranks, folder)
+    result = _python().run_several(script, *map(str, arguments), variables=own, folder=folder)
+    return _last_line(result)
 
 
-def run_apart(script: str, folder: Path, *arguments: object, ranks: int = 1) -> Any:
+def _of_ranks(count: int, folder: Path) -> list[dict[str, str]]:
+    """Return the variables of each rank, as torchrun sets them."""
+    shared = {"MEGAFLOW_TRAINER_STORE": f"file://{folder / secrets.token_hex(4)}.store", **LOOPBACK}
+    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def run_apart(script: str, folder: Path, ranks: int = 1) -> Any:
     """Run ``script`` in new processes, several of which torchrun starts; return the JSON of rank 0's last line."""
     path, meeting = folder / "script.py", folder / secrets.token_hex(4)
     path.write_text(script)
@@ -58,8 +65,8 @@ def run_apart(script: str, folder: Path, *arguments: object, ranks: int = 1) -> 
         environment |= {**LOOPBACK, "MEGAFLOW_TRAINER_STORE": f"file://{meeting}.store"}
         several = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *CLOSED]
         several += [f"--rdzv-endpoint={meeting}.rendezvous"]
-    command = [engine_python(), *several, path, *map(str, arguments)]
-    return _last_line(subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment))
+    command = [engine_python(), *several, path]
+    return _last_line(subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=environment))
 
 
 def _last_line(result: subprocess.CompletedProcess[str]) -> Any:

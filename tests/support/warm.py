@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,11 +20,25 @@ import ctypes, json, os, signal, sys, types
 for name in sys.argv[1:]:
     __import__(name)
 for line in sys.stdin:
-    program, arguments, variables, folder, streams = json.loads(line)
-    child = os.fork()
-    if not child:
-        break
-    print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    program, arguments, folder, children = json.loads(line)
+    running = set()
+    for variables, streams in children:
+        child = os.fork()
+        if not child:
+            break
+        running.add(child)
+    else:
+        ended = 0
+        while running:
+            child, status = os.wait()
+            running.discard(child)
+            if status and not ended:
+                ended = os.waitstatus_to_exitcode(status)
+                for other in running:
+                    os.kill(other, signal.SIGKILL)
+        print("status", ended, flush=True)
+        continue
+    break
 else:
     sys.exit()
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -65,15 +79,31 @@ class WarmPython:
         self._loop.communicate(timeout=60)
 
     def run(
-        self, program: str, *arguments: str, variables: Mapping[str, str] | None = None, folder: Path | None = None
+        self, program: str, *arguments: str, variables: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Runs Python source with ``arguments`` as its ``sys.argv[1:]``, in ``folder`` or the current directory."""
-        environment = {**os.environ, **self._variables, **(variables or {})}
+        """Runs Python source with ``arguments`` as its ``sys.argv[1:]``."""
+        return self.run_several(program, *arguments, variables=[variables or {}])
+
+    def run_several(
+        self,
+        program: str,
+        *arguments: str,
+        variables: Sequence[Mapping[str, str]],
+        folder: Path | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a program in one process for each of ``variables``. If one fails, the others are killed.
+
+        Returns the output of the first process, and the errors of all.
+        """
         with tempfile.TemporaryDirectory() as place:
-            streams = [Path(place, name) for name in ("output", "errors")]
-            for stream in streams:
-                stream.touch()
-            asked = [program, arguments, environment, str(folder or os.getcwd()), [os.devnull, *map(str, streams)]]
+            children, streams = [], []
+            for number, own in enumerate(variables):
+                streams.append([Path(place, f"{name}{number}") for name in ("output", "errors")])
+                for stream in streams[-1]:
+                    stream.touch()
+                environment = {**os.environ, **self._variables, **own}
+                children.append([environment, [os.devnull, *map(str, streams[-1])]])
+            asked = [program, arguments, str(folder or os.getcwd()), children]
             assert self._loop.stdin
             assert self._loop.stdout
             self._loop.stdin.write(json.dumps(asked) + "\n")
@@ -81,7 +111,8 @@ class WarmPython:
             try:
                 for line in self._loop.stdout:  # a library may have printed lines when it was imported
                     if line.startswith("status "):
-                        output, errors = (stream.read_text(errors="replace") for stream in streams)
+                        output = streams[0][0].read_text(errors="replace")
+                        errors = "".join(own[1].read_text(errors="replace") for own in streams)
                         return subprocess.CompletedProcess([program, *arguments], int(line[7:]), output, errors)
             except BaseException:  # such as a test's own limit; the next program must not get this one's answer
                 self._loop.kill()

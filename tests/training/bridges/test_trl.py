@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.torch_ranks import run_apart
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.slow  # all of them wait for one run of torch and TRL
 
@@ -173,7 +173,7 @@ print(json.dumps(result))
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("trl")
-    found: dict[str, Any] = run_apart(SCRIPT, folder, folder, folder / "tiny")
+    found: dict[str, Any] = run_ranks(SCRIPT, folder, folder, folder / "tiny")
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.torch_ranks import run_apart
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.slow  # all of them wait for one run of torch and TRL
 
@@ -289,7 +289,7 @@ def results(sample: Sample, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         "totals": {"tokens": int(sample.mask.sum()), "sequences": 4, "samples": 3},
     }
     (folder / "given.json").write_text(json.dumps(given))
-    found: dict[str, Any] = run_apart(SCRIPT, folder, folder / "given.json", folder / "tiny", folder / "out")
+    found: dict[str, Any] = run_ranks(SCRIPT, folder, folder / "given.json", folder / "tiny", folder / "out")
     return found
 
 
