@@ -66,7 +66,7 @@ def run_apart(script: str, folder: Path, ranks: int = 1) -> Any:
         several = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *CLOSED]
         several += [f"--rdzv-endpoint={meeting}.rendezvous"]
     command = [engine_python(), *several, path]
-    return _last_line(subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=environment))
+    return _last_line(subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment))
 
 
 def _last_line(result: subprocess.CompletedProcess[str]) -> Any:
