@@ -128,7 +128,9 @@ def run(place: Path, scratch: Path, rootfs: str, agent: type, engine: str, attem
             gateway.update_endpoints([server])
             services = Services(config, {"p": policy}, {"base": rootfs}, provider, gateway)
             try:
-                return (await run_attempt(services, Rollout(task.id, "p", 0, policy.agents[0].title), task, attempt)).trajectory
+                return (
+                    await run_attempt(services, Rollout(task.id, "p", 0, policy.agents[0].title), task, attempt)
+                ).trajectory
             finally:
                 services.agents.close()
                 await runner.cleanup()
