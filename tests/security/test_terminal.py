@@ -163,4 +163,4 @@ def test_every_verb_prints_through_one_function():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 bare.append(path.name)
     assert sorted(set(bare)) == ["help.py", "output.py"]
-    assert bare.count("completion.py") == 1  # a script for a shell, byte for byte
+    assert bare.count("help.py") == 1  # a script for a shell, byte for byte
