@@ -66,7 +66,7 @@ def serve(control: socket.socket) -> None:
         if "kill" in message:
             for pid, number in children.items():
                 if number == message["kill"]:
-                    os.kill(pid, signal.SIGKILL)
+                    _kill_group(pid)
             continue
         descriptor, printed = descriptors
         parent = os.getpid()
@@ -77,6 +77,8 @@ def serve(control: socket.socket) -> None:
             selector.close()
             control.close()
             os._exit(_child(descriptor, printed, parent))
+        with contextlib.suppress(OSError):  # the child does so too, and may have ended
+            os.setpgid(pid, pid)
         os.close(descriptor)
         os.close(printed)
         children[pid] = message["run"]
@@ -85,14 +87,22 @@ def serve(control: socket.socket) -> None:
 def _reap(control: socket.socket, children: dict[int, int]) -> None:
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if not pid:
+        if ended is None:
             return
+        _kill_group(ended.si_pid)  # what an agent started and left; its id is not free before it is reaped
+        pid, status = os.waitpid(ended.si_pid, 0)
         if pid in children:
             with contextlib.suppress(OSError):
                 control.send(json.dumps({"ended": children.pop(pid), "status": status}).encode())
+
+
+def _kill_group(pid: int) -> None:
+    """Kills an agent's process that is not reaped yet, and all processes in its group."""
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _child(descriptor: int, printed: int, parent: int) -> int:

@@ -55,6 +55,8 @@ class Autoscaler:
             server.policy: ServerCount(*server.model["servers"]) for server in planned.servers if server.held
         }
         """Policy with held servers → its minimum and maximum number of servers."""
+        self._called = {name for name, policy in planned.policies.items() if not policy.samples}
+        """Policies without rollouts of their own, which rollouts of any policy may call, such as judges."""
         self._lease = Leader(run, SCALER, holder)
         self._backlog = Backlog(run)
         self._looked = -POLL_INTERVAL_S
@@ -73,7 +75,8 @@ class Autoscaler:
             self._looked = now - POLL_INTERVAL_S + FIRST_POLL_INTERVAL_S  # pods are about to start
         going: list[str] = []
         for policy, count in self._counts.items():
-            number = wanted(*count, loads.get(policy, ()), asked[policy] > 0)
+            rollouts = asked.total() if policy in self._called else asked[policy]
+            number = wanted(*count, loads.get(policy, ()), rollouts > 0)
             if number > len(loads.get(policy, ())):
                 try:
                     going += self._jobs.release(policy, number)

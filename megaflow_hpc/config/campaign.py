@@ -91,6 +91,8 @@ class CampaignConfig(Section):
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:
         if self.is_pool:
+            if self.judges():
+                raise ValueError(f"models.{self.judges()[0]}.judge: an engine pool runs no verifiers; leave judge out")
             pools = [name for name, policy in self.policies().items() if policy.model and policy.model.pool]
             if pools:
                 raise ValueError(f"{', '.join(pools)}: an engine pool has servers of its own; leave model.pool out")
@@ -104,8 +106,8 @@ class CampaignConfig(Section):
             raise ValueError("tasks is empty; name at least one source")
         if not self.agent:
             raise ValueError("agent is empty; name one, for example: agent: oracle")
-        if self.model and self.model.judge:
-            raise ValueError("model.judge: a judge needs a model to judge; name both in models")
+        if (self.model and self.model.judge) or (self.models and len(self.judges()) == len(self.models)):
+            raise ValueError("judge: a judge needs another model to judge; name both in models")
         if self.model and self.models:
             raise ValueError("give either model or models, not both")
         for name in self.models:
@@ -115,7 +117,7 @@ class CampaignConfig(Section):
         for agents in (self.agent, *(model.agent for model in self.models.values())):
             _check_distinct(agents)
         for name, policy in self.policies().items():
-            if name not in trained and any(agent.share != 1 for agent in policy.agents):
+            if policy.samples and name not in trained and any(agent.share != 1 for agent in policy.agents):
                 raise ValueError(
                     f"share: policy {name!r} is not trained, so each of its agents runs every task; leave share out"
                 )
@@ -128,6 +130,12 @@ class CampaignConfig(Section):
             models = {name: (policy.model, policy.agents, policy.samples) for name, policy in policies.items()}
             check_trained(self.training, models, "models.{}" if self.models else "model")
             check_engine(self.training, self.slurm.trainer.kind)
+            mixed = [name for name, policy in self.training.policies.items() if policy.mix_agents]
+            if mixed and self.scheduling.spare:
+                raise ValueError(
+                    f"training.policies.{mixed[0]}.mix_agents: with scheduling.spare, the samples of slow agents would be "
+                    "cancelled; leave one of them out"
+                )
         return self
 
     @property
@@ -164,7 +172,7 @@ class CampaignConfig(Section):
             return {agent.short_title: Policy(agents=(agent,), samples=self.samples) for agent in self.agent}
         return {
             name: Policy(
-                agents=(model and model.agent) or self.agent or (AgentConfig(name="nop"),),
+                agents=() if model and model.judge else (model and model.agent) or self.agent or _NO_AGENTS,
                 model=trained_model(model) if model and self.training and name in self.training.policies else model,
                 samples=self._samples(model),
                 include=model.include if model else (),
@@ -177,6 +185,10 @@ def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
     """Returns a campaign's ``pass_threshold`` as stored in run directories and trajectory files."""
     value = campaign.get("pass_threshold")
     return float(value) if isinstance(value, int | float) else 1.0
+
+
+_NO_AGENTS = (AgentConfig(name="nop"),)
+"""Agents of a policy in an engine pool, which runs no tasks."""
 
 
 def _check_distinct(agents: Sequence[AgentConfig]) -> None:

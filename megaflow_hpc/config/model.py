@@ -198,6 +198,8 @@ class ModelConfig(Section):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
         if self.judge and (self.samples or self.agent or self.include):
             raise ValueError("judge: a judge runs no tasks; leave samples, agent and include out")
+        if self.judge and self.engine == "replay":
+            raise ValueError("judge: answers of judges are not recorded, so engine replay has none; use another engine")
         if self.gpu_type and not self.gpus:
             raise ValueError(f"gpu_type: {self.gpu_type}: gpus is 0; raise it, or leave gpu_type out")
         kinds = {self.engine, *(str(other.get("engine", self.engine)) for other in self.also)}

@@ -34,6 +34,9 @@ class NoSandbox:
     async def read(self, path: str, limit: int = 0) -> bytes | None:
         self._refuse("read")
 
+    async def listen(self, port: int = 0) -> Any:
+        self._refuse("listen")
+
     async def kill_processes(self) -> None:
         """Does nothing, because there are no processes."""
 

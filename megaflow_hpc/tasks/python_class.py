@@ -58,7 +58,7 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, OneStep, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
-from megaflow_hpc.tasks.judging import Judge, WaitingJudge
+from megaflow_hpc.tasks.judging import Judge, WaitingJudge, blocking
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
 
 SETTINGS: Mapping[str, tuple[type, ...]] = {
@@ -76,6 +76,8 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
 }
 """Class or instance attribute → accepted types. Only ``image`` is required."""
 
+IN_SANDBOX = frozenset({"workdir", "user", "env", "network", "memory_mb", "cpus", "disk_mb", "processes"})
+"""Settings of a sandbox."""
 NONE = "none"
 """Value of ``image`` for a task without a sandbox."""
 EXTRAS = frozenset({"messages", "patch", "judge"})
@@ -147,6 +149,10 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
     if not values["image"]:
         raise ConfigError(f"{where}: image is missing; name an image, and map it in environment.images of the campaign")
     user = values["user"]
+    if values["image"] == NONE and (
+        given := [key for key in SETTINGS if key in IN_SANDBOX and values[key] is not None]
+    ):
+        raise ConfigError(f"{where}: {given[0]}: a task with image {NONE!r} has no sandbox; leave {given[0]} out")
     place = ClassSource(source, base, keywords, _file(cls), "judge" in _wanted(task.score))
     made = Task(
         id=name,
@@ -430,7 +436,7 @@ class WaitingSandbox:
         self._loop = loop
 
     def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        return blocking(call, self._loop)
 
     def exec(self, command: Any, **options: Any) -> ExecResult:
         """Runs a command and waits for it. ``options`` are those of the sandbox's own ``exec``."""

@@ -12,13 +12,15 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
+from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.tasks.sandboxes import sandbox_spec, verification_context
-from megaflow_hpc.tasks.steps import prepare, run_steps
+from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
 from megaflow_hpc.types import Agent, Task
 
 
@@ -139,7 +141,15 @@ async def _run(
             raise _SolutionFailed(result.error)
 
     context = verification_context(task, environment, images, provider.start)
+    if task.metadata.get("python", {}).get("judged"):
+        return ValidationRun(error="its score asks a judge, which only a campaign has; run one with the agent oracle")
     try:
+        if not task.image:
+            none = NoSandbox(task)
+            sandbox = cast(ApptainerSandbox, none)
+            started = time.monotonic()
+            verdict = await run_conversation(task, none, context, solve)
+            return ValidationRun(verdict.reward, verdict.error, duration_s=time.monotonic() - started)
         async with await provider.start(sandbox_spec(task, images, environment)) as sandbox:
             started = time.monotonic()
             await prepare(task, sandbox)

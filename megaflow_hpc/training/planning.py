@@ -137,7 +137,7 @@ class Planner:
             if task not in tasks:
                 continue
             earlier[task] = []
-            for fields, scores in successes:
+            for fields, scores, _ in successes:
                 place = RecordPlace(*fields)
                 read = before[place] if place in before else self.buffer.read(place, scores)
                 self._read[place] = read
@@ -148,7 +148,7 @@ class Planner:
     def _with_successes(
         self, kept: Mapping[str, list[Any]], settled: Iterable[SampleGroup], drops: Collection[str]
     ) -> dict[str, list[Any]]:
-        """Returns task → (place, scores) of the newest passed rollouts, including those of settled groups."""
+        """Returns task → (place, scores, agent) of the newest passed rollouts of each agent, including settled ones."""
         successes = dict(kept)
         passed = [
             sample
@@ -157,8 +157,12 @@ class Planner:
             if sample.tokens and sample.id not in drops and sample.reward >= self._policy.pass_threshold
         ]
         for sample in sorted(passed, key=lambda sample: (sample.time_ns, sample.id)):
-            success = [list(msgspec.structs.astuple(self.buffer.arrived[sample.id].place)), dict(sample.scores)]
-            successes[sample.task] = [*successes.get(sample.task, ()), success][-KEPT_SUCCESSES:]
+            place = list(msgspec.structs.astuple(self.buffer.arrived[sample.id].place))
+            before = successes.get(sample.task, [])
+            own = [success for success in before if success[2] == sample.agent]
+            others = [success for success in before if success[2] != sample.agent]
+            own.append([place, dict(sample.scores), sample.agent])
+            successes[sample.task] = [*others, *own[-KEPT_SUCCESSES:]]
         return successes
 
     def _choose(

@@ -83,7 +83,7 @@ class TrainedPolicy:
 def _apportioned(agents: Sequence[AgentConfig], count: int, random: np.random.Generator) -> list[AgentConfig]:
     """Returns ``count`` agents in random order. Each occurs in proportion to its share, rounded up or down (systematic
     sampling)."""
-    if len(agents) == 1:
+    if len(agents) == 1 or not count:
         return [agents[0]] * count
     bounds = np.cumsum([agent.share for agent in agents])
     points = (np.arange(count) + random.random()) * (bounds[-1] / count)

@@ -124,19 +124,23 @@ def past_successes(
     """Adds a past success to each group in which no rollout has a reward of at least ``threshold``.
 
     Without it, such a group has equal rewards, and nothing is learned from the tasks that are solved most rarely. The
-    newest success of the same task is added that is at most ``age`` versions old (by default, of any age) and not in
-    another group. Other policies sampled it, so it needs ``importance``: ``token`` or ``sequence``, which compare its
-    recorded log-probabilities with those of the policy before the step. Learning from past successes is the idea of
+    newest success of the same task and agent is added that is at most ``age`` versions old (by default, of any age) and
+    not in another group. Other policies sampled it, so it needs ``importance``: ``token`` or ``sequence``, which compare
+    its recorded log-probabilities with those of the policy before the step. Learning from past successes is the idea of
     Oh et al. 2018, Self-Imitation Learning, arXiv 1806.05635, and of RLEP (Zhang et al. 2025, arXiv 2507.07451) for
     language models.
     """
     added: set[str] = set()
     changed = []
     for group in groups:
+        agents = {sample.agent for sample in group.samples}
         past = [
             sample
             for sample in earlier.get(group.task, ())
-            if sample.reward >= threshold and sample.id not in added and (age is None or version - sample.oldest <= age)
+            if sample.reward >= threshold
+            and sample.id not in added
+            and sample.agent in agents
+            and (age is None or version - sample.oldest <= age)
         ]
         if past and all(sample.reward < threshold for sample in group.samples):
             added.add(past[-1].id)

@@ -254,7 +254,8 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
         )
     conversing = [task.id for task in draft.tasks if not task.image]
     if conversing:
-        for name in dict.fromkeys(agent.name for policy in draft.policies.values() for agent in policy.agents):
+        theirs = [policy for policy in draft.policies.values() if _runs_any(policy, conversing)]
+        for name in dict.fromkeys(agent.name for policy in theirs for agent in policy.agents):
             if ":" not in name and name not in WITHOUT_MODEL:
                 draft.mistakes.append(
                     f"{where('agent')}: agent {name!r} works in a sandbox, and {len(conversing)} tasks have none "
@@ -269,6 +270,12 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
         draft.requests = image_requests(draft.tasks)
         if draft.images and draft.mapping:
             draft.mistakes += draft.images.unmapped(draft.requests, draft.mapping)
+
+
+def _runs_any(policy: Policy, tasks: Sequence[str]) -> bool:
+    """Returns whether a policy runs one of these tasks."""
+    patterns = policy.include or ("*",)
+    return bool(policy.samples) and any(fnmatch.fnmatchcase(task, pattern) for task in tasks for pattern in patterns)
 
 
 def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:

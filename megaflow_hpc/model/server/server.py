@@ -318,7 +318,10 @@ class EngineServer:
         """Returns whether an idle server may exit.
 
         A held array element needs a running scaler to release it. The server stays if a trainer may soon add rollouts.
+        A judge stays, because agents may work for a long time between two verifications.
         """
+        if self.what.model.get("judge"):
+            return False
         if in_slurm() and not await asyncio.to_thread(self._scaler.confirmed):
             return False
         await asyncio.to_thread(Files(self.run_dir).carry_out, self._consumers.look())

@@ -76,7 +76,7 @@ class Master:
             pod.scheduling.weights,
             lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.policy, EXPECTED_QUANTILE) or 0.0,
         )
-        self.scheduler.waiting = set(pod.servers)
+        self.scheduler.waiting, self.scheduler.judges = set(pod.servers), pod.judges
         self._io = RunIo(_io_thread(pod))
         self._ranks = Ranks(pod.comm)
         self._drain = Drain(pod, self.scheduler, self._ranks)

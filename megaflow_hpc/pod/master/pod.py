@@ -82,6 +82,8 @@ class Pod:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     samples: Mapping[str, int] = field(default_factory=dict)
     """Policy → number of samples per group, without spare samples."""
+    judges: frozenset[str] = frozenset()
+    """Policies that judge rollouts. No rollout starts before their engines answer."""
     held_out: Collection[str] = ()
     """Tasks that evaluate training. The group rules do not apply to them."""
     room: tuple[float | None, int | None] = (None, None)

@@ -10,7 +10,8 @@ from typing import Any
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.tasks.judging import Judge
-from megaflow_hpc.trajectory import Recording, Trajectory, path_to
+from megaflow_hpc.trajectories.reading.conversations import conversations, main
+from megaflow_hpc.trajectory import Recording, Trajectory, linked, path_to
 from megaflow_hpc.types import Artifact
 
 JUDGE_FILE = "judge.json"
@@ -39,15 +40,15 @@ class Judges:
         Raises:
             ModelServiceError: The judges' engines were down. Replaces any error from inside the context.
         """
-        endpoint = await self._gateway.open(self._session, self.models[0], judging=True)
+        judge = Judge(await self._gateway.open(self._session, self.models[0], judging=True), self.models)
         error: Exception | None = None
         try:
             try:
-                yield Judge(endpoint, self.models)
+                yield judge
             except Exception as raised:
                 error = raised
-            if outage := await self._gateway.outage(self._session):
-                raise ModelServiceError(f"judge: {outage}") from error
+            if outage := judge.unanswered or await self._gateway.outage(self._session):
+                raise ModelServiceError(f"judge: {outage.removeprefix('judge: ')}") from error
             if error is not None:
                 raise error
         finally:
@@ -77,8 +78,7 @@ def _calls(recording: Recording) -> list[dict[str, Any]]:
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Returns the conversation up to the last recorded call, or else the messages that the agent reported."""
-    last = next((turn.message for turn in reversed(trajectory.turns) if turn.message >= 0), -1)
-    if last < 0:
-        return list(trajectory.messages)
-    return [trajectory.messages[node] for node in path_to(trajectory.parents, last)]
+    """Returns a rollout's main conversation: the one of its policy with the most calls."""
+    parents = linked(trajectory.parents, len(trajectory.messages))
+    candidates = conversations(trajectory.messages, parents, trajectory.turns)
+    return candidates[main(candidates, trajectory.policy)].messages if candidates else list(trajectory.messages)

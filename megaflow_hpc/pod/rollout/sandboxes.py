@@ -78,6 +78,8 @@ async def recreated(
             f"task {task.id}: the Python class {task.path} prepares its sandbox and runs outside of any sandbox; if "
             "you trust this run directory, add --own-code"
         )
+    if not task.image:
+        raise ConfigError(f"task {task.id} has no sandbox (image: none)")
     spec = sandbox_spec(task, images, environment)
     if own_code or agent.name in NAMES:
         spec = replace(spec, binds=_binds(agent))

@@ -308,6 +308,8 @@ class Scheduler:
         """Number of queued rollouts that start only when nothing else is ready."""
         self.waiting: set[str] = set()
         """Policies whose rollouts must wait, because no engine serves them yet."""
+        self.judges: frozenset[str] = frozenset()
+        """Policies that judge rollouts. While one of them waits, no rollout starts."""
 
     # --- the queue ---
 
@@ -443,6 +445,8 @@ class Scheduler:
 
     def _ready_lanes(self) -> list[Lane]:
         """Returns the lanes that may be able to start work, in scheduling order."""
+        if self.waiting & self.judges:
+            return []  # a rollout that ends could not be verified
         lanes = [lane for lane in self._lanes.values() if lane.policy not in self.waiting]
         if len(lanes) > 1:
             lanes.sort(key=self._fair_turn if self.order == "fair" else self._turn)

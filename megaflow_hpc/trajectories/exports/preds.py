@@ -52,7 +52,7 @@ def write(job: ExportJob) -> list[Path]:
                     job.warn(f"{row.id}: {warning}")
                 prediction = {
                     "instance_id": row.task_id,
-                    "model_name_or_path": row.policy,
+                    "model_name_or_path": policy,
                     "model_patch": patch,
                 }
                 out.write(f"{separator}\n{json.dumps(row.task_id)}: {json.dumps(prediction)}")
