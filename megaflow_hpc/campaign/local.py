@@ -185,7 +185,8 @@ class LocalPod:
         return [trainer.policy for trainer in self._trainers if trainer.process.poll() is None]
 
     def look(self) -> bool:
-        """Restarts trainers that exited too early, and drains the pod if one is lost. Returns :attr:`running`."""
+        """Restarts trainers that exited too early. Drains the pod if a trainer cannot be restarted. Returns
+        :attr:`running`."""
         for trainer in self._trainers:
             trainer.look()
             if trainer.word in FOR_GOOD and self.running:

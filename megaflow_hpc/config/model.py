@@ -1,6 +1,6 @@
-"""The sections ``model`` and ``pool``: the engines of a policy, and how users share an engine pool.
+"""The ``model`` and ``pool`` sections: a policy's engines, and how users share an engine pool.
 
-An engine pool is a campaign with models only. Other campaigns use its servers.
+An engine pool is a campaign that only serves models, for other campaigns to use.
 """
 
 from __future__ import annotations

@@ -228,8 +228,8 @@ class PolicyTraining(Section):
     sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training). Or
     ``module:function``. Default: ``token``; ``none`` for ``gspo``, as in its paper."""
     columns: dict[str, Method] = Field(default_factory=dict)
-    """Extra values of each token, by name. Each is computed by a function ``module:function`` before a step's first
-    update, and read by a loss function. Default: none."""
+    """Extra per-token values, by name. Each is computed by its function ``module:function`` before a step's first
+    update, for use in a loss function. Default: none."""
     truncate: float = Field(2.0, ge=1)
     """Maximum of importance weights. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()

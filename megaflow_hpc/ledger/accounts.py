@@ -167,7 +167,7 @@ def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any])
 
 
 def counted(name: str, lease: dict[str, Any]) -> Steps[dict[str, Any]]:
-    """Returns a lease with an exact ``stored``. It includes rollouts that were stored after the last renewal."""
+    """Returns the lease with an exact ``stored`` count, including rollouts stored since its last renewal."""
     if not lease or lease.get("ended"):
         return lease
     return {**lease, "stored": (yield Stored(name, lease))}

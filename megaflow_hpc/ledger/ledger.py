@@ -160,8 +160,8 @@ class Ledger:
         """Claims one block that is free, or that has lost its holder. Returns ``None`` if no block is available now.
 
         Args:
-            journal_length: Returns the number of bytes in complete records of the journal of a ``<pod>.<start>``. Used
-                to seal a predecessor's journal.
+            journal_length: Function that takes a ``<pod>.<start>`` and returns how many bytes of its journal are
+                complete records. It is called to seal a predecessor's journal.
         """
         self._files.journal_length = journal_length
         return self._files.carry_out(self._rules.claim())

@@ -19,7 +19,7 @@ ROUNDED_S = 1.0
 
 @dataclass(frozen=True)
 class JobUse:
-    """One start of a job: what it held and, according to Slurm's accounting, what it used."""
+    """Resources allocated to one start of a job, and those it used according to Slurm's accounting."""
 
     span: Span
     cores: int

@@ -180,7 +180,8 @@ class Nodes:
         )
 
     def rewritten(self) -> float:
-        """Overwrites a small file in place, as pods renew leases. Returns the seconds until another node has read it.
+        """Overwrites a small file in place, the way pods renew their leases. Returns the seconds until another node has
+        read it.
 
         Raises:
             TimeoutError: The new content did not become visible.

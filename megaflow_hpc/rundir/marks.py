@@ -155,7 +155,7 @@ class Marks:
         return self.finished or self.cancelled
 
     def cancel(self) -> None:
-        """Marks the campaign as cancelled, and closes the leases of consumers. The mark contains their names."""
+        """Marks the campaign as cancelled, and closes its consumers' leases. The mark lists the consumers' names."""
         consumers = sorted({*self.closed, *self.open})
         write_record(self._cancelled, CancelledMark(consumers))
         for consumer in consumers:

@@ -101,7 +101,7 @@ class LastWord:
 
 
 def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, written: int = 0) -> None:
-    """Writes the last word of a start of the trainer, in the format of ``trainer.sh``.
+    """Records how one start of a trainer ended, and the end of its log, in the format that ``trainer.sh`` uses.
 
     Args:
         written: Number of bytes in the log from earlier starts.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import inspect
-import os
 import shutil
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
@@ -69,20 +67,14 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def rootfs(base_sif: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The unpacked base image, which all workers share."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
+def rootfs(base_sif: Path, scratch: Path) -> str:
+    """The unpacked base image."""
 
     async def stage() -> str:
-        async with ApptainerProvider(folder / "base") as provider:
+        async with ApptainerProvider(scratch) as provider:
             return await provider.stage(str(base_sif))
 
-    with open(folder / "base.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "base").mkdir(exist_ok=True)
-        return asyncio.run(stage())
+    return asyncio.run(stage())
 
 
 @pytest.fixture(scope="session")

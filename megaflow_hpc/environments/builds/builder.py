@@ -255,7 +255,8 @@ async def _write_sif(workspace: BuildWorkspace, image: LayeredImage, target: Pat
 
 
 async def _settings_tree(workspace: BuildWorkspace, image: LayeredImage) -> Path:
-    """Creates a tree with the file that sets an image's variables, under a name that no exported base image uses."""
+    """Creates a tree with one file, which sets the image's environment variables. No base image has a file of that
+    name."""
     trees = await workspace.trees(image)
     top, name, number = workspace.new_path("settings"), SETTINGS.format(""), 0
     while any(os.path.lexists(tree / name) for tree in trees):

@@ -37,7 +37,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import RefusedMember
 
 MOUNTED_DIRECTORIES = (".megaflow", ".megaflow-build", "dev")
-"""Directories in the root directory that the build mounts on for its own use."""
+"""Top-level directories that the build uses as mount points."""
 _HOSTS = ("etc", "hosts")
 """File that the build mounts on. It is in the layer only if the step writes to a copy of its image."""
 

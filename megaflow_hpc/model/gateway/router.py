@@ -28,7 +28,7 @@ from megaflow_hpc.rundir.endpoints import Endpoint
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MAX_RETRY_AFTER_S = 60.0
-"""Maximum backoff in seconds that a server may ask for. A call waits five minutes in total."""
+"""Longest backoff, in seconds, that a server may request. A call waits at most five minutes in total."""
 ALL_FAILED_S = 15.0
 """Seconds that a call waits once every server of its policy has given up, because one may be requeued to another node.
 If every cause is lasting, calls do not wait.

@@ -20,7 +20,7 @@ from megaflow_hpc.trajectories.journal.winners import StoredBlock, StoredRollout
 from megaflow_hpc.types import Rollout
 
 SMALL = 16
-"""Read blocks ahead only if they are at most this large. A larger block keeps enough upcoming work in the queue."""
+"""Largest block, in rollouts, that is read before it is claimed. A larger block fills the queue by itself."""
 SPREAD = 64
 """Choose among this many free blocks. The limit bounds how far the order of claims can change."""
 

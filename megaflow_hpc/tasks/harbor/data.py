@@ -78,7 +78,7 @@ class Judging(Struct, frozen=True, omit_defaults=True):
 
 
 def fields_of(judging: Judging) -> dict[str, Any]:
-    """Returns only the fields of :class:`Judging`, to copy them to a subclass."""
+    """Returns the values of the :class:`Judging` fields, to construct an instance of a subclass."""
     return {name: getattr(judging, name) for name in Judging.__struct_fields__}
 
 

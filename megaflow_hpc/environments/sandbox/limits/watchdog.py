@@ -51,7 +51,7 @@ _ALL = os.cpu_count() or 1
 FULL = 0.95
 """Fraction of the process limit that counts as reaching it."""
 MAX_COMMAND_KILLS = 2
-"""Maximum consecutive kills of commands; if the breach persists, the container is killed."""
+"""Number of consecutive commands to kill for exceeding a limit before the container itself is killed."""
 KILL_ROUNDS = 5
 OOM_FIRST = "900"
 """``oom_score_adj`` of a sandbox. If memory runs out before the watchdog polls, the kernel kills a sandbox first."""
