@@ -18,7 +18,7 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 208,
+    "campaign keys": 210,
     "environment variables": 28,
     "modules": 453,
     "public class names that exist twice": 0,
@@ -40,7 +40,7 @@ BUDGETS = {
     "thousand tokens of rundir": 27,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 38,
-    "thousand tokens of training": 63,
+    "thousand tokens of training": 64,
     "thousand tokens of trajectories": 46,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""

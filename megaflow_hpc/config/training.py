@@ -331,6 +331,8 @@ class DataStep(Section):
     groups outside it. A rollout passes with a reward of at least ``pass_threshold``."""
     staleness: int | None = Field(None, ge=0)
     """Maximum age of a token, in weight versions. Drops rollouts with older tokens."""
+    replay: float | None = Field(None, ge=0, lt=1)
+    """Maximum share of a step's groups that earlier steps already trained on. Replays the newest ones, each once."""
     method: Method | None = None
     """Function ``module:function`` that changes weights, penalties or rewards, or drops rollouts. In the list of
     steps, its name alone is enough."""
@@ -363,6 +365,15 @@ class PromptsConfig(Section):
     filter_solved: float | None = Field(None, gt=0, le=1)
     """Pass rate, as a moving average, at which a task counts as solved and is not requested again. AstraFlow uses
     0.95. Default: tasks are never left out."""
+    greso: bool = False
+    """Request tasks less often while all rewards in their groups are equal (GRESO: Zheng et al. 2025, arXiv
+    2506.02177). Default: false."""
+
+    @model_validator(mode="after")
+    def _one_chooser(self) -> PromptsConfig:
+        if self.greso and isinstance(self.order, Method):
+            raise ValueError(f"greso: {self.order} chooses tasks itself; leave greso out")
+        return self
 
 
 class HeldOutConfig(Section):
@@ -443,7 +454,7 @@ class TrainingConfig(Section):
             asked = policy.loss.minibatch
             if asked and asked > self.batch:
                 raise ValueError(f"policies.{name}.loss.minibatch: {asked} tasks are more than batch: {self.batch}")
-        once = [step.name for step in self.data if step.name in ("staleness", "over_length")]
+        once = [step.name for step in self.data if step.name in ("staleness", "replay", "over_length")]
         for kind in once:
             if once.count(kind) > 1:
                 raise ValueError(f"data: {kind} is given twice")

@@ -30,7 +30,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.algorithms.rewards import scored, scores
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, StoredRollout, TurnTokens
 from megaflow_hpc.training.microbatch import Ordinal
-from megaflow_hpc.training.plan import RecordPlace, Settled
+from megaflow_hpc.training.plan import RecordPlace, Settled, StepPlan
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
 from megaflow_hpc.trajectories.reading.follow import MAX_CACHE_AGE_S, Follower
 from megaflow_hpc.trajectories.reading.sources import experts_of
@@ -179,6 +179,20 @@ class Buffer:
             del self._blocks[self._first_block]
             self._settled -= self._named.pop(self._first_block)
             self._first_block += 1
+
+    def read_groups(self, plan: StepPlan) -> list[tuple[SampleGroup, dict[str, Arrived]]]:
+        """Rereads the groups that an earlier plan trained on for the first time, without damaged records."""
+        by_group: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
+        for rollout in plan.rollouts:
+            read = None if rollout.replayed else self.read(rollout.place, rollout.scores)
+            if read is not None:
+                by_group.setdefault(rollout.group, {})[rollout.id] = read
+        groups = []
+        for name, own in by_group.items():
+            samples = tuple(sample for sample, _ in own.values())
+            arrived = {rollout: arrival for rollout, (_, arrival) in own.items()}
+            groups.append((SampleGroup(name, samples[0].task, samples), arrived))
+        return groups
 
     @property
     def settled(self) -> Settled:

@@ -87,7 +87,7 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     oldest: int = -1
     """Ordinal of the oldest version that sampled a token; -1 if nothing was sampled."""
     replayed: bool = False
-    """True for a rollout of an earlier step that a function of ``data`` added."""
+    """True if an earlier step settled the rollout, and a step of ``data`` added it again."""
     lengths: list[int] = []
     """Token count of each of the policy's sequences."""
     sampled: list[int] = []

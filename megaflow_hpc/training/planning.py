@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
-from megaflow_hpc.training.algorithms.choice import Choice
+from megaflow_hpc.training.algorithms.choice import REPLAYED_STEPS, Choice
 from megaflow_hpc.training.algorithms.rewards import Values
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer, Sequences
@@ -33,6 +34,7 @@ class Planner:
 
     Args:
         learned: state of the algorithms after the last plan.
+        earlier: earlier plans, the latest first; read only as far as replay needs.
         bound: maximum staleness of a rollout; older ones are dropped. ``None``: no maximum.
     """
 
@@ -42,6 +44,7 @@ class Planner:
         policy: TrainedPolicy,
         buffer: Buffer,
         learned: dict[str, Any],
+        earlier: Iterable[StepPlan],
         bound: int | None,
     ) -> None:
         self._bound = bound
@@ -50,11 +53,20 @@ class Planner:
         self.learned = learned
         self.lacks = 0
         """Number of groups missing when the last plan could not be made."""
+        replays = any(step.replay for step in config.data)
+        self._replayable = REPLAYED_STEPS * config.batch if replays else 0
         score = policy.settings.score
         self._scorer = identity(score) if score else ""
         self._keeps_successes = any(step.method and takes(step.method, "earlier") for step in config.data)
         self._read: dict[RecordPlace, tuple[Sample, Arrived] | None] = {}
         """Location of a kept success → what was read there; ``None`` for a damaged record."""
+        self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
+        """Groups that may be replayed, newest last."""
+        for plan in earlier if self._replayable else ():
+            for group in reversed(buffer.read_groups(plan)):
+                self._used.appendleft(group)
+            if len(self._used) == self._replayable:
+                break
 
     def plan(
         self,
@@ -95,21 +107,33 @@ class Planner:
             if len(choice.taken) < want and not (last or short):
                 self.lacks = want - len(choice.taken)
                 return None
+        arrived = dict(self.buffer.arrived)
+        for _, used in self._used:
+            arrived |= used
         kept = {read[0].id: read[1] for read in self._read.values() if read}
-        arrived = self.buffer.arrived | kept
-        valued = advantages(self._policy.settings, choice.taken)
+        arrived |= kept
+        again = {sample.id for group in choice.replayed for sample in group.samples} | kept.keys()
+        groups = [*choice.taken, *choice.replayed]
+        valued = advantages(self._policy.settings, groups)
         rollouts = [
-            _planned(sample, arrived[sample.id], valued[sample.id], sample.id in kept)
-            for group in choice.taken
+            _planned(sample, arrived[sample.id], valued[sample.id], sample.id in again)
+            for group in groups
             for sample in group.samples
             if sample.id in valued and sample.tokens
         ]
         left = {group.id for group in choice.left}
         settled = [group for group in complete if group.id not in left]
         successes = self.learned.get("successes", {})
-        self.learned = {"prompts": self._prompts.learn(self.learned.get("prompts", {}), settled)}
+        self.learned = {
+            "data": choice.state,
+            "prompts": self._prompts.learn(self.learned.get("prompts", {}), settled),
+        }
         if self._keeps_successes:
             self.learned["successes"] = self._with_successes(successes, settled, choice.drops)
+        if self._replayable:
+            for group in choice.taken:
+                own = group.only(tuple(sample for sample in group.samples if sample.id not in kept))
+                self._used.append((own, {sample.id: arrived[sample.id] for sample in own.samples}))
         self.buffer.settle(group.id for group in settled)
         return StepPlan(
             step=step,
@@ -179,6 +203,8 @@ class Planner:
             complete,
             version=version,
             want=settles,
+            replayed=[group for group, _ in self._used],
+            state=self.learned.get("data", {}),
             random=np.random.default_rng(self._seed(step)),
             advantage=self._policy.settings.advantage,
             pass_threshold=self._policy.pass_threshold,
@@ -366,7 +392,9 @@ class Planning:
         owners = frozenset(owner.policy for owner in self._owners) or policy.owners
         score = policy.settings.score
         buffer = Buffer(self._run, self._sequences, owners, self._ordinal, settled, policy.held_out, score)
-        return Planner(self._config, policy, buffer, learned, self._bound)
+        plans = (self._files.read(StepPlan, number) for number in range(step - 1, 0, -1))
+        earlier = (plan for plan in plans if plan is not None)
+        return Planner(self._config, policy, buffer, learned, earlier, self._bound)
 
     def _planned(
         self, planner: Planner, step: int, version: int, trainer: int, over: bool, followed: set[str]

@@ -35,7 +35,7 @@ training:
       optimizer: {lr: 1.0e-6, clip_norm: 1.0}
   batch: 64
   staleness: 2
-  data: [{penalty: -0.5}, {zero_variance: {}}, {staleness: 2}]
+  data: [{penalty: -0.5}, {zero_variance: {}}, {staleness: 2}, {replay: 0.0}]
   prompts: {order: uniform, pass_rate: [0.0, 1.0, exclusive]}
   steps: 100
   checkpoint_every: 5
@@ -69,7 +69,7 @@ def test_everything_can_be_said(tmp_path: Path) -> None:
     assert training is not None
     policy = training.policies["default"]
     assert (policy.loss.band, policy.loss.minibatch, policy.loss.epochs) == ((2e-4, 4e-4), 64, 2)
-    assert [step.name for step in training.data] == ["penalty", "zero_variance", "staleness"]
+    assert [step.name for step in training.data] == ["penalty", "zero_variance", "staleness", "replay"]
     assert training.data[0].penalty == -0.5
     assert training.data[2].staleness == 2
     assert training.evaluate is not None
@@ -128,13 +128,18 @@ def test_gspo_has_no_importance_weights_unless_the_file_asks_for_them() -> None:
         ("policies: {default: }\ndata: [{zero_variance: {}, penalty: -1}]", "one name with its settings"),
         ("policies: {default: }\ndata: [filter]", "unknown key 'training.data.0.filter'"),
         ("policies: {default: }\ndata: [{staleness: 1}, {staleness: 2}]", "staleness is given twice"),
+        ("policies: {default: }\ndata: [{replay: 0.1}, {replay: 0.2}]", "replay is given twice"),
         (
-            "policies: {default: }\ndata: [{replay: 0.3}]",
-            "training.data.replay: this key was removed: write loss.epochs",
+            "policies: {default: }\ndata: [{replay: {ratio: 0.3}}]",
+            "replay: expected a number",
         ),
         ("policies: {default: }\ndata: [{overlong: {longest: 10, buffer: 20}}]", "buffer 20 is larger than longest 10"),
         ("policies: {default: }\ndata: [{pass_rate: [0.9, 0.1]}]", "the lower one first"),
         ("policies: {default: }\nprompts: {pass_rate: [0, 2]}", "bounds are pass rates from 0 to 1"),
+        (
+            "policies: {default: }\nprompts: {greso: true, order: 'own:chosen'}",
+            "greso: own:chosen chooses tasks itself; leave greso out",
+        ),
     ],
 )
 def test_a_mistake_is_told_with_its_remedy(tmp_path: Path, text: str, expected: str) -> None:

@@ -12,7 +12,7 @@ from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training import buffer as module
 from megaflow_hpc.training.buffer import LOST, Buffer, Sequences
-from megaflow_hpc.training.plan import Settled
+from megaflow_hpc.training.plan import PlannedRollout, Settled, StepPlan
 from megaflow_hpc.trajectory import TokenSequence
 from megaflow_hpc.types import Rollout
 from tests.support.training import DAMAGES, Pods, rollouts, sampled, training_run
@@ -158,6 +158,11 @@ def test_records_that_are_damaged_while_they_wait_cost_only_their_rollouts(
     pods.work()
     seen.poll()
     places = [seen.arrived[f"{task}/default/1"].place for task in "ab"]
+    planned = [
+        PlannedRollout(id=id, task="b", group="b/default", place=arrived.place, lengths=[1], sampled=[1])
+        for id, arrived in seen.arrived.items()
+        if id.startswith("b/")
+    ]
     with open(run.journal / places[0].journal, "r+b") as file:
         for place in places:
             file.seek(place.start + 60)
@@ -165,7 +170,8 @@ def test_records_that_are_damaged_while_they_wait_cost_only_their_rollouts(
     later = buffer(run, seen.settled)
     assert later.poll() == 0
     assert names(later) == []
-    assert later.read(places[1], {}) is None
+    (replayed,) = later.read_groups(StepPlan(step=1, version=0, seed=[1], rollouts=planned))
+    assert [sample.index for sample in replayed[0].samples] == [0, 2]
     pods.finish_blocks()
     assert later.poll() == 0, "a record may be hidden by a cache for a while"
     monkeypatch.setattr(module, "LOST_AFTER_S", 0.0)

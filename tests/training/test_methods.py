@@ -306,7 +306,7 @@ def test_an_invalid_scorer_takes_no_step_and_loses_none(tmp_path: Path, name: st
 def test_scores_are_planned_beside_the_verifiers_rewards(tmp_path: Path, own: Path) -> None:
     run = training_run(
         tmp_path / "run",
-        {"policies": {"default": {"score": "own_methods:undecided"}}, "batch": 1},
+        {"policies": {"default": {"score": "own_methods:undecided"}}, "batch": 1, "data": [{"replay": 0.5}]},
         tasks=1,
         samples=4,
     )
@@ -324,6 +324,13 @@ def test_scores_are_planned_beside_the_verifiers_rewards(tmp_path: Path, own: Pa
     assert plan.scorer == f"own_methods:undecided {hashlib.sha256(own.read_bytes()).hexdigest()}"
     statistics = Step(flow, plan).statistics()
     assert (statistics["reward"], statistics["score"]) == (0.25, pytest.approx(5 / 3))
+    Step(flow, plan).commit()
+    pods.work()
+    again = Dataflow(run)  # replays the first step's group, with the scores of its plan
+    again.start()
+    second = again.try_plan(2)
+    assert second is not None
+    assert [(r.replayed, r.scores) for r in second.rollouts][3:] == [(True, r.scores) for r in plan.rollouts]
     own.write_text(MODULE + "\n")
     with pytest.raises(ConfigError, match="was changed after the training began"):
         Dataflow(run)

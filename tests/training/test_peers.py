@@ -214,7 +214,7 @@ class MemoryPlanning(Planning):
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
         owners = frozenset(self._policy.followed) or frozenset({self._policy.name})
         buffer = cast(Buffer, MemoryBuffer(self._world, self._policy.name, owners, settled))
-        return Planner(self._config, self._policy, buffer, learned, self._bound)
+        return Planner(self._config, self._policy, buffer, learned, (), self._bound)
 
 
 class Trainer:

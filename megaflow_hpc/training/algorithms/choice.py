@@ -13,6 +13,8 @@ always            drops samples that failed, were cancelled, have no reward or n
 ``staleness``     drops samples whose oldest token is more than the given versions behind: AstraFlow,
                   ``rollout_buffer.py``, ``_pop_one``
 ``method``        drops samples that the user's function leaves out, and adds those of earlier steps that it adds
+``replay``        adds the newest groups of the last two steps again: AstraFlow, ``replay_selectors.py``, which sets no
+                  bound on their age
 ================  ==================================================================================================
 
 A dropped group is recorded under its own id, and a sample dropped from a group under the sample's id.
@@ -21,8 +23,9 @@ A dropped group is recorded under its own id, and a sample dropped from a group 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +46,8 @@ OVER_LENGTH = "over length"
 
 MIN_SAMPLES = 2
 """Minimum number of samples in a group. A single sample has no baseline to compare with."""
+REPLAYED_STEPS = 2
+"""Number of recent full steps whose groups may be replayed."""
 
 Drops = dict[str, str]
 """Id of each dropped sample or group → reason."""
@@ -57,6 +62,10 @@ class Choice:
     drops: Drops
     left: tuple[SampleGroup, ...]
     """Groups deferred to a later step."""
+    replayed: tuple[SampleGroup, ...]
+    """Replayed groups, which an earlier step already trained on."""
+    state: dict[str, Any]
+    """State for the next call."""
 
 
 def choose(
@@ -65,6 +74,8 @@ def choose(
     *,
     version: int,
     want: int,
+    replayed: Sequence[SampleGroup] = (),
+    state: Mapping[str, Any] | None = None,
     random: np.random.Generator | None = None,
     advantage: AdvantageConfig | None = None,
     pass_threshold: float = 1.0,
@@ -79,10 +90,13 @@ def choose(
         groups: complete groups in any order, without duplicates.
         version: ordinal of the policy's newest weights. Staleness is relative to it.
         want: maximum number of groups to settle.
+        replayed: groups that earlier steps trained on, newest last. Those of the last :data:`REPLAYED_STEPS` steps
+            are enough.
+        state: the state that the last call returned; ``None`` on the first call.
         random: generator for ``shuffle`` and functions.
         advantage: the policy's advantage settings, which name the rewards that must be present and must differ.
         pass_threshold: minimum reward of a passed rollout.
-        bound: maximum age of a token, in weight versions; older rollouts are dropped.
+        bound: maximum age of a token, in weight versions; older rollouts are dropped. Replayed groups are exempt.
         due: ids of the groups to settle before others, whatever their age.
         earlier: passed samples of earlier steps, for functions that add them to groups.
 
@@ -90,6 +104,8 @@ def choose(
         ConfigError: a reward is infinite, no rollout has a reward of a given name, or a function broke its contract.
     """
     compared = advantage or AdvantageConfig()
+    staleness = next((step.staleness for step in config.data if step.staleness is not None), None)
+    share = next((step.replay for step in config.data if step.replay), None)
     random = random or np.random.default_rng(0)
     queue = sorted(ordered(groups), key=lambda group: group.id not in due)
     drops: Drops = {}
@@ -111,12 +127,45 @@ def choose(
             taken = varied(taken, compared, drops)
         else:
             taken = shaped(taken, step)
-    return Choice(tuple(taken), drops, tuple(queue[want:]))
+    again: list[SampleGroup] = []
+    times = dict((state or {}).get("times", {}))
+    if share is not None:
+        candidates = survivors(plain(replayable(replayed, config.batch, times)), compared, {})
+        for step in config.data:
+            candidates = shaped(candidates, step)
+            if step.method is not None:
+                candidates = by_method(candidates, step.method, version, random, {})
+        if staleness is not None:
+            candidates = fresh(candidates, staleness, version, {})
+        added = {sample.id for group in taken for sample in group.samples}  # a rollout may be in a step only once
+        candidates = [group for group in candidates if added.isdisjoint(sample.id for sample in group.samples)]
+        again = newest(candidates, len(taken), share)
+        replayed_ids = {group.id for group in replayed}
+        times = {group: count for group, count in times.items() if group in replayed_ids}
+        times |= {group.id: times.get(group.id, 0) + 1 for group in again}
+    return Choice(tuple(taken), drops, tuple(queue[want:]), tuple(again), {"times": times} if times else {})
 
 
 def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
     """Sorts groups by their oldest version. Groups without sampled tokens come first, because they are only settled."""
     return sorted(groups, key=lambda group: (group.oldest, group.time_ns, group.id))
+
+
+def replayable(replayed: Sequence[SampleGroup], batch: int, times: Mapping[str, int]) -> list[SampleGroup]:
+    """Returns the groups of ``replayed`` that may be replayed again.
+
+    Args:
+        replayed: groups that earlier steps trained on, newest last.
+        batch: number of groups in a full step.
+        times: group id → number of times it was replayed.
+    """
+    return [group for group in replayed[-REPLAYED_STEPS * batch :] if not times.get(group.id, 0)]
+
+
+def newest(candidates: Sequence[SampleGroup], taken: int, share: float) -> list[SampleGroup]:
+    """Returns the newest ``candidates`` to add to ``taken`` new groups: at most ``share`` of the step's groups."""
+    count = min(int(taken * share / (1 - share) + 1e-9), len(candidates))
+    return list(candidates[len(candidates) - count :])
 
 
 def survivors(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops) -> list[SampleGroup]:

@@ -7,11 +7,15 @@
                    0.5 at first. p (1 - p) is the learnability of Foster et al. 2025, arXiv 2502.12272
 ``filter_solved``  skips a task while the moving average of its pass rate is at least this number: AstraFlow,
                    ``dataflow/prompt_curators.py``, ``FilterSolvedCurator``
+``greso``          requests a task with the probability p^z. z is the number of consecutive groups with equal rewards.
+                   There is one p for tasks that always pass and one for tasks that never pass. A step lowers p if more
+                   than the target share of its groups was of that kind, and raises it otherwise: Zheng et al. 2025,
+                   arXiv 2506.02177, section 4, with the floors, targets and warm-up of AstraFlow's ``GRESOCurator``
 a function         chooses among the eligible tasks: :meth:`Prompts._chosen`
 ``pass_rate``      requests a task while the pass rate of all its samples is inside a range: MegaFlow, appendix D.1
 =================  =================================================================================================
 
-The state is small JSON: four numbers for each task with verified samples.
+The state is small JSON: five numbers for each task with verified samples.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import numpy as np
 
 from megaflow_hpc.config.sections import Method
 from megaflow_hpc.config.training import PromptsConfig
-from megaflow_hpc.training.algorithms.choice import inside
+from megaflow_hpc.training.algorithms.choice import MIN_SAMPLES, inside
 from megaflow_hpc.training.algorithms.rewards import reward
 from megaflow_hpc.training.algorithms.samples import SampleGroup
 from megaflow_hpc.training.methods import call, wrong
@@ -35,6 +39,16 @@ MIN_TASK_WEIGHT = 0.05
 """Minimum sampling weight in ``curriculum``. It keeps tasks that always or never pass in the rotation."""
 AVERAGE_DECAY = 0.9
 """Decay of the moving average of the pass rate for ``filter_solved``. The newest group has weight 1 - decay."""
+MIN_BASE, MAX_BASE = 0.01, 0.99
+"""Bounds of GRESO's two bases (AstraFlow: ``p_min``, ``p_max``)."""
+FIRST_BASE = 0.5
+"""Initial value of GRESO's two bases."""
+BASE_STEP = 0.01
+"""Change of a base per step."""
+TARGET_EASY, TARGET_HARD = 0.083, 0.167
+"""Target shares of always-passing and never-passing groups."""
+FLOOR_EASY, FLOOR_HARD = 0.1, 0.4
+"""Minimum request probabilities of always-passing and never-passing tasks."""
 
 
 class TaskStatistics(NamedTuple):
@@ -46,6 +60,8 @@ class TaskStatistics(NamedTuple):
     """Moving average of the pass rate for ``filter_solved``."""
     recent: float = 0.5
     """Moving average of the pass rate for ``curriculum``."""
+    streak: int = 0
+    """Number of consecutive groups with equal rewards; negative if they failed."""
 
 
 class Prompts:
@@ -67,7 +83,7 @@ class Prompts:
 
         Args:
             tasks: all ids in any order.
-            count: number of tasks to choose. A task is repeated if too few are eligible.
+            count: number of tasks to choose. A task is repeated if too few are eligible or GRESO skips some.
             state: the state that the last call returned, updated by :meth:`learn`; empty at first.
             random: generator of every choice.
 
@@ -81,8 +97,8 @@ class Prompts:
         if isinstance(self._config.order, Method):
             return self._chosen(self._config.order, eligible, statistics, count, random), dict(state)
         if self._config.order == "curriculum":
-            return self._drawn(eligible, statistics, count, random), dict(state)
-        return self._in_turn(sorted(set(tasks)), set(eligible), count, state, random)
+            return self._drawn(eligible, statistics, count, state, random), dict(state)
+        return self._in_turn(sorted(set(tasks)), set(eligible), statistics, count, state, random)
 
     def _chosen(
         self,
@@ -119,6 +135,7 @@ class Prompts:
         self,
         tasks: list[str],
         eligible: set[str],
+        statistics: Mapping[str, TaskStatistics],
         count: int,
         state: Mapping[str, Any],
         random: np.random.Generator,
@@ -135,7 +152,7 @@ class Prompts:
             while position < of and len(chosen) < count:
                 task = order[position]
                 position += 1
-                if task in eligible:
+                if task in eligible and self._wanted(statistics.get(task), state, random):
                     chosen.append(task)
         return chosen, {**state, "turn": [seed, position, of, late]}
 
@@ -144,11 +161,13 @@ class Prompts:
         eligible: list[str],
         statistics: Mapping[str, TaskStatistics],
         count: int,
+        state: Mapping[str, Any],
         random: np.random.Generator,
     ) -> list[str]:
         """Draws tasks by weight without replacement, and starts over once every eligible task has been drawn."""
         rates = np.array([statistics.get(task, TaskStatistics()).recent for task in eligible])
-        weights = rates * (1 - rates) + MIN_TASK_WEIGHT
+        chance = np.array([self._chance(statistics.get(task), state) for task in eligible])
+        weights = (rates * (1 - rates) + MIN_TASK_WEIGHT) * chance
         chosen: list[str] = []
         while len(chosen) < count:
             some = min(count - len(chosen), len(eligible))
@@ -156,8 +175,20 @@ class Prompts:
             chosen += [eligible[i] for i in drawn]
         return chosen
 
+    def _wanted(self, statistics: TaskStatistics | None, state: Mapping[str, Any], random: np.random.Generator) -> bool:
+        chance = self._chance(statistics, state)
+        return chance >= 1 or bool(random.random() < chance)
+
+    def _chance(self, statistics: TaskStatistics | None, state: Mapping[str, Any]) -> float:
+        """Returns the probability that the task is requested; 1 without GRESO."""
+        if not self._config.greso or not statistics or not statistics.streak:
+            return 1.0
+        name, floor = ("easy", FLOOR_EASY) if statistics.streak > 0 else ("hard", FLOOR_HARD)
+        base = state.get(name, FIRST_BASE)
+        return float(max(base ** abs(statistics.streak), floor))
+
     def learn(self, state: Mapping[str, Any], groups: Iterable[SampleGroup]) -> dict[str, Any]:
-        """Updates the statistics from settled groups.
+        """Updates the statistics from settled groups. Called once a step, because GRESO counts steps.
 
         Args:
             state: the state that the last call returned; empty at first.
@@ -167,22 +198,49 @@ class Prompts:
             The new state, without the keys that only :meth:`choose` uses.
         """
         statistics = _statistics(state)
+        came_again = bool(state.get("again"))
+        easy = hard = total = 0
         for group in sorted(groups, key=lambda group: (group.time_ns, group.id)):
             rewards = [reward(sample) for sample in group.samples if sample.verified]
-            if rewards:
-                statistics[group.task] = self._updated(statistics.get(group.task), rewards)
-        return {"tasks": {task: list(row) for task, row in statistics.items()}}
+            if not rewards:
+                continue
+            came_again = came_again or group.task in statistics
+            updated = self._updated(statistics.get(group.task), rewards)
+            statistics[group.task] = updated
+            if len(rewards) >= MIN_SAMPLES:
+                total, easy, hard = total + 1, easy + (updated.streak > 0), hard + (updated.streak < 0)
+        learned: dict[str, Any] = {"tasks": {task: list(row) for task, row in statistics.items()}, "again": came_again}
+        if self._config.greso:
+            easy_base, hard_base = state.get("easy", FIRST_BASE), state.get("hard", FIRST_BASE)
+            if state.get("again") and total:  # every task was requested at least once
+                easy_base = _steered(easy_base, easy / total, TARGET_EASY)
+                hard_base = _steered(hard_base, hard / total, TARGET_HARD)
+            learned |= {"easy": easy_base, "hard": hard_base}
+        return learned
 
     def _updated(self, earlier: TaskStatistics | None, rewards: Sequence[float]) -> TaskStatistics:
         passed = sum(value >= self._pass_threshold for value in rewards)
         rate = passed / len(rewards)
         before = earlier or TaskStatistics(recent=rate)
+        streak = before.streak
+        if len(rewards) >= MIN_SAMPLES:
+            if len(set(rewards)) > 1:
+                streak = 0
+            elif passed:
+                streak = max(streak, 0) + 1
+            else:
+                streak = min(streak, 0) - 1
         return TaskStatistics(
             before.passed + passed,
             before.tried + len(rewards),
             AVERAGE_DECAY * before.average + (1 - AVERAGE_DECAY) * rate,
             (1 - LATEST_WEIGHT) * before.recent + LATEST_WEIGHT * rate,
+            streak,
         )
+
+
+def _steered(base: float, share: float, target: float) -> float:
+    return max(MIN_BASE, base - BASE_STEP) if share >= target else min(MAX_BASE, base + BASE_STEP)
 
 
 def _statistics(state: Mapping[str, Any]) -> dict[str, TaskStatistics]:

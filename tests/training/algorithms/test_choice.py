@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +28,7 @@ STEPS: list[Any] = [
     "zero_variance",
     {"pass_rate": [0.2, 0.8]},
     {"staleness": 2},
+    {"replay": 0.5},
 ]
 
 
@@ -169,21 +172,52 @@ def test_an_infinite_reward_is_an_error_that_names_the_rollout(reward: float) ->
         chosen([], [group([0, reward], "a/p")])
 
 
+def test_the_latest_groups_are_replayed_once_as_a_share_of_the_step() -> None:
+    step = {"replay": 0.5}
+    before = [group([0, 1], f"old{i}/p") for i in range(6)]
+    there = [group([0, 1], f"new{i}/p") for i in range(2)]
+    first = chosen([step], there, replayed=before)
+    assert [g.task for g in first.replayed] == ["old4", "old5"]
+    second = chosen([step], there, replayed=before, state=first.state)
+    assert [g.task for g in second.replayed] == ["old2", "old3"]
+    assert chosen([step], there, replayed=before, state=second.state).replayed == ()
+    quarter = chosen([{"replay": 0.25}], [*there, group([0, 1], "new2/p")], replayed=before)
+    assert [g.task for g in quarter.replayed] == ["old5"]
+
+
+def test_what_is_replayed_is_the_same_as_it_was_taken_or_as_it_was_read_again() -> None:
+    steps = [{"penalty": -0.5}, "mask_unfinished", {"replay": 0.5}]
+    raw = [SampleGroup("old/p", "old", (sample("old/p", 0, 1.0), sample("old/p", 1, 1.0, status="truncated")))]
+    taken = chosen(steps, raw).taken
+    for before in (raw, taken):
+        again = chosen(steps, [group([0, 1], "new/p")], replayed=before).replayed
+        assert [(s.penalty, s.weight) for s in again[0].samples] == [(0.0, 1.0), (-0.5, 0.0)]
+
+
+def test_what_is_too_old_is_not_replayed() -> None:
+    before = [group([0, 1], "old/p", oldest=0), group([0, 1], "young/p", oldest=3)]
+    steps = [{"staleness": 2}, {"replay": 0.5}]
+    choice = chosen(steps, [group([0, 1], f"n{i}/p", oldest=4) for i in range(4)], 4, replayed=before)
+    assert [g.task for g in choice.replayed] == ["young"]
+    assert choice.drops == {}
+
+
 # --- properties of all steps ---
 
 some_steps = st.permutations(STEPS).flatmap(lambda steps: st.integers(0, len(steps)).map(lambda n: steps[:n]))
 
 
 def everything(choice: Choice) -> Any:
-    return choice.taken, choice.drops, choice.left
+    return choice.taken, choice.drops, choice.left, choice.replayed, choice.state
 
 
 @settings(max_examples=60, deadline=None)
-@given(groups(), some_steps, st.integers(0, 8), st.integers(0, 6), st.integers(0, 9))
+@given(groups(), groups(), some_steps, st.integers(0, 8), st.integers(0, 6), st.integers(0, 9))
 def test_nothing_is_lost_taken_twice_or_too_old(
-    there: list[SampleGroup], steps: list[Any], version: int, want: int, seed: int
+    there: list[SampleGroup], used: list[SampleGroup], steps: list[Any], version: int, want: int, seed: int
 ) -> None:
-    choice = chosen(steps, there, version, want, random=np.random.default_rng(seed))
+    before = [replace(g, id=f"before-{g.id}") for g in used]
+    choice = chosen(steps, there, version, want, replayed=before, random=np.random.default_rng(seed))
     taken = {s.id for g in choice.taken for s in g.samples}
     of_dropped_groups = {s.id for g in there if g.id in choice.drops for s in g.samples}
     dropped = {s.id for g in there for s in g.samples if s.id in choice.drops} | of_dropped_groups
@@ -195,11 +229,14 @@ def test_nothing_is_lost_taken_twice_or_too_old(
     assert {g.id for g in choice.taken} | {g for g in choice.drops if g in {g.id for g in there}} | {
         g.id for g in choice.left
     } == {g.id for g in there}
-    samples = [s for g in choice.taken for s in g.samples]
+    samples = [s for g in (*choice.taken, *choice.replayed) for s in g.samples]
     if {"staleness": 2} in steps:
         assert all(version - s.oldest <= 2 for s in samples)
     assert all(len(g.samples) >= 2 for g in choice.taken)
     assert all(s.verified for g in choice.taken for s in g.samples)
+    assert {g.id for g in choice.replayed} <= {g.id for g in before}
+    assert len({g.id for g in choice.replayed}) == len(choice.replayed)
+    assert json.loads(json.dumps(choice.state)) == choice.state
 
 
 @settings(max_examples=60, deadline=None)
@@ -209,7 +246,11 @@ def test_the_order_of_what_is_handed_in_says_nothing(
 ) -> None:
     mixed = list(there)
     shuffle.shuffle(mixed)
-    one, other = (chosen(steps, handed, version, want, random=np.random.default_rng(3)) for handed in (there, mixed))
+    before = [replace(g, id=f"before-{g.id}") for g in there]
+    one, other = (
+        chosen(steps, handed, version, want, replayed=before, random=np.random.default_rng(3))
+        for handed in (there, mixed)
+    )
     assert everything(one) == everything(other)
 
 
