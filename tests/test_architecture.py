@@ -39,7 +39,7 @@ BUDGETS = {
     "thousand tokens of report": 19,
     "thousand tokens of rundir": 27,
     "thousand tokens of slurm": 15,
-    "thousand tokens of tasks": 38,
+    "thousand tokens of tasks": 39,
     "thousand tokens of training": 64,
     "thousand tokens of trajectories": 46,
 }
@@ -111,7 +111,8 @@ DOORS: dict[str, str] = {
     "pod": "pod/master rundir",
     "pod/scheduling": "",
     "pod/master": "pod pod/scheduling config rundir rundir/pods ledger trajectories/journal",
-    "pod/rollout": "pod agents tasks config environments environments/sandbox model/gateway trajectories",
+    "pod/rollout": "pod agents tasks config environments environments/sandbox model/gateway trajectories "
+    "trajectories/reading",
     # Only the rooms below may use Slurm.
     "slurm": "config rundir",
     "monitor": "config ledger rundir rundir/pods",

@@ -133,8 +133,8 @@ class CampaignConfig(Section):
             mixed = [name for name, policy in self.training.policies.items() if policy.mix_agents]
             if mixed and self.scheduling.spare:
                 raise ValueError(
-                    f"training.policies.{mixed[0]}.mix_agents: with scheduling.spare, the samples of slow agents would be "
-                    "cancelled; leave one of them out"
+                    f"training.policies.{mixed[0]}.mix_agents: with scheduling.spare, the samples of slow agents would "
+                    "be cancelled; leave one of them out"
                 )
         return self
 

@@ -124,11 +124,11 @@ def past_successes(
     """Adds a past success to each group in which no rollout has a reward of at least ``threshold``.
 
     Without it, such a group has equal rewards, and nothing is learned from the tasks that are solved most rarely. The
-    newest success of the same task and agent is added that is at most ``age`` versions old (by default, of any age) and
-    not in another group. Other policies sampled it, so it needs ``importance``: ``token`` or ``sequence``, which compare
-    its recorded log-probabilities with those of the policy before the step. Learning from past successes is the idea of
-    Oh et al. 2018, Self-Imitation Learning, arXiv 1806.05635, and of RLEP (Zhang et al. 2025, arXiv 2507.07451) for
-    language models.
+    newest success of the same task and agent is added that is at most ``age`` versions old (by default, of any age)
+    and not in another group. Older weights sampled it, so it needs ``importance``: ``token`` or ``sequence``, which
+    compare its recorded log-probabilities with those of the policy before the step. Learning from past successes is
+    the idea of Oh et al. 2018, Self-Imitation Learning, arXiv 1806.05635, and of RLEP (Zhang et al. 2025, arXiv
+    2507.07451) for language models.
     """
     added: set[str] = set()
     changed = []

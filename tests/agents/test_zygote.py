@@ -128,6 +128,13 @@ async def test_an_agent_that_blocks_is_ended_with_its_rollout(tmp_path: Path) ->
 
 
 @in_loop
+async def test_what_an_agent_started_ends_with_it(tmp_path: Path) -> None:
+    async with zygote() as found:
+        await found.run(spec("spawn", place=str(tmp_path / "pid")), TASK, LocalSandbox(tmp_path / "a"), None)
+        assert await gone(int((tmp_path / "pid").read_text()))
+
+
+@in_loop
 async def test_a_sandbox_that_is_lost_is_the_same_error_there(tmp_path: Path) -> None:
     sandbox = LocalSandbox(tmp_path / "a")
     await sandbox.stop()

@@ -100,6 +100,15 @@ def test_errors_of_agents_and_tasks_cost_their_rollouts(
     assert {row.reward for row in rows} == ({None} if status == "failed" else {0.0})
 
 
+def test_settings_of_a_sandbox_are_refused_without_one(tmp_path: Path) -> None:
+    campaign = conversing(tmp_path)
+    source = tmp_path / "sums.py"
+    source.write_text(source.read_text().replace('image = "none"', 'image = "none"\n    network = "none"'))
+    done = cli("check", campaign, "--no-site")
+    assert done.returncode == 2
+    assert "network: a task with image 'none' has no sandbox" in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("agent", ["mini-swe-agent", {"name": "command", "args": {"command": "true"}}])
 def test_agents_that_need_a_sandbox_are_refused(tmp_path: Path, agent: Any) -> None:
     done = cli("check", conversing(tmp_path, agent), "--no-site")

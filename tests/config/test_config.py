@@ -94,6 +94,23 @@ def test_agents_of_one_policy_have_names_of_their_own(tmp_path: Path) -> None:
     assert again == campaign, "as in run.json"
 
 
+def test_shares_go_with_judges_which_have_no_agents(tmp_path: Path) -> None:
+    text = (
+        "name: x\ntasks: t\nsamples: 2\nagent: [{name: nop, share: 2}, oracle]\n"
+        "models: {default: {path: m}, grader: {path: g, judge: true}}\ntraining: {policies: {default: {}}}\n"
+    )
+    campaign = load(tmp_path, text)
+    policies = campaign.policies()
+    assert (policies["grader"].samples, policies["grader"].agents, campaign.judges()) == (0, (), ("grader",))
+    for wrong, expected in (
+        ("models: {grader: {path: g, judge: true}}\n", "needs another model to judge"),
+        ("model: {path: g, judge: true}\n", "needs another model to judge"),
+        (text[text.index("models") :].replace("default: {}", "grader: {}"), "is a judge, whose tokens are not"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            load(tmp_path, f"name: x\ntasks: t\nsamples: 2\nagent: nop\n{wrong}")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

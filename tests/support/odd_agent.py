@@ -35,6 +35,8 @@ class Odd:
         if self.what == "block":
             Path(self.place).write_text(str(os.getpid()))
             time.sleep(600)
+        if self.what == "spawn":
+            Path(self.place).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
         if self.what == "raise":
             raise KeyError("no such thing")
         if self.what == "read":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,8 @@ def test_a_group_without_a_success_gets_a_past_one() -> None:
     values = advantages(PolicyTraining(), [taken["t@5/p"], taken["t@7/p"]])
     assert [value for value, _ in values.values()] == [-0.25, -0.25, -0.25, 0.75, -0.5, 0.0, 0.0, 0.5]
     assert {g.id: len(g.samples) for g in found(age=2).taken} == {"t@5/p": 4, "t@6/p": 2, "t@7/p": 3, "u@5/p": 2}
+    old, new = replace(old, agent="strong"), replace(new, agent="strong")
+    assert {len(g.samples) for g in found().taken} == {2, 3}, "no group gets a rollout of another agent"
 
 
 def test_the_learning_rate_follows_the_effective_sample_size() -> None:

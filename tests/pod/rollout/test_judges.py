@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -19,7 +20,7 @@ from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ScriptedTask
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.judges import Judges
-from megaflow_hpc.tasks.judging import Judge, Rubric, transcript
+from megaflow_hpc.tasks.judging import Judge, Rubric, WaitingJudge, transcript
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.campaigns import cli, run_local
 
@@ -122,17 +123,97 @@ def test_a_judge_that_is_down_gives_no_verdict(swallowed: bool) -> None:
     asyncio.run(main())
 
 
+def test_an_outage_of_one_of_two_judges_is_no_verdict() -> None:
+    """Even if score goes on with the other judge."""
+
+    async def main() -> None:
+        async with Engines(grader={"": "yes"}) as gateway:
+            judges = Judges(gateway, "t/default/0", ["grader", "second"])
+
+            async def score() -> None:
+                async with judges.open() as judge:
+                    with contextlib.suppress(ModelServiceError):
+                        await judge.ask("who?", model="second")
+                    assert await judge.ask("who?", model="grader") == "yes"
+
+            with pytest.raises(ModelServiceError, match="judge: HTTP 503"):
+                await score()
+
+    asyncio.run(main())
+
+
+class Endpoint:
+    """Answers every request with one status, after some time."""
+
+    def __init__(self, status: int = 200, delay_s: float = 0.0, finish: str = "stop") -> None:
+        self._status, self._delay_s, self._finish = status, delay_s, finish
+
+    async def __aenter__(self) -> Judge:
+        async def answer(request: web.Request) -> web.Response:
+            await asyncio.sleep(self._delay_s)
+            choice = {"message": {"content": "yes"}, "finish_reason": self._finish}
+            return web.json_response({"choices": [choice]}, status=self._status)
+
+        application = web.Application()
+        application.router.add_post("/v1/chat/completions", answer)
+        self._runner = web.AppRunner(application)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return Judge(ModelEndpoint(f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1", "key", "a"), ["a"])
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "error", "infrastructure"),
+    [
+        (Endpoint(402), ModelServiceError, True),
+        (Endpoint(404), ModelServiceError, True),
+        (Endpoint(429), ModelServiceError, True),
+        (Endpoint(500), ModelServiceError, True),
+        (Endpoint(400), UserCodeError, False),
+        (Endpoint(finish="length"), UserCodeError, False),
+        (Endpoint(delay_s=5), TimeoutError, True),
+    ],
+    ids=["unpaid", "unknown", "busy", "broken", "invalid", "cut", "hangs"],
+)
+def test_only_a_wrong_request_is_the_fault_of_score(
+    endpoint: Endpoint, error: type[Exception], infrastructure: bool
+) -> None:
+    async def main() -> None:
+        async with endpoint as judge:
+            with pytest.raises(error):
+                await asyncio.wait_for(judge.ask("a"), 1)
+            assert bool(judge.unanswered) == infrastructure
+
+    asyncio.run(main())
+
+
+def test_a_plain_score_may_return_a_rubrics_coroutine_and_a_blocking_call_in_the_loop_is_refused(
+    tmp_path: Path,
+) -> None:
+    judge = StandIn(lambda *_: "yes")
+
+    async def main() -> dict[str, float]:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(UserCodeError, match="write the method as async def"):
+            WaitingJudge(judge, loop).ask("who?")
+        return await rubric(tmp_path).score(WaitingJudge(judge, loop), TALK)
+
+    assert asyncio.run(main())["reward"] == 1.0
+
+
 class StandIn(Judge):
     """Answers by a function instead of a model."""
 
     def __init__(self, answer: Any, models: tuple[str, ...] = ("a",)) -> None:
         super().__init__(ModelEndpoint("", "", ""), models)
-        object.__setattr__(self, "answer", answer)
-        object.__setattr__(self, "asked", [])
+        self.answer, self.asked = answer, list[Any]()
 
     async def ask(self, messages: Any, model: str = "", **options: Any) -> str:
-        self.asked.append((messages, model, options))  # type: ignore[attr-defined]
-        return str(self.answer(messages, model))  # type: ignore[attr-defined]
+        self.asked.append((messages, model, options))
+        return str(self.answer(messages, model))
 
 
 def rubric(tmp_path: Path, text: str = RUBRIC) -> Rubric:
@@ -141,20 +222,26 @@ def rubric(tmp_path: Path, text: str = RUBRIC) -> Rubric:
 
 
 def test_a_rubric_weighs_its_criteria(tmp_path: Path) -> None:
-    judge = StandIn(lambda question, model: "Yes? It is 4.\nyes" if "answer is 4" in question else "It is curt: No.")
+    judge = StandIn(lambda question, model: "It is 4.\n\n**Yes.**\n" if "answer is 4" in question else "Curt.\nNo")
     rewards = asyncio.run(rubric(tmp_path, RUBRIC + "options: {max_tokens: 9}\n").score(judge, TALK))
     assert rewards == {"reward": 0.75, "right": 1.0, "polite": 0.0}
-    question, model, options = judge.asked[0]  # type: ignore[attr-defined]
+    question, model, options = judge.asked[0]
     assert (model, options) == ("a", {"max_tokens": 9})
     mark = re.search(r"lines (\w+) is", question)
     assert mark is not None
     assert question.split(mark[1])[2] == "\nuser: 2 + 2?\nassistant: 4\n"
-    assert mark[1] not in judge.asked[1][0], "no conversation can contain the mark"  # type: ignore[attr-defined]
+    assert mark[1] not in judge.asked[1][0], "no conversation can contain the mark"
 
 
 @pytest.mark.parametrize(
     ("answers", "expected"),
-    [(["yes", "yes", "no"], 1.0), (["yes", "no", "no"], 0.0), (["yes", "", "no"], 0.0), (["gibberish"] * 3, 0.0)],
+    [
+        (["yes", "yes", "no"], 1.0),
+        (["yes", "no", "no"], 0.0),
+        (["yes", "", "no"], 0.0),
+        (["gibberish"] * 3, 0.0),
+        (["yes, there is no mistake"] * 3, 0.0),
+    ],
 )
 def test_the_majority_of_votes_decides(tmp_path: Path, answers: list[str], expected: float) -> None:
     rest = iter(answers)
@@ -177,6 +264,7 @@ def test_judges_that_disagree_are_no(tmp_path: Path) -> None:
         ("criteria: [{name: a, text: x, weight: -1}]\n", "positive weights"),
         ("criteria: [{name: a, text: x, wieght: 1}]\n", "wieght"),
         ("criteria: [{name: a, text: x}]\nvotes: 0\n", "votes of at least 1"),
+        ("criteria: [{name: a, text: x}]\noptions: {stream: true}\n", "options: stream is set for each vote"),
         ("criteria: {\n", "expected criteria"),
     ],
 )
@@ -210,6 +298,10 @@ class Sum:
     async def score(self, sandbox, messages, judge):
         return await RUBRIC.score(judge, messages)
 
+class Returns(Sum):
+    def score(self, sandbox, messages, judge):
+        return RUBRIC.score(judge, messages)
+
 class Plain(Sum):
     def score(self, sandbox, messages, judge):
         return float(judge.ask(messages[-1]["content"]) == "four it is")
@@ -237,7 +329,7 @@ def judged(tmp_path: Path, base_sif: Path, grader: dict[str, Any]) -> Path:
     (tmp_path / "grader.yaml").write_text(yaml.safe_dump({"tasks": answers, "default": ["four it is"]}))
     fields = {
         "name": "judged",
-        "tasks": ["sums:Sum", "sums:Plain"],
+        "tasks": ["sums:Sum", "sums:Plain", "sums:Returns"],
         "agent": "asks:Asks",
         "models": {"default": {"engine": "scripted", "script": "agent.yaml"}, **grader},
         "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
@@ -253,8 +345,9 @@ def test_a_campaign_with_a_judge(tmp_path: Path, base_sif: Path) -> None:
     assert done.returncode == 0, done.stderr
     with open_trajectories(result["run"]) as store:
         rows = {row.id: row.trajectory() for row in store}
-    assert set(rows) == {"Sum/default/0", "Plain/default/0"}
-    assert rows["Sum/default/0"].rewards == {"reward": 0.75, "right": 1.0, "polite": 0.0}
+    assert set(rows) == {"Sum/default/0", "Plain/default/0", "Returns/default/0"}
+    for name in ("Sum", "Returns"):
+        assert rows[f"{name}/default/0"].rewards == {"reward": 0.75, "right": 1.0, "polite": 0.0}
     assert rows["Plain/default/0"].reward == 1.0
     for trajectory in rows.values():
         assert [sequence.policy for sequence in trajectory.sequences] == ["default"]
@@ -266,7 +359,8 @@ def test_a_campaign_with_a_judge(tmp_path: Path, base_sif: Path) -> None:
 @pytest.mark.parametrize(
     ("grader", "expected"),
     [
-        ({}, "the score of 2 tasks asks a judge"),
+        ({}, "the score of 3 tasks asks a judge"),
+        ({"grader": {"engine": "replay", "path": "x", "judge": True}}, "answers of judges are not recorded"),
         ({"grader": {"engine": "scripted", "script": "grader.yaml", "judge": True, "samples": 2}}, "runs no tasks"),
     ],
 )
