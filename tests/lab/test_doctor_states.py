@@ -122,7 +122,7 @@ def test_scratch_full(seen: dict[str, Findings], scratch: Path) -> None:
     assert f"{scratch} on tmpfs: 0 GB" in found
     assert "it is full" in found
     assert "megaflow-hpc janitor" in remedy
-    assert only(seen["scratch full"], "apptainer")[::2] == ("warn", "make room on scratch first")
+    assert only(seen["scratch full"], "apptainer")[::2] == ("warn", "free space on scratch first")
     assert worse(seen["scratch full"], seen["sound"]) == {"scratch", "apptainer"}
 
 
@@ -161,7 +161,7 @@ def test_a_partition_dropped(lab: Lab, seen: dict[str, Findings], ask: Callable[
     broken = ask()
     lab.slurm("scontrol", "create", "PartitionName=cpu", "Nodes=cpu[1-4]", "Default=YES", "State=UP")
     assert "cpu" not in partitions(broken)
-    assert partitions(broken)["none is the default"]["remedy"].startswith("name one in slurm.pods.partition")
+    assert partitions(broken)["there is no default"]["remedy"].startswith("name one in slurm.pods.partition")
     assert worse(broken, seen["sound"]) == {"partition"}
 
 

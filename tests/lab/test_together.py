@@ -37,8 +37,7 @@ def test_engines_and_pod_are_one_heterogeneous_job_and_one_world(together: Path)
     assert rows(run.path) == {f"task{n}/default/0": ("completed", 1) for n in range(6)}
     [pod] = summary["pods"]
     events = [json.loads(line) for path in run.dir.events.glob("*.jsonl") for line in path.read_text().splitlines()]
-    start = next(event for event in events if event["event"] == "pod")
-    assert start["ranks"] == 4, "two of the pod and one for each engine"
+    assert {event["rank"] for event in events if event["event"] == "worker"} == {1}, "rank 0 leads, 2 and 3 are engines"
     engines = [event for event in events if event["event"] == "engine"]
     assert {event["node"][:3] for event in engines} == {"gpu"}
     assert len(engines) == 2

@@ -94,7 +94,7 @@ def test_a_pod_without_work_is_reported_while_another_has_more_than_it_can_run(r
     status = monitor.status()
     assert [pod.get("idle_s") for pod in status["pods"]] == [None, 300]
     [warning] = monitor.idle_warning(status["pods"])
-    assert warning.startswith("1 of 2 pods have nothing to run (for up to 300 s) while others have claimed 14 rollouts")
+    assert warning.startswith("1 of 2 pods have nothing to run (for up to 300 s) while others have claimed 14 waiting")
     assert monitor.at_work() == [("7_0", pytest.approx(now - 290))]
 
 

@@ -59,7 +59,7 @@ def test_what_a_run_calls_its_agent_is_not_called(
 ) -> None:
     run, marker = plan(), tmp_path / "made"
     agent = {"name": "os:mkdir", "args": {"path": str(marker)}}
-    change(run, lambda record: record["policies"]["oracle"]["agent"].update(agent))
+    change(run, lambda record: record["policies"]["oracle"]["agents"][0].update(agent))
     change(run, lambda record: record["campaign"].update(agent=[agent]))
     words = ["shell", str(run), "task0/oracle/0", "--command", "echo inside; exit 3"]
     assert main(words) == 3

@@ -38,7 +38,7 @@ RECORDED = Path(__file__).with_name("recorded")
 SOUND = "finished"
 """Other scenes contain of the site only what differs from this one."""
 SCENES = {
-    "array-limit": "test_arrays.py::test_seven_pods_are_one_campaign_where_arrays_have_five_elements",
+    "array-limit": "test_sites.py::test_seven_pods_are_one_campaign_where_arrays_have_five_elements",
     "qos-of-twelve-jobs": "test_arrays.py::test_a_qos_that_allows_twelve_jobs_gets_as_many_pods_as_fit",
     "lost-submission": "test_arrays.py::test_jobs_that_nobody_wrote_down_are_found_by_their_comment",
     "two-clusters": "test_clusters.py::test_pods_of_two_clusters_carry_out_one_campaign_and_each_is_asked_for_its_own",

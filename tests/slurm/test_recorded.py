@@ -249,7 +249,7 @@ def test_a_partition_that_another_cluster_lacks(play: Play) -> None:
                 "partition warn preempt: .*; it is down: jobs wait in it",
             ],
         ),
-        ("no-default-partition", ["partition warn none is the default"]),
+        ("no-default-partition", ["partition warn there is no default"]),
         ("no-pmi", ["srun --mpi FAIL srun offers neither pmi2 nor pmix"]),
         ("no-controller", ["controller FAIL .*Unable to contact slurm controller"]),
     ],

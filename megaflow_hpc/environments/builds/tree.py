@@ -38,8 +38,8 @@ from megaflow_hpc.host.tar import RefusedMember
 
 MOUNTED_DIRECTORIES = (".megaflow", ".megaflow-build", "dev")
 """Top-level directories that the build uses as mount points."""
-_HOSTS = ("etc", "hosts")
-"""File that the build mounts on. It is in the layer only if the step writes to a copy of its image."""
+_DEV_FULL, _HOSTS = ("dev", "full"), ("etc", "hosts")
+"""Files that the build mounts on. ``/etc/hosts`` is in the layer only if the step writes to a copy of its image."""
 
 _SQUASHFS = ("-noappend", "-no-progress", "-no-xattrs", "-comp", "gzip", "-Xcompression-level", "1")
 """Fast compression that every version of squashfs can read. An image is packed once and unpacked on every node."""
@@ -78,6 +78,7 @@ def layer(file: str, upper: str, marks: str = "") -> None:
     Also prints ``etc/hosts`` if the step has changed that file.
     """
     top = os.open(upper, OPEN_DIRECTORY)
+    _remove_mount_point(top, *_DEV_FULL)
     if marks:
         _remove_mount_point(top, *_HOSTS)
     changed_hosts = _exists(top, *_HOSTS)

@@ -241,14 +241,14 @@ class BuildWorkspace:
         return self._hold(layer.digest, lambda target: unpack(blob, layer, target, self.namespace))
 
     async def start(self, image: LayeredImage, spec: SandboxSpec, view: LayerView) -> ApptainerSandbox:
-        """Starts a sandbox over an image's trees. Like Docker, mounts an ``/etc/hosts``.
+        """Starts a sandbox over an image's trees. Like Docker, mounts ``/dev/full`` and an ``/etc/hosts``.
 
         Args:
             view: Merged view of the image's files.
         """
         assert self._provider is not None
         lowers = await self._lowers(image)
-        binds = [f"{self.items}:{STEPS_DIR}:ro", *spec.binds]
+        binds = [f"{self.items}:{STEPS_DIR}:ro", "/dev/full:/dev/full", *spec.binds]
         if spec.network == "host" and not os.path.lexists(lowers[-1] / _RESOLVER.lstrip("/")):
             binds += [f"{_RESOLVER}:{_RESOLVER}:ro"]  # If the image has the file, Apptainer mounts it.
         hosts = self._hosts(view)

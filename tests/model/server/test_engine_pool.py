@@ -125,7 +125,7 @@ def test_a_cancelled_pool_is_refused_and_its_members_do_not_wait_for_it(
     EnginePool(pool.path).withdraw("default.0")
     assert endpoints.refresh()
     assert endpoints.engines.unanswered == {"mine"}
-    assert f"no server of the engine pool {pool} answers now" in pool_warnings(member)[0]
+    assert f"no server of the engine pool {pool} responds" in pool_warnings(member)[0]
 
 
 def test_a_user_has_so_many_requests_at_once_whatever_campaigns_they_are_of(

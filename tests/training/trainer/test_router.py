@@ -193,7 +193,7 @@ def test_gradients_reach_the_routers_through_the_weights_of_the_experts(found: d
 def test_two_ranks_replay_as_one_does(found: dict[str, Any], name: str) -> None:
     loss, gradient = found[name]
     assert abs(loss) <= 1e-6
-    assert gradient <= 1e-6
+    assert gradient <= 2e-6  # 9e-7 to 1.2e-6, by processor: sums of float32 in another order
 
 
 def test_a_model_without_routers_is_refused(found: dict[str, Any]) -> None:
