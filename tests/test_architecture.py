@@ -20,7 +20,7 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 BUDGETS = {
     "campaign keys": 210,
     "environment variables": 28,
-    "modules": 453,
+    "modules": 454,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 8,
     "thousand tokens of agents": 11,
@@ -41,7 +41,7 @@ BUDGETS = {
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 39,
     "thousand tokens of training": 64,
-    "thousand tokens of trajectories": 46,
+    "thousand tokens of trajectories": 47,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 

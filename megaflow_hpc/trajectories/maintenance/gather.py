@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,17 @@ from megaflow_hpc.trajectories.hdf5.file import (
     root_attributes,
 )
 from megaflow_hpc.trajectories.hdf5.publishing import Unfinished, published, unfinished
+from megaflow_hpc.trajectories.hdf5.schema import escape
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
-from megaflow_hpc.trajectories.journal.winners import Seals, fingerprint, index, seals_of
+from megaflow_hpc.trajectories.journal.winners import Index, Seals, fingerprint, index, seals_of
+from megaflow_hpc.trajectories.maintenance.index_file import read_index, write_index
 
 logger = logging.getLogger(__name__)
+
+KEEP_INDEX_S = 5.0
+"""Seconds of work above which an index is kept for a later gather."""
+_IDS = 1 << 16
+"""Number of ids compared at a time, to bound memory."""
 
 
 def gather(
@@ -65,14 +73,14 @@ def gather(
     now = fingerprint(run, seals)  # taken first, so records appended in the meantime make the file stale
     before = recorded_sources(run.trajectories)
     if before is not None and _is_up_to_date(run, before, now, rebuild):
-        kept = unfinished(run.trajectories)
-        if kept.exists():  # skip this on a file system that is mounted read-only
-            kept.unlink(missing_ok=True)
+        for kept in (unfinished(run.trajectories), _kept_index(run)):
+            if kept.exists():  # skip this on a file system that is mounted read-only
+                kept.unlink(missing_ok=True)
         return run.trajectories
-    winners = index(run, seals)
+    winners = _index(run, seals, now)
     total = len(winners.winners)
     with published(run.trajectories) as temporary:
-        done = _take_up(unfinished(run.trajectories), temporary, now)
+        done = _take_up(unfinished(run.trajectories), temporary, now, winners)
         with TrajectoryWriter(temporary, campaign_name(run), now, root_attributes(run), append=done > 0) as writer:
             for trajectory in winners.trajectories(done):
                 writer.append(trajectory)
@@ -82,10 +90,38 @@ def gather(
             raise Unfinished(
                 f"{run}: stopped after {len(writer)} of {total} rollouts; continue with: megaflow-hpc gather {run}"
             )
+    _kept_index(run).unlink(missing_ok=True)
     return run.trajectories
 
 
-def _take_up(kept: Path, temporary: Path, now: dict[str, Any]) -> int:
+def _index(run: RunDir, seals: Seals, now: dict[str, Any]) -> Index:
+    """Decides which records win. If that takes long, keeps the result until the file is published. A gather that
+    continues a stopped one then need not read all journals again, which on a busy node may take most of its walltime.
+    """
+    path = _kept_index(run)
+    try:
+        if (kept := read_index(path, run.journal, now)) is not None:
+            return kept
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        logger.warning("%s: %s; reading the journals again", path, error)
+    began = time.monotonic()
+    winners = index(run, seals)
+    if time.monotonic() - began >= KEEP_INDEX_S:
+        try:
+            with published(path) as temporary:
+                write_index(temporary, winners, now)
+        except (OSError, UnicodeEncodeError) as error:  # the disk is full, or an id contains lone surrogates
+            logger.warning("%s: %s; a gather that is stopped will read the journals again", path, error)
+    return winners
+
+
+def _kept_index(run: RunDir) -> Path:
+    return run.trajectories.with_name(f".{run.trajectories.name}.index")
+
+
+def _take_up(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -> int:
     """Renames what a stopped gather has kept to ``temporary``, and returns its number of rows. Removes it and returns 0
     if it does not fit the journals."""
     try:
@@ -93,22 +129,25 @@ def _take_up(kept: Path, temporary: Path, now: dict[str, Any]) -> int:
     except FileNotFoundError:
         if not temporary.exists():  # otherwise a network file system has repeated the request
             return 0
-    rows = _rows_that_fit(temporary, now)
+    rows = _rows_that_fit(temporary, now, winners)
     if not rows:
         temporary.unlink()
     return rows
 
 
-def _rows_that_fit(kept: Path, now: dict[str, Any]) -> int:
-    """Returns the number of rows of a kept file. 0 if it is damaged, or made from other journals or by another
+def _rows_that_fit(kept: Path, now: dict[str, Any], winners: Index) -> int:
+    """Returns the number of rows of a kept file. 0 if it is damaged, or made from other records or by another
     version."""
     try:
         with open_file(kept) as file:
             if attribute(file, "sources") != now or attribute_text(file, "software") != SOFTWARE:
                 return 0
-            if any(offset_faults(file)):
-                return 0
-            return len(file["trajectories/id"])
+            ids = file["trajectories/id"]
+            for first in range(0, len(ids), _IDS):
+                expected = [escape(entry.id).encode() for entry in winners.winners[first : first + _IDS]]
+                if ids[first : first + _IDS].tolist() != expected[: len(ids) - first]:
+                    return 0
+            return 0 if any(offset_faults(file)) else len(ids)
     except (ConfigError, OSError, LookupError, ValueError) as error:
         logger.warning("%s: %s; gathering begins again", kept, error)
         return 0
