@@ -161,7 +161,7 @@ def test_a_partition_dropped(lab: Lab, seen: dict[str, Findings], ask: Callable[
     broken = ask()
     lab.slurm("scontrol", "create", "PartitionName=cpu", "Nodes=cpu[1-4]", "Default=YES", "State=UP")
     assert "cpu" not in partitions(broken)
-    assert partitions(broken)["there is no default"]["remedy"].startswith("name one in slurm.pods.partition")
+    assert partitions(broken)["there is no default"]["remedy"].startswith("set slurm.pods.partition")
     assert worse(broken, seen["sound"]) == {"partition"}
 
 
