@@ -76,8 +76,9 @@ def descriptors(pid: int) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("umask", [0o000, 0o077], ids=["open", "closed"])
 def test_a_stranger_gets_nothing_of_a_campaign_at_work(
-    place: Path, tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch, umask: int
 ) -> None:
     shared = place / "tmp"
     shared.mkdir()
@@ -96,7 +97,7 @@ def test_a_stranger_gets_nothing_of_a_campaign_at_work(
     (place / "runs").mkdir(mode=0o755)
     memory = set(os.listdir("/dev/shm"))
     sockets = listening_sockets()
-    before = os.umask(0)
+    before = os.umask(umask)
     try:
         process, run = running(campaign)
     finally:
