@@ -429,8 +429,11 @@ def _state(trajectory: Trajectory, turn: Turn) -> str:
     before = trajectory.parents[turn.message] if 0 <= turn.message < len(trajectory.parents) else -1
     if before < 0:
         return ""
-    text = json.dumps(trajectory.messages[before], sort_keys=True)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    message = trajectory.messages[before]
+    content = message.get("content")  # without ids of tool calls, which differ between rollouts
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+    digest = hashlib.blake2b(f"{message.get('role')}\0{text}".encode("utf-8", "surrogatepass"), digest_size=8)
+    return digest.hexdigest()
 
 
 Routing = tuple[int, int, int]

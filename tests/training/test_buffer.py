@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training import buffer as module
-from megaflow_hpc.training.buffer import LOST, Buffer, Sequences
+from megaflow_hpc.training.buffer import LOST, Buffer, Sequences, _turns
 from megaflow_hpc.training.plan import PlannedRollout, Settled, StepPlan
-from megaflow_hpc.trajectory import TokenSequence
+from megaflow_hpc.trajectory import TokenSequence, Turn
 from megaflow_hpc.types import Rollout
 from tests.support.training import DAMAGES, Pods, rollouts, sampled, training_run
 
@@ -191,3 +192,18 @@ def test_a_rollout_in_a_block_that_was_handed_off_is_not_lost_yet(run: RunDir, m
     (run.ledger / "done" / "1000000.0.0").touch()
     assert seen.poll() == 1
     assert names(seen) == ["a/default"]
+
+
+def test_the_state_of_a_turn_is_the_message_that_it_answered() -> None:
+    """Not the id of the tool call, which differs between rollouts."""
+
+    def state(**message: Any) -> str:
+        messages = [{"role": "user", "content": "go"}, message, {"role": "assistant", "content": "done"}]
+        one = sampled(Rollout("t", "p", 0, "a"), 1.0)
+        one.messages, one.parents, one.turns = messages, [-1, 0, 1], [Turn(0, 0, 1, message=2)]
+        return _turns(one, one.sequences)[0].state
+
+    output = state(role="tool", tool_call_id="call_1", content="a\nb \ud83e")
+    assert output == state(role="tool", tool_call_id="call_2", content="a\nb \ud83e")
+    parts = state(role="tool", content=[{"type": "text", "text": "a"}])
+    assert len({output, parts, state(role="user", content="a\nb \ud83e"), state(role="tool", content="c")}) == 4
