@@ -79,6 +79,10 @@ class ModelServiceError(MegaflowError):
     """No engine responded, or an engine could not be started. A task's ``score`` may raise it if its judge is down."""
 
 
+class UnscoredError(MegaflowError):
+    """A stored rollout cannot be scored again, because its record lacks files, or because the scorer failed."""
+
+
 class StarvedError(MegaflowError):
     """A wait cannot end: no process that would produce the awaited result is running or queued."""
 

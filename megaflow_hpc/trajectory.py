@@ -119,8 +119,8 @@ class Recording:
     parents: list[int] = field(default_factory=list)
     """For each message, the index of the previous message in its conversation. -1 for a first message."""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """For each turn, additional data for replay: the request's ``id``, ``asked`` (a digest of the conversation), and
-    the response's ``text`` if it is not a message."""
+    """For each turn, additional data for replay: the request's ``id``, ``asked`` (a digest of the conversation), the
+    response's ``text`` if it is not a message, and the numbers of prompt and sampled ``tokens`` if no ids are known."""
     over_budget: str = ""
     """Why a call was refused, if the rollout exhausted its budget."""
     constrained: int = 0

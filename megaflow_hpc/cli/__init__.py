@@ -36,6 +36,7 @@ GROUPS = {
     "runs.report": ("report",),
     "runs.shell": ("shell",),
     "runs.show": ("show",),
+    "runs.reverify": ("reverify",),
     "runs.diff": ("diff",),
     "files.export": ("export", "import"),
     "files.store": ("validate", "verify", "compact", "anonymise", "du"),
@@ -52,7 +53,7 @@ SECTIONS = {
     "start a campaign": ("init", "check", "plan", "run", "submit"),
     "inspect it": ("list", "status", "watch", "usage", "show", "diff", "logs", "shell"),
     "continue or end it": ("resume", "scale", "weights", "training", "cancel"),
-    "results": ("gather", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),
+    "results": ("gather", "reverify", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),
     "tasks, agents and images": ("tasks", "agents", "images"),
     "the site and this program": ("doctor", "prove", "janitor", "completion", "help"),
 }

@@ -71,6 +71,19 @@ class SamplingConfig(Section):
         return value or -1
 
 
+class TokenPrice(Section):
+    """Price of a model's tokens, in US dollars per million."""
+
+    input: float = Field(0.0, ge=0)
+    """Price of a million prompt tokens. Default: 0."""
+    output: float = Field(0.0, ge=0)
+    """Price of a million sampled tokens. Default: 0."""
+
+    def of(self, prompt_tokens: int, sampled_tokens: int) -> float:
+        """Returns the price of some tokens in US dollars."""
+        return (self.input * prompt_tokens + self.output * sampled_tokens) / 1e6
+
+
 ALSO = (
     *("engine", "path", "servers", "gpus", "gpu_type", "nodes", "args", "python", "image", "binds"),
     *("base_url", "api_key_file", "script", "weight"),
@@ -134,6 +147,8 @@ class ModelConfig(Section):
     samples: int | None = Field(None, ge=0)
     """Rollouts of each task under this policy. 0: the policy runs no tasks and only answers calls that name it. If it
     is trained, its steps use the groups of the other trained policies' steps. Default: the campaign's ``samples``."""
+    price: TokenPrice | None = None
+    """Price of the tokens, by which reports count what the model costs. Default: none."""
     judge: bool = False
     """True if only verifiers may call the model, to judge rollouts. Agents cannot reach it. Default: false."""
     weight: float = Field(1.0, gt=0)

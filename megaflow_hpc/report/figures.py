@@ -200,8 +200,8 @@ def figures_of(path: str | os.PathLike[str], uses: Sequence[JobUse] = (), prices
 def threshold_of(record: RunRecord, store: TrajectoryStore) -> float:
     """Returns the campaign's ``pass_threshold``, or the default if the file does not record one."""
     campaign = record.campaign
-    if not campaign and isinstance(store.source, Hdf5Source):
-        campaign = attribute(store.source.file, "config") or {}
+    if not campaign and isinstance(store.recorded, Hdf5Source):
+        campaign = attribute(store.recorded.file, "config") or {}
     return pass_threshold_of(campaign)
 
 

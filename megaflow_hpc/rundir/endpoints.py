@@ -162,6 +162,14 @@ class EndpointFiles:
         endpoints = _readable(paths, Endpoint)
         return [endpoint for endpoint in endpoints if endpoint.url and policy in (None, endpoint.policy)]
 
+    def written_at(self, endpoint: Endpoint) -> float:
+        """Returns the time of a server's latest heartbeat in Unix seconds, by the file system's clock; 0 if its file is
+        gone."""
+        try:
+            return self._file(endpoint.server).stat().st_mtime
+        except OSError:
+            return 0.0
+
     def failed(self) -> list[FailedServer]:
         """Returns the servers that gave up."""
         return _readable(self._folder.glob(f"*{FAILED}"), FailedServer)

@@ -174,3 +174,12 @@ class EnginePool:
 def digest_of(key: str) -> str:
     """Returns the hexadecimal SHA-256 of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def pool_servers(membership: PoolMembership) -> list[Endpoint]:
+    """Returns the servers of a pool that serve a campaign's policy, with the campaign's own names and key."""
+    servers = EnginePool(membership.pool).serving(membership.theirs)
+    for server in servers:
+        server.server, server.policy = f"{membership.policy}@{server.server}", membership.policy
+        server.key = membership.key
+    return servers

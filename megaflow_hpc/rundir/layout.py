@@ -18,6 +18,7 @@
       journal/            <pod>.<start>.journal: acknowledged trajectories; <pod>.<start>.1.pack: small journals
       partial/            checkpoints of rollouts that the end of an allocation interrupted
       trajectories.h5     the result
+      rewards/            <name>/<time>.<random>.jsonl: rewards that ``reverify`` gave later (:mod:`.rewards`)
       events/             <pod>.<start>.jsonl: life-cycle events; <pod>.<start>.summary: summary of its first bytes;
                           <pod>.<start>.condensed: this start and all earlier ones
       live/               requests of viewers, and the pods' answers about running rollouts (:mod:`.live`)
@@ -68,6 +69,7 @@ class RunDir:
         self.journal = self.path / "journal"
         self.partial = self.path / "partial"
         self.trajectories = self.path / "trajectories.h5"
+        self.rewards = self.path / "rewards"
         self.events = self.path / "events"
         self.live = self.path / "live"
         self.logs = self.path / "logs"
@@ -110,7 +112,7 @@ class RunDir:
             return  # the reader reports the error
         if os.getuid() not in (owner, 0):
             raise ConfigError(f"{self.path}: belongs to {user_name(owner)}; other users may read it, but not change it")
-        for room in (self.tasks, self.ledger, self.endpoints, self.partial, self.events, self.live):
+        for room in (self.tasks, self.ledger, self.endpoints, self.partial, self.events, self.live, self.rewards):
             if room.is_symlink():
                 raise ConfigError(
                     f"{room}: is a symbolic link, which is not followed; replace it by the directory itself"

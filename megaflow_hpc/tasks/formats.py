@@ -51,6 +51,8 @@ class VerificationContext:
     """The agent's changes to the git checkout in the working directory, if there was a checkout."""
     messages: Callable[[], list[dict[str, Any]]] = list
     """Returns the agent's conversation so far."""
+    artifacts: Callable[[], dict[str, bytes]] = dict
+    """Returns the files stored with the rollout so far, by name."""
     judge: Callable[[], AbstractAsyncContextManager[Judge]] | None = None
     """Opens an address at which judges answer. ``None`` if the campaign has none."""
 
@@ -144,6 +146,19 @@ class TaskFormat(Protocol):
             ConfigError: the task cannot be verified in this way.
         """
 
+    async def put_back(self, task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, bytes], /) -> bool:
+        """Restores the artifacts that the task declares from those of a stored rollout.
+
+        Args:
+            stored: artifacts by name.
+
+        Returns:
+            True if the tests see nothing else of the agent's files.
+
+        Raises:
+            UnscoredError: some of the artifacts are not stored.
+        """
+
     def may_continue(self, step: Task, verdict: Verdict, /) -> bool:
         """Returns whether to run the next step after this verdict."""
 
@@ -171,6 +186,9 @@ class OneStep:
 
     async def begin_step(self, step: Task, sandbox: ApptainerSandbox, /) -> None:
         pass
+
+    async def put_back(self, task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, bytes], /) -> bool:
+        return False
 
     def may_continue(self, step: Task, verdict: Verdict, /) -> bool:
         return True

@@ -35,6 +35,15 @@ REFUSED = (400, 413, 422)
 """HTTP statuses that blame the request. Any other failure is the judge's."""
 
 
+_rubric_files: dict[str, None] = {}
+"""Absolute paths of the rubrics that this process has read, in order."""
+
+
+def rubric_files() -> list[Path]:
+    """Returns the files of the rubrics that this process has read, except those that are gone."""
+    return [path for path in map(Path, _rubric_files) if path.exists()]
+
+
 class Judge:
     """Access to the judges of a campaign during one verification. The attributes suit any client.
 
@@ -179,6 +188,7 @@ class Rubric(msgspec.Struct, forbid_unknown_fields=True):
             raise ConfigError(f"{path}: options: {min(taken)} is set for each vote; leave it out")
         if rubric.votes < 1 or not all(0 < criterion.weight < 1e9 for criterion in rubric.criteria):
             raise ConfigError(f"{path}: expected votes of at least 1 and positive weights")
+        _rubric_files[str(Path(path).absolute())] = None
         return rubric
 
     async def score(self, judge: Judge | WaitingJudge, messages: Sequence[Message]) -> dict[str, float]:

@@ -20,7 +20,8 @@ r"""Tasks written as a Python class: ``tasks: [package.module:Class]``.
             await sandbox.exec("echo 3 > answer")
 
 ``score`` may have further parameters: ``messages`` (the agent's conversation), ``patch`` (its changes to the checkout
-in ``workdir``) and ``judge`` (:class:`~megaflow_hpc.tasks.judging.Judge`).
+in ``workdir``), ``artifacts`` (name → bytes), ``task`` (:class:`~megaflow_hpc.types.Task`) and ``judge``
+(:class:`~megaflow_hpc.tasks.judging.Judge`).
 
 ``setup``, ``score`` and ``solve`` may also be synchronous. They then run in a thread, and the sandbox's ``exec``,
 ``upload``, ``download`` and ``read`` block. A class defines one task, whose id is the class name or ``id``. With a
@@ -45,6 +46,7 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -58,7 +60,7 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, OneStep, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
-from megaflow_hpc.tasks.judging import Judge, WaitingJudge, blocking
+from megaflow_hpc.tasks.judging import Judge, WaitingJudge, blocking, rubric_files
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
 
 SETTINGS: Mapping[str, tuple[type, ...]] = {
@@ -80,7 +82,7 @@ IN_SANDBOX = frozenset({"workdir", "user", "env", "network", "memory_mb", "cpus"
 """Settings of a sandbox."""
 NONE = "none"
 """Value of ``image`` for a task without a sandbox."""
-EXTRAS = frozenset({"messages", "patch", "judge"})
+EXTRAS = frozenset({"messages", "patch", "artifacts", "task", "judge"})
 """Parameters that ``score`` may have besides the sandbox."""
 
 _instances: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -100,6 +102,9 @@ class ClassSource(msgspec.Struct, frozen=True):
     """Source file of the class. Empty if it has none."""
     judged: bool = False
     """True if ``score`` asks a judge."""
+    rubrics: list[str] = []
+    """Rubrics that had been read when the class was imported. They must not change during a run, because workers read
+    them at different times."""
 
 
 def looks_like_class(source: str) -> bool:
@@ -153,7 +158,9 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         given := [key for key in SETTINGS if key in IN_SANDBOX and values[key] is not None]
     ):
         raise ConfigError(f"{where}: {given[0]}: a task with image {NONE!r} has no sandbox; leave {given[0]} out")
-    place = ClassSource(source, base, keywords, _file(cls), "judge" in _wanted(task.score))
+    is_judged = "judge" in wanted(task.score)
+    rubrics = [str(path) for path in rubric_files()] if is_judged else []
+    place = ClassSource(source, base, keywords, _file(cls), is_judged, rubrics)
     made = Task(
         id=name,
         instruction=instruction,
@@ -253,32 +260,41 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         await _start_judged(task, sandbox, context)
     instance = _instance(task, sandbox)
     del _instances[sandbox]
-    wanted = _wanted(instance.score)
-    more: dict[str, Any] = {}
-    if "messages" in wanted:
-        more["messages"] = context.messages()
-    if "patch" in wanted:
-        more["patch"] = context.patch.data.decode("utf-8", "replace") if context.patch else ""
     try:
-        async with _judge(task, context) if "judge" in wanted else nullcontext() as judge:
+        async with _judge(task, context) if "judge" in wanted(instance.score) else nullcontext() as judge:
+            known = {"messages": context.messages, "patch": partial(_text, context), "artifacts": context.artifacts}
+            more = {name: get() for name, get in known.items() if name in wanted(instance.score)}
+            more |= {"task": task} if "task" in wanted(instance.score) else {}
             more |= {"judge": judge} if judge else {}
             score = await call(task, instance.score, sandbox, task.verifier_timeout_s, **more)
     except (SandboxError, ModelServiceError):
         _instances[sandbox] = instance
         raise
-    named_rewards = score if isinstance(score, Mapping) else {"reward": score}
+    return Verdict.of(named_rewards(task, instance.score, score))
+
+
+def _text(context: VerificationContext) -> str:
+    return context.patch.data.decode("utf-8", "replace") if context.patch else ""
+
+
+def named_rewards(task: Task, method: Callable[..., Any], score: Any) -> dict[str, float]:
+    """Checks a score, and returns it as rewards by name.
+
+    Raises:
+        UserCodeError: it is neither a finite number nor a mapping from names to finite numbers.
+    """
     rewards: dict[str, float] = {}
-    for name, value in named_rewards.items():
+    for name, value in (score if isinstance(score, Mapping) else {"reward": score}).items():
         number = value if isinstance(value, int | float) else math.nan
         if not isinstance(name, str) or not abs(number) <= MAX_REWARD:  # NaN fails this test too
             raise UserCodeError(
-                f"{code_of(instance.score)}: score of task {task.id} returned {score!r:.80}; expected a finite number, "
+                f"{code_of(method)}: score of task {task.id} returned {score!r:.80}; expected a finite number, "
                 "or finite numbers by name"
             )
         rewards[name] = float(number)
     if not rewards:
-        raise UserCodeError(f"{code_of(instance.score)}: score of task {task.id} returned no reward; expected a number")
-    return Verdict.of(rewards)
+        raise UserCodeError(f"{code_of(method)}: score of task {task.id} returned no reward; expected a number")
+    return rewards
 
 
 async def _start_judged(task: Task, sandbox: ApptainerSandbox, context: VerificationContext) -> None:
@@ -289,7 +305,7 @@ async def _start_judged(task: Task, sandbox: ApptainerSandbox, context: Verifica
         await layer.start(sandbox.spec)
 
 
-def _wanted(score: Callable[..., Any]) -> frozenset[str]:
+def wanted(score: Callable[..., Any]) -> frozenset[str]:
     """Returns which of :data:`EXTRAS` are parameters of a method ``score``."""
     return EXTRAS & set(inspect.signature(score).parameters)
 
@@ -323,7 +339,7 @@ class PythonClassFormat(OneStep):
 
     def files(self, task: Task) -> list[str]:
         source = msgspec.convert(task.metadata["python"], ClassSource)
-        return [source.file] if source.file else []
+        return [*([source.file] if source.file else []), *source.rubrics]
 
     prepare = staticmethod(prepare)
     solve = staticmethod(solve)
@@ -340,7 +356,9 @@ FORMAT: TaskFormat = PythonClassFormat()
 # --- calls of user code -----------------------------------------------------------------------------------------------
 
 
-async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox, timeout_s: float, **more: Any) -> Any:
+async def call(
+    task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox | None, timeout_s: float, /, **more: Any
+) -> Any:
     """Calls one method of a task with its sandbox, in the event loop or in a thread, with a time limit.
 
     Args:
@@ -355,13 +373,14 @@ async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox
     try:
         async with limit:
             if inspect.iscoroutinefunction(method):
-                return await method(sandbox, **more)
+                return await method(*([] if sandbox is None else [sandbox]), **more)
             # After a timeout, the thread runs until it next uses the sandbox, which is closed by then.
             loop = asyncio.get_running_loop()
             plain = dict(more)
             if isinstance(judge := more.get("judge"), Judge):
                 plain["judge"] = WaitingJudge(judge, loop)
-            result = await _in_thread(lambda: method(WaitingSandbox(sandbox, loop), **plain), task.id)
+            first = [] if sandbox is None else [WaitingSandbox(sandbox, loop)]
+            result = await _in_thread(lambda: method(*first, **plain), task.id)
             return await result if inspect.isawaitable(result) else result
     except (SandboxError, ModelServiceError):
         raise

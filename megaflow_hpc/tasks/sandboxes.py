@@ -46,6 +46,7 @@ def verification_context(
     start: Callable[[SandboxSpec], Awaitable[ApptainerSandbox]],
     messages: Callable[[], list[dict[str, Any]]] = list,
     judge: Callable[[], AbstractAsyncContextManager[Judge]] | None = None,
+    artifacts: Callable[[], dict[str, bytes]] = dict,
 ) -> VerificationContext:
     """Returns the context in which a campaign verifies a task.
 
@@ -54,6 +55,7 @@ def verification_context(
         start: starts a separate verifier's sandbox.
         messages: returns the agent's conversation so far.
         judge: opens an address at which judges answer.
+        artifacts: returns the files stored with the rollout so far, by name.
     """
     return VerificationContext(
         fresh=environment.verification_of(task) == "fresh",
@@ -61,5 +63,6 @@ def verification_context(
         network="none" if environment.network == "gateway" else environment.network,
         start=lambda task: start(sandbox_spec(task, images, environment)),
         messages=messages,
+        artifacts=artifacts,
         judge=judge,
     )

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -379,7 +379,27 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
     """Reads the fields of a rollout that data algorithms and packing use. Raises the errors of
     :meth:`Sequences.read`."""
     trajectory, sequences = sequences_of.read(place)
-    sampled = tuple(int(np.count_nonzero(np.frombuffer(s.loss_mask, np.uint8))) for s in sequences)
+    sampled = _sampled(sequences)
+    sample = _sample(trajectory, sequences_of.policy, sequences, sampled, ordinal)
+    return sample, Arrived(place, tuple(len(sequence.tokens) for sequence in sequences), sampled)
+
+
+def _sampled(sequences: Sequence[TokenSequence]) -> tuple[int, ...]:
+    """Returns the number of sampled tokens of each sequence."""
+    return tuple(int(np.count_nonzero(np.frombuffer(s.loss_mask, np.uint8))) for s in sequences)
+
+
+def stored_rollout(trajectory: Trajectory) -> StoredRollout:
+    """Returns a rollout in the form that a scorer receives, outside of a training. Its versions have no order."""
+    sequences = [sequence for sequence in trajectory.sequences if sequence.policy == trajectory.policy]
+    sample = _sample(trajectory, trajectory.policy, sequences, _sampled(sequences), lambda version: version)
+    return StoredRollout(sample, trajectory)
+
+
+def _sample(
+    trajectory: Trajectory, policy: str, sequences: list[TokenSequence], sampled: tuple[int, ...], ordinal: Ordinal
+) -> Sample:
+    """Returns the fields of a rollout that data algorithms use, from the policy's sequences, which may be cut off."""
     versions: set[int] = set()
     for sequence in sequences:
         column = np.frombuffer(sequence.weight_versions, np.int32)
@@ -391,7 +411,7 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
             else:
                 versions.update(np.unique(column).tolist())
     ordinals = [ordinal(version) for version in versions]
-    sample = Sample(
+    return Sample(
         id=trajectory.id,
         task=trajectory.task_id,
         group=trajectory.group_id,
@@ -404,13 +424,12 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
         oldest=min(ordinals, default=-1),
         newest=max(ordinals, default=-1),
         tokens=sum(sampled),
-        longest=max((len(s.tokens) for s in trajectory.sequences if s.policy == sequences_of.policy), default=0),
+        longest=max((len(s.tokens) for s in trajectory.sequences if s.policy == policy), default=0),
         time_ns=int(trajectory.finished_at * 1e9) if math.isfinite(trajectory.finished_at) else 0,
         sequences=len(sequences),
         turns=_turns(trajectory, sequences),
         agent_s=trajectory.agent_s or 0.0,
     )
-    return sample, Arrived(place, tuple(len(sequence.tokens) for sequence in sequences), sampled)
 
 
 def _turns(trajectory: Trajectory, sequences: list[TokenSequence]) -> tuple[TurnTokens, ...]:

@@ -70,7 +70,7 @@ def _shell(arguments: argparse.Namespace) -> int:
     if arguments.command is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("shell: standard input and output are not a terminal; give --command CMD")
     found = _find(run, record, arguments.id)
-    return asyncio.run(_until_signalled(_look_in(arguments, run, record, found)))
+    return asyncio.run(until_signalled(_look_in(arguments, run, record, found)))
 
 
 class _Found(NamedTuple):
@@ -103,7 +103,7 @@ def _find(run: RunDir, record: RunRecord, wanted: str) -> _Found:
     return _Found(wanted, next((agent for agent in agents if agent.short_title == name.scaffold), agents[0]))
 
 
-async def _until_signalled(work: Any) -> int:
+async def until_signalled(work: Any) -> int:
     """Runs ``work``. On SIGHUP or SIGTERM, cancels it, closes its resources and returns 128 + n."""
     task = asyncio.ensure_future(work)
     came: list[int] = []

@@ -231,6 +231,7 @@ def _text_answer(call: Call, reply: Reply) -> Answer:
             message=message,
             request_id=_name(reply.get("id")),
             counted=0 if number else sampled,
+            counted_prompt=0 if number else max(0, total - sampled),
         )
         samples.append(sample)
     return Answer(reply, samples, "text", reply.size, total)

@@ -60,6 +60,8 @@ class SampledTokens:
     """Experts of the prompt and of the sampled tokens, if the engine reports them."""
     counted: int | None = None
     """Number of sampled tokens if the engine reports no ids. ``None`` if ``tokens`` has the ids."""
+    counted_prompt: int = 0
+    """Number of the prompt's tokens, with ``counted``."""
 
 
 @dataclass
@@ -191,6 +193,8 @@ class Recorder:
         call = {"id": sample.request_id, "asked": conversation_digest(list(messages)) if asked is None else asked}
         if sample.message is None:
             call["text"] = sample.text
+        if sample.counted is not None:
+            call["tokens"] = [sample.counted_prompt, sample.counted]
         self.recording.calls.append(call)
         self._answered_at = time.monotonic()
         return turn

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from megaflow_hpc.rundir.endpoints import EndpointFiles, EndpointListing, FailedServer
-from megaflow_hpc.rundir.engine_pool import EnginePool
+from megaflow_hpc.rundir.engine_pool import EnginePool, pool_servers
 from megaflow_hpc.rundir.layout import RunDir
 
 
@@ -76,9 +76,7 @@ class Endpoints:
                 failed = FailedServer(server=name, policy=membership.policy, cause=closed, lasting=True)
                 files[f"{name}.failed"] = {**msgspec.to_builtins(failed), "all_failed": True}
                 continue
-            for server in pool.serving(membership.theirs):
-                server.server, server.policy = f"{membership.policy}@{server.server}", membership.policy
-                server.key = membership.key
+            for server in pool_servers(membership):
                 files[server.server] = msgspec.to_builtins(server)
         return self._replace(files)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from megaflow_hpc.config.model import TokenPrice
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.tasks.judging import Judge
@@ -27,10 +28,14 @@ class Judges:
         gateway: The gateway that serves the rollout.
         rollout: Id of the rollout.
         models: Names of the campaign's judges. Empty if it has none.
+        prices: Judge → price of its tokens, for judges that have one.
     """
 
-    def __init__(self, gateway: ModelGateway, rollout: str, models: Sequence[str]) -> None:
+    def __init__(
+        self, gateway: ModelGateway, rollout: str, models: Sequence[str], prices: Mapping[str, TokenPrice] | None = None
+    ) -> None:
         self._gateway, self._session, self.models = gateway, f"{rollout}#judge", tuple(models)
+        self._prices = prices or {}
         self._recordings: list[Recording] = []
 
     @asynccontextmanager
@@ -54,9 +59,13 @@ class Judges:
         finally:
             self._recordings.append(await self._gateway.close(self._session))
 
+    def calls(self) -> list[dict[str, Any]]:
+        """Returns all calls: model, messages, numbers of tokens, and the price in US dollars if there is one."""
+        return [call for recording in self._recordings for call in self._calls(recording)]
+
     def artifacts(self) -> list[Artifact]:
         """Returns the artifact with all calls, or an empty list without any call."""
-        calls = [call for recording in self._recordings for call in _calls(recording)]
+        calls = self.calls()
         if not calls:
             return []
         text = json.dumps(calls)
@@ -64,17 +73,17 @@ class Judges:
             text = json.dumps([{**call, "messages": None} for call in calls])
         return [Artifact(JUDGE_FILE, text.encode())]
 
-
-def _calls(recording: Recording) -> list[dict[str, Any]]:
-    return [
-        {
-            "model": turn.policy,
-            "messages": [recording.messages[node] for node in path_to(recording.parents, turn.message)],
-            "prompt_tokens": turn.token_start,
-            "sampled_tokens": turn.token_end - turn.token_start,
-        }
-        for turn in recording.turns
-    ]
+    def _calls(self, recording: Recording) -> Iterator[dict[str, Any]]:
+        for turn, call in zip(recording.turns, recording.calls, strict=True):
+            prompt, sampled = call.get("tokens") or (turn.token_start, turn.token_end - turn.token_start)
+            price = self._prices.get(turn.policy)
+            yield {
+                "model": turn.policy,
+                "messages": [recording.messages[node] for node in path_to(recording.parents, turn.message)],
+                "prompt_tokens": prompt,
+                "sampled_tokens": sampled,
+                **({"usd": price.of(prompt, sampled)} if price else {}),
+            }
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:

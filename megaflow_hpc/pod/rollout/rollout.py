@@ -40,7 +40,7 @@ from megaflow_hpc.errors import (
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.model.gateway.open_rollout import SEEDS
 from megaflow_hpc.model.gateway.replay import calls_artifact
-from megaflow_hpc.pod.rollout.judges import Judges, conversation
+from megaflow_hpc.pod.rollout.judges import conversation
 from megaflow_hpc.pod.rollout.preemption import Checkpoint, CutShort
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
@@ -49,6 +49,7 @@ from megaflow_hpc.tasks.digests import check_unchanged
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext
 from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.tasks.sandboxes import verification_context
+from megaflow_hpc.tasks.scoring import check_turns
 from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
 from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectory import Recording, Trajectory, linked
@@ -236,8 +237,7 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     messages, parents = recording.messages, recording.parents
     if not messages:
         messages, parents = result.messages, []
-    calls = enumerate(result.turn_rewards, len(trajectory.turns))
-    trajectory.rewards = {**trajectory.rewards, **{f"{TURN_REWARD}{number}": float(value) for number, value in calls}}
+    _add_turn_rewards(trajectory, result.turn_rewards, len(recording.turns))
     first = len(trajectory.messages)
     for turn in recording.turns:
         turn.sequence += len(trajectory.sequences) if turn.sequence >= 0 else 0
@@ -252,6 +252,17 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     trajectory.constrained += recording.constrained
     if recording.calls:
         trajectory.artifacts.append(calls_artifact(recording))
+
+
+def _add_turn_rewards(trajectory: Trajectory, values: Sequence[float], turns: int) -> None:
+    """Adds the agent's rewards of ``turns`` new model calls. Leaves them out, with an error, if there are too many."""
+    if len(values) > turns:
+        trajectory.error_kind = "agent"
+        error = f"turn_rewards of the agent: {len(values)} numbers for {turns} model calls; left out"
+        trajectory.error = "; ".join(filter(None, (trajectory.error, error)))
+        return
+    named = {f"{TURN_REWARD}{number}": float(value) for number, value in enumerate(values, len(trajectory.turns))}
+    trajectory.rewards = {**trajectory.rewards, **named}
 
 
 def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:
@@ -346,7 +357,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
     await asyncio.to_thread(check_unchanged, task)
     sandboxes = Sandboxes(services.provider)
-    judges = Judges(services.gateway, rollout.id, services.config.judges())
+    judges = services.judges(rollout.id)
     context = verification_context(
         task,
         services.config.environment,
@@ -354,6 +365,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         sandboxes.start,
         lambda: conversation(trajectory),
         judges.open if judges.models else None,
+        lambda: {artifact.name: artifact.data for artifact in trajectory.artifacts},
     )
     run_agent = partial(AgentRun, services, rollout, agent, policy.model is not None)
     verifying = partial(timed, trajectory, "verify_s")
@@ -363,6 +375,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         none = NoSandbox(task)
         conversing = run_agent(cast(ApptainerSandbox, none), sandboxes, trajectory, None)
         verdict = await run_conversation(task, none, context, conversing.run, verifying)
+    verdict = _of_existing_turns(verdict, len(trajectory.turns))
     await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
     output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
     trajectory.artifacts += [*verdict.artifacts, *judges.artifacts(), Artifact("verifier.log", output)]
@@ -370,6 +383,16 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
     if verdict.agent_error or verdict.error:
         trajectory.error_kind = "verifier" if verdict.error else "agent"
         trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
+
+
+def _of_existing_turns(verdict: Verdict, turns: int) -> Verdict:
+    """Returns the verdict, or reward 0 with an error if it rewards model calls that the rollout did not make."""
+    try:
+        check_turns(verdict.rewards, turns)
+    except UserCodeError as error:
+        whole = {name: 0.0 for name in verdict.rewards if not name.startswith(TURN_REWARD)}
+        return replace(verdict, reward=0.0, rewards=whole or {"reward": 0.0}, error=str(error))
+    return verdict
 
 
 async def _run_in_sandbox(

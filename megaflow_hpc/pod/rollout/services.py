@@ -14,6 +14,7 @@ from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.model.gateway.limits import CallLimits, Quotas
 from megaflow_hpc.model.gateway.replay import Replay
 from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.pod.rollout.judges import Judges
 from megaflow_hpc.pod.rollout.preemption import MAX_CAMPAIGN_BYTES, MAX_CHECKPOINT_BYTES, Preemption
 from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import Sampling
@@ -66,6 +67,12 @@ class Services:
         await gateway.start()
         agents = Zygote([agent.name for policy in policies.values() for agent in policy.agents], *code_places)
         return cls(config, policies, {}, ApptainerProvider(), gateway, agents, checkpoints)
+
+    def judges(self, rollout_id: str) -> Judges:
+        """Returns the campaign's judges, for one rollout."""
+        names = self.config.judges()
+        prices = {name: model.price for name in names if (model := self.config.models[name]).price is not None}
+        return Judges(self.gateway, rollout_id, names, prices)
 
     async def close(self) -> None:
         """Stops all services and all sandboxes."""

@@ -11,18 +11,18 @@ import fnmatch
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.errors import SandboxError, UnscoredError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.tasks.harbor.data import DeclaredArtifact, HarborData
 from megaflow_hpc.types import Artifact, Task
 
-PUBLISHED = "/logs/artifacts"
+PUBLISHED, MANIFEST = "/logs/artifacts", "artifacts/manifest.json"
 COLLECT_S = 120.0
 DOWNLOAD_TIMEOUT_S = 240.0
 """Timeout in seconds for collecting all artifacts of a task. The agent may have replaced the programs that read
@@ -101,7 +101,7 @@ async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[C
     collected: list[Collected] = []
     for number, entry in enumerate(entries):
         source = sources[number]
-        kept = Collected(source, entry.destination or source.strip("/") or "root")
+        kept = Collected(source, _name(entry))
         if there[number : number + 1] != ["1"]:
             if entry.destination or source != PUBLISHED:
                 collected.append(kept)
@@ -160,6 +160,7 @@ def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artif
     for item in collected:
         kept: list[str] = []
         omitted: list[str] = []
+        executable: list[str] = []
         for file in _files(item.path):
             name = f"{prefix}artifacts/{item.name}"
             if item.path is not None and file != item.path:
@@ -171,13 +172,58 @@ def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artif
             artifacts.append(Artifact(name, file.read_bytes()))
             left -= size
             kept.append(name)
+            executable += [name] if os.access(file, os.X_OK) else []
+        links = sum(file.is_symlink() for file in item.path.rglob("*")) if item.path and item.path.is_dir() else 0
         entry: dict[str, Any] = {"source": item.source, "kept": len(kept), "error": item.error}
+        entry |= {"executable": executable, "links": links}
         if omitted:
             entry["too_large_or_too_many"] = omitted[:MAX_FILES]
         manifest.append(entry)
     if manifest:
-        artifacts.append(Artifact(f"{prefix}artifacts/manifest.json", json.dumps(manifest, indent=1).encode()))
+        artifacts.append(Artifact(f"{prefix}{MANIFEST}", json.dumps(manifest, indent=1).encode()))
     return artifacts
+
+
+async def put_back(task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, bytes]) -> None:
+    """Copies a stored rollout's artifacts to their places in a sandbox.
+
+    Raises:
+        UnscoredError: some of them are not stored, or do not fit into the sandbox.
+    """
+    manifest = {entry["source"]: entry for entry in json.loads(stored.get(MANIFEST, b"[]"))}
+    folder = Path(sandbox.directory + ".restored")
+    restored: list[Collected] = []
+    try:
+        for number, declared in enumerate(entries_of(task)):
+            entry = manifest.get(declared.source)
+            if (entry and entry["error"] == "not there") or (not entry and declared.source == PUBLISHED):
+                continue
+            if not entry or entry["error"] or entry.get("too_large_or_too_many") or entry.get("links", 1):
+                raise UnscoredError(f"not all files of its artifact {declared.source} are stored")
+            item = Collected(declared.source, _name(declared), folder / str(number))
+            for name, data in stored.items():
+                whole, _, relative = name.partition(f"artifacts/{item.name}")
+                if not whole and (not relative or relative.startswith("/")) and name != MANIFEST:
+                    path = folder / str(number) / relative.strip("/")
+                    await asyncio.to_thread(_write, path, data, name in entry["executable"])
+            restored.append(item)
+        if problems := await carry(restored, sandbox):
+            raise UnscoredError(f"an artifact cannot be restored: {problems[0]}")
+    finally:
+        await asyncio.to_thread(remove_tree, folder, ignore_errors=True)
+
+
+def _write(path: Path, data: bytes, executable: bool) -> None:
+    if ".." in path.parts:
+        raise UnscoredError(f"{path}: leads out of its artifact")
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path.write_bytes(data)
+    path.chmod(0o755 if executable else 0o644)
+
+
+def _name(entry: DeclaredArtifact) -> str:
+    """Returns the name of a declared artifact in the trajectory."""
+    return entry.destination or entry.source.strip("/") or "root"
 
 
 def _files(path: Path | None) -> list[Path]:

@@ -6,7 +6,7 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from megaflow_hpc.environments.images.sources import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.tasks.formats import TASK_ID, OneStep, TaskFormat
-from megaflow_hpc.tasks.harbor import verifier
+from megaflow_hpc.tasks.harbor import artifacts, verifier
 from megaflow_hpc.tasks.harbor.data import HarborData, Judging
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
@@ -88,6 +88,11 @@ class HarborFormat(OneStep):
         if data.healthcheck.command:
             await sandbox.end_processes()
         return data.upload_environment or bool(data.healthcheck.command)
+
+    async def put_back(self, task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, bytes]) -> bool:
+        await artifacts.put_back(task, sandbox, stored)
+        rules = HarborData.of(task).verifier
+        return rules.environment is not None and not rules.collect
 
     steps = staticmethod(steps_of)
     step_name = staticmethod(step_name)

@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from megaflow_hpc.trajectories.journal.winners import fingerprint, index, seals_
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
 from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_batches
 from megaflow_hpc.trajectories.reading.conversations import Conversation, ConversationCall, conversations, main
+from megaflow_hpc.trajectories.reading.given import WithGiven
 from megaflow_hpc.trajectories.reading.selection import RowTable, select
 from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, JournalSource, SequenceView, Source
 from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked, path_to
@@ -49,8 +50,11 @@ from megaflow_hpc.types import Artifact
 class TrajectoryStore:
     """The trajectories of one campaign, in commit order. A context manager, created by :func:`open_trajectories`."""
 
-    def __init__(self, source: Source, path: Path) -> None:
-        self.source = source
+    def __init__(self, source: Source, path: Path, run: RunDir | None = None) -> None:
+        self.recorded = source
+        """The rows as the campaign stored them."""
+        self.source = cast(Source, WithGiven(source, run)) if run and run.rewards.is_dir() else source
+        """The same rows, with the rewards that ``reverify`` gave later."""
         self.path = path
         """The file or run directory being read."""
 
@@ -147,15 +151,15 @@ class TrajectoryStore:
     @cached_property
     def campaign(self) -> str:
         """The campaign's name."""
-        if isinstance(self.source, Hdf5Source):
-            return attribute_text(self.source.file, "campaign")
+        if isinstance(self.recorded, Hdf5Source):
+            return attribute_text(self.recorded.file, "campaign")
         return campaign_name(RunDir(self.path))
 
     @cached_property
     def versions(self) -> dict[str, Any]:
         """Versions of the software and models that produced the campaign. Empty if not recorded."""
-        if isinstance(self.source, Hdf5Source):
-            return attribute(self.source.file, "versions")
+        if isinstance(self.recorded, Hdf5Source):
+            return attribute(self.recorded.file, "versions")
         versions: dict[str, Any] = json.loads(root_attributes(RunDir(self.path))["versions"])
         return versions
 
@@ -246,7 +250,8 @@ def open_trajectories(path: str | os.PathLike[str]) -> TrajectoryStore:
 
     Args:
         path: A run directory (even of a running campaign), or a ``trajectories.h5``. In a run directory, the file is
-            read if it covers all journals. Otherwise the journals are read, with the same result.
+            read if it covers all journals. Otherwise the journals are read, with the same result. Of a run directory,
+            rewards that ``reverify`` gave later are read too.
 
     Raises:
         ConfigError: ``path`` is missing, is not a run directory, or is a foreign, damaged or newer file.
@@ -261,8 +266,8 @@ def open_trajectories(path: str | os.PathLike[str]) -> TrajectoryStore:
     recorded = recorded_sources(run.trajectories)
     now = fingerprint(run, seals)
     if run.trajectories.exists() and _covers(recorded, now):
-        return TrajectoryStore(Hdf5Source(run.trajectories), run.trajectories)
-    return TrajectoryStore(JournalSource(index(run, seals)), run.path)
+        return TrajectoryStore(Hdf5Source(run.trajectories), run.trajectories, run)
+    return TrajectoryStore(JournalSource(index(run, seals)), run.path, run)
 
 
 def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:

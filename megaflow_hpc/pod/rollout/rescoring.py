@@ -1,0 +1,242 @@
+"""Scores stored rollouts again, without sampling: by their tasks' own verification, or by a scorer of the user's.
+
+A task's tests need the files that the agent left. They are restored if the record has all of them: in a fresh sandbox
+of the image, the stored patch is applied to the checkout, and stored artifacts are put back. That suffices if the tests
+see only the work directory and the artifacts (verification ``fresh``), and the work directory is in a checkout. A
+``score`` in Python may also do without the files; then it gets a sandbox of which every use is an error. Otherwise the
+rollout is left alone (:class:`~megaflow_hpc.errors.UnscoredError`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, NoReturn, cast
+
+from megaflow_hpc.config.sections import AgentConfig
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.errors import LimitError, MegaflowError, UnscoredError, UserCodeError
+from megaflow_hpc.pod.rollout.judges import JUDGE_FILE, Judges, conversation
+from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
+from megaflow_hpc.pod.rollout.services import Services
+from megaflow_hpc.tasks import checkout
+from megaflow_hpc.tasks.formats import VerificationContext, format_of
+from megaflow_hpc.tasks.no_sandbox import NoSandbox
+from megaflow_hpc.tasks.python_class import call
+from megaflow_hpc.tasks.sandboxes import verification_context
+from megaflow_hpc.tasks.scoring import Scorer, check_turns, main_reward, scores_of
+from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
+from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.types import Task, Verdict
+
+PATCH, PATCH_ERROR, LOG = "patch", "patch.error", "verifier.log"
+"""Names of artifacts: the agent's changes to the checkout, why they are incomplete, and the output of the tests."""
+
+
+@dataclass
+class NewScore:
+    """The rewards that a scorer gave to one rollout."""
+
+    rewards: Mapping[str, float]
+    error: str = ""
+    """Why the tests gave no valid reward, which counts as 0."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Calls of judges (:meth:`Judges.calls`)."""
+
+    @property
+    def reward(self) -> float | None:
+        """Reward of the whole rollout, if the scorer gave one."""
+        return main_reward(self.rewards)
+
+
+class Rescoring:
+    """Scores stored rollouts of one campaign.
+
+    Args:
+        services: sandboxes, and a gateway at which the campaign's judges answer.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def by_scorer(self, scorer: Scorer, task: Task, trajectory: Trajectory) -> NewScore:
+        """Scores a rollout by a function of the user's.
+
+        Raises:
+            UnscoredError: the function raised, or returned something else than rewards, or used the sandbox.
+            ModelServiceError: a judge is down.
+            ConfigError: the function asks a judge, but the campaign has none.
+        """
+        judges = self._judges(trajectory)
+        if "judge" in scorer.parameters and not judges.models:
+            raise UnscoredError(f"{scorer.title} asks a judge; the campaign has no model with judge: true")
+        stored = {artifact.name: artifact.data for artifact in trajectory.artifacts}
+        known: dict[str, Any] = {
+            "messages": conversation(trajectory),
+            "patch": stored.get(PATCH, b"").decode("utf-8", "replace"),
+            "artifacts": stored,
+            "task": task,
+            "trajectory": trajectory,
+            "reward": trajectory.reward,
+            "rewards": dict(trajectory.rewards),
+        }
+        more = {name: value for name, value in known.items() if name in scorer.parameters}
+        sandbox = WithoutFiles(NoSandbox(task), "the scorer uses the sandbox, of which nothing is restored")
+        sandbox.close()
+        given = cast(ApptainerSandbox, sandbox) if "sandbox" in scorer.parameters else None
+        try:
+            method = scorer.method()
+            if "judge" in scorer.parameters:
+                async with judges.open() as judge:
+                    value = await call(task, method, given, task.verifier_timeout_s, judge=judge, **more)
+            else:
+                value = await call(task, method, given, task.verifier_timeout_s, **more)
+            sandbox.check()
+            rewards = scores_of(scorer, task, method, value, len(trajectory.turns))
+        except UserCodeError as error:
+            sandbox.check()
+            raise UnscoredError(str(error)) from error
+        return NewScore(rewards, calls=judges.calls())
+
+    async def by_task(self, task: Task, agent: AgentConfig, trajectory: Trajectory) -> NewScore:
+        """Scores a rollout by its task's own verification, on the files that the agent left.
+
+        Raises:
+            UnscoredError: the record lacks files that the verification needs.
+            SandboxError: this node cannot run the tests.
+            ModelServiceError: a judge is down.
+            ConfigError: the task cannot be verified in this way.
+        """
+        services, sandboxes, judges = self._services, Sandboxes(self._services.provider), self._judges(trajectory)
+        stored = {artifact.name: artifact.data for artifact in trajectory.artifacts}
+        context = verification_context(
+            task,
+            services.config.environment,
+            services.images,
+            sandboxes.start,
+            lambda: conversation(trajectory),
+            judges.open if judges.models else None,
+            lambda: {name: data for name, data in stored.items() if name not in (JUDGE_FILE, LOG)},
+        )
+        if not task.image:
+            verdict = await run_conversation(task, NoSandbox(task), context, _nothing)
+            return self._score(verdict, trajectory, judges)
+        if len(format_of(task).steps(task)) > 1:
+            raise UnscoredError("its task has several steps, of which only the changes are stored, not their order")
+        sandbox = await sandboxes.start(rollout_spec(task, agent, services.images, services.config.environment))
+        try:
+            if task.kind == "python" and (why := _lacking(stored, context)):
+                verdict = await self._without_files(task, sandbox, context, why)
+            else:
+                await prepare(task, sandbox)
+
+                async def restore(number: int, step: Task) -> None:
+                    await _restore(step, sandbox, stored, context)
+
+                verdict = await run_steps(task, sandbox, context, restore)
+        except _NoCheckout as error:
+            if task.kind != "python":
+                raise UnscoredError(str(error)) from None
+            await sandbox.stop()
+            sandbox = await sandboxes.start(sandbox.spec)
+            verdict = await self._without_files(task, sandbox, context, str(error))
+        finally:
+            await sandbox.stop()
+        return self._score(verdict, trajectory, judges)
+
+    def _judges(self, trajectory: Trajectory) -> Judges:
+        return self._services.judges(trajectory.id)
+
+    def _score(self, verdict: Verdict, trajectory: Trajectory, judges: Judges) -> NewScore:
+        try:
+            check_turns(verdict.rewards, len(trajectory.turns))
+        except UserCodeError as error:
+            raise UnscoredError(str(error)) from None
+        rewards = {"reward": verdict.reward or 0.0, **verdict.rewards}
+        return NewScore(rewards, verdict.error, judges.calls())
+
+    async def _without_files(
+        self, task: Task, sandbox: ApptainerSandbox, context: VerificationContext, why: str
+    ) -> Verdict:
+        """Calls ``setup`` with a sandbox, and then ``score`` with one whose every use is an error."""
+        guarded = WithoutFiles(sandbox, why)
+        stand_in = cast(ApptainerSandbox, guarded)
+        await prepare(task, stand_in)
+        guarded.close()
+        conversing = Task.from_dict({**task.to_dict(), "image": ""})
+        try:
+            verdict = await format_of(task).verify(conversing, stand_in, context, stay=False)
+        except (UserCodeError, LimitError) as error:
+            guarded.check()
+            verdict = Verdict(error=str(error))
+        guarded.check()
+        return verdict
+
+
+async def _nothing(number: int, step: Task) -> None:
+    """Stands in for an agent."""
+
+
+class _NoCheckout(MegaflowError):
+    """The record has no patch, because the work directory is in no checkout."""
+
+
+class WithoutFiles:
+    """A sandbox that can no longer be used once it is closed, because it lacks the agent's files.
+
+    Args:
+        sandbox: the sandbox until then.
+        why: why it lacks them.
+    """
+
+    def __init__(self, sandbox: Any, why: str) -> None:
+        self._sandbox, self._why, self._closed, self._used = sandbox, why, False, False
+
+    def close(self) -> None:
+        """From now on, every use is an error."""
+        self._closed = True
+
+    def check(self) -> None:
+        """Raises :class:`UnscoredError` if the sandbox was used after it was closed."""
+        if self._used:
+            raise UnscoredError(self._why)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._closed:
+            self._refuse()
+        return getattr(self._sandbox, name)
+
+    def _refuse(self) -> NoReturn:
+        self._used = True
+        raise UserCodeError(self._why)
+
+
+def _lacking(stored: Mapping[str, bytes], context: VerificationContext) -> str:
+    """Returns why the record cannot have all files that the verification sees. Empty if it may have them."""
+    if error := stored.get(PATCH_ERROR):
+        return f"its patch is incomplete: {error.decode('utf-8', 'replace')}"
+    if not context.fresh:
+        return "its verification sees files outside of the checkout, which are not stored (verification: fresh)"
+    return ""
+
+
+async def _restore(
+    task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, bytes], context: VerificationContext
+) -> None:
+    """Restores the files that the agent left, in a sandbox as it was before the agent started.
+
+    Raises:
+        UnscoredError: the record lacks some of them.
+    """
+    only_artifacts = await format_of(task).put_back(task, sandbox, stored)
+    if only_artifacts:
+        return
+    if why := _lacking(stored, context):
+        raise UnscoredError(why)
+    note = json.loads(checkout.read_note(sandbox) or b"null")
+    if not note or not PurePosixPath(task.workdir or "/").is_relative_to(note["top"]):
+        raise _NoCheckout(f"the agent's changes are not stored: {task.workdir or '/'} is in no git checkout")
+    if (patch := stored.get(PATCH)) and (why := await checkout.apply(sandbox, patch)):
+        raise UnscoredError(f"its patch cannot be applied: {why}")

@@ -1,0 +1,153 @@
+"""``RUN/rewards``: rewards that ``reverify`` gave to stored rollouts. The campaign's own rewards stay where they are.
+
+::
+
+    rewards/<name>/<time>.<random>.jsonl    one :class:`GivenReward` per line
+
+Each process appends to a file of its own and makes every line durable before it counts. So any process may be killed at
+any time: a line without an end is ignored, and its rollout is scored again. If two processes scored the same rollout,
+the earlier line counts. Lines are never changed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host.atomic import file_mode, fsync, make_directory
+from megaflow_hpc.host.files import open_regular
+from megaflow_hpc.rundir.layout import RunDir
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""Pattern of a name. It contains no dot, which separates it from the names of its parts."""
+RESERVED = frozenset({"reward", "turn", "sequence"})
+MAX_LINE_BYTES = 1 << 20
+
+
+class JudgeUse(msgspec.Struct, omit_defaults=True):
+    """Calls of one judge, and their price."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    usd: float | None = None
+    """Price in US dollars. ``None`` without a price in the campaign file."""
+
+    def __add__(self, other: JudgeUse) -> JudgeUse:
+        usd = None if self.usd is None and other.usd is None else (self.usd or 0.0) + (other.usd or 0.0)
+        tokens = self.prompt_tokens + other.prompt_tokens, self.sampled_tokens + other.sampled_tokens
+        return JudgeUse(self.calls + other.calls, *tokens, usd)
+
+
+class GivenReward(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """The rewards that one scorer gave to one rollout."""
+
+    id: str
+    """Id of the rollout."""
+    at: float
+    """Unix seconds."""
+    digest: str
+    """Digest of the scorer: of its file, or of the task's files."""
+    reward: float | None = None
+    """``None`` if the scorer gave only rewards of parts."""
+    rewards: dict[str, float] = {}
+    """Rewards by name. ``turn.N`` is the reward of model call N."""
+    error: str = ""
+    """Why the task's tests gave no valid reward, which counts as 0."""
+    judge: dict[str, JudgeUse] = {}
+    """Judge → its calls."""
+
+    def named(self, name: str) -> dict[str, float]:
+        """Returns the rewards by the names that readers see: ``NAME``, and ``NAME.PART`` for each part."""
+        parts = {f"{name}.{part}": value for part, value in self.rewards.items() if part != "reward"}
+        return parts if self.reward is None else {name: self.reward, **parts}
+
+
+def check_name(name: str) -> None:
+    """Checks the name of a set of rewards.
+
+    Raises:
+        ConfigError: The name is invalid.
+    """
+    if not NAME.fullmatch(name) or name in RESERVED:
+        reserved = ", ".join(sorted(RESERVED))
+        raise ConfigError(f"--name {name}: expected letters, digits, _ or -, and none of the names {reserved}")
+
+
+def given_rewards(run: RunDir) -> dict[str, dict[str, GivenReward]]:
+    """Returns name → rollout id → rewards, for everything in ``RUN/rewards``. Skips damaged lines."""
+    if not run.rewards.is_dir():
+        return {}
+    names = sorted(path.name for path in run.rewards.iterdir() if NAME.fullmatch(path.name))
+    return {name: given for name in names if (given := given_as(run, name))}
+
+
+def given_as(run: RunDir, name: str) -> dict[str, GivenReward]:
+    """Returns rollout id → rewards in ``RUN/rewards/NAME``. Skips damaged lines."""
+    given: dict[str, GivenReward] = {}
+    for path in sorted((run.rewards / name).glob("*.jsonl")):
+        for line in _lines(path):
+            before = given.get(line.id)
+            if before is None or line.at < before.at:
+                given[line.id] = line
+    return given
+
+
+def _lines(path: Path) -> Iterator[GivenReward]:
+    with open_regular(path) as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            if not line.endswith(b"\n"):
+                continue
+            try:
+                given = msgspec.json.decode(line, type=GivenReward)
+            except ValueError:
+                continue
+            if all(map(math.isfinite, (given.at, given.reward or 0.0, *given.rewards.values()))):
+                yield given
+
+
+class RewardLog:
+    """Appends rewards to ``RUN/rewards/NAME``. The file is created with the first reward."""
+
+    def __init__(self, run: RunDir, name: str) -> None:
+        self._run, self._folder = run, run.rewards / name
+        self._file: int | None = None
+
+    def add(self, given: GivenReward) -> None:
+        """Appends a line and makes it durable. Raises OSError."""
+        if self._file is None:
+            self._file = self._create()
+        line = msgspec.json.encode(given) + b"\n"
+        while line:
+            line = line[os.write(self._file, line) :]
+        os.fdatasync(self._file)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _create(self) -> int:
+        for folder in (self._run.rewards, self._folder):
+            if folder.is_symlink():
+                raise ConfigError(f"{folder}: is a symbolic link, which is not followed; remove it")
+            make_directory(folder)
+        path = self._folder / f"{time.time_ns()}.{secrets.token_hex(4)}.jsonl"
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        os.fchmod(file, file_mode(self._folder))
+        fsync(self._folder)
+        return file
+
+
+def used(judges: Mapping[str, JudgeUse], more: Mapping[str, JudgeUse]) -> dict[str, JudgeUse]:
+    """Returns the sum of two counts, judge by judge."""
+    return {name: judges.get(name, JudgeUse()) + more.get(name, JudgeUse()) for name in {**judges, **more}}

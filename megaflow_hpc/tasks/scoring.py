@@ -1,0 +1,190 @@
+"""Functions, classes and rubrics of the user's that score stored rollouts (``reverify --with``).
+
+==================  ==================================================================================
+``score.py``        the function ``score`` of a file; ``score.py:NAME`` names another, or a class
+``package.module:NAME``   a function or class of a module
+``rubric.yaml``     a rubric that the campaign's judges answer
+==================  ==================================================================================
+
+A function has the form of a task's ``score`` without the sandbox: any of the parameters :data:`PARAMETERS`. A class is
+constructed for each rollout, and its method ``score`` is called; a parameter ``sandbox`` gets a sandbox without files.
+A function whose first parameter is ``rollouts`` has the form of the key ``score`` of a section ``training``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError, UserCodeError
+from megaflow_hpc.tasks.judging import Judge, Message, Rubric, rubric_files
+from megaflow_hpc.tasks.python_class import code_of, named_rewards, origin
+from megaflow_hpc.types import TURN_REWARD, Task
+
+PARAMETERS = ("messages", "patch", "artifacts", "task", "judge", "trajectory", "reward", "rewards", "sandbox")
+"""Parameters that a scorer may have. ``reward`` and ``rewards`` are those of the campaign's own verification."""
+BATCH = "rollouts"
+"""First parameter of a function that scores many rollouts in one call."""
+FUNCTION = "score"
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A loaded scorer."""
+
+    name: str
+    """Default name of its rewards."""
+    title: str
+    """The function or file, for messages."""
+    target: Any
+    digest: str
+    """SHA-256 of its source file, and of the rubrics that it has read."""
+
+    @property
+    def batch(self) -> bool:
+        """True if it scores many rollouts in one call."""
+        return not inspect.isclass(self.target) and next(iter(_parameters(self.target)), "") == BATCH
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Which of :data:`PARAMETERS` it takes."""
+        method = self.target.score if inspect.isclass(self.target) else self.target
+        return frozenset(_parameters(method)) & {*PARAMETERS, BATCH}
+
+    def method(self) -> Callable[..., Any]:
+        """Returns the function to call for one rollout. Raises UserCodeError if a class cannot be constructed."""
+        if not inspect.isclass(self.target):
+            return self.target  # type: ignore[no-any-return]
+        try:
+            return self.target().score  # type: ignore[no-any-return]
+        except Exception as error:
+            raise UserCodeError(f"{origin(error)}: {self.title} raised {error!r}") from error
+
+
+def load_scorer(source: str) -> Scorer:
+    """Loads a scorer.
+
+    Args:
+        source: a form of the table above. Files are relative to the working directory.
+
+    Raises:
+        ConfigError: it cannot be imported, or has another form.
+    """
+    if source.endswith((".yaml", ".yml")):
+        rubric = Rubric.read(source)
+
+        async def score(messages: Sequence[Message], judge: Judge) -> dict[str, float]:
+            return await rubric.score(judge, messages)
+
+        return Scorer(Path(source).stem, source, score, _digest([Path(source)]))
+    before, colon, attribute = source.rpartition(":")
+    if source.endswith(".py"):
+        before, attribute = source, FUNCTION
+    elif not colon:
+        raise ConfigError(f"--with {source}: expected FILE.py, FILE.py:NAME, package.module:NAME or RUBRIC.yaml")
+    module = _module_of_file(Path(before)) if before.endswith(".py") else _imported(before)
+    target = getattr(module, attribute, None)
+    where = f"--with {source}"
+    if target is None:
+        remedy = "define it, or name another as FILE.py:NAME"
+        raise ConfigError(f"{where}: {module.__file__} has no {attribute}; {remedy}")
+    method = getattr(target, "score", None) if inspect.isclass(target) else target
+    if not callable(method):
+        raise ConfigError(
+            f"{where}: {attribute} is {type(target).__name__}; expected a function, or a class with score"
+        )
+    parameters = _parameters(method)
+    if parameters[:1] != [BATCH] and (odd := [name for name in parameters if name not in PARAMETERS]):
+        raise ConfigError(
+            f"{where}: {code_of(method)}: parameter {odd[0]!r} is unknown; expected {', '.join(PARAMETERS)}, or "
+            f"{BATCH} as the first one"
+        )
+    files = [Path(str(module.__file__)), *rubric_files()]
+    return Scorer(module.__name__.rpartition(".")[2], source, target, _digest(files))
+
+
+def scores_of(scorer: Scorer, task: Task, method: Callable[..., Any], value: Any, turns: int) -> dict[str, float]:
+    """Checks what a scorer returned for one rollout, and returns it as rewards by name.
+
+    Args:
+        value: a number, numbers by name, or a sequence with one number for each model call.
+        turns: number of the rollout's model calls.
+
+    Raises:
+        UserCodeError: the value has another form, or names a model call that does not exist.
+    """
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if len(value) != turns:
+            calls = "one number for each of the rollout's model calls"
+            raise UserCodeError(
+                f"{code_of(method)}: {scorer.title} returned {len(value)} numbers; expected {turns}, {calls}"
+            )
+        value = {f"{TURN_REWARD}{number}": one for number, one in enumerate(value)}
+        if not value:
+            raise UserCodeError(f"{code_of(method)}: {scorer.title} returned no reward; expected a number")
+    rewards = named_rewards(task, method, value)
+    check_turns(rewards, turns)
+    return rewards
+
+
+def check_turns(rewards: Mapping[str, float], turns: int) -> None:
+    """Checks that rewards of turns name model calls that the rollout made.
+
+    Raises:
+        UserCodeError: there is no such call.
+    """
+    for name in rewards:
+        number = name.removeprefix(TURN_REWARD)
+        if number != name and not (number.isascii() and number.isdecimal() and int(number) < turns):
+            raise UserCodeError(
+                f"reward {name!r}: the rollout made {turns} model calls; expected "
+                + (f"{TURN_REWARD}0 to {TURN_REWARD}{turns - 1}" if turns else "no rewards of turns")
+            )
+
+
+def main_reward(rewards: Mapping[str, float]) -> float | None:
+    """Returns the reward of the whole rollout: ``reward``, or else the first that belongs to no turn, if any."""
+    own = [value for name, value in rewards.items() if not name.startswith(TURN_REWARD)]
+    reward = rewards.get("reward", own[0] if own else math.nan)
+    return None if math.isnan(reward) else reward
+
+
+def _parameters(method: Callable[..., Any]) -> list[str]:
+    names = list(inspect.signature(method).parameters)
+    return names[1:] if names[:1] == ["self"] else names
+
+
+def _module_of_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"--with {path}: no such file")
+    folder = str(path.absolute().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    if not path.stem.isidentifier():
+        raise ConfigError(f"--with {path}: expected a name that Python can import, such as score.py; rename it")
+    module = _imported(path.stem)
+    if not module.__file__ or not path.samefile(module.__file__):
+        raise ConfigError(f"--with {path}: a module of this name is already imported from {module.__file__}; rename it")
+    return module
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        place = "" if isinstance(error, ModuleNotFoundError) else f" at {origin(error)}"
+        raise ConfigError(f"--with: {name} cannot be imported{place}: {error!r}; correct it") from error
+
+
+def _digest(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,307 @@
+"""Score stored rollouts again: by their tasks as they are today, and by functions, rubrics and scorers of training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from megaflow_hpc.config import Policy, resolved
+from megaflow_hpc.errors import ConfigError, UnscoredError
+from megaflow_hpc.ledger.tasks import planned_tasks
+from megaflow_hpc.pod.rollout.rescoring import Rescoring
+from megaflow_hpc.pod.rollout.services import Services
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.rundir.rewards import GivenReward, RewardLog, check_name, given_as, given_rewards
+from megaflow_hpc.tasks.scoring import load_scorer
+from megaflow_hpc.trajectories import open_trajectories
+from megaflow_hpc.types import Task
+from tests.support.campaigns import cli, run_local
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
+
+TASKS = """\
+GIT = "git -c user.name=a -c user.email=a@b -c init.defaultBranch=main"
+
+class Fix:
+    image = "base"
+    workdir = "/repo"
+    instruction = "Write good into a."
+
+    async def setup(self, sandbox):
+        await sandbox.exec(f"cd /repo && {GIT} init -q && echo bad >a && git add a && {GIT} commit -qm one")
+
+    async def score(self, sandbox):
+        return float(await sandbox.read("/repo/a") == b"good\\n")
+
+class Loose:
+    image = "base"
+    workdir = "/app"
+    instruction = "Write good into a."
+
+    async def score(self, sandbox):
+        return float(await sandbox.read("/app/a") == b"good\\n")
+
+class Talk:
+    image = "base"
+    instruction = "Say good."
+
+    async def setup(self, sandbox):
+        self.seen = (await sandbox.exec("echo here")).stdout
+
+    async def score(self, sandbox, messages, judge):
+        assert self.seen == "here\\n"
+        return float(await judge.ask(messages[-1]["content"]) == "yes")
+
+class Out:
+    image = "none"
+    instruction = "Say good."
+
+    async def score(self, sandbox, messages):
+        return float(messages[-1]["content"] == "good")
+"""
+AGENT = """\
+import json, urllib.request
+from megaflow_hpc.types import AgentResult
+
+class Works:
+    async def run(self, task, sandbox, model):
+        body = {"model": "default", "messages": [{"role": "user", "content": task.instruction}]}
+        for _ in range(2):
+            request = urllib.request.Request(model.base_url + "/chat/completions", json.dumps(body).encode(),
+                {"Authorization": "Bearer " + model.api_key, "Content-Type": "application/json"})
+            answer = json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]
+            body["messages"] += [answer, {"role": "user", "content": "and now?"}]
+        if task.image:
+            await sandbox.exec("echo good >a")
+        return AgentResult(turn_rewards=[0.5, 0.25])
+"""
+SCORERS = """\
+def score(messages, task, reward):
+    return {"reward": len(messages), "task": float(len(task.id)), "before": reward}
+
+def turns(trajectory):
+    return [float(number) for number in range(len(trajectory.turns))]
+
+def too_many(trajectory):
+    return {"reward": 1.0, "turn.7": 1.0}
+
+def nan(trajectory):
+    return [float("nan")] * len(trajectory.turns)
+
+def text():
+    return "good"
+
+def raises(artifacts):
+    return artifacts["nothing"]
+
+async def asks(messages, judge):
+    return float(await judge.ask("polite?") == "yes")
+
+class Whole:
+    async def score(self, sandbox, messages):
+        return float(await sandbox.read("/a") == b"")
+
+def batch(rollouts, more=1.0):
+    return {sample.id: None if sample.task == "Out" else [more] * len(sample.turns) for sample, _ in rollouts}
+
+def slowly(messages):
+    import time
+    time.sleep(1)
+    return 1
+"""
+WRONG = {
+    "too_many": "reward 'turn.7': the rollout made 2 model calls; expected turn.0 to turn.1",
+    "nan": "expected a finite number",
+    "text": "expected a finite number",
+    "raises": "raised KeyError('nothing')",
+    "Whole": "the scorer uses the sandbox, of which nothing is restored",
+}
+RUBRIC = "criteria: [{name: polite, text: It is polite.}]\n"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, base_sif: Path) -> RunDir:
+    """Run a campaign with one rollout of each task."""
+    folder = tmp_path_factory.mktemp("reverified")
+    (folder / "things.py").write_text(TASKS)
+    (folder / "works.py").write_text(AGENT)
+    (folder / "scorers.py").write_text(SCORERS)
+    (folder / "rubric.yaml").write_text(RUBRIC)
+    (folder / "agent.yaml").write_text(yaml.safe_dump({"default": ["good"]}))
+    (folder / "grader.yaml").write_text(yaml.safe_dump({"default": ["yes"]}))
+    grader = {"engine": "scripted", "script": "grader.yaml", "judge": True, "price": {"input": 1.0, "output": 2e6}}
+    fields = {
+        "name": "reverified",
+        "tasks": ["things:Fix", "things:Loose", "things:Talk", "things:Out"],
+        "agent": "works:Works",
+        "models": {"default": {"engine": "scripted", "script": "agent.yaml"}, "grader": grader},
+        "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
+    }
+    (folder / "campaign.yaml").write_text(yaml.safe_dump(fields))
+    result, done = run_local(folder / "campaign.yaml")
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(result["run"]) as store:
+        assert {row.id: row.reward for row in store} == {
+            f"{task}/default/0": 1.0 for task in ("Fix", "Loose", "Talk", "Out")
+        }
+    return RunDir(result["run"])
+
+
+def reverify(run: RunDir, *arguments: str, status: int = 0) -> dict[str, Any]:
+    """Call the verb in the campaign's directory; return its JSON."""
+    beside = Path(json.loads(run.run_json.read_text())["beside"])
+    command = [sys.executable, "-m", "megaflow_hpc", "reverify", str(run), "--json", *arguments]
+    done = subprocess.run(command, cwd=beside, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == status, done.stderr
+    return json.loads(done.stdout) if done.stdout else {"error": done.stderr}
+
+
+def test_tasks_are_verified_again_as_they_are_today(run: RunDir) -> None:
+    result = reverify(run, status=1)
+    assert (result["scored"], result["mean"], result["changed"]) == (3, 1.0, 0)
+    assert result["unscored"] == {"Loose/default/0": "the agent's changes are not stored: /app is in no git checkout"}
+    use = result["judge"]["grader"]
+    assert use["calls"] == 1
+    assert use["usd"] == pytest.approx(use["prompt_tokens"] / 1e6 + 2 * use["sampled_tokens"])
+    assert reverify(run, status=1)["already"] == 3, "a second call continues"
+
+    things = Path(json.loads(run.run_json.read_text())["beside"], "things.py")
+    things.write_text(TASKS.replace('b"good\\n")', 'b"better\\n")'))
+    try:
+        assert "give --name another name" in reverify(run, status=2)["error"]
+        again = reverify(run, "--name", "stricter", "--only", "Fix", "Out/default")
+        assert (again["scored"], again["mean_before"], again["mean"], again["changed"]) == (2, 1.0, 0.5, 1)
+    finally:
+        things.write_text(TASKS)
+
+    with open_trajectories(run.path) as store:
+        row = store["Fix/default/0"]
+        assert row.reward == 1.0, "the campaign's own reward stays"
+        assert row.rewards == {"reward": 1.0, "turn.0": 0.5, "turn.1": 0.25, "stricter": 0.0, "verifier": 1.0}
+        assert {"stricter", "verifier"} <= set(store.reward_names)
+        assert [store[int(one)].task_id for one in store.select("rewards.stricter == 1")] == ["Out"]
+    shown = cli("show", run, "Fix/default/0")
+    assert "stricter 0" in shown.stdout
+
+
+def test_functions_score_the_stored_conversation(run: RunDir) -> None:
+    result = reverify(run, "--with", "scorers.py", "--name", "mine")
+    assert (result["scored"], result["mean"]) == (4, 4.0)
+    assert given_as(run, "mine")["Fix/default/0"].named("mine") == {"mine": 4.0, "mine.task": 3.0, "mine.before": 1.0}
+    turns = reverify(run, "--with", "scorers.py:turns", "--name", "by-turn")
+    assert (turns["scored"], turns["mean"]) == (4, None)
+    batch = reverify(run, "--with", "scorers:batch", status=1)
+    assert (batch["scored"], list(batch["unscored"])) == (3, ["Out/default/0"])
+    with open_trajectories(run.path) as store:
+        rewards = store["Talk/default/0"].rewards
+        assert (rewards["by-turn.turn.0"], rewards["by-turn.turn.1"]) == (0.0, 1.0)
+        assert (rewards["scorers.turn.0"], rewards["scorers.turn.1"]) == (1.0, 1.0)
+        assert math.isnan(store.column("rewards/scorers.turn.0")[store.ids.index("Out/default/0")])
+        advantages = store.advantages("grpo", "mine.task")
+        assert list(advantages) == [0.0] * 4
+
+
+def test_rubrics_ask_the_judges(run: RunDir) -> None:
+    result = reverify(run, "--with", "rubric.yaml", "--only", "Out")
+    assert (result["scored"], result["judge"]["grader"]["calls"]) == (1, 1)
+    assert given_as(run, "rubric")["Out/default/0"].rewards == {"reward": 1.0, "polite": 1.0}
+    assert reverify(run, "--with", "scorers.py:asks", "--name", "asks", "--only", "Out")["mean"] == 1.0
+
+
+def test_a_wrong_scorer_gives_no_reward(run: RunDir) -> None:
+    """Load each scorer in this process, and score a stored rollout with it."""
+    beside = Path(json.loads(run.run_json.read_text())["beside"])
+    planned = read_run(run)
+
+    async def main() -> dict[str, str]:
+        policies = {name: resolved(Policy, msgspec.to_builtins(one)) for name, one in planned.policies.items()}
+        services = await Services.open(planned.config, policies, beside)
+        reasons = {}
+        try:
+            with open_trajectories(run.path) as store:
+                trajectory = store["Out/default/0"].trajectory()
+            task = Task.from_dict(planned_tasks(run, planned)["Out"].task)
+            for name in WRONG:
+                scorer = load_scorer(f"{beside}/scorers.py:{name}")
+                with pytest.raises(UnscoredError) as raised:
+                    await Rescoring(services).by_scorer(scorer, task, trajectory)
+                reasons[name] = str(raised.value)
+        finally:
+            await services.close()
+        return reasons
+
+    for name, reason in asyncio.run(main()).items():
+        assert WRONG[name] in reason, name
+
+
+def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong_scorers.py").write_text("RUN = 1\n\ndef odd(sandbox, colour):\n    return 1\n")
+    (tmp_path / "wrong_syntax.py").write_text("def score(:\n")
+    (tmp_path / "json.py").write_text("def score():\n    return 1\n")
+    for source, message in {
+        "none.py": "none.py: no such file",
+        "wrong_scorers.py": "has no score; define it, or name another",
+        "wrong_scorers.py:RUN": "RUN is int; expected a function, or a class with score",
+        "wrong_scorers.py:odd": r"wrong_scorers.py:3: parameter 'colour' is unknown; expected messages, patch",
+        "wrong_scorers": "expected FILE.py",
+        "wrong_syntax.py": r"wrong_syntax.py:1: SyntaxError",
+        "json.py": "a module of this name is already imported",
+        "no_such_module:score": "no_such_module cannot be imported",
+        "rubric.yml": "No such file",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_scorer(source)
+    for name in ("reward", "turn", "a.b", "../x", ""):
+        with pytest.raises(ConfigError, match="expected letters"):
+            check_name(name)
+
+
+def test_a_killed_call_is_continued(run: RunDir) -> None:
+    beside = Path(json.loads(run.run_json.read_text())["beside"])
+    command = ["reverify", str(run), "--with", "scorers.py:slowly", "--name", "slow", "--jobs", "1"]
+    process = subprocess.Popen([sys.executable, "-m", "megaflow_hpc", *command], cwd=beside)
+    until(lambda: len(given_as(run, "slow")) >= 1, "a reward")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = given_as(run, "slow")
+    assert 1 <= len(before) < 4
+    (path,) = (run.rewards / "slow").iterdir()
+    with path.open("ab") as file:
+        file.write(b'{"id": "Out/default/0", "rew')
+    result = reverify(run, *command[2:])
+    assert (result["already"], result["scored"]) == (len(before), 4 - len(before))
+    after = given_as(run, "slow")
+    assert len(after) == 4
+    assert {rollout: after[rollout] for rollout in before} == before
+
+
+def test_an_unknown_or_damaged_line_is_skipped_and_the_earliest_counts(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for at, reward in ((2.0, 0.25), (1.0, 0.75)):
+        log = RewardLog(run, "mine")
+        log.add(GivenReward(id="a/p/0", at=at, digest="x", reward=reward))
+        log.close()
+    (run.rewards / "mine" / "0.x.jsonl").write_bytes(
+        b'{"id": 3}\nnot json\n{"id": "b/p/0", "at": 0, "digest": "", "reward": 1e999}\n{"id": "a/p/0", "at": 0.5'
+    )
+    (run.rewards / "not.a.name").mkdir()
+    assert {name: list(given) for name, given in given_rewards(run).items()} == {"mine": ["a/p/0"]}
+    assert given_as(run, "mine")["a/p/0"].reward == 0.75
+    (tmp_path / "elsewhere").mkdir()
+    os.symlink(tmp_path / "elsewhere", run.rewards / "linked")
+    with pytest.raises(Exception, match="is a symbolic link"):
+        RewardLog(run, "linked").add(GivenReward(id="a/p/0", at=1.0, digest="x", reward=1.0))
