@@ -35,6 +35,10 @@ MODULES: Mapping[str, str] = {
 """Kind → module, in the order in which formats may claim a source. Harbor accepts any path, so it is last."""
 
 
+OpenJudge = Callable[..., AbstractAsyncContextManager[Judge]]
+"""Called without arguments, or with the socket."""
+
+
 @dataclass(frozen=True)
 class VerificationContext:
     """How to verify a task: the campaign's settings, the agent's patch, and a function to start another sandbox."""
@@ -53,8 +57,9 @@ class VerificationContext:
     """Returns the agent's conversation so far."""
     artifacts: Callable[[], dict[str, bytes]] = dict
     """Returns the files stored with the rollout so far, by name."""
-    judge: Callable[[], AbstractAsyncContextManager[Judge]] | None = None
-    """Opens an address at which judges answer. ``None`` if the campaign has none."""
+    judge: OpenJudge | None = None
+    """Opens an address at which judges answer, also at a socket that listens in a sandbox. ``None`` if the campaign has
+    none."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,9 @@ class TaskFormat(Protocol):
     def files(self, task: Task, /) -> list[str]:
         """Returns the files and directories that rollouts read from their original location. They must not change
         during a run."""
+
+    def asks_judge(self, task: Task, /) -> bool:
+        """Returns whether the verification of a task needs a judge."""
 
     def steps(self, task: Task, /) -> list[Task]:
         """Returns the steps of a task in order, each as a task. A task without steps is its own single step."""
@@ -177,6 +185,9 @@ class OneStep:
 
     def files(self, task: Task) -> list[str]:
         return []
+
+    def asks_judge(self, task: Task) -> bool:
+        return False
 
     def steps(self, task: Task) -> list[Task]:
         return [task]

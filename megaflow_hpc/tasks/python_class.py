@@ -337,6 +337,9 @@ class PythonClassFormat(OneStep):
     def images(self, task: Task) -> list[ImageRequest]:
         return super().images(task) if task.image else []
 
+    def asks_judge(self, task: Task) -> bool:
+        return msgspec.convert(task.metadata["python"], ClassSource).judged
+
     def files(self, task: Task) -> list[str]:
         source = msgspec.convert(task.metadata["python"], ClassSource)
         return [*([source.file] if source.file else []), *source.rubrics]

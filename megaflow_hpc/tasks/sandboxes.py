@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.tasks.formats import VerificationContext
-from megaflow_hpc.tasks.judging import Judge
+from megaflow_hpc.tasks.formats import OpenJudge, VerificationContext
 from megaflow_hpc.types import Task
 
 
@@ -45,7 +43,7 @@ def verification_context(
     images: Mapping[str, str],
     start: Callable[[SandboxSpec], Awaitable[ApptainerSandbox]],
     messages: Callable[[], list[dict[str, Any]]] = list,
-    judge: Callable[[], AbstractAsyncContextManager[Judge]] | None = None,
+    judge: OpenJudge | None = None,
     artifacts: Callable[[], dict[str, bytes]] = dict,
 ) -> VerificationContext:
     """Returns the context in which a campaign verifies a task.

@@ -18,6 +18,7 @@ from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
+from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.tasks.sandboxes import sandbox_spec, verification_context
 from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
@@ -141,8 +142,8 @@ async def _run(
             raise _SolutionFailed(result.error)
 
     context = verification_context(task, environment, images, provider.start)
-    if task.metadata.get("python", {}).get("judged"):
-        return ValidationRun(error="its score asks a judge, which only a campaign has; run one with the agent oracle")
+    if format_of(task).asks_judge(task):
+        return ValidationRun(error="its verification asks a judge: run a campaign that has one, with the agent oracle")
     try:
         if not task.image:
             none = NoSandbox(task)

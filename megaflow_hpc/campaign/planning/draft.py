@@ -204,6 +204,7 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
 
 def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: PlanWatch, most: int) -> None:
     """Reads the tasks, and determines their rollouts and the images they need."""
+    from megaflow_hpc.tasks.formats import format_of
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
     from megaflow_hpc.tasks.loading import image_requests, load_tasks
 
@@ -246,11 +247,11 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
     used = {rollout.task_id for rollout in draft.rollouts.firsts()}
     draft.tasks = [task for task in tasks if task.id in used] + held_out
     draft.held_out = tuple(task.id for task in held_out)
-    asking = [task.id for task in draft.tasks if task.metadata.get("python", {}).get("judged")]
+    asking = [task.id for task in draft.tasks if format_of(task).asks_judge(task)]
     if asking and not config.judges():
         draft.mistakes.append(
-            f"{where('tasks')}: the score of {len(asking)} tasks asks a judge ({asking[0]}); name a model with judge: "
-            "true in models"
+            f"{where('tasks')}: the verification of {len(asking)} tasks asks a judge ({asking[0]}); name a model with "
+            "judge: true in models"
         )
     conversing = [task.id for task in draft.tasks if not task.image]
     if conversing:

@@ -258,11 +258,13 @@ class _Work:
         return str(task.metadata.get("files", {}).get("content", "")) if task else ""
 
     def _judges(self) -> Sequence[str]:
+        from megaflow_hpc.tasks.formats import format_of
+
         if self._scorer:
             asks = "judge" in self._scorer.parameters
         else:
             assert self._today is not None
-            asks = any(task.metadata.get("python", {}).get("judged") for task in self._today.values())
+            asks = any(format_of(task).asks_judge(task) for task in self._today.values())
         return self._planned.config.judges() if asks else ()
 
     async def _score(self, row: Row, services: Services, rescoring: Rescoring) -> None:

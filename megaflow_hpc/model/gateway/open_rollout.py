@@ -93,6 +93,8 @@ class OpenRollout:
     """Policy → name of the server that served the latest call."""
     failure: str = ""
     """Why the latest call failed or is still pending; empty if it succeeded."""
+    unanswered: dict[str, str] = field(default_factory=dict)
+    """Policy → why its latest call got no answer, for each policy of which that is so."""
     control: Callable[[], Awaitable[bool]] | None = None
     """Checks whether the service answers another request. ``None`` if it is known to be down."""
     listener: socket.socket | None = None

@@ -72,6 +72,8 @@ from megaflow_hpc.types import CallBudget, ModelEndpoint, Sampling
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+REFUSED = (400, 413, 422)
+"""HTTP statuses by which an engine blames the request. Others, such as 402 and 429, are failures of a judge."""
 MAX_CONNECTIONS = 256
 """Maximum connections of one rollout to its gateway."""
 
@@ -209,7 +211,10 @@ class ModelGateway:
         rollout = self._by_id[rollout_id]
         failure, control = rollout.failure, rollout.control
         rollout.suspend(now=True)  # so that the control does not wait for the rollout's own calls
-        return "" if failure and control is not None and await control() else failure
+        if failure and control is not None and await control():
+            failure = ""
+        # One judge may have answered after another failed, and then each of them counts.
+        return failure or (next(iter(rollout.unanswered.values()), "") if rollout.judging else "")
 
     def suspend(self, rollout_id: str, now: bool) -> bool:
         """Refuses an open rollout's new calls and, if ``now``, also those still waiting for an engine's response.
@@ -419,6 +424,7 @@ class ModelGateway:
             raise CallError(401, "the rollout has ended", "authentication_error")
         rollout.servers[request.policy] = server.name
         rollout.failed("")
+        rollout.unanswered.pop(request.policy, None)
         sampled = rollout.recorder.sampled
         for number, sample in enumerate(answer.samples):
             sample.policy, sample.free = request.policy, request.free
@@ -447,8 +453,11 @@ class ModelGateway:
         try:
             return await self._caller.call(rollout, request, ask)
         except RefusedCall as refusal:
+            if refusal.status not in REFUSED:
+                rollout.unanswered[request.policy] = f"HTTP {refusal.status} of {request.policy}"
             raise CallError(refusal.status if refusal.status < 500 else 400, *refusal_fields(refusal.body)) from None
         except ModelServiceError as error:
+            rollout.unanswered[request.policy] = str(error)
             raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
 
     def _replayed(

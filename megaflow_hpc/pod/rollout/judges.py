@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -39,13 +40,16 @@ class Judges:
         self._recordings: list[Recording] = []
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[Judge]:
+    async def open(self, listener: socket.socket | None = None) -> AsyncIterator[Judge]:
         """Yields access to the judges until the context ends.
+
+        Args:
+            listener: A socket that listens in a sandbox, at which the judges answer too.
 
         Raises:
             ModelServiceError: The judges' engines were down. Replaces any error from inside the context.
         """
-        judge = Judge(await self._gateway.open(self._session, self.models[0], judging=True), self.models)
+        judge = Judge(await self._gateway.open(self._session, self.models[0], listener, judging=True), self.models)
         error: Exception | None = None
         try:
             try:

@@ -50,6 +50,8 @@ class VerifierRules(Struct, frozen=True, omit_defaults=True):
     timeout_s: float = 600.0
     user: str | None = None
     env: dict[str, str] = field(default_factory=dict)
+    judge: list[str] = field(default_factory=list)
+    """Names of variables that hold the key of the campaign's judges (:data:`.JUDGE_KEYS`). Empty without a judge."""
     network: str | None = None
     """Network of the tests: ``""`` for the campaign's network, even if the agent has none; ``None`` for the agent's
     network."""

@@ -80,6 +80,9 @@ class HarborFormat(OneStep):
         paths += [step.workdir for step in data.steps if step.workdir]
         return [path for path in dict.fromkeys(paths) if path and os.path.exists(path)]
 
+    def asks_judge(self, task: Task) -> bool:
+        return any(judging.verifier.judge for judging in _judgings(HarborData.of(task)))
+
     async def prepare(self, task: Task, sandbox: ApptainerSandbox) -> bool:
         data = HarborData.of(task)
         if data.upload_environment:

@@ -347,14 +347,15 @@ def _read_rules(sections: list[TomlTable], passed: set[str] | None) -> VerifierR
     """Returns the task's ``[verifier]`` values, overridden by the step's."""
     rules = VerifierRules()
     for section in sections:
-        network = rules.network
+        network, judge = rules.network, section.asks_judge("env")
         if "network_mode" in section:
             network = "none" if read_network(section) else ""
         rules = msgspec.structs.replace(
             rules,
             timeout_s=section.number("timeout_sec") or rules.timeout_s,
             user=section.user() or rules.user,
-            env={**rules.env, **section.variables("env", passed)},
+            env={**rules.env, **section.without("env", judge).variables("env", passed)},
+            judge=[*rules.judge, *judge],
             network=network,
             collect=[*rules.collect, *map(_read_collect, section.tables("collect"))],
         )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from megaflow_hpc.errors import ConfigError
 
 ALLOWED_VARIABLES = "MEGAFLOW_TASK_ENV"
 """Environment variable with a comma-separated allowlist of the variables that ``${NAME}`` in a task may read."""
+
+JUDGE_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
+"""Variables whose value in ``[verifier.env]`` is the key of the campaign's judges, unless the user's are allowed."""
 
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _SIZES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
@@ -192,6 +195,17 @@ class TomlTable:
                 raise table.error(name, value, "a name of letters, digits and _, and a value without a zero byte")
             values[name] = _TEMPLATE.sub(lambda match, name=name: table._resolve(name, match, passed), value)  # type: ignore[misc]
         return values
+
+    def asks_judge(self, key: str) -> list[str]:
+        """Returns the variables of a table that are the key of a judge: ``NAME = "${OPENAI_API_KEY}"`` or the like."""
+        allowed = {word.strip() for word in os.environ.get(ALLOWED_VARIABLES, "").split(",")}
+        keys = {f"${{{name}}}" for name in JUDGE_KEYS if name not in allowed}
+        return [name for name, value in self.table(key).data.items() if isinstance(value, str) and value in keys]
+
+    def without(self, key: str, names: Collection[str]) -> TomlTable:
+        """Returns a copy of the table in which the table ``key`` lacks some names."""
+        kept = {name: value for name, value in self.table(key).data.items() if name not in names}
+        return replace(self, data={**self.data, key: kept}) if names else self
 
     def _resolve(self, name: str, match: re.Match[str], passed: set[str] | None) -> str:
         allowed = {word.strip() for word in os.environ.get(ALLOWED_VARIABLES, "").split(",")}

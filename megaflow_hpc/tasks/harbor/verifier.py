@@ -20,8 +20,8 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -58,6 +58,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
 
     Raises:
         SandboxError: a sandbox was lost. Errors of tests and rewards are in the verdict's ``error``.
+        ModelServiceError: a judge that the tests ask is down.
         ConfigError: the task cannot be verified in this way.
     """
     data = HarborData.of(task)
@@ -137,12 +138,13 @@ async def _judge(
         await asyncio.to_thread(_lay_out, home, sources, TaskFiles(task.path))
         binds = [f"{logs}:/logs/verifier", *([f"{tests}:/tests"] if sources else [])]
         await layer.start(_spec(before, rules, context, binds))
-        result = await sandbox.exec(
-            _command(sources),
-            cwd=task.workdir or None,
-            env=rules.env,
-            timeout_s=task.verifier_timeout_s,
-        )
+        async with _judging(task, sandbox, rules, context) as judge:
+            result = await sandbox.exec(
+                _command(sources),
+                cwd=task.workdir or None,
+                env={**rules.env, **judge},
+                timeout_s=task.verifier_timeout_s,
+            )
         output = result.stdout + (f"\n--- stderr ---\n{result.stderr}" if result.stderr else "")
         output += layer.note
         artifacts = await asyncio.to_thread(read_logs, logs)
@@ -165,7 +167,33 @@ def _spec(before: SandboxSpec, rules: VerifierRules, context: VerificationContex
     network = before.network
     if rules.network is not None:
         network = cast(Network, rules.network) if rules.network else context.network or network
+    if rules.judge and network == "none":
+        network = "gateway"  # only the judges are reachable
     return replace(before, binds=(*before.binds, *binds), network=network, user=rules.user or before.user)
+
+
+@asynccontextmanager
+async def _judging(
+    task: Task, sandbox: ApptainerSandbox, rules: VerifierRules, context: VerificationContext
+) -> AsyncIterator[dict[str, str]]:
+    """Yields the variables by which the tests reach the campaign's judges, if the task asks for them.
+
+    Raises:
+        ModelServiceError: a judge was down. Whatever the tests wrote is no verdict.
+        ConfigError: the campaign has no judges.
+    """
+    if not rules.judge:
+        yield {}
+        return
+    if context.judge is None:
+        raise ConfigError(
+            f"task {task.id}: its tests ask a judge ({rules.judge[0]}); name a model with judge: true in models"
+        )
+    listener = await sandbox.listen() if sandbox.spec.network == "gateway" else None
+    async with context.judge(listener) as judge:
+        url = judge.endpoint.sandbox_url or judge.base_url
+        addresses = {"OPENAI_BASE_URL": url, "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
+        yield {**addresses, "MEGAFLOW_JUDGE": judge.models[0], **dict.fromkeys(rules.judge, judge.api_key)}
 
 
 def _kept(task: Task) -> list[str]:

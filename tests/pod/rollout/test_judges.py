@@ -15,14 +15,20 @@ import yaml
 from aiohttp import web
 
 from megaflow_hpc import open_trajectories
+from megaflow_hpc.config.model import TokenPrice
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, UserCodeError
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ScriptedTask
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.judges import Judges
+from megaflow_hpc.tasks.formats import VerificationContext, format_of
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.judging import Judge, Rubric, WaitingJudge, transcript
-from megaflow_hpc.types import ModelEndpoint
+from megaflow_hpc.tasks.steps import prepare, verify
+from megaflow_hpc.types import ModelEndpoint, Network, Verdict
 from tests.support.campaigns import cli, run_local
+from tests.support.harbor_tasks import write_task
 
 TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 RUBRIC = """\
@@ -42,7 +48,7 @@ class Engines:
     async def __aenter__(self) -> ModelGateway:
         self.gateway = ModelGateway(wait_s=1, policies=["default"], judges=["grader", "second"])
         await self.gateway.start()
-        records = []
+        self._records: list[dict[str, str]] = []
         for policy, answers in self._answers.items():
             tasks = tuple(
                 ScriptedTask(re.compile(pattern), (ScriptedAnswer(text),)) for pattern, text in answers.items()
@@ -51,10 +57,13 @@ class Engines:
             await runner.setup()
             self._runners.append(runner)
             await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            records.append({"server": f"{policy}.0", "policy": policy, "url": url, "model_name": policy})
-        self.gateway.update_endpoints(records)
+            self.add(policy, f"http://127.0.0.1:{runner.addresses[0][1]}")
         return self.gateway
+
+    def add(self, policy: str, url: str) -> None:
+        """Let an engine at an address answer for a policy."""
+        self._records.append({"server": f"{policy}.0", "policy": policy, "url": url, "model_name": policy})
+        self.gateway.update_endpoints(self._records)
 
     async def __aexit__(self, *_: object) -> None:
         await self.gateway.stop()
@@ -202,6 +211,119 @@ def test_a_plain_score_may_return_a_rubrics_coroutine_and_a_blocking_call_in_the
         return await rubric(tmp_path).score(WaitingJudge(judge, loop), TALK)
 
     assert asyncio.run(main())["reward"] == 1.0
+
+
+ASKING = """\
+[environment]
+docker_image = "base"
+workdir = "/app"
+[verifier]
+timeout_sec = 60
+env = { ANTHROPIC_API_KEY = "${ANTHROPIC_API_KEY}", MODEL_NAME = "claude-haiku-4-5", OPENAI_API_KEY = "${OPENAI_API_KEY}" }
+"""
+ASKING_TEST = """\
+echo 1 > /logs/verifier/reward.txt
+python3 - <<'END'
+import json, os, urllib.request
+
+def post(url, key, body):
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json", **key})
+    return json.loads(urllib.request.urlopen(request).read())
+
+body = {"model": os.environ["MODEL_NAME"], "max_tokens": 9, "messages": [{"role": "user", "content": "Is it 4?"}]}
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+one = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", key, body)["choices"][0]["message"]["content"]
+key = {"x-api-key": os.environ["ANTHROPIC_API_KEY"], "anthropic-version": "2023-06-01"}
+two = post(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", key, body)["content"][0]["text"]
+print(one, two, os.environ["MEGAFLOW_JUDGE"], os.environ["OPENAI_API_KEY"])
+json.dump({"reward": 1.0, "right": float(one == two == "yes")}, open("/logs/verifier/reward.json", "w"))
+END
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["none", "gateway", "host"])
+def test_tests_ask_judges_by_variables_of_theirs(rootfs: str, scratch: Path, tmp_path: Path, network: Network) -> None:
+    """Even if the agent's sandbox has no network. The agent has neither address nor key."""
+
+    async def main() -> tuple[Verdict, str, Judges, str]:
+        async with Engines(default={"": "x"}, grader={"4": "yes"}) as gateway, ApptainerProvider(scratch) as provider:
+            judges = Judges(gateway, "t/default/0", ["grader"], {"grader": TokenPrice(input=1e6)})
+            spec = SandboxSpec(rootfs, workdir=task.workdir, env=task.env, network=network)
+            async with await provider.start(spec) as sandbox:
+                await prepare(task, sandbox)
+                seen = (await sandbox.exec("env")).stdout
+                verdict = await verify(task, sandbox, VerificationContext(fresh=True, judge=judges.open))
+                key = verdict.output.split()[3]
+                return (
+                    verdict,
+                    seen,
+                    judges,
+                    await say(ModelEndpoint(f"http://127.0.0.1:{gateway.port}/v1", key, ""), ""),
+                )
+
+    path = write_task(tmp_path, toml=ASKING)
+    (path / "tests" / "test.sh").write_text(ASKING_TEST)
+    task = read_harbor_task(path)
+    assert format_of(task).asks_judge(task)
+    verdict, seen, judges, status = asyncio.run(main())
+    assert (verdict.error, verdict.rewards) == ("", {"reward": 1.0, "right": 1.0}), verdict.output
+    assert verdict.output.startswith("yes yes grader sk-")
+    assert "API_KEY" not in seen
+    assert status == "401"
+    calls = judges.calls()
+    assert [call["model"] for call in calls] == ["grader", "grader"]
+    assert all(call["usd"] == call["prompt_tokens"] > 0 for call in calls)
+
+
+@pytest.mark.slow
+def test_a_judge_of_tests_that_is_down_gives_no_verdict(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    """Although the tests wrote a reward."""
+
+    async def main() -> None:
+        async with Engines(default={"": "x"}) as gateway, ApptainerProvider(scratch) as provider:
+            context = VerificationContext(fresh=True, judge=Judges(gateway, "t/default/0", ["grader"]).open)
+            async with await provider.start(SandboxSpec(rootfs, workdir="/app", network="gateway")) as sandbox:
+                await prepare(task, sandbox)
+                with pytest.raises(ModelServiceError, match="judge: "):
+                    await verify(task, sandbox, context)
+                with pytest.raises(ConfigError, match="its tests ask a judge"):
+                    await verify(task, sandbox)
+
+    path = write_task(tmp_path, toml=ASKING)
+    (path / "tests" / "test.sh").write_text(ASKING_TEST.replace("\nEND", "\nEND\necho 1 > /logs/verifier/reward.txt"))
+    task = read_harbor_task(path)
+    asyncio.run(main())
+
+
+def test_a_judge_that_wants_payment_gives_no_verdict_to_tests() -> None:
+    """Although another judge answers afterwards."""
+
+    async def unpaid(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no credit"}}, status=402)
+
+    async def main() -> None:
+        application = web.Application()
+        application.router.add_post("/{path:.*}", unpaid)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        engines = Engines(grader={"": "yes"})
+        async with engines as gateway:
+            engines.add("second", url)
+            judges = Judges(gateway, "t/default/0", ["grader", "second"])
+
+            async def ask() -> None:
+                async with judges.open() as judge:
+                    assert await say(judge.endpoint, "second") == "402"
+                    assert await say(judge.endpoint, "grader") == "yes"
+
+            with pytest.raises(ModelServiceError, match="HTTP 402 of second"):
+                await ask()
+        await runner.cleanup()
+
+    asyncio.run(main())
 
 
 class StandIn(Judge):
@@ -359,7 +481,7 @@ def test_a_campaign_with_a_judge(tmp_path: Path, base_sif: Path) -> None:
 @pytest.mark.parametrize(
     ("grader", "expected"),
     [
-        ({}, "the score of 3 tasks asks a judge"),
+        ({}, "the verification of 3 tasks asks a judge"),
         ({"grader": {"engine": "replay", "path": "x", "judge": True}}, "answers of judges are not recorded"),
         ({"grader": {"engine": "scripted", "script": "grader.yaml", "judge": True, "samples": 2}}, "runs no tasks"),
     ],
