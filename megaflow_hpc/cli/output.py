@@ -16,6 +16,7 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import docs
+from megaflow_hpc.rundir.model_use import use_lines
 from megaflow_hpc.texts import in_one_line, printable
 
 FINAL = ("completed", "truncated", "failed", "cancelled")
@@ -136,7 +137,7 @@ def summary(result: dict[str, Any]) -> str:
         for name, row in result["policies"].items()
         if row.get("constrained")
     ]
-    return "\n".join([table(head, rows), *notes])
+    return "\n".join([table(head, rows), *use_lines(result.get("models", {})), *notes])
 
 
 def _evaluated(evaluation: dict[str, Any] | None, mean: float | None) -> tuple[str, str]:

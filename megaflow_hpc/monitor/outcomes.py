@@ -21,6 +21,7 @@ from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import pod_log
+from megaflow_hpc.rundir.model_use import Used, total
 from megaflow_hpc.rundir.pods.running import AttemptPlace
 from megaflow_hpc.rundir.summaries import RECENT_S, Summary, WantedPods
 from megaflow_hpc.types import VERIFIED, RolloutName
@@ -44,6 +45,8 @@ class Outcomes:
         self._inexact: Counter[str] = Counter()
         """Policy → number of inexact model calls in these rollouts."""
         self._constrained: Counter[str] = Counter()
+        self.models: Used = {}
+        """Judges and models with a price → their calls. Rollouts that were stored twice count twice."""
         self._recent: Counter[int] = Counter()
         """Second → number of rollouts stored in that second, for the last minutes."""
         self._ended: list[str] = []
@@ -53,6 +56,8 @@ class Outcomes:
     def apply(self, event: RolloutEvent) -> None:
         """Adds a stored rollout."""
         self._recent[int(event.t)] += 1
+        if event.models:
+            self.models = total([self.models, event.models])
         if event.status not in VERIFIED or self.limit is None:
             self._keep(event)
             return
@@ -69,6 +74,7 @@ class Outcomes:
             self._well.setdefault(policy, Counter()).update(statuses)
         self._inexact.update(summary.inexact)
         self._constrained.update(summary.constrained)
+        self.models = total([self.models, summary.models])
         self._recent.update(summary.recent)
         self._digests.append(summary.digests)
         for ended in summary.ended_badly:

@@ -289,6 +289,7 @@ class Monitor:
             "first_failures": [asdict(cause) for cause in causes(self.run, failed, self.running.last)],
             "retries": dict(self.running.retries),
             "failed_at": self.running.by_cause(),
+            "models": msgspec.to_builtins(self._outcomes.models),
             "tokens_per_s": round(sum(pod["tokens_per_s"] for pod in pods), 1),
             "rate_per_s": round(rate, 3),
             "eta_s": eta_s,

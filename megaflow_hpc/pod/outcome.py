@@ -6,13 +6,17 @@ Unpacking and repacking would triple the CPU time: from 2 to 6 us for 1 kB, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import msgspec
 
 from megaflow_hpc.host.wire import Message, pack
 from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
+from megaflow_hpc.rundir.model_use import Used
 from megaflow_hpc.trajectory import Attempt, Trajectory
+
+COST_FILE = "cost.json"
+"""Artifact with the calls of judges and of models with a price, by model."""
 
 
 @dataclass(slots=True)
@@ -42,6 +46,8 @@ class Outcome:
     cpu_s: float | None = None
     memory_peak_mb: float | None = None
     disk_peak_mb: float | None = None
+    models: Used = field(default_factory=dict)
+    """Judges and models with a price → their calls."""
 
     @classmethod
     def of(
@@ -70,7 +76,10 @@ class Outcome:
             record = pack(trajectory.to_record())
         copied = {name: getattr(trajectory, name) for name in _COPIED}
         cause = cause or (trajectory.error_kind if trajectory.status == "failed" else "")
-        return cls(**copied, turns=len(trajectory.turns), cause=cause, record=record, checkpoint=checkpoint)
+        outcome = cls(**copied, turns=len(trajectory.turns), cause=cause, record=record, checkpoint=checkpoint)
+        cost = next((artifact.data for artifact in trajectory.artifacts if artifact.name == COST_FILE), b"{}")
+        outcome.models = msgspec.json.decode(cost, type=Used)
+        return outcome
 
     @property
     def seconds(self) -> float:
@@ -92,16 +101,20 @@ class Outcome:
             cpu_s=rounded(self.cpu_s, 2),
             memory_peak_mb=rounded(self.memory_peak_mb, 1),
             disk_peak_mb=rounded(self.disk_peak_mb, 1),
+            models=self.models,
         )
 
     def to_message(self) -> Message:
         """Returns the ``result`` message for rank 0. It omits the field names, which take time to parse."""
-        return {"op": "result", "outcome": [getattr(self, name) for name in _NAMES]}
+        values = [getattr(self, name) for name in _NAMES]
+        return {"op": "result", "outcome": [*values[:-1], msgspec.to_builtins(self.models)]}
 
     @classmethod
     def from_message(cls, message: Message) -> Outcome:
         """Parses a ``result`` message. Raises TypeError if fields are missing."""
-        return cls(*message["outcome"])
+        outcome = cls(*message["outcome"])
+        outcome.models = msgspec.convert(outcome.models, Used)
+        return outcome
 
     def payload(self, epoch: int, block: int) -> bytes:
         """Returns the journal record: ``{kind, epoch, block, trajectory}`` in msgpack."""
@@ -110,10 +123,10 @@ class Outcome:
         )
 
 
-_NAMES = tuple(field.name for field in fields(Outcome))
-_COPIED = tuple(name for name in _NAMES if name not in ("turns", "cause", "record", "checkpoint"))
+_NAMES = tuple(one.name for one in fields(Outcome))
+_COPIED = tuple(name for name in _NAMES if name not in ("turns", "cause", "record", "checkpoint", "models"))
 _ENCODER = msgspec.msgpack.Encoder()
-_ATTEMPT_NAMES = tuple(field.name for field in fields(Attempt))
+_ATTEMPT_NAMES = tuple(one.name for one in fields(Attempt))
 
 
 def attempt_of(ended: Trajectory | Outcome) -> Attempt:

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from megaflow_hpc.host.atomic import file_mode
+from megaflow_hpc.rundir.model_use import Used
 from megaflow_hpc.types import Status
 
 ERROR_CHARS = 300
@@ -105,6 +106,8 @@ class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
     """CPU seconds of the rollout's sandboxes. ``None`` if unknown. The same holds for the next two fields."""
     memory_peak_mb: Number | None = None
     disk_peak_mb: Number | None = None
+    models: Used = {}
+    """Judges and models with a price → their calls."""
 
 
 class AttemptEvent(Event, tag="attempt", gc=False):

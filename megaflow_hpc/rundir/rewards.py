@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,26 +25,12 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode, fsync, make_directory
 from megaflow_hpc.host.files import open_regular
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.model_use import Used
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Pattern of a name. It contains no dot, which separates it from the names of its parts."""
 RESERVED = frozenset({"reward", "turn", "sequence"})
 MAX_LINE_BYTES = 1 << 20
-
-
-class JudgeUse(msgspec.Struct, omit_defaults=True):
-    """Calls of one judge, and their price."""
-
-    calls: int = 0
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
-    usd: float | None = None
-    """Price in US dollars. ``None`` without a price in the campaign file."""
-
-    def __add__(self, other: JudgeUse) -> JudgeUse:
-        usd = None if self.usd is None and other.usd is None else (self.usd or 0.0) + (other.usd or 0.0)
-        tokens = self.prompt_tokens + other.prompt_tokens, self.sampled_tokens + other.sampled_tokens
-        return JudgeUse(self.calls + other.calls, *tokens, usd)
 
 
 class GivenReward(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -62,7 +48,7 @@ class GivenReward(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Rewards by name. ``turn.N`` is the reward of model call N."""
     error: str = ""
     """Why the task's tests gave no valid reward, which counts as 0."""
-    judge: dict[str, JudgeUse] = {}
+    judge: Used = {}
     """Judge → its calls."""
 
     def named(self, name: str) -> dict[str, float]:
@@ -146,8 +132,3 @@ class RewardLog:
         os.fchmod(file, file_mode(self._folder))
         fsync(self._folder)
         return file
-
-
-def used(judges: Mapping[str, JudgeUse], more: Mapping[str, JudgeUse]) -> dict[str, JudgeUse]:
-    """Returns the sum of two counts, judge by judge."""
-    return {name: judges.get(name, JudgeUse()) + more.get(name, JudgeUse()) for name in {**judges, **more}}

@@ -41,6 +41,7 @@ from megaflow_hpc.rundir.events import (
     StartEvent,
     Time,
 )
+from megaflow_hpc.rundir.model_use import Used
 
 VERSION = 1
 SUFFIX = ".summary"
@@ -108,6 +109,8 @@ class Summary(Event, tag="summary"):
     """Second → number of rollouts stored in that second, for the last minutes before :attr:`t`."""
     constrained: dict[str, Count] = msgspec.field(default_factory=dict)
     """Policy → number of turns with constrained tokens in successful rollouts."""
+    models: Used = msgspec.field(default_factory=dict)
+    """Judges and models with a price → their calls in all rollouts."""
     busy_at: Time = 0.0
     """Time at which the pod last started or ended a rollout."""
     stored: Count = 0

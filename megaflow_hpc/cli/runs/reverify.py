@@ -24,8 +24,9 @@ from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, share, whole
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError, UnscoredError
 from megaflow_hpc.ledger.tasks import PlannedTask, planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.model_use import total, use_lines
 from megaflow_hpc.rundir.record import RunRecord, check_version, read_run
-from megaflow_hpc.rundir.rewards import GivenReward, JudgeUse, RewardLog, check_name, given_as, used
+from megaflow_hpc.rundir.rewards import GivenReward, RewardLog, check_name, given_as
 from megaflow_hpc.types import VERIFIED, RolloutName, Task
 
 if TYPE_CHECKING:
@@ -120,9 +121,7 @@ class Outcome:
         """Returns the outcome as plain JSON."""
         new = {rollout: given.reward for rollout, given in self.scored.items() if given.reward is not None}
         old = [self.before[rollout] for rollout in new]
-        judge: dict[str, JudgeUse] = {}
-        for given in self.scored.values():
-            judge = used(judge, given.judge)
+        judge = total(given.judge for given in self.scored.values())
         return {
             "run": str(run),
             "name": name,
@@ -324,10 +323,8 @@ class _Work:
         self._log.close()
 
     def _store_score(self, rollout: str, task_id: str, before: float, score: NewScore) -> None:
-        judge: dict[str, JudgeUse] = {}
-        for call in score.calls:
-            one = JudgeUse(1, call["prompt_tokens"], call["sampled_tokens"], call.get("usd"))
-            judge = used(judge, {call["model"]: one})
+        from megaflow_hpc.pod.rollout.judges import use_of
+
         given = GivenReward(
             id=rollout,
             at=time.time(),
@@ -335,7 +332,7 @@ class _Work:
             reward=score.reward,
             rewards=dict(score.rewards),
             error=score.error,
-            judge=judge,
+            judge=total(map(use_of, score.calls)),
         )
         self._log.add(given)
         self._outcome.scored[rollout] = given
@@ -414,12 +411,7 @@ def _say(report: Mapping[str, Any]) -> None:
     if report["mean"] is not None:
         changed = f"{report['changed']} of them changed"
         say(f"mean reward {report['mean']:.4g}, before {report['mean_before']:.4g}; {changed}")
-    for judge, use in report["judge"].items():
-        usd = use.get("usd")
-        price = f", {usd:.4g} USD" if usd is not None else ""
-        say(
-            f"judge {judge}: {use['calls']} calls, {use.get('prompt_tokens', 0)} prompt tokens, "
-            f"{use.get('sampled_tokens', 0)} sampled{price}"
-        )
+    for line in use_lines(report["judge"]):
+        say(line)
     if report["not_verified"]:
         say(f"{report['not_verified']} rollouts have no verdict, and were not scored")

@@ -27,6 +27,7 @@ from megaflow_hpc.cli.output import (
 from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, whole
 from megaflow_hpc.rundir import runs
+from megaflow_hpc.rundir.model_use import use_lines
 from megaflow_hpc.texts import in_one_line
 
 STATES = ("planned", "queued", "running", "waiting", "serving", "stopped", "cancelled", "finished", "broken", "unknown")
@@ -185,6 +186,7 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
         lines.append(f"waits for {', '.join(status['waits_for'])} to add rollouts")
     if status["rate_per_s"] and status["eta_s"]:
         lines.append(f"rate {status['rate_per_s']:.2f}/s, about {seconds(status['eta_s'])} to go")
+    lines += use_lines(status["models"])
     if status["tokens_per_s"]:
         lines.append(f"tokens sampled {status['tokens_per_s']:,.0f}/s")
     for key, words in (("failures", "failures by cause"), ("retries", "retried by cause")):

@@ -10,7 +10,9 @@ from typing import Any
 
 from megaflow_hpc.config.model import TokenPrice
 from megaflow_hpc.errors import ModelServiceError
+from megaflow_hpc.model.gateway.replay import ARTIFACT
 from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.rundir.model_use import ModelUse, Used, total
 from megaflow_hpc.tasks.judging import Judge
 from megaflow_hpc.trajectories.reading.conversations import conversations, main
 from megaflow_hpc.trajectory import Recording, Trajectory, linked, path_to
@@ -88,6 +90,29 @@ class Judges:
                 "sampled_tokens": sampled,
                 **({"usd": price.of(prompt, sampled)} if price else {}),
             }
+
+
+def used(trajectory: Trajectory, judges: Judges, prices: Mapping[str, TokenPrice]) -> Used:
+    """Returns the calls of judges, and those of the rollout's own calls whose model has a price."""
+    own = []
+    counted = _counted(trajectory)
+    for number, turn in enumerate(trajectory.turns):
+        if price := prices.get(turn.policy):
+            prompt, sampled = counted.get(number) or (turn.token_start, turn.token_end - turn.token_start)
+            own.append({turn.policy: ModelUse(1, prompt, sampled, price.of(prompt, sampled))})
+    return total([*own, *map(use_of, judges.calls())])
+
+
+def use_of(call: Mapping[str, Any]) -> Used:
+    """Returns one call of a judge as a count."""
+    return {call["model"]: ModelUse(1, call["prompt_tokens"], call["sampled_tokens"], call.get("usd"))}
+
+
+def _counted(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
+    """Returns call → numbers of prompt and sampled tokens, for calls without token ids."""
+    lines = [line for one in trajectory.artifacts if one.name == ARTIFACT for line in one.data.splitlines()]
+    calls = enumerate(map(json.loads, lines))
+    return {number: tuple(call["tokens"]) for number, call in calls if call.get("tokens")}
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:

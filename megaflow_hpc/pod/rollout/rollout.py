@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import msgspec
+
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.remote import forked
 from megaflow_hpc.config.sections import AgentConfig
@@ -40,7 +42,8 @@ from megaflow_hpc.errors import (
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.model.gateway.open_rollout import SEEDS
 from megaflow_hpc.model.gateway.replay import calls_artifact
-from megaflow_hpc.pod.rollout.judges import conversation
+from megaflow_hpc.pod.outcome import COST_FILE
+from megaflow_hpc.pod.rollout.judges import conversation, used
 from megaflow_hpc.pod.rollout.preemption import Checkpoint, CutShort
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
@@ -379,6 +382,8 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
     await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
     output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
     trajectory.artifacts += [*verdict.artifacts, *judges.artifacts(), Artifact("verifier.log", output)]
+    if models := used(trajectory, judges, services.prices):
+        trajectory.artifacts.append(Artifact(COST_FILE, msgspec.json.encode(models)))
     trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
     if verdict.agent_error or verdict.error:
         trajectory.error_kind = "verifier" if verdict.error else "agent"

@@ -9,6 +9,7 @@ from pathlib import Path
 from megaflow_hpc.agents import code
 from megaflow_hpc.agents.remote import Zygote
 from megaflow_hpc.config import CampaignConfig, Policy
+from megaflow_hpc.config.model import TokenPrice
 from megaflow_hpc.config.quotas import gateways
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.model.gateway.limits import CallLimits, Quotas
@@ -68,11 +69,15 @@ class Services:
         agents = Zygote([agent.name for policy in policies.values() for agent in policy.agents], *code_places)
         return cls(config, policies, {}, ApptainerProvider(), gateway, agents, checkpoints)
 
+    @property
+    def prices(self) -> dict[str, TokenPrice]:
+        """Policy → price of its model's tokens, for models that have one."""
+        models = {name: policy.model for name, policy in self.policies.items()}
+        return {name: model.price for name, model in models.items() if model and model.price}
+
     def judges(self, rollout_id: str) -> Judges:
         """Returns the campaign's judges, for one rollout."""
-        names = self.config.judges()
-        prices = {name: model.price for name in names if (model := self.config.models[name]).price is not None}
-        return Judges(self.gateway, rollout_id, names, prices)
+        return Judges(self.gateway, rollout_id, self.config.judges(), self.prices)
 
     async def close(self) -> None:
         """Stops all services and all sandboxes."""

@@ -22,6 +22,7 @@ from megaflow_hpc.rundir.events import (
     WorkerEvent,
     decode,
 )
+from megaflow_hpc.rundir.model_use import Used, total
 from megaflow_hpc.rundir.pods.running import RunningRollouts
 from megaflow_hpc.rundir.summaries import (
     RECENT_S,
@@ -78,6 +79,7 @@ class EventAggregator:
         self._digests = bytearray()
         self._inexact: Counter[str] = Counter()
         self._constrained: Counter[str] = Counter()
+        self._models: Used = {}
         self._recent: Counter[int] = Counter()
         self._number = self._stored = 0
         self._seen_at = self._busy_at = 0.0
@@ -127,6 +129,7 @@ class EventAggregator:
         self._digests += summary.digests
         self._inexact.update(summary.inexact)
         self._constrained.update(summary.constrained)
+        self._models = total([self._models, summary.models])
         self._recent.update(summary.recent)
         self._stored += summary.stored
 
@@ -196,6 +199,8 @@ class EventAggregator:
         events = self._open.pop(event.id, [])
         self._stored += 1
         self._recent[int(event.t)] += 1
+        if event.models:
+            self._models = total([self._models, event.models])
         if event.status not in VERIFIED:
             self._bad[event.id] = event
             if attempts := [one for one in events if isinstance(one[1], AttemptEvent)]:
@@ -229,6 +234,7 @@ class EventAggregator:
             digests=bytes(self._digests),
             inexact=dict(self._inexact),
             constrained=dict(self._constrained),
+            models=self._models,
             ended_badly=list(self._ended_badly()),
             retries=dict(self._running.retries),
             failures=self._running.by_cause(),

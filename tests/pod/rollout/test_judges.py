@@ -8,6 +8,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -219,7 +220,10 @@ docker_image = "base"
 workdir = "/app"
 [verifier]
 timeout_sec = 60
-env = { ANTHROPIC_API_KEY = "${ANTHROPIC_API_KEY}", MODEL_NAME = "claude-haiku-4-5", OPENAI_API_KEY = "${OPENAI_API_KEY}" }
+[verifier.env]
+ANTHROPIC_API_KEY = "${ANTHROPIC_API_KEY}"
+OPENAI_API_KEY = "${OPENAI_API_KEY}"
+MODEL_NAME = "claude-haiku-4-5"
 """
 ASKING_TEST = """\
 echo 1 > /logs/verifier/reward.txt
@@ -235,7 +239,7 @@ key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 one = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", key, body)["choices"][0]["message"]["content"]
 key = {"x-api-key": os.environ["ANTHROPIC_API_KEY"], "anthropic-version": "2023-06-01"}
 two = post(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", key, body)["content"][0]["text"]
-print(one, two, os.environ["MEGAFLOW_JUDGE"], os.environ["OPENAI_API_KEY"])
+print(one, two, os.environ["MEGAFLOW_JUDGE"], os.environ["OPENAI_API_KEY"], os.environ["OPENAI_BASE_URL"])
 json.dump({"reward": 1.0, "right": float(one == two == "yes")}, open("/logs/verifier/reward.json", "w"))
 END
 """
@@ -254,13 +258,9 @@ def test_tests_ask_judges_by_variables_of_theirs(rootfs: str, scratch: Path, tmp
                 await prepare(task, sandbox)
                 seen = (await sandbox.exec("env")).stdout
                 verdict = await verify(task, sandbox, VerificationContext(fresh=True, judge=judges.open))
-                key = verdict.output.split()[3]
-                return (
-                    verdict,
-                    seen,
-                    judges,
-                    await say(ModelEndpoint(f"http://127.0.0.1:{gateway.port}/v1", key, ""), ""),
-                )
+                key, url = verdict.output.split()[3:5]
+                outside = f"http://127.0.0.1:{gateway.port}{urlsplit(url).path}"
+                return verdict, seen, judges, await say(ModelEndpoint(outside, key, ""), "")
 
     path = write_task(tmp_path, toml=ASKING)
     (path / "tests" / "test.sh").write_text(ASKING_TEST)
@@ -462,9 +462,14 @@ def judged(tmp_path: Path, base_sif: Path, grader: dict[str, Any]) -> Path:
 
 @pytest.mark.slow
 def test_a_campaign_with_a_judge(tmp_path: Path, base_sif: Path) -> None:
-    grader = {"engine": "scripted", "script": "grader.yaml", "judge": True}
+    grader = {"engine": "scripted", "script": "grader.yaml", "judge": True, "price": {"input": 1.0, "output": 2.0}}
     result, done = run_local(judged(tmp_path, base_sif, {"grader": grader}))
     assert done.returncode == 0, done.stderr
+    assert list(result["models"]) == ["grader"], "the policy has no price"
+    use = result["models"]["grader"]
+    assert use["calls"] == 5
+    assert use["usd"] == pytest.approx((use["prompt_tokens"] + 2 * use["sampled_tokens"]) / 1e6)
+    assert json.loads(cli("status", result["run"], "--json").stdout)["models"] == result["models"]
     with open_trajectories(result["run"]) as store:
         rows = {row.id: row.trajectory() for row in store}
     assert set(rows) == {"Sum/default/0", "Plain/default/0", "Returns/default/0"}
@@ -476,6 +481,8 @@ def test_a_campaign_with_a_judge(tmp_path: Path, base_sif: Path) -> None:
         assert trajectory.messages[-1]["content"] == "It is four.", "the agent asked for the grader in vain"
         (calls,) = [json.loads(one.data) for one in trajectory.artifacts if one.name == "judge.json"]
         assert {call["model"] for call in calls} == {"grader"}
+        (cost,) = [json.loads(one.data) for one in trajectory.artifacts if one.name == "cost.json"]
+        assert cost["grader"]["usd"] == pytest.approx(sum(call["usd"] for call in calls))
 
 
 @pytest.mark.parametrize(
