@@ -18,15 +18,15 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 210,
+    "campaign keys": 213,
     "environment variables": 28,
-    "modules": 454,
+    "modules": 461,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 8,
     "thousand tokens of agents": 11,
     "thousand tokens of at the top": 5,
-    "thousand tokens of campaign": 34,
-    "thousand tokens of cli": 43,
+    "thousand tokens of campaign": 35,
+    "thousand tokens of cli": 46,
     "thousand tokens of config": 15,
     "thousand tokens of environments": 91,
     "thousand tokens of host": 13,
@@ -34,13 +34,13 @@ BUDGETS = {
     "thousand tokens of ledger": 19,
     "thousand tokens of model": 58,
     "thousand tokens of monitor": 11,
-    "thousand tokens of pod": 34,
+    "thousand tokens of pod": 37,
     "thousand tokens of prove": 8,
     "thousand tokens of report": 19,
-    "thousand tokens of rundir": 27,
+    "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
-    "thousand tokens of tasks": 39,
-    "thousand tokens of training": 64,
+    "thousand tokens of tasks": 41,
+    "thousand tokens of training": 65,
     "thousand tokens of trajectories": 47,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
@@ -111,8 +111,8 @@ DOORS: dict[str, str] = {
     "pod": "pod/master rundir",
     "pod/scheduling": "",
     "pod/master": "pod pod/scheduling config rundir rundir/pods ledger trajectories/journal",
-    "pod/rollout": "pod agents tasks config environments environments/sandbox model/gateway trajectories "
-    "trajectories/reading",
+    "pod/rollout": "pod agents tasks config environments environments/sandbox model/gateway rundir "
+    "trajectories trajectories/reading",
     # Only the rooms below may use Slurm.
     "slurm": "config rundir",
     "monitor": "config ledger rundir rundir/pods",
@@ -126,7 +126,7 @@ DOORS: dict[str, str] = {
     "cli/campaigns": "cli campaign campaign/planning slurm",
     "report": "config ledger monitor rundir trajectories/hdf5 trajectories/reading",
     "cli/runs": "cli cli/view campaign campaign/planning config environments ledger monitor pod/rollout report rundir "
-    "tasks trajectories trajectories/reading",
+    "tasks training training/algorithms trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
     "cli/making": "cli config tasks tasks/harbor tasks/releases tasks/swebench agents "

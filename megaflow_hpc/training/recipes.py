@@ -6,14 +6,19 @@ keys. Losses, importance weights and columns are in :mod:`megaflow_hpc.training.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.rewards import GivenReward, given_as
 from megaflow_hpc.training.algorithms.prompts import TaskStatistics
-from megaflow_hpc.training.algorithms.samples import Earlier, Sample, SampleGroup
+from megaflow_hpc.training.algorithms.samples import Earlier, Sample, SampleGroup, StoredRollout
+from megaflow_hpc.types import TURN_REWARD
 
 
 def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[str, list[float]]:
@@ -32,6 +37,29 @@ def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[
         means = [math.fsum(values) / len(values) for values in reached]
         advantages |= {id: [value - means[turn] for turn, value in enumerate(own)] for id, own in returns.items()}
     return advantages
+
+
+def given(rollouts: Sequence[StoredRollout], run: str, name: str) -> dict[str, float | list[float] | None]:
+    """Gives rollouts the rewards that ``megaflow-hpc reverify`` gave to those of the same ids in ``RUN/rewards/NAME``.
+
+    Without a reward of the whole rollout, each turn gets its own, or 0. Rollouts without any are dropped.
+    """
+    found = _given(run, name)
+    values: dict[str, float | list[float] | None] = {}
+    for sample, _ in rollouts:
+        own = found.get(sample.id)
+        if own is None or own.reward is not None:
+            values[sample.id] = own and own.reward
+        else:
+            values[sample.id] = [own.rewards.get(f"{TURN_REWARD}{turn.call}", 0.0) for turn in sample.turns]
+    return values
+
+
+@functools.lru_cache(maxsize=4)
+def _given(run: str, name: str) -> dict[str, GivenReward]:
+    if not (found := given_as(RunDir(run), name)):
+        raise ConfigError(f"{run}/rewards/{name}: no rewards; give some: megaflow-hpc reverify {run} --name {name}")
+    return found
 
 
 def _returns(sample: Sample, discount: float) -> list[float]:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from megaflow_hpc.config import Policy, resolved
+from megaflow_hpc.config.sections import Method
 from megaflow_hpc.errors import ConfigError, UnscoredError
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.pod.rollout.rescoring import Rescoring
@@ -25,6 +26,8 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.rewards import GivenReward, RewardLog, check_name, given_as, given_rewards
 from megaflow_hpc.tasks.scoring import load_scorer
+from megaflow_hpc.training.algorithms.rewards import scores
+from megaflow_hpc.training.buffer import stored_rollout
 from megaflow_hpc.trajectories import open_trajectories
 from megaflow_hpc.types import Task
 from tests.support.campaigns import cli, run_local
@@ -212,6 +215,11 @@ def test_functions_score_the_stored_conversation(run: RunDir) -> None:
         assert math.isnan(store.column("rewards/scorers.turn.0")[store.ids.index("Out/default/0")])
         advantages = store.advantages("grpo", "mine.task")
         assert list(advantages) == [0.0] * 4
+        rollouts = [stored_rollout(row.trajectory()) for row in store]
+    for name, rewards in {"mine": {"score": 4.0}, "scorers": {"turn.0": 1.0, "turn.1": 1.0}}.items():
+        method = Method(name="megaflow_hpc.training.recipes:given", args={"run": str(run), "name": name})
+        assert scores(method, rollouts)["Talk/default/0"] == rewards
+    assert scores(method, rollouts)["Out/default/0"] is None
 
 
 def test_rubrics_ask_the_judges(run: RunDir) -> None:

@@ -72,7 +72,7 @@ def register(subparsers: Subparsers) -> None:
             "reverify RUN",
             "reverify RUN --with score.py --only 'fix-*'",
             "reverify RUN --with rubric.yaml --name polite --json",
-            "sbatch --array=1-8 --wrap 'megaflow-hpc reverify RUN --share $SLURM_ARRAY_TASK_ID/8'",
+            "reverify RUN --share 3/8          # in the third of eight processes, such as elements of a job array",
         ],
         description=DESCRIPTION,
     )
@@ -102,7 +102,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 @dataclass
-class Outcome:
+class Reverified:
     """Counts of one call."""
 
     scored: dict[str, GivenReward] = field(default_factory=dict)
@@ -148,7 +148,7 @@ def _reverify(arguments: argparse.Namespace) -> int:
     scorer = load_scorer(arguments.scorer) if arguments.scorer else None
     name = arguments.name or (scorer.name if scorer else OWN)
     check_name(name)
-    outcome = Outcome()
+    outcome = Reverified()
     with under_way(f"reading {run}") as watch, open_trajectories(run.path) as store:
         taken = [one for one in store.recorded.reward_names() if one == name or one.startswith(f"{name}.")]
         if taken:
@@ -174,7 +174,7 @@ class _Work:
         scorer: Scorer | None,
         name: str,
         store: TrajectoryStore,
-        outcome: Outcome,
+        outcome: Reverified,
         watch: PlanProgress,
     ) -> None:
         self._arguments, self._run, self._planned, self._scorer = arguments, run, planned, scorer

@@ -266,7 +266,10 @@ GROUPS = (
     ),
 )
 
-REWARDS_DOC = "One dataset per reward name, float32 `(n)`: the reward, NaN for rollouts without it."
+REWARDS_DOC = (
+    "One dataset per reward name, float32 `(n)`: the reward, NaN for rollouts without it. Rewards that `reverify` gave "
+    "later are not in the file, but in `rewards/NAME` of the run directory, from which this package reads both."
+)
 
 IMAGES_DOC = (
     "Reserved for the bytes, SHA-256 and size of each distinct image and the token spans that show it. This software "
