@@ -149,8 +149,9 @@ class ModelConfig(Section):
     is trained, its steps use the groups of the other trained policies' steps. Default: the campaign's ``samples``."""
     price: TokenPrice | None = None
     """Price of the tokens, by which reports count what the model costs. Default: none."""
-    judge: bool = False
-    """True if only verifiers may call the model, to judge rollouts. Agents cannot reach it. Default: false."""
+    judge: bool | Literal["reward"] = False
+    """True if only verifiers may call the model, to judge rollouts. Agents cannot reach it. ``reward``: the same, of a
+    reward model with one class (``vllm`` only), which rates conversations by a number. Default: false."""
     weight: float = Field(1.0, gt=0)
     """Share of requests for each of these servers, relative to the policy's other servers. Default: 1."""
     also: tuple[dict[str, Any], ...] = ()
@@ -213,6 +214,8 @@ class ModelConfig(Section):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
         if self.judge and (self.samples or self.agent or self.include):
             raise ValueError("judge: a judge runs no tasks; leave samples, agent and include out")
+        if self.judge == "reward" and self.engine != "vllm":
+            raise ValueError(f"judge: reward: engine {self.engine} serves no reward models; use vllm")
         if self.judge and self.engine == "replay":
             raise ValueError("judge: answers of judges are not recorded, so engine replay has none; use another engine")
         if self.gpu_type and not self.gpus:

@@ -23,6 +23,8 @@ from megaflow_hpc.texts import containers_at
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
+CLASSIFY = "/classify"
+"""vLLM's endpoint of reward models."""
 GENERATE = "/inference/v1/generate"
 """vLLM's tokens-in, tokens-out endpoint (``--enable-scale-out``)."""
 RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"

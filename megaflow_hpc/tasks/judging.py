@@ -49,11 +49,12 @@ class Judge:
 
     Args:
         endpoint: address and key.
-        models: Names of the campaign's judges. The first one answers calls that name none of them.
+        models: Names of the campaign's judges that answer in words. The first one answers calls that name no judge.
+        reward_models: Names of the judges that are reward models.
     """
 
-    def __init__(self, endpoint: ModelEndpoint, models: Sequence[str]) -> None:
-        self.endpoint, self.models = endpoint, tuple(models)
+    def __init__(self, endpoint: ModelEndpoint, models: Sequence[str], reward_models: Sequence[str] = ()) -> None:
+        self.endpoint, self.models, self.reward_models = endpoint, tuple(models), tuple(reward_models)
         self._pending = 0
         """Number of calls of :meth:`ask` that have not ended, or were cancelled."""
         self._failed: dict[str, str] = {}
@@ -90,6 +91,8 @@ class Judge:
         if options.get("stream"):
             raise UserCodeError("judge: stream is not possible; leave it out")
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        if not (model or self.models):
+            raise UserCodeError("judge.ask: no judge of the campaign answers in words; add one with judge: true")
         model = model or self.models[0]
         self._pending += 1  # and stays so if the call is cancelled
         try:
@@ -107,6 +110,21 @@ class Judge:
         if choice.get("finish_reason") == "length":
             raise UserCodeError("judge: its answer reached max_tokens; raise it, or ask for a shorter answer")
         return str(choice["message"]["content"] or "")
+
+    async def reward(self, messages: Sequence[Message], model: str = "") -> float:
+        """Returns a reward model's number for a conversation, before any activation function.
+
+        Args:
+            messages: a conversation in OpenAI format.
+            model: one of :attr:`reward_models`. Default: the first.
+
+        Raises:
+            ModelServiceError: no engine answers.
+            UserCodeError: the campaign has no reward model, or the request is invalid.
+        """
+        if not (model or self.reward_models):
+            raise UserCodeError("judge.reward: no judge of the campaign is a reward model; add one with judge: reward")
+        return float(await self.ask(messages, model or self.reward_models[0]))
 
     async def _post(self, body: Mapping[str, Any]) -> tuple[int, Any]:
         """Returns the status and the decoded answer, if it is a judge's answer or blames the request."""
@@ -131,11 +149,16 @@ class WaitingJudge:
 
     def __init__(self, judge: Judge, loop: asyncio.AbstractEventLoop) -> None:
         self.judge, self._loop = judge, loop
-        self.models, self.base_url, self.api_key = judge.models, judge.base_url, judge.api_key
+        self.models, self.reward_models = judge.models, judge.reward_models
+        self.base_url, self.api_key = judge.base_url, judge.api_key
 
     def ask(self, messages: str | Sequence[Message], model: str = "", **options: Any) -> str:
         """Returns the text of a judge's answer. The arguments are those of :meth:`Judge.ask`."""
         return blocking(self.judge.ask(messages, model, **options), self._loop)
+
+    def reward(self, messages: Sequence[Message], model: str = "") -> float:
+        """Returns a reward model's number. The arguments are those of :meth:`Judge.reward`."""
+        return blocking(self.judge.reward(messages, model), self._loop)
 
 
 def blocking(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
@@ -202,6 +225,8 @@ class Rubric(msgspec.Struct, forbid_unknown_fields=True):
             ModelServiceError: a judge does not answer.
         """
         judge = judge.judge if isinstance(judge, WaitingJudge) else judge
+        if not judge.models:
+            raise UserCodeError("a rubric needs a judge that answers in words; add a model with judge: true")
         shown, gate = transcript(messages), asyncio.Semaphore(MAX_VOTES_AT_ONCE)
         votes = await asyncio.gather(
             *(

@@ -262,7 +262,11 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     del _instances[sandbox]
     try:
         async with _judge(task, context) if "judge" in wanted(instance.score) else nullcontext() as judge:
-            known = {"messages": context.messages, "patch": partial(_text, context), "artifacts": context.artifacts}
+            known: dict[str, Callable[[], Any]] = {
+                "messages": context.messages,
+                "patch": partial(_text, context),
+                "artifacts": context.artifacts,
+            }
             more = {name: get() for name, get in known.items() if name in wanted(instance.score)}
             more |= {"task": task} if "task" in wanted(instance.score) else {}
             more |= {"judge": judge} if judge else {}

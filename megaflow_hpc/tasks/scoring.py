@@ -37,7 +37,7 @@ FUNCTION = "score"
 
 @dataclass(frozen=True)
 class Scorer:
-    """A loaded scorer."""
+    """A scorer that was loaded."""
 
     name: str
     """Default name of its rewards."""
@@ -55,15 +55,12 @@ class Scorer:
     @property
     def parameters(self) -> frozenset[str]:
         """Which of :data:`PARAMETERS` it takes."""
-        method = self.target.score if inspect.isclass(self.target) else self.target
-        return frozenset(_parameters(method)) & {*PARAMETERS, BATCH}
+        return frozenset(_parameters(_method(self.target))) & {*PARAMETERS, BATCH}
 
     def method(self) -> Callable[..., Any]:
         """Returns the function to call for one rollout. Raises UserCodeError if a class cannot be constructed."""
-        if not inspect.isclass(self.target):
-            return self.target  # type: ignore[no-any-return]
         try:
-            return self.target().score  # type: ignore[no-any-return]
+            return _method(self.target() if inspect.isclass(self.target) else self.target)
         except Exception as error:
             raise UserCodeError(f"{origin(error)}: {self.title} raised {error!r}") from error
 
@@ -95,7 +92,7 @@ def load_scorer(source: str) -> Scorer:
     if target is None:
         remedy = "define it, or name another as FILE.py:NAME"
         raise ConfigError(f"{where}: {module.__file__} has no {attribute}; {remedy}")
-    method = getattr(target, "score", None) if inspect.isclass(target) else target
+    method = _method(target)
     if not callable(method):
         raise ConfigError(
             f"{where}: {attribute} is {type(target).__name__}; expected a function, or a class with score"
@@ -154,6 +151,11 @@ def main_reward(rewards: Mapping[str, float]) -> float | None:
     own = [value for name, value in rewards.items() if not name.startswith(TURN_REWARD)]
     reward = rewards.get("reward", own[0] if own else math.nan)
     return None if math.isnan(reward) else reward
+
+
+def _method(target: Any) -> Any:
+    """Returns the method ``score`` of a class or an object, or the function itself."""
+    return getattr(target, FUNCTION, None) if inspect.isclass(target) else getattr(target, FUNCTION, target)
 
 
 def _parameters(method: Callable[..., Any]) -> list[str]:

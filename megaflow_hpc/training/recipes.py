@@ -49,7 +49,7 @@ def given(rollouts: Sequence[StoredRollout], run: str, name: str) -> dict[str, f
     for sample, _ in rollouts:
         own = found.get(sample.id)
         if own is None or own.reward is not None:
-            values[sample.id] = own and own.reward
+            values[sample.id] = None if own is None else own.reward
         else:
             values[sample.id] = [own.rewards.get(f"{TURN_REWARD}{turn.call}", 0.0) for turn in sample.turns]
     return values

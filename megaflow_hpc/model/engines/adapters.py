@@ -61,9 +61,13 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     python = interpreter(model)
     options = options_of(model)
     gpus, nodes = int(model.get("gpus") or 0), int(model.get("nodes") or 1)
-    built_in: dict[str, Any] = {"model": _path(model), "served-model-name": policy, "enable-scale-out": True}
-    # Report log-probabilities of the distribution actually sampled from, after temperature and all other options.
-    built_in |= {"uvicorn-log-level": "warning", "logprobs-mode": "processed_logprobs"}
+    rewards = model.get("judge") == "reward"
+    built_in: dict[str, Any] = {"model": _path(model), "served-model-name": policy, "uvicorn-log-level": "warning"}
+    if rewards:
+        built_in |= {"runner": "pooling"}
+    else:
+        # Report log-probabilities of the distribution actually sampled from, after temperature and all other options.
+        built_in |= {"enable-scale-out": True, "logprobs-mode": "processed_logprobs"}
     built_in["allowed-media-domains"] = list(model.get("media_domains") or [NO_HOST])
     if gpus > 1:
         built_in["tensor-parallel-size"] = gpus
@@ -97,7 +101,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         [python, "-m", program, *subcommand, *flags({**built_in, **options})],
         {k: os.environ.get(k, v) for k, v in env.items()} | enforced,
         model_name=str(options.get("served-model-name", policy)),
-        protocol="split" if options.get("enable-scale-out", True) else "plain",
+        protocol="reward" if rewards else "split" if options.get("enable-scale-out", True) else "plain",
         reload="vllm",
         metrics=True,
         slots=int(options.get("max-num-seqs") or 0),

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS, MODELS
+from megaflow_hpc.model.engine_api import CHAT, CLASSIFY, COMPLETIONS, MODELS
 from megaflow_hpc.model.engines import failure
 from megaflow_hpc.model.engines.launch import Launch
 
@@ -123,10 +123,13 @@ class EngineProcess:
             (CHAT, {"messages": messages, **({"logprobs": True} if scores else {})}),
             (COMPLETIONS, {"prompt": QUESTION, **({"logprobs": 1} if scores else {})}),
         ]
+        limit = {"max_tokens": WARM_UP_TOKENS}
+        if launch.protocol == "reward":
+            requests, limit = [(CLASSIFY, {"messages": messages})], {}
         while time.monotonic() < deadline:
             for path, body in requests:
                 try:
-                    request = {"model": launch.model_name, "max_tokens": WARM_UP_TOKENS, **body}
+                    request = {"model": launch.model_name, **limit, **body}
                     status, text = await ask(path, request, 120.0)
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     last = f"{type(error).__name__}: {error}"

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megaflow_hpc.model.engine_api import (
+    CLASSIFY,
     COMPLETIONS,
     DERENDER,
     GENERATE,
@@ -202,6 +203,27 @@ async def _read(call: Call, reply: Reply, problem: str, read: Callable[..., T], 
         raise UnusableAnswer(message[:_MAX_MESSAGE], retry=False, by_request=by_request) from error
 
 
+async def reward(call: Call) -> Answer:
+    """Asks a reward model about a conversation. The answer's text is the reward, before any activation function."""
+    if not call.request.chat:
+        raise RefusedCall(400, b"a reward model rates conversations; use /chat/completions")
+    body = {"model": call.server.model_name, "messages": call.request.body["messages"], "use_activation": False}
+    reply = await call.post(CLASSIFY, body)
+    return await _read(
+        call, reply, "an answer without a reward; it must be a model with one class", _reward, call, reply
+    )
+
+
+def _reward(call: Call, reply: Reply) -> Answer:
+    ((value,),) = (data["probs"] for data in reply["data"])
+    message = {"role": "assistant", "content": repr(float(value))}
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    usage = {"prompt_tokens": reply["usage"]["prompt_tokens"], "completion_tokens": 0}
+    usage["total_tokens"] = usage["prompt_tokens"]
+    named = {"id": _name(reply.get("id")), "object": "chat.completion", "created": 0, "model": call.server.model_name}
+    return _text_answer(call, Reply({**named, "choices": [choice], "usage": usage}))
+
+
 async def count(call: Call) -> int:
     """Returns the number of tokens of the request's prompt. Raises like :meth:`Call.post`."""
     try:
@@ -322,4 +344,9 @@ def _strip(reply: dict[str, Any], body: Mapping[str, Any], chat: bool) -> None:
             choice["logprobs"] = None
 
 
-PROTOCOLS: Mapping[str, Callable[[Call], Awaitable[Answer]]] = {"text": text, "plain": plain, "split": split}
+PROTOCOLS: Mapping[str, Callable[[Call], Awaitable[Answer]]] = {
+    "text": text,
+    "plain": plain,
+    "split": split,
+    "reward": reward,
+}

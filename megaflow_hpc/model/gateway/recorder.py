@@ -190,7 +190,8 @@ class Recorder:
         conversation = messages if isinstance(messages, AskedPrompt) else self.restore(messages, policy)
         turn.started_by = conversation.started_by
         turn.message = self.conversations.add(conversation, sample.message, len(self.recording.turns) - 1)
-        call = {"id": sample.request_id, "asked": conversation_digest(list(messages)) if asked is None else asked}
+        call: dict[str, Any] = {"id": sample.request_id}
+        call["asked"] = conversation_digest(list(messages)) if asked is None else asked
         if sample.message is None:
             call["text"] = sample.text
         if sample.counted is not None:

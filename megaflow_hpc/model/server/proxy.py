@@ -32,7 +32,7 @@ from aiohttp import web
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import listen_everywhere
-from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
+from megaflow_hpc.model.engine_api import CHAT, CLASSIFY, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.http_server import BadBody, HttpServer, bearer_key, read_body
 from megaflow_hpc.model.json_text import TooMuch, check_bounds, decoded, offload, packed
@@ -41,7 +41,7 @@ from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.model.server.weight_copies import ROOT, WeightCopies
 from megaflow_hpc.rundir.weights import Version
 
-SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS))
+SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS, CLASSIFY))
 MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models")}
 MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS)}
 """Paths that gateways use. Other engine APIs are blocked: they accept options that no gateway has checked."""

@@ -32,13 +32,19 @@ class Judges:
         rollout: Id of the rollout.
         models: Names of the campaign's judges. Empty if it has none.
         prices: Judge → price of its tokens, for judges that have one.
+        reward_models: Those of ``models`` that are reward models.
     """
 
     def __init__(
-        self, gateway: ModelGateway, rollout: str, models: Sequence[str], prices: Mapping[str, TokenPrice] | None = None
+        self,
+        gateway: ModelGateway,
+        rollout: str,
+        models: Sequence[str],
+        prices: Mapping[str, TokenPrice] | None = None,
+        reward_models: Sequence[str] = (),
     ) -> None:
         self._gateway, self._session, self.models = gateway, f"{rollout}#judge", tuple(models)
-        self._prices = prices or {}
+        self._prices, self._reward_models = prices or {}, tuple(reward_models)
         self._recordings: list[Recording] = []
 
     @asynccontextmanager
@@ -51,7 +57,10 @@ class Judges:
         Raises:
             ModelServiceError: The judges' engines were down. Replaces any error from inside the context.
         """
-        judge = Judge(await self._gateway.open(self._session, self.models[0], listener, judging=True), self.models)
+        in_words = [model for model in self.models if model not in self._reward_models]
+        first = (in_words or self.models)[0]
+        endpoint = await self._gateway.open(self._session, first, listener, judging=True)
+        judge = Judge(endpoint, in_words, self._reward_models)
         error: Exception | None = None
         try:
             try:

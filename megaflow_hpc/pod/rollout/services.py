@@ -77,7 +77,9 @@ class Services:
 
     def judges(self, rollout_id: str) -> Judges:
         """Returns the campaign's judges, for one rollout."""
-        return Judges(self.gateway, rollout_id, self.config.judges(), self.prices)
+        names = self.config.judges()
+        reward_models = [name for name in names if self.config.models[name].judge == "reward"]
+        return Judges(self.gateway, rollout_id, names, self.prices, reward_models)
 
     async def close(self) -> None:
         """Stops all services and all sandboxes."""

@@ -193,7 +193,7 @@ async def _judging(
     async with context.judge(listener) as judge:
         url = judge.endpoint.sandbox_url or judge.base_url
         addresses = {"OPENAI_BASE_URL": url, "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
-        yield {**addresses, "MEGAFLOW_JUDGE": judge.models[0], **dict.fromkeys(rules.judge, judge.api_key)}
+        yield {**addresses, "MEGAFLOW_JUDGE": judge.endpoint.model_name, **dict.fromkeys(rules.judge, judge.api_key)}
 
 
 def _kept(task: Task) -> list[str]:

@@ -61,9 +61,9 @@ class Engines:
             self.add(policy, f"http://127.0.0.1:{runner.addresses[0][1]}")
         return self.gateway
 
-    def add(self, policy: str, url: str) -> None:
+    def add(self, policy: str, url: str, **more: str) -> None:
         """Let an engine at an address answer for a policy."""
-        self._records.append({"server": f"{policy}.0", "policy": policy, "url": url, "model_name": policy})
+        self._records.append({"server": f"{policy}.0", "policy": policy, "url": url, "model_name": policy, **more})
         self.gateway.update_endpoints(self._records)
 
     async def __aexit__(self, *_: object) -> None:
@@ -326,6 +326,52 @@ def test_a_judge_that_wants_payment_gives_no_verdict_to_tests() -> None:
     asyncio.run(main())
 
 
+def test_a_reward_model_rates_conversations_and_does_not_vote(tmp_path: Path) -> None:
+    """In the form of vLLM's answers; tests/model/engines/test_reward_model.py asks vLLM itself."""
+
+    async def classify(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert (body["model"], body["use_activation"]) == ("rater", False)
+        probs = [0.5 * len(body["messages"]), 1.0][: 1 if len(body["messages"]) < 3 else 2]
+        data = [{"index": 0, "label": None, "probs": probs, "num_classes": len(probs)}]
+        return web.json_response({"id": "c", "data": data, "usage": {"prompt_tokens": 7, "total_tokens": 7}})
+
+    async def main() -> None:
+        application = web.Application()
+        application.router.add_post("/classify", classify)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        engines = Engines(grader={"": "yes"})
+        async with engines as gateway:
+            engines.add("second", f"http://127.0.0.1:{runner.addresses[0][1]}", protocol="reward", model_name="rater")
+            judges = Judges(gateway, "t/default/0", ["second", "grader"], {}, ["second"])
+            async with judges.open() as judge:
+                assert (judge.models, judge.reward_models) == (("grader",), ("second",))
+                assert await judge.reward(TALK) == 1.0
+                waiting = WaitingJudge(judge, asyncio.get_running_loop())
+                assert await asyncio.to_thread(waiting.reward, TALK[:1]) == 0.5
+                assert await rubric(tmp_path).score(judge, TALK) == {"reward": 1.0, "right": 1.0, "polite": 1.0}
+            assert [call["model"] for call in judges.calls()] == ["second", "second", "grader", "grader"]
+            assert judges.calls()[0]["prompt_tokens"] == 7
+
+            async def ask() -> None:
+                async with judges.open() as judge:
+                    await judge.reward([*TALK, *TALK])
+
+            with pytest.raises(UserCodeError, match="it must be a model with one class"):
+                await ask()
+            only = Judges(gateway, "t/default/0", ["second"], {}, ["second"])
+            async with only.open() as judge:
+                with pytest.raises(UserCodeError, match="no judge of the campaign answers in words"):
+                    await judge.ask("who?")
+                with pytest.raises(UserCodeError, match="a rubric needs a judge that answers in words"):
+                    await rubric(tmp_path).score(judge, TALK)
+        await runner.cleanup()
+
+    asyncio.run(main())
+
+
 class StandIn(Judge):
     """Answers by a function instead of a model."""
 
@@ -491,6 +537,7 @@ def test_a_campaign_with_a_judge(tmp_path: Path, base_sif: Path) -> None:
         ({}, "the verification of 3 tasks asks a judge"),
         ({"grader": {"engine": "replay", "path": "x", "judge": True}}, "answers of judges are not recorded"),
         ({"grader": {"engine": "scripted", "script": "grader.yaml", "judge": True, "samples": 2}}, "runs no tasks"),
+        ({"grader": {"engine": "scripted", "script": "grader.yaml", "judge": "reward"}}, "serves no reward models"),
     ],
 )
 def test_wrong_judges_are_refused(tmp_path: Path, base_sif: Path, grader: dict[str, Any], expected: str) -> None:
