@@ -1,4 +1,4 @@
-"""Services that the rollouts of one runner share: images, sandboxes, gateway, agent processes."""
+"""Services shared by the rollouts of one runner: images, sandboxes, gateway and agent processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megaflow_hpc.types import Sampling
 
 @dataclass
 class Services:
-    """The campaign, and the services that the rollouts of one runner share."""
+    """The campaign, and the services shared by the rollouts of one runner."""
 
     config: CampaignConfig
     policies: Mapping[str, Policy]
@@ -32,7 +32,7 @@ class Services:
     agents: Zygote = field(default_factory=lambda: Zygote(()))
     """Runs Python agents in separate processes."""
     checkpoints: Path | None = None
-    """Directory for checkpoints. With ``None``, no checkpoints are written."""
+    """Directory for checkpoints. ``None`` disables checkpoints."""
 
     def __post_init__(self) -> None:
         max_rank_bytes = MAX_CAMPAIGN_BYTES / gateways(self.config.slurm.pods)
@@ -50,7 +50,8 @@ class Services:
 
         Args:
             checkpoints: Directory for checkpoints.
-            code_places: Directories with the campaign's own agents: the run's copy, and the campaign file's directory.
+            code_places: The directories with the campaign's own agents: the run's copy, then the campaign file's
+                directory.
         """
         code.look_in(*code_places)
         models = {name: policy.model for name, policy in policies.items() if policy.model is not None}
@@ -75,14 +76,14 @@ class Services:
 
 
 class StoredRecordings:
-    """Recorded rollouts of a run directory or a trajectories file, for policies that replay them."""
+    """The recorded rollouts in a run directory or trajectories file, for policies that replay them."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def trajectory(self, rollout_id: str) -> Trajectory | None:
-        """Returns the recorded rollout with this id, or ``None``. Raises ConfigError if the recordings cannot be
-        read."""
+        """Returns the recorded rollout with this id, or ``None`` if there is none. Raises ConfigError if the recordings
+        cannot be read."""
         from megaflow_hpc.trajectories import open_trajectories  # imports h5py and numpy; needed only for replay
 
         with open_trajectories(self._path) as store:
@@ -90,7 +91,7 @@ class StoredRecordings:
 
 
 def _replays(policies: Mapping[str, Policy]) -> dict[str, Replay]:
-    """Returns policy → replay, for the policies with ``engine: replay``."""
+    """Returns a mapping of policy to replay, for the policies with ``engine: replay``."""
     replays = {}
     for name, policy in policies.items():
         if policy.model is not None and policy.model.engine == "replay":
