@@ -116,9 +116,7 @@ def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
 
 
 def facts_of_starts(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
-    """Sums the totals of several starts of one array element.
-
-    Includes the earlier starts that are listed in their leases.
+    """Sums the totals of several starts of one array element, and of the earlier starts that their leases include.
 
     Args:
         leases: ``<pod>.<start>`` → content of its lease.

@@ -63,18 +63,18 @@ class RolloutGroups(Sequence[Rollout]):
         return self._ends[-1] if self._ends else 0
 
     @overload
-    def __getitem__(self, place: int) -> Rollout: ...
+    def __getitem__(self, index: int) -> Rollout: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Rollout]: ...
+    def __getitem__(self, index: slice) -> list[Rollout]: ...
 
-    def __getitem__(self, place: int | slice) -> Rollout | list[Rollout]:
-        if isinstance(place, slice):
-            return [self[n] for n in range(*place.indices(len(self)))]
-        place = range(len(self))[place]
-        group = bisect_right(self._ends, place)
+    def __getitem__(self, index: int | slice) -> Rollout | list[Rollout]:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        group = bisect_right(self._ends, index)
         first, samples = self._groups[group]
-        return replace(first, sample_index=samples[place - self._ends[group] + len(samples)])
+        return replace(first, sample_index=samples[index - self._ends[group] + len(samples)])
 
     def __iter__(self) -> Iterator[Rollout]:
         for first, samples in self._groups:

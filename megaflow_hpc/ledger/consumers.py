@@ -131,8 +131,8 @@ class OpenLease:
         self._files.carry_out(self._lease.publish(now, self._content()))
 
     def renew(self) -> bool:
-        """Renews the lease if it is due. Call it more often than every 30 seconds. Returns False if the lease was
-        removed because the campaign was cancelled."""
+        """Renews the lease if it is due. Call it frequently. Returns False if the lease was removed because the
+        campaign was cancelled."""
         now = time.monotonic()
         if now - self._lease.renewed_at < RENEW_S:
             return True

@@ -97,8 +97,8 @@ def survey(rules: LedgerRules) -> Steps[Surveyed]:
     gone = set((yield Names(GONE)))
     listed = newest_starts((yield Names(LEASES)))
     for name in sorted(listed):
-        known = rules.leases.get(name)
-        if known is not None and known.content and (name in gone or known.content.get("ended")):
+        lease = rules.leases.get(name)
+        if lease is not None and lease.content and (name in gone or lease.content.get("ended")):
             continue
         if (yield from rules.expired(name)) and name not in gone:
             gone.add(name)
@@ -184,13 +184,13 @@ class Pruning:
         newest = latest(f"{block}.{epoch}" for block, epoch in claims)
         holders, wanted = yield from self._owners(newest, done, released)
         current = newest_starts(leases)
-        known = {name: lease.content for name, lease in self._rules.leases.items() if lease.content}
-        over = {name for name in current if name in known and (name in gone or known[name].get("ended"))}
+        contents = {name: lease.content for name, lease in self._rules.leases.items() if lease.content}
+        over = {name for name in current if name in contents and (name in gone or contents[name].get("ended"))}
         recorded = set(record.get("names", ()))
         kept = current - ((over & recorded) - holders)
         paths = [f"{LEASES}/{name}" for name in sorted(leases - kept)]
         paths += [f"{GONE}/{name}" for name in gone if name not in leases and name not in holders]
-        alive = {name for name in leases if not known.get(name, {}).get("ended")}
+        alive = {name for name in leases if not contents.get(name, {}).get("ended")}
         for block, epoch in sorted(claims):
             if 0 < epoch < newest[block]:
                 owners = yield from self._rules.owners(block, newest[block])
@@ -207,7 +207,7 @@ class Pruning:
         ]
         paths += [f"{CLAIMS}/{name}" for name in listed if name[0] == "." and not _is_of(name, active)]
         paths += [f"{ENDED}/{older}" for older in (yield Names(ENDED)) if older.isdigit() and int(older) < number]
-        unread = {name.rpartition(".")[0] for name in current - known.keys()}  # may have taken over starts
+        unread = {name.rpartition(".")[0] for name in current - contents.keys()}  # may have taken over starts
         absent = [name for name in recorded if name not in leases and name.rpartition(".")[0] not in unread]
         unneeded = [*paths, *absent]
         self._since = {path: self._since.get(path, began) for path in unneeded}
@@ -217,8 +217,8 @@ class Pruning:
             names = [name for name in [*recorded, *new] if name not in due or name in leases]
             apart = recent(record)
             for name in new:
-                apart[name] = facts_of_starts({name: (yield from counted(name, known[name]))})
-            yield from self._record(number + 1, record, apart, names, taken_over(known))
+                apart[name] = facts_of_starts({name: (yield from counted(name, contents[name]))})
+            yield from self._record(number + 1, record, apart, names, taken_over(contents))
         for path in sorted(due - set(absent)):
             yield Remove(path)
             del self._since[path]
@@ -260,6 +260,6 @@ class Pruning:
 
 
 def _is_of(private: str, pods: Collection[str]) -> bool:
-    """Returns True if the name of a private file begins with one of these ``<pod>.<start>`` names."""
+    """Returns True if the name of a private file begins with the name ``<pod>.<start>`` of any of these pods."""
     parts = private.lstrip(".").split(".")
     return any(".".join(parts[:count]) in pods for count in range(2, len(parts) + 1))

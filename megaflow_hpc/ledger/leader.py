@@ -118,7 +118,7 @@ class Survey:
     opened: bool = False
     """True if any consumer may add blocks."""
     awaited: bool = False
-    """True if the lease of any such consumer has not expired."""
+    """True if the lease of any consumer that may add blocks has not expired."""
 
 
 class Report(msgspec.Struct, kw_only=True):

@@ -83,7 +83,7 @@ class Ledger:
         self.renew(force=True)
 
     def renew(self, force: bool = False) -> None:
-        """Renews the lease if it is due, or always with ``force``. Call it more often than every ``Times.renew_s``."""
+        """Renews the lease if it is due, or always with ``force``. Call it frequently."""
         self._files.carry_out(self._rules.renew(force))
 
     def show(self, progress: Mapping[str, Any], every_s: float) -> None:

@@ -39,7 +39,7 @@ def precedes(name: str, than: str) -> bool:
 
 
 def newest_starts(names: Iterable[str]) -> set[str]:
-    """Filters names ``<pod>.<start>`` to those without a later start of the same pod (:func:`precedes`)."""
+    """Returns those of the names ``<pod>.<start>`` that have no later start of the same pod (:func:`precedes`)."""
     newest: dict[str, str] = {}
     unnumbered = set()
     for name in names:

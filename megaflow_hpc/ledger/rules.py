@@ -131,8 +131,8 @@ class Outlook:
     opened: bool = False
     """True if a consumer may add blocks, so that the campaign is not finished. Set only if no block was claimed."""
     awaited: bool = False
-    """True if any such consumer's lease has not expired, so that the pod should stay. Set only if no block was
-    claimed."""
+    """True if the lease of any consumer that may add blocks has not expired, so that the pod should stay. Set only if
+    no block was claimed."""
 
 
 class LedgerRules:
@@ -598,11 +598,11 @@ class LedgerRules:
         return (yield from finish(self.identity.name, self._known))
 
 
-def _from(place: int, items: Sequence[T]) -> list[T]:
-    """Rotates ``items`` to start at position ``place``. Pods that scan at the same time thus start at different
+def _from(start: int, items: Sequence[T]) -> list[T]:
+    """Rotates ``items`` to start at position ``start``. Pods that scan at the same time thus start at different
     items."""
-    place %= max(1, len(items))
-    return [*items[place:], *items[:place]]
+    start %= max(1, len(items))
+    return [*items[start:], *items[:start]]
 
 
 def _number(pod: str) -> int:

@@ -79,12 +79,12 @@ def accept(run: RunDir, tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> N
     Args:
         tasks: Task id → (digest of the files before the change, digests of the current files).
     """
-    known, now = accepted(run), time.time()
+    accepted_tasks, now = accepted(run), time.time()
     for name, (before, files) in tasks.items():
-        task = known.setdefault(name, AcceptedTask({}))
+        task = accepted_tasks.setdefault(name, AcceptedTask({}))
         task.files = dict(files)
         task.changes.append(Change(now, before, str(files["content"])))
-    write_json(run.accepted_tasks, msgspec.to_builtins(known))
+    write_json(run.accepted_tasks, msgspec.to_builtins(accepted_tasks))
 
 
 def accepted_line(run: RunDir) -> str:

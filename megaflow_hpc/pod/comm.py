@@ -243,7 +243,7 @@ class MpiComm:
             self._unreported.append(rank)
 
     def flush(self, seconds: float) -> None:
-        """Sends the queued messages, and waits up to ``seconds`` until MPI has taken them."""
+        """Sends the queued messages, and waits up to ``seconds`` until MPI has sent them."""
         self.push()
         end = time.monotonic() + seconds
         while self._outgoing and time.monotonic() < end:
@@ -319,7 +319,7 @@ class ChildComm:
 
 
 class Backoff:
-    """Sleep times that increase while a rank is idle, so that it uses little CPU time. A busy rank does not sleep.
+    """Sleep times that increase while a rank is idle, so that polling uses little CPU time.
 
     The first sleep takes :data:`FIRST_S`. Each further sleep takes twice as long, up to :data:`SHORT_S`. After that,
     each sleep takes a fiftieth of the idle time so far, up to :data:`LONG_S`.

@@ -118,5 +118,5 @@ _ATTEMPT_NAMES = tuple(field.name for field in fields(Attempt))
 
 
 def attempt_of(ended: Trajectory | Outcome) -> Attempt:
-    """Returns the entry of an ended attempt in the rollout's list of attempts."""
+    """Converts an ended attempt to an entry for the rollout's list of attempts."""
     return Attempt(**{name: getattr(ended, name) for name in _ATTEMPT_NAMES})

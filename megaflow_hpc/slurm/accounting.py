@@ -159,7 +159,7 @@ class ElementUse:
     id: str
     started_at: float
     ended_at: float | None
-    """``None`` while the job is running."""
+    """Time when this start ended. ``None`` while it is running."""
     cores: int
     gpus: int
 
@@ -178,7 +178,7 @@ class Efficiency:
 
 
 StartsByJob = dict[str, list[Efficiency]]
-"""Job or array id → starts of its elements."""
+"""Id of a job or array → starts of its elements."""
 
 
 def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Efficiency]:

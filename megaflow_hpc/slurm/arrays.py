@@ -207,8 +207,7 @@ class Arrays:
         return [record.id for record in self.records() if role in (None, record.role)]
 
     def adopt(self, name: str, clusters: Sequence[str] = ("",)) -> None:
-        """Records jobs of this run that a process submitted but could not record before it was killed. Finds them by
-        their comment.
+        """Finds jobs of this run whose submitting process was killed before it could record them, and records them.
 
         Args:
             name: Slurm job name of the campaign.

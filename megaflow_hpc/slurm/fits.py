@@ -1,8 +1,8 @@
 """Checks whether a partition can ever run a job, and chooses a walltime if the campaign sets none.
 
-The checks cover the walltime, the number of nodes and the resources of a single node. Without them, Slurm would accept
-an impossible job and keep it pending forever (PartitionTimeLimit, PartitionConfig), or reject it without naming the
-campaign key. These checks name the key and the limit.
+The checks cover the walltime, the number of nodes and the resources of a single node. Without these checks, Slurm would
+accept an impossible job and keep it pending forever (PartitionTimeLimit, PartitionConfig), or reject it without naming
+the campaign key. The checks name the key and the limit.
 """
 
 from __future__ import annotations
@@ -196,10 +196,10 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
         request = f"{memory / 1000:g} GB on each node"
         reasons.append(f"{key}.mem_gb: {request}, and a node of partition {names} has {most / 1000:g}; ask for less")
     if cpus > (most := max(p.cpus for p in partitions)):
-        what = "ranks_per_node and cpus_per_rank" if key.startswith("slurm.pods") else "cpus_per_gpu"
-        what = "cpus" if key == "slurm.gather" else what
+        keys = "ranks_per_node and cpus_per_rank" if key.startswith("slurm.pods") else "cpus_per_gpu"
+        keys = "cpus" if key == "slurm.gather" else keys
         reasons.append(
-            f"{key}.{what}: {cpus} CPUs on each node, and one of partition {names} has {most}; ask for fewer"
+            f"{key}.{keys}: {cpus} CPUs on each node, and one of partition {names} has {most}; ask for fewer"
         )
     return [*reasons, *_gpu_refusals(key, options, job, partitions)]
 

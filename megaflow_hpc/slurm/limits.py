@@ -206,7 +206,7 @@ REQUESTS_OF_A_REQUEUE = 3
 """Number of requests that a pod sends to slurmctld between two starts: the requeue, a query of its restart count, and
 the job step."""
 BUCKET, REFILL_PER_S = 100.0, 20.0
-"""Default request budget for a site without rate limits (``rl_enable``): size of a burst, and requests per second after
+"""Request budget for a site without rate limits (``rl_enable``): number of requests in one burst, and per second after
 it."""
 MAX_WINDOW_SHARE = 0.1
 """Maximum share of the walltime over which pods spread their drains. A pod gives up at most this part of its
@@ -214,7 +214,7 @@ walltime."""
 
 
 def request_rate() -> tuple[float, float]:
-    """Returns the size of the burst of requests that this user may send to slurmctld, and the requests per second after
+    """Returns the number of requests that this user may send to slurmctld in one burst, and the number per second after
     it.
 
     slurmctld limits each user with a token bucket if ``SlurmctldParameters`` includes ``rl_enable`` (Slurm 23.02 and

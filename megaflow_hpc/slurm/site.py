@@ -177,20 +177,20 @@ def _leading_number(text: str) -> int:
     return int(re.sub(r"\D.*", "", text))
 
 
-def _merged(one: Partition, other: Partition) -> Partition:
-    """Merges two entries of a partition into one that covers the nodes of both."""
-    shares = [partition.cpus_per_gpu for partition in (one, other) if partition.cpus_per_gpu]
+def _merged(first: Partition, second: Partition) -> Partition:
+    """Merges two entries of a partition into first that covers the nodes of both."""
+    shares = [partition.cpus_per_gpu for partition in (first, second) if partition.cpus_per_gpu]
     return replace(
-        other,
-        nodes=one.nodes + other.nodes,
-        cpus=max(one.cpus, other.cpus),
-        memory_mb=max(one.memory_mb, other.memory_mb),
-        gpus=max(one.gpus, other.gpus),
+        second,
+        nodes=first.nodes + second.nodes,
+        cpus=max(first.cpus, second.cpus),
+        memory_mb=max(first.memory_mb, second.memory_mb),
+        gpus=max(first.gpus, second.gpus),
         cpus_per_gpu=min(shares, default=0),
-        least_cpus=min(one.least_cpus, other.least_cpus),
+        least_cpus=min(first.least_cpus, second.least_cpus),
         gpu_types={
-            kind: max(one.gpu_types.get(kind, 0), other.gpu_types.get(kind, 0))
-            for kind in sorted({*one.gpu_types, *other.gpu_types})
+            kind: max(first.gpu_types.get(kind, 0), second.gpu_types.get(kind, 0))
+            for kind in sorted({*first.gpu_types, *second.gpu_types})
         },
     )
 
@@ -310,7 +310,8 @@ def _shown_partitions() -> str:
 
 
 MAX_CPUS_PER_GPU = 8
-"""Maximum default number of CPUs per GPU for engines. More CPUs would gain little and keep other jobs from running."""
+"""Upper limit for an engine's default number of CPUs per GPU. More CPUs would gain little and keep other jobs from
+running."""
 
 
 def engine_cpus(names: str | None) -> int | None:

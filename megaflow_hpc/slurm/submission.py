@@ -85,8 +85,8 @@ POD_VARIABLES = frozenset(("POD", "START", "POD_DIR", "END", "SERVER", "ELASTIC"
 def inherited(environment: Iterable[str]) -> list[str]:
     """Returns the names of the environment variables that a submitted job must not inherit.
 
-    They describe the job, step or MPI world around this process, and Slurm and MPI would apply them to the new job.
-    ``SBATCH_…`` variables are included because they override the options in a script.
+    These variables describe the job, step or MPI world around this process, and Slurm and MPI would apply them to the
+    new job. ``SBATCH_…`` variables are included because they override the options in a script.
     """
     foreign = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|PMIX?|OMPI|PRTE|HYDRA|HYDI|I_MPI_HYDRA)_")
     mine = {f"MEGAFLOW_{name}" for name in POD_VARIABLES}
@@ -94,7 +94,7 @@ def inherited(environment: Iterable[str]) -> list[str]:
 
 
 def sbatch(*words: str) -> list[str]:
-    """Returns an ``sbatch`` command that hides the surrounding job's variables from the new job."""
+    """Returns an ``sbatch`` command line that removes the surrounding job's variables from the environment."""
     return ["env", *(f"--unset={name}" for name in inherited(os.environ)), "sbatch", *words]
 
 

@@ -28,11 +28,11 @@ SPREAD = 64
 
 @dataclass(frozen=True)
 class ClaimedBlock:
-    """A block that this pod has just claimed, with everything that is needed to run it."""
+    """A block that this pod has just claimed, with the tasks and histories of its rollouts."""
 
     claim: Claim
     rollouts: tuple[Rollout, ...]
-    """The rollouts to run."""
+    """Rollouts of the block that are neither stored nor handed off."""
     histories: dict[str, History]
     """Rollout id → its history in earlier pods. The receiver may modify the mapping."""
     tasks: dict[str, PlannedTask]
@@ -119,7 +119,8 @@ class ClaimedBlocks:
         return ClaimedBlock(claim, todo, histories, tasks, tuple(self._lookahead.tasks))
 
     def _to_run(self, claim: Claim, held: Sequence[StoredBlock]) -> tuple[int, tuple[Rollout, ...]]:
-        """Returns the number of rollouts in the claimed block, and those that are neither stored nor handed off."""
+        """Returns the number of rollouts in the claimed block, and the rollouts that are neither stored nor handed
+        off."""
         rollouts = read_block(self._run, claim.block).rollouts
         stored: set[str] = set()
         if claim.left is not None:
@@ -166,13 +167,13 @@ class ClaimedBlocks:
     def retry_hand_offs(self) -> None:
         """Writes the hand-offs that may still be missing in the ledger. Raises OSError."""
         while self._hand_offs:
-            one = self._hand_offs[0]
-            held = self._held[one.block]
-            if not self._ledger.hand_off(held.claim, one.rollouts, one.token):
+            hand_off = self._hand_offs[0]
+            held = self._held[hand_off.block]
+            if not self._ledger.hand_off(held.claim, hand_off.rollouts, hand_off.token):
                 return  # the fence is closed, so the pod that takes over runs these rollouts
             self._hand_offs.pop(0)
-            for rollout in one.rollouts:
-                self.settled(one.block, rollout.id)
+            for rollout in hand_off.rollouts:
+                self.settled(hand_off.block, rollout.id)
 
     def release(self, sealed: int) -> None:
         """Releases every block that is not done.
@@ -213,7 +214,7 @@ class BlockLookahead:
         """Tasks of the picked blocks, without duplicates."""
 
     def claimed(self, rollouts: int) -> None:
-        """Updates the picked blocks after the pod claimed a block of ``rollouts`` rollouts.
+        """Picks blocks again after the pod claimed a block of ``rollouts`` rollouts.
 
         Skips blocks that cannot be read now, because raising an error would lose the claim.
         """

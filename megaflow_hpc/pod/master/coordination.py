@@ -58,7 +58,7 @@ class Coordination:
 
     Args:
         clock: A monotonic clock, in seconds.
-        few: Up to this many pods, each pod polls the ledger itself.
+        few: Maximum number of pods for which each pod polls the ledger itself.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Coordination:
         self._ended_pods.advance()
 
     def _hold(self, report: Report) -> bool:
-        """Renews the leader's lease with this report. Returns False if another pod leads."""
+        """Takes or renews the leader's lease with this report. Returns False if another pod leads."""
         self._renewed_at = self._clock()
         return self._leader.hold(msgspec.to_builtins(report))
 

@@ -67,7 +67,7 @@ class Dispatch:
         return started > 0
 
     def tick(self, seconds: float) -> None:
-        """Measures the number of starts per second. Call it every ``seconds`` seconds."""
+        """Updates the measured number of starts per second. Call it every ``seconds`` seconds."""
         self._per_s, self._started = self._started / seconds, 0
 
     @property
@@ -111,7 +111,7 @@ class Dispatch:
     # --- claims ---
 
     def _claim(self) -> None:
-        """Requests a block if the queue cannot fill the slots that are free or will be free when the block arrives.
+        """Requests a block if the queue cannot fill all slots that are free, or will be by the time the block arrives.
 
         Never requests more than that, because other pods cannot start rollouts that are queued in this pod.
         """

@@ -18,7 +18,7 @@ STOP_S = 35.0
 DRAIN_NOW_S = 4.0
 """Seconds left for running rollouts when Slurm is about to kill the step."""
 SIGNAL_S = 1.0
-"""Seconds to wait for the supervisor to give a reason, if a signal reaches the step first."""
+"""Seconds to wait for the supervisor's drain file if Slurm's signal reaches the step first."""
 PATIENCE_S = 12.0
 """Seconds that agents may wait for a pending model response before they are suspended."""
 HURRIED = ("now", "cancelled")
@@ -57,10 +57,10 @@ class Drain:
         self.phase = DrainPhase.RUNNING
         self._began_at = 0.0
         self.word = ""
-        """Word for the reason to drain, normally a key of :data:`WHY_DRAIN`. Empty until the supervisor or Slurm
-        requests a drain."""
+        """Reason to drain, normally a key of :data:`WHY_DRAIN`. Empty until the supervisor or Slurm requests a
+        drain."""
         self.paused = ""
-        """Describes a problem that a restart would not solve, for which the pod pauses. Empty if there is none."""
+        """Reason for pausing the pod, which a restart would not solve. Empty unless the pod pauses."""
 
     @property
     def active(self) -> bool:
@@ -132,7 +132,7 @@ class Drain:
 
 @dataclass(frozen=True)
 class Situation:
-    """State of a pod on which its end depends."""
+    """State from which :func:`end_of` decides whether the pod ends."""
 
     ranks_left: bool
     """True if any worker rank has slots or is yet to join."""
@@ -155,14 +155,14 @@ class Situation:
     opened: bool
     """True if a consumer may add blocks."""
     awaited: bool
-    """True if the lease of any such consumer has not expired."""
+    """True if the lease of any consumer that may add blocks has not expired."""
 
 
 class End(NamedTuple):
-    """Decision that a pod ends."""
+    """Decision to end the pod: its final state, and the reason if it must drain first."""
 
     word: str
-    """One of :data:`megaflow_hpc.rundir.marks.LAST_WORDS`."""
+    """Final state, one of :data:`megaflow_hpc.rundir.marks.LAST_WORDS`."""
     why: str = ""
     """Reason to drain the pod first. Empty if draining is unnecessary."""
 

@@ -17,12 +17,12 @@ from megaflow_hpc.rundir.layout import RunDir
 
 @dataclass(frozen=True)
 class Engines:
-    """Snapshot of the engine servers."""
+    """Snapshot of the run's engine servers."""
 
     files: Mapping[str, Any] = field(default_factory=dict)
     """Name of an endpoint file → its content. A server of an engine pool is named ``<policy>@<server>``."""
     unanswered: frozenset[str] = frozenset()
-    """Policies without a ready engine, of which some engine may still start. Their rollouts wait."""
+    """Policies that have no ready engine yet, but may still get one. Their rollouts wait."""
 
     @property
     def all(self) -> list[dict[str, Any]]:
@@ -31,13 +31,13 @@ class Engines:
 
     @property
     def essence(self) -> dict[str, tuple[Any, ...]]:
-        """The part of the endpoint files that gateways need, without heartbeats, by file name."""
+        """File name → the fields that gateways need. Heartbeats are excluded, so that they do not count as changes."""
         keys = ("url", "started_at", "weight_version", "cause", "all_failed")
         return {name: tuple(file.get(key) for key in keys) for name, file in self.files.items()}
 
     @property
     def generation(self) -> str:
-        """Digest of :attr:`essence`, which identifies this version of the list."""
+        """Digest of :attr:`essence`, to detect changes."""
         return hashlib.sha256(repr(sorted(self.essence.items())).encode()).hexdigest()[:16]
 
 
@@ -52,7 +52,7 @@ class Endpoints:
         self._files, self._servers = EndpointFiles(run), servers
         self._pools = [(membership, EnginePool(membership.pool)) for membership in self._files.memberships()]
         self.engines = Engines(unanswered=frozenset(servers))
-        """The latest list. Replaced only if it differs in a way that gateways must know."""
+        """The latest list. Replaced only after a change that gateways must know about."""
 
     def publish(self) -> None:
         """Publishes the list for the other pods. Raises OSError."""
@@ -64,7 +64,8 @@ class Endpoints:
         return listing is not None and self._replace(listing.found)
 
     def refresh(self) -> bool:
-        """Lists the engine servers. Returns True if the list has changed and gateways must be informed."""
+        """Lists the engine servers from their files. Returns True if the list has changed and gateways must be
+        informed."""
         files: dict[str, Any] = {}
         for server in self._files.serving():
             files[f"{server.server}.json"] = msgspec.to_builtins(server)

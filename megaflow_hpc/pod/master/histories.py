@@ -48,14 +48,14 @@ class History:
 
     @property
     def next_attempt(self) -> int:
-        """Number of the next attempt."""
+        """Number of the next attempt, from 0."""
         return max((attempt.attempt for attempt in self.attempts), default=-1) + 1
 
     def _weight(self) -> tuple[int, int, int]:
         return self.cuts, len(self.attempts), len(self.causes)
 
     def later(self, other: History | None) -> History:
-        """Returns the longer of the two histories."""
+        """Returns the longer of this history and ``other``, which may be ``None``."""
         return self if other is None or self._weight() >= other._weight() else other
 
 

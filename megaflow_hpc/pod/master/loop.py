@@ -66,7 +66,7 @@ MAX_MESSAGES_PER_TURN = 256
 
 
 class Master:
-    """The loop of rank 0."""
+    """The main loop of rank 0."""
 
     def __init__(self, pod: Pod) -> None:
         self.pod = pod
@@ -152,11 +152,11 @@ class Master:
             awaited=seen.awaited,
         )
 
-    def _due(self, what: str, every_s: float) -> bool:
+    def _due(self, task: str, every_s: float) -> bool:
         now = time.monotonic()
-        if now - self._last.get(what, -1e9) < every_s:
+        if now - self._last.get(task, -1e9) < every_s:
             return False
-        self._last[what] = now
+        self._last[task] = now
         return True
 
     # --- messages ---
@@ -327,7 +327,7 @@ class Master:
 
 
 def _io_thread(pod: Pod) -> RunIoThread:
-    """Builds the I/O thread and the objects through which it accesses the run directory."""
+    """Builds the I/O thread, with all objects that access the run directory."""
     stored, ahead = StoredRollouts(pod.run, pod.ledger.renew), AHEAD_BLOCKS if pod.several_images else 0
     blocks = ClaimedBlocks(pod.run, pod.ledger, stored, pod.tasks, ahead)
     endpoints = Endpoints(pod.run, pod.servers)

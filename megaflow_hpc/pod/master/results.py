@@ -74,7 +74,7 @@ class Results:
         self.settle(rank, work, outcome)
 
     def lost(self, rank: int, why: str) -> None:
-        """Settles the rollouts that were running on a lost worker rank."""
+        """Handles the rollouts that were running on a lost worker rank as failed attempts."""
         for work in self._scheduler.workers.leave(rank):
             self.settle(rank, work, self.outcome_without_run(work, "node", f"worker rank {rank} was lost: {why}"))
 
@@ -159,7 +159,7 @@ class Results:
     # --- consequences ---
 
     def _carry_out(self, step: GroupStep) -> None:
-        """Cancels rollouts, and promotes deferred ones, as a group step requires."""
+        """Applies a group step: cancels its rollouts and promotes its deferred ones."""
         promoted = [self._scheduler.drop(rollout) for rollout in step.promote]
         self._scheduler.add(replace(work, deferred=False) for work in promoted if work is not None)
         for rollout in step.cancel:

@@ -62,7 +62,7 @@ class PodProgress(NamedTuple):
     queued: int = 0
     stored: int = 0
     core_s: float = 0.0
-    """Core-seconds of the allocation so far."""
+    """Core-seconds that the allocation has used so far."""
     tokens: int = 0
     """Number of tokens that engines have sampled for this pod's rollouts."""
     tokens_per_s: float = 0.0
@@ -129,14 +129,14 @@ _NOTHING = Requests()
 
 @dataclass(frozen=True)
 class Durable:
-    """Report: results are durable and settled."""
+    """Reports that results are durable and settled."""
 
     results: tuple[PendingResult, ...]
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """Report: response to a claim request. ``block`` is ``None`` if no block was available."""
+    """Reports the end of a claim. ``block`` is ``None`` if no block was available."""
 
     block: ClaimedBlock | None
     seconds: float
@@ -145,14 +145,14 @@ class Claimed:
 
 @dataclass(frozen=True)
 class WorkRequested:
-    """Report: another pod requests work for its idle slots."""
+    """Reports that another pod requests work for its idle slots."""
 
     slots: int
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """Report: the thread has ended."""
+    """Reports that the thread has ended."""
 
     error: BaseException | None = None
     """The error that ended the thread, or ``None``."""
@@ -194,7 +194,7 @@ class RunState:
     closes_at: float = float("-inf")
     """Time when this pod's fence closes, on the ledger's clock."""
     seen: Outlook = field(default_factory=Outlook)
-    """Outlook from this pod's last claim: blocks, other pods and consumers."""
+    """Result of this pod's last search for a block to claim."""
     claimed_all: bool = False
     """True if the last claim left no free block."""
     hand_offs_done: int = 0
@@ -460,7 +460,7 @@ class RunIo:
     # --- requests ---
 
     def store(self, outcome: Outcome, epoch: int, block: int) -> None:
-        """Requests that a result of a claimed block be stored. A :class:`Durable` report confirms it."""
+        """Queues the result of a rollout in a claimed block for storing. A :class:`Durable` report confirms it."""
         record = outcome.payload(epoch, block)
         self._pending_records += 1
         self._pending_bytes += len(record)
@@ -472,7 +472,7 @@ class RunIo:
         self.requests.claim = True
 
     def hand_off(self, rollouts: list[tuple[int, Rollout]], max_rollouts: int) -> None:
-        """Requests that rollouts be handed off to other pods. The caller must have removed them from the queue.
+        """Requests a hand-off of rollouts to other pods. The caller must have removed them from the queue.
 
         Args:
             rollouts: Pairs of block number and rollout.

@@ -15,7 +15,7 @@ from megaflow_hpc.trajectory import Recording, Trajectory, linked, path_to
 from megaflow_hpc.types import Artifact
 
 JUDGE_FILE = "judge.json"
-"""Name of the artifact with all calls to judges: model, messages and token counts."""
+"""Name of the artifact that lists all calls to judges, with model, messages and token counts."""
 MAX_JUDGE_BYTES = 1 << 20
 """Maximum size of the artifact in bytes. A larger artifact is stored without the messages."""
 
@@ -35,7 +35,7 @@ class Judges:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Judge]:
-        """Gives access to the judges inside an ``async with`` block.
+        """Context manager that gives access to the judges.
 
         Raises:
             ModelServiceError: The judges' engines were down. Replaces any error raised inside the block.

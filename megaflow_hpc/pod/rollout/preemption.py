@@ -57,8 +57,8 @@ COPIED = (
     *("status", "error_kind", "error", "seed", "inexact", "constrained"),
     *("messages", "parents", "sequences", "turns", "artifacts"),
 )
-"""Trajectory fields that the next attempt copies. The fields in :data:`TIMES` are summed, and those in :data:`PEAKS`
-keep the maximum."""
+"""Names of the trajectory fields that the next attempt copies. Fields in :data:`TIMES` are summed, and fields in
+:data:`PEAKS` keep the maximum."""
 TIMES = ("setup_s", "agent_s", "verify_s", "cpu_s")
 PEAKS = ("memory_peak_mb", "disk_peak_mb")
 
@@ -82,7 +82,7 @@ class CheckpointQuota:
             self._left -= count
 
     def give_back(self, count: int) -> None:
-        """Returns the ``count`` bytes of a file that was not published to the quota."""
+        """Frees ``count`` reserved bytes whose file was not published."""
         with self._lock:
             self._left += count
 
@@ -120,7 +120,7 @@ class Checkpoint:
     verdicts: list[StepVerdict]
     """Verdicts of the completed steps."""
     agent_s: float
-    """Seconds that the agent has spent on the current step."""
+    """Seconds that the agent has spent on the current step so far."""
     agent: dict[str, Any]
     recorded: dict[str, Any]
     breaches: list[str] = field(default_factory=list)
@@ -188,7 +188,7 @@ class Checkpoint:
             raise DamagedError(f"{path}: {error!r}") from error
 
     def carry_over(self, trajectory: Trajectory) -> None:
-        """Copies the results so far to the trajectory of the next attempt, and adds the times."""
+        """Copies the results so far into the trajectory of the next attempt, adding up times."""
         before = self.trajectory
         for name in COPIED:
             setattr(trajectory, name, getattr(before, name))
@@ -226,8 +226,8 @@ class _HashedFile:
 
 
 def _combined(combine: Any, *values: float | None) -> float | None:
-    known = [value for value in values if value is not None]
-    return combine(known) if known else None
+    present = [value for value in values if value is not None]
+    return combine(present) if present else None
 
 
 def _verdict(record: dict[str, Any]) -> StepVerdict:
@@ -305,7 +305,7 @@ class Preemption:
 
     @contextmanager
     def watching(self, rollout: str, sandbox: ApptainerSandbox) -> Iterator[None]:
-        """Lets a rollout be suspended while its agent runs in a ``with`` block. The rollout must be open at the
+        """Context manager that allows a rollout to be suspended while its agent runs. The rollout must be open at the
         gateway."""
         if self.folder is None:
             yield  # suspending is pointless without a directory for checkpoints

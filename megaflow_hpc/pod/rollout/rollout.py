@@ -84,7 +84,7 @@ class NoProgramError(MegaflowError):
 
 @contextmanager
 def timed(trajectory: Trajectory, name: str) -> Iterator[None]:
-    """Adds the duration of the ``with`` block to the trajectory's timing called ``name``, in seconds."""
+    """Context manager that adds the duration of its block to the trajectory's timing ``name``, in seconds."""
     began = time.monotonic()
     try:
         yield
@@ -215,7 +215,7 @@ class AgentRun:
         return result, recording
 
     async def _open_model(self, task: Task, agent: Agent, recorded: Mapping[str, Any] | None) -> ModelEndpoint:
-        """Opens a URL for the rollout at the gateway. If the agent runs in a sandbox without a network, the URL is
+        """Opens a URL for the rollout's model calls. If the agent runs in a sandbox without a network, the URL is
         inside the sandbox."""
         gateway, rollout, trajectory = self._services.gateway, self._rollout, self._trajectory
         network = self._services.config.environment.network_of(task)
@@ -257,7 +257,7 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
 
 
 def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:
-    """Reports the first limit that the agent's commands exceeded as the result's error, unless it already has one."""
+    """Sets the result's error to the first limit that the agent's commands exceeded, unless it already has an error."""
     if breaches and not result.error:
         more = f" (and {len(breaches) - 1} more)" if len(breaches) > 1 else ""
         result.error = f"{breaches[0]}{more}"
@@ -280,7 +280,7 @@ class NoSandboxError(SandboxError):
 
 @dataclass
 class AttemptResult:
-    """Result of one attempt."""
+    """Trajectory of one attempt, with its failure cause and its checkpoint."""
 
     trajectory: Trajectory
     cause: str = ""
@@ -324,8 +324,8 @@ async def run_attempt(
     except (ConfigError, UserCodeError) as error:  # the message names the location
         _end(trajectory, "failed", "user", str(error))
     except Exception as error:  # a bug in a scaffold or a task may cost one rollout, but not the runner
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        _end(trajectory, "failed", "user", f"{error!r} at {place}")
+        location = traceback.extract_tb(error.__traceback__)[-1]
+        _end(trajectory, "failed", "user", f"{error!r} at {location}")
     trajectory.started_at = began
     trajectory.finished_at = time.time()
     return ended

@@ -34,7 +34,7 @@ ACTIVITY_INTERVAL_S = 3.0
 
 
 class Runner:
-    """Runs rollouts on request of rank 0, and returns their outcomes over the same socket."""
+    """Runs rollouts at the request of rank 0, and sends their outcomes back over the same socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -108,8 +108,8 @@ class Runner:
         self._services.provider.prefetch(message["order"])
 
     async def _on_mirror(self, message: Message) -> None:
-        """Sends rank 0 the last part of a conversation for viewers. Sends nothing if the number of calls still equals
-        ``calls``."""
+        """Sends rank 0 the last part of a conversation for viewers, unless rank 0 already has it (``calls`` is
+        unchanged)."""
         gateway, rollout = self._services.gateway, message["id"]
         calls, *_ = gateway.activity().get(rollout, (-1,))
         if calls in (-1, message["calls"]):
@@ -170,8 +170,8 @@ def log_briefly(loop: asyncio.AbstractEventLoop) -> None:
         failures += 1
         if loop.time() >= due:
             error = context.get("exception")
-            place = traceback.extract_tb(error.__traceback__)[-1:] if error else ""
-            text = f"{context.get('message')}: {error!r:.500} at {place} ({failures} since the last such line)"
+            location = traceback.extract_tb(error.__traceback__)[-1:] if error else ""
+            text = f"{context.get('message')}: {error!r:.500} at {location} ({failures} since the last such line)"
             print(printable(text), file=sys.stderr)
             failures, due = 0, loop.time() + LOG_INTERVAL_S
 

@@ -1,4 +1,4 @@
-"""Starts the sandboxes of a rollout and measures their resource usage. Also recreates the sandbox of a rollout for a
+"""Starts the sandboxes of a rollout and measures their resource usage. Can also recreate a sandbox for inspection by a
 user."""
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ async def recreated(
     """Recreates a rollout's sandbox, without time limits, in the state in which the agent started the first step.
 
     Args:
-        own_code: Allow the agent and task classes that the run names to be called, outside of any sandbox. Use it only
-            for trusted run directories, which may name any class.
+        own_code: True to call the agent and task classes that the run names, outside of any sandbox. Set it only for
+            trusted run directories, because a run directory may name any class.
 
     Raises:
         ConfigError: The task has no sandbox, or only its own code can prepare the sandbox and ``own_code`` is False.

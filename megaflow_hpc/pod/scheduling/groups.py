@@ -33,7 +33,7 @@ class GroupRules:
 
 @dataclass(frozen=True)
 class GroupStep:
-    """Actions on a group's other samples after one sample has ended. Lists rollout ids."""
+    """Rollout ids of the group's other samples to cancel or promote after one sample has ended."""
 
     cancel: Sequence[str] = ()
     """Waiting or running samples that are no longer needed."""
@@ -116,7 +116,8 @@ class Groups:
             group.waiting.insert(0, rollout)
 
     def ended(self, name: str, rollout: str, reward: float | None) -> GroupStep:
-        """Records that a sample has ended and will not be retried. Returns the actions on the group's other samples.
+        """Records that a sample has ended and will not be retried. Returns which of the group's other samples to cancel
+        or promote.
 
         Args:
             name: Id of the group.

@@ -50,7 +50,7 @@ class Work:
     epoch: int
     attempt: int = 0
     avoid: int | None = None
-    """Worker on which the previous attempt failed, or ``None``."""
+    """Rank of the worker on which the previous attempt failed, or ``None``."""
     expected_s: float = 0.0
     """Expected duration in seconds. 0 if unknown."""
     demand: Demand = NOTHING
@@ -99,7 +99,7 @@ class Lane:
         return entry.work
 
     def remove(self, number: int) -> None:
-        """Removes the entry with this number, which must be in the lane."""
+        """Removes the entry with this number. The entry must be in the lane."""
         self._removed.add(number)
         self._pop_removed()
 
@@ -142,7 +142,7 @@ class _Worker:
         )
 
     def could_ever(self, demand: Demand) -> bool:
-        """Returns True if work with this demand could start on this worker if it were idle."""
+        """Returns True if this worker could start work with this demand when idle."""
         return demand.cpus <= self.cpus and demand.memory_mb <= self.memory_mb
 
 
@@ -171,7 +171,7 @@ class Workers:
         return [work for worker in self._workers.values() for work in worker.running.values()]
 
     def could_ever(self, demand: Demand) -> bool:
-        """Returns True if work with this demand could start on any worker that is idle."""
+        """Returns True if any worker could start work with this demand when idle."""
         return any(worker.could_ever(demand) for worker in self._workers.values())
 
     # --- workers come and go ---
@@ -330,7 +330,7 @@ class Scheduler:
         return len(self._too_long)
 
     def waiting_work(self) -> list[Work]:
-        """Returns the queued work by priority, regardless of whether slots or engines are available."""
+        """Returns the queued work in order of priority, whether or not slots and engines are available."""
         return [entry.work for entry in sorted(entry for lane in self._lanes.values() for entry in lane.entries())]
 
     def coming(self, count: int) -> list[Any]:
@@ -374,8 +374,8 @@ class Scheduler:
 
         Args:
             remaining_s: Seconds until the pod must be empty. Rollouts that would take longer are set aside for another
-                pod, unless they would not fit into a fresh pod either.
-            whole_s: Seconds available in a fresh pod.
+                pod, unless they are too long for a new pod too.
+            whole_s: Seconds available in a new pod.
         """
         if not self.workers.free:
             return None
@@ -430,8 +430,8 @@ class Scheduler:
         self.deferred += work.deferred
 
     def _level(self, policy: str) -> None:
-        """Raises the used time of a policy without queued work to that of the other policies. Otherwise it would take
-        every slot until it had caught up."""
+        """Raises the accumulated time of an inactive policy to the minimum over active policies. Otherwise it would
+        take every slot until it had caught up."""
         active = {lane.policy for lane in self._lanes.values()}
         if policy not in active:
             least_s = min((self._given_s[other] for other in active), default=0.0)
