@@ -72,7 +72,7 @@ def megabytes(text: str) -> int:
 
 
 def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
-    """Returns the limits in effect, one per resource and kind of limit.
+    """Returns the limits in effect, at most one for each resource and kind of limit.
 
     Args:
         rows: Owners of limits with their sacctmgr fields, in order of precedence.

@@ -178,7 +178,7 @@ def _leading_number(text: str) -> int:
 
 
 def _merged(first: Partition, second: Partition) -> Partition:
-    """Merges two entries of a partition into first that covers the nodes of both."""
+    """Merges two entries for the same partition into a single entry that covers the nodes of both."""
     shares = [partition.cpus_per_gpu for partition in (first, second) if partition.cpus_per_gpu]
     return replace(
         second,
