@@ -40,10 +40,10 @@ class Role(Enum):
     """Role of a pod, decided at each poll of the leader's lease.
 
     ========= ============================================================= ====================
-    role      when                                                          source of knowledge
+    role      when                                                          data source
     ========= ============================================================= ====================
     LEADER    this pod holds the lease, or acquired the free lease          its own survey
-    FOLLOWER  another pod leads, has reported, and more than few pods run   the leader's report
+    FOLLOWER  another pod leads and has reported more than ``few`` pods     the leader's report
     ALONE     otherwise                                                     its own polls
     ========= ============================================================= ====================
     """

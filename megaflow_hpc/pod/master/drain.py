@@ -31,14 +31,14 @@ NOT_AWAITED = "nothing to do, and no consumer that may add blocks has renewed it
 
 
 class DrainPhase(Enum):
-    """Phase of a pod. A pod only moves down this table.
+    """Phase of a pod. Phases only change downwards in this table.
 
     ========= ========================================================== =================
     phase     entered when                                               rollouts may run
     ========= ========================================================== =================
     RUNNING   the pod starts                                             without limit
-    DRAINING  the supervisor asks, a limit is exceeded, no work is left  ``pod.drain_s``
-    PREEMPTED Slurm signals the step alone: the GraceTime begins         until it ends
+    DRAINING  on request, when a limit is exceeded, or without work left ``pod.drain_s``
+    PREEMPTED Slurm signals only the step, as the GraceTime begins       until it ends
     HURRYING  Slurm will soon kill the step (:data:`HURRIED`)            :data:`DRAIN_NOW_S`
     ========= ========================================================== =================
     """
