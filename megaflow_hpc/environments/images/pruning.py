@@ -1,7 +1,7 @@
-"""Removes images from a store, and the layers that only they used.
+"""Removes images from a store, together with the layers that only these images used.
 
-Other unused layers are kept for a day. They may belong to a build or pull that is in progress or about to be retried.
-While a build is running, the layers of removed images are kept for a day as well.
+Other unused layers are kept for a day, because a build or pull in progress may need them. While a build is running, the
+layers of removed images are kept for a day as well.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class Pruned:
-    """Digests of removed images and layers, and the leftover files of killed builds."""
+    """Result of :func:`prune`: digests of the removed images and layers, and paths of killed builds' leftover files."""
 
     images: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     leftovers: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    """Images old enough to remove, but kept as the base of other images."""
+    """Digests of images that are old enough to remove but serve as the base of other images."""
     freed_bytes: int = 0
 
 
@@ -48,7 +48,8 @@ def prune(
 
     Args:
         named: Images to remove.
-        older_s: Also remove images older than this many seconds.
+        older_s: Also remove images older than this many seconds. ``None`` means only the named images.
+        dry_run: Only report what would be removed.
 
     Raises:
         ConfigError: A named image is the base of an image that is kept.
@@ -86,7 +87,7 @@ def prune(
 
 
 def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, list[str]]:
-    """Returns digest of a stored base → digests of the images in the first store that are built on it."""
+    """Maps the digest of each stored base to the digests of the first store's images that are built on it."""
     images_by_base: dict[str, list[str]] = {}
     for digest, image in _documents(store, without):
         if image.base is not None and image.base.digest:
@@ -95,7 +96,8 @@ def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, li
 
 
 def own_bytes(store: ImageStore) -> Mapping[str, tuple[int, int]]:
-    """Returns, by digest, the bytes that only this image uses and the bytes that it shares with other images."""
+    """Maps each image's digest to the bytes that only this image uses and the bytes that it shares with other
+    images."""
     images = {image.digest: image for image in reversed(list(store.images()))}
     layered = {digest: read_layered(image.path) for digest, image in images.items() if is_layered(image.path)}
     users = Counter(layer.digest for image in layered.values() for layer in image.layers)
@@ -121,7 +123,7 @@ def _own(store: ImageStore, image: StoredImage) -> bool:
 
 
 def _unused(store: ImageStore, going: Mapping[str, StoredImage]) -> list[LayerFacts]:
-    """Returns the layers of the first store that no remaining image uses and that may be removed."""
+    """Returns the layers of the first store that no remaining image uses and that are old enough to remove."""
     used = {layer.digest for _, image in _documents(store, going) for layer in image.layers}
     theirs: set[str] = set()
     if all(abandoned(path) for path in (store.root / "work").glob("*.*/")):

@@ -1,9 +1,9 @@
 """A shell on a pseudo-terminal in a sandbox, relayed to the user's terminal.
 
 The shell is an ordinary command of the sandbox, subject to all its limits. A helper (:mod:`..helper_python`) opens a
-pseudo-terminal inside and passes the controlling end out. The other end becomes the shell's terminal. The user's own
-terminal is never passed in: a process inside could inject input into it (TIOCSTI), and the user's shell would later
-read that input.
+pseudo-terminal inside and passes the controlling end to the host. The other end becomes the shell's terminal. The
+user's own terminal is never passed in: a process inside could inject input into it (TIOCSTI), and the user's shell
+would later read that input.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Terminal:
             fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, fcntl.ioctl(screen, termios.TIOCGWINSZ, bytes(8)))
 
     def _show(self, screen: int, hung_up: asyncio.Future[bool]) -> bool:
-        """Relays the shell's output. Returns ``False`` if there is nothing to read yet."""
+        """Copies the shell's output to the screen. Returns ``False`` if there is nothing to read yet."""
         try:
             data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
@@ -124,7 +124,7 @@ class Terminal:
         return False
 
     def _type(self, keyboard: int, hung_up: asyncio.Future[bool]) -> None:
-        """Relays the user's input. Reads no more until the pseudo-terminal has accepted it."""
+        """Copies the user's input to the shell. Reads no more until the pseudo-terminal has accepted it."""
         loop = asyncio.get_running_loop()
         try:
             data = os.read(keyboard, READ_BYTES)
@@ -151,7 +151,7 @@ class Terminal:
             loop.add_reader(keyboard, self._type, keyboard, hung_up)
 
     async def close(self) -> None:
-        """Ends the shell and closes the pseudo-terminal."""
+        """Kills the shell and closes the pseudo-terminal."""
         self.shell.cancel()
         await asyncio.gather(self.shell, return_exceptions=True)
         os.close(self.descriptor)
