@@ -35,7 +35,7 @@ from megaflow_hpc.host.process import boot_id, node_name
 
 FORMAT = 6
 PROBE_S = 20.0
-"""Seconds within which a container of the probe must finish."""
+"""Seconds that a container of the probe has to finish."""
 
 OverlayBy = Literal["kernel", "fuse-overlayfs", ""]
 
@@ -47,11 +47,11 @@ class Site:
     apptainer: str
     version: str
     setuid: bool
-    """True if a setuid program starts containers. Otherwise Apptainer uses user namespaces."""
+    """Whether a setuid program starts containers. Otherwise Apptainer uses user namespaces."""
     container: str
     """Why containers cannot start at all."""
     overlay: str
-    """Why this scratch cannot hold the writable layer of an overlay. If set, sandboxes are copies of their images."""
+    """Why scratch cannot hold the writable layer of an overlay. If set, sandboxes are copies of their images."""
     overlay_by: OverlayBy
     copy: str
     """Why a sandbox cannot be a copy of its image. Tested only if overlays are unavailable."""
@@ -60,7 +60,7 @@ class Site:
     gateway: str
     """Why network ``gateway`` is unavailable."""
     gateway_by: Way
-    """How a listener gets into a private network (network.py)."""
+    """How a helper creates a listener in a private network (network.py)."""
     user_namespaces: str
     kernel: str
     processes: str
@@ -69,7 +69,7 @@ class Site:
     """Why system calls of sandboxes cannot be filtered (launcher.py)."""
 
     def refuses(self, network: str) -> str:
-        """Returns why a sandbox with this network cannot start here, or an empty string if it can."""
+        """Returns why a sandbox with a network mode cannot start on this node, or an empty string if it can."""
         if self.container:
             return f"containers do not start: {self.container}"
         if self.overlay and self.copy:
@@ -80,7 +80,7 @@ class Site:
 
 
 def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
-    """Tests the capabilities of the node. Leaves nothing behind.
+    """Tests the capabilities of this node. Removes all files and containers of the test.
 
     Args:
         scratch: Directory of writable layers.
@@ -128,7 +128,7 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
 
 
 def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
-    """Returns the cached result of :func:`probe`, which runs once per node and boot."""
+    """Returns the cached result of :func:`probe`. The probe runs once per node and boot."""
     apptainer = apptainer or find_apptainer()
     cache = Path(scratch) / "site.json"
     stamp = _stamp(apptainer)
@@ -147,10 +147,10 @@ def require(networks: Iterable[str], scratch: str | os.PathLike[str], provided: 
     """Rejects a campaign before anything is queued if its sandboxes cannot start at this site.
 
     Args:
-        provided: True if Apptainer may be missing here, because the jobs' ``setup`` provides it.
+        provided: Whether Apptainer may be missing on this machine, because the jobs' ``setup`` provides it.
 
     Raises:
-        SiteError: Names the network, the reason and the remedy.
+        SiteError: A sandbox cannot start. The message gives the network, the reason and the remedy.
     """
     try:
         apptainer = find_apptainer()
@@ -216,7 +216,8 @@ def _unfiltered(namespaces: str) -> str:
 
 
 def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
-    """Returns why each of these fails: a container, an overlay on scratch, a copy of the image, a private network."""
+    """Tests a container, an overlay on scratch, a copy of the image and a private network. Returns why each of them
+    fails."""
     root = Path(where, "root")
     binds = _host_image(root)
     control = Path(where, "control")
@@ -249,7 +250,7 @@ def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
 
 
 def _host_image(root: Path) -> list[str]:
-    """Creates an image of empty directories. Returns the binds that put the host's programs into it."""
+    """Creates an image of empty directories. Returns the binds that add the host's programs to it."""
     for name in ("dev", "proc", "sys", "tmp", "etc", "root", ".megaflow"):
         (root / name).mkdir(parents=True)
     for name in ("passwd", "group", "hosts", "resolv.conf"):

@@ -1,4 +1,5 @@
-"""Describes a sandbox (the input of :meth:`ApptainerProvider.start`), and lists features that can be disabled."""
+"""Specification of a sandbox, which is the input of :meth:`ApptainerProvider.start`, and features that can be
+disabled."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class SandboxSpec:
     workdir: str | None = None
     """Directory in which commands start. Created if it is missing. Default: ``/``."""
     user: str | None = None
-    """``None``, ``root`` and ``0`` mean uid 0 of a user namespace; any other name means an ordinary uid."""
+    """``None``, ``root`` and ``0`` mean uid 0 of a user namespace. Any other name means an ordinary uid."""
     binds: tuple[str, ...] = ()
     """``SRC:DEST[:ro]``, in Apptainer's syntax."""
     network: Network = "none"
@@ -50,8 +51,8 @@ class SandboxSpec:
     wall_s: float | None = None
     """Wall-clock limit in seconds, applied to the agent and to the verifier separately."""
     nested: bool = False
-    """Allow commands to create user namespaces (bubblewrap, containers). In-memory file systems there are not
-    counted by any limit."""
+    """Allow commands to create user namespaces (bubblewrap, containers). No limit counts in-memory file systems in
+    them."""
     fakeroot: bool = False
     """Use the host's ``fakeroot`` program to simulate other uids, for builds that only have uid 0."""
 
@@ -64,7 +65,7 @@ class SandboxSpec:
         check_variables(self.env)
 
     def parsed_binds(self) -> list[Bind]:
-        """Returns ``binds`` in parsed form."""
+        """Parses ``binds``. A bind without a target has the same path in the sandbox."""
         parsed = []
         for bind in self.binds:
             source, _, rest = bind.partition(":")
@@ -74,7 +75,7 @@ class SandboxSpec:
 
     @property
     def as_root(self) -> bool:
-        """True if commands run as uid 0."""
+        """Whether commands run as uid 0."""
         return self.user in (None, "", "root", "0", "root:root", "0:0")
 
 
