@@ -49,7 +49,7 @@ def account(view: LayerView, user: str | None) -> Account:
 def owner(view: LayerView, text: str) -> tuple[int, int]:
     """Resolves a ``--chown`` value, ``user`` or ``user:group``, to a uid and a gid.
 
-    Without a group, the gid is a named user's primary group, or equals a numeric uid.
+    Without a group, a user name implies the user's primary group. A numeric uid implies the same gid.
 
     Raises:
         ConfigError: The image has no such user or group.

@@ -1,4 +1,4 @@
-"""Writes the files of a ``COPY`` or ``ADD`` to a layer by Docker's rules, without starting a process.
+"""Writes the files of a ``COPY`` or ``ADD`` to a layer following Docker's rules, without starting a process.
 
 A view of the lower layers shows what the image already contains. Symlinks in the target path are followed inside the
 image. Symlinks in a copied tree are not followed. Parent directories of copied files are added to the layer with their
@@ -46,8 +46,7 @@ class Placement:
     replaces: bool = False
     """Whether entries of an archive may replace the image's files and empty directories."""
     archived: Mapping[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
-    """Maps device and inode of an extracted item to its mode, uid and gid in the archive. ``--chmod`` does not affect
-    it."""
+    """Maps (device, inode) of an extracted item to (mode, uid, gid) in its archive. ``--chmod`` does not affect it."""
 
 
 class Placer:
@@ -60,8 +59,7 @@ class Placer:
         self._view = LayerView([self._layer, *below.layers])
 
     def place(self, items: Path, how: Placement) -> None:
-        """Copies each ``items/<number>/<name>`` to the target. Only the contents of a directory are copied, as in
-        Docker.
+        """Copies each ``items/<number>/<name>`` to the target. For a directory, copies only the contents.
 
         Raises:
             ConfigError: A directory would replace a file, or a file a directory.

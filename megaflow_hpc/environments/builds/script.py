@@ -20,7 +20,7 @@ PYTHON = helper_python.NAME
 _SET_BY_SANDBOXES = ("HOME", "USER", "LOGNAME", "TAR_OPTIONS")
 """Variables that a sandbox sets for its commands, overriding those of the image."""
 KEEP = "".join(f'if [ "${{{name}+x}}" ]; then export _mf_its_{name}="${name}"; fi\n' for name in _SET_BY_SANDBOXES)
-"""Shell code that saves the image's values of these variables. A step's sandbox sources it before setting its own."""
+"""Shell code that saves the image's values of variables that sandboxes override. A step's sandbox sources it first."""
 _RESTORE = "".join(
     f'unset {name}\nif [ "${{_mf_its_{name}+x}}" ]; then export {name}="$_mf_its_{name}"; fi\nunset _mf_its_{name}\n'
     for name in _SET_BY_SANDBOXES

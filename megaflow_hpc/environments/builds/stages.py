@@ -112,8 +112,8 @@ class StageBuilds:
     # --- steps --------------------------------------------------------------------------------------------------
 
     async def _step(self, image: LayeredImage, step: LayerStep, exports: Sequence[str]) -> LayerFacts | None:
-        """Returns the layer of a step, executing the step unless the layer is stored. Returns ``None`` if it changes no
-        files."""
+        """Returns the layer of a step, executing the step unless the layer is stored. Returns ``None`` if the step
+        changes no files."""
         key = step_key(self._dockerfile, self._images, self._spec.network, image, step, exports)
         with suppress(KeyError):
             return self._layers.step(key)

@@ -39,8 +39,7 @@ from megaflow_hpc.host.tar import RefusedMember
 MOUNTED_DIRECTORIES = (".megaflow", ".megaflow-build", "dev")
 """Top-level directories that the build uses as mount points."""
 _DEV_FULL, _HOSTS = ("dev", "full"), ("etc", "hosts")
-"""Files that the build mounts. Apptainer creates ``/etc/hosts`` in the changed files only if it runs on a copied
-image."""
+"""Mount points for files. ``/etc/hosts`` is part of a step's changes only if the step runs on a copy of its image."""
 
 _SQUASHFS = ("-noappend", "-no-progress", "-no-xattrs", "-comp", "gzip", "-Xcompression-level", "1")
 """Options of ``mksquashfs``. Every squashfs version can read gzip, and level 1 is fast."""
@@ -75,10 +74,9 @@ def place(file: str, items: str) -> None:
 
 
 def layer(file: str, upper: str, marks: str = "") -> None:
-    """Writes an overlay's upper directory as a layer, without the build's mount points. Prints the layer's facts as
-    JSON.
+    """Writes an overlay's upper directory as a layer, without the build's mount points.
 
-    Prints ``etc/hosts`` on a second line if the step has changed that file.
+    Prints the layer's facts as JSON, and ``etc/hosts`` on a second line if the step has changed that file.
     """
     top = os.open(upper, OPEN_DIRECTORY)
     _remove_mount_point(top, *_DEV_FULL)

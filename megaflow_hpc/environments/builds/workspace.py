@@ -320,7 +320,7 @@ class BuildWorkspace:
         return facts_of(facts), bool(changed)
 
     async def copy_out(self, image: LayeredImage, sources: Sequence[str], target: Path) -> None:
-        """Copies ``sources`` of an image to ``target/<number>/<name>``, preserving owners.
+        """Copies ``sources`` from an image to ``target/<number>/<name>``, preserving owners.
 
         Raises:
             SiteError: A source is missing or cannot be copied.
@@ -330,8 +330,7 @@ class BuildWorkspace:
 
     @asynccontextmanager
     async def merged(self, image: LayeredImage, top: Sequence[Path] = ()) -> AsyncIterator[tuple[Sequence[str], str]]:
-        """Yields an argv prefix and a directory. Programs run with the prefix see all files of the image in the
-        directory.
+        """Yields an argv prefix and a directory that shows all files of the image to programs run with the prefix.
 
         The programs must not change the files.
 
@@ -350,7 +349,7 @@ class BuildWorkspace:
         yield overlay.argv_prefix(mounted, _ROOT, self.namespace), mounted.merged
 
     async def placed(self, image: LayeredImage, items: Path, how: Mapping[str, object], file: Path) -> LayerFacts:
-        """Writes items copied from another image to a layer over ``image``, by the rules of :mod:`.placing`."""
+        """Writes items copied from another image to a layer over ``image``, following the rules of :mod:`.placing`."""
         request = {"how": how, "layers": [str(path) for path in await self.trees(image)]}
         return facts_of(await run_tree(self.namespace, "place", str(file), str(items), request=request))
 

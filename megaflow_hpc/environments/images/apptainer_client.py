@@ -1,9 +1,9 @@
 """Builds and pulls images with Apptainer's Python client (spython), each in a child process.
 
 The client runs a program named ``singularity``, hides why a call failed and has no timeout. Each child therefore gets a
-clean environment and its own process group. On its ``PATH`` is a private directory in which ``singularity`` is a link
-to the chosen Apptainer. A complete result is renamed to its target. A killed process leaves its private directories
-behind, and the next call removes them.
+clean environment and its own process group. Its ``PATH`` starts with a private directory, where ``singularity`` is a
+link to the chosen Apptainer. A complete result is renamed to its target. A killed process leaves its private
+directories behind, and the next call removes them.
 """
 
 from __future__ import annotations

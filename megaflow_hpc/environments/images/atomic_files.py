@@ -1,7 +1,7 @@
-"""Atomic records, links and locks for a store that several processes write to concurrently.
+"""Writes records and links atomically, and locks files, in a store that several processes write to.
 
 Unfinished files are kept in the store's ``work`` directory. Their names contain the host and process that made them.
-:func:`sweep` removes those left by killed processes.
+:func:`sweep` removes the files of killed processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures how much the user may still write to a directory, and chooses the image store by it.
+"""Measures how much the user may still write to a directory, and chooses the image store accordingly.
 
 The limits are the free space of the file system and the user's quotas. ``quota`` (NFS, XFS, ext4) and ``lfs quota``
 (Lustre) are run if installed, with a timeout of :data:`QUOTA_TIMEOUT_S` seconds. If a program fails or its output
@@ -53,7 +53,7 @@ class DiskQuota:
 
 
 def disk_quota(path: str | os.PathLike[str]) -> DiskQuota:
-    """Returns the quota for a path. For a missing path, it is the quota of the closest existing parent directory.
+    """Returns the quota for a path. A missing path has the quota of its closest existing parent directory.
 
     Raises:
         OSError: The file system does not respond.

@@ -148,10 +148,10 @@ def read_layered(path: str | os.PathLike[str]) -> LayeredImage:
 
 
 def base_path(image: str | os.PathLike[str], digest: str) -> Path:
-    """Returns the path of the base SIF with a digest, in the store that contains the document ``image``."""
+    """Returns the path of the base SIF ``digest`` in the store that contains the document ``image``."""
     return Path(image).parent / f"{digest}.sif"
 
 
 def layer_path(image: str | os.PathLike[str], digest: str) -> Path:
-    """Returns the path of the layer blob with a digest, in the store that contains the document ``image``."""
+    """Returns the path of the layer blob ``digest`` in the store that contains the document ``image``."""
     return Path(image).parent.parent / "layers" / digest

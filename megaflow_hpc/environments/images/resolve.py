@@ -41,7 +41,8 @@ _NOT_BUILT = "not-built-"
 
 
 def is_built(path: Path) -> bool:
-    """Returns whether a path resolved with ``build=False`` is an existing image. Otherwise it is a placeholder."""
+    """Returns whether a path from :class:`Images` is an image. With ``build=False``, missing images have placeholder
+    paths."""
     return not path.name.startswith(_NOT_BUILT)
 
 
@@ -80,9 +81,10 @@ class Images:
         self.registries = registries or Registries()
         self.dockerfiles = Dockerfiles()
         self.say: Callable[[str], None] = lambda line: None
-        """Receives each executed Dockerfile step and the download progress as lines. Called from several threads."""
+        """Callback for one line per executed Dockerfile step, and for download progress. Called from several
+        threads."""
         self.show: Callable[[BuildProgress], None] = lambda state: None
-        """Receives the progress of :meth:`resolve_all` several times a second."""
+        """Callback for the progress of :meth:`resolve_all`, called several times a second."""
         self.used: dict[str, tuple[str, Path | None]] = {}
         """Maps the key of each store image requested so far to its source and file. The file is ``None`` if it is
         missing."""
@@ -322,7 +324,7 @@ def source_key(source: str) -> str:
 
 
 def definition_digest(path: Path) -> str:
-    """Hashes a definition file, its local base image and the files that it copies with SHA-256."""
+    """Returns the SHA-256 of a definition file, its local base image and the files that it copies."""
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
     digest = hashlib.sha256(b"definition\0" + text.encode("utf-8", "surrogateescape"))
     flags = re.IGNORECASE | re.MULTILINE

@@ -1,6 +1,6 @@
 """Reads SIF files: metadata and sizes from the header, and the files of the image with ``unsquashfs``.
 
-The header and descriptors have version 1 of the SIF format. The superblock has the format of squashfs 4.0.
+Supports version 1 of the SIF format and squashfs 4.0.
 """
 
 from __future__ import annotations

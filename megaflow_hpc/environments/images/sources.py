@@ -27,7 +27,7 @@ _LOCAL = ("localimage", "scratch", "oci", "oci-archive", "docker-archive", "dock
 
 @dataclass(frozen=True)
 class Registries:
-    """Access to registries from this site.
+    """The site's access to registries.
 
     Args:
         mirrors: Maps registry hosts to mirrors.
@@ -64,7 +64,7 @@ class Registries:
         )
 
     def check(self, source: str) -> None:
-        """Raises :class:`SiteError` if the site is air-gapped. ``source`` is named in the message."""
+        """Raises :class:`SiteError` if the site is air-gapped. The message names ``source``."""
         if self.air_gapped:
             raise SiteError(
                 f"{source}: not in the image store, and nothing may be fetched here "

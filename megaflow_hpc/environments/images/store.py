@@ -1,4 +1,4 @@
-"""Image store on the shared file system, in which images are named by the digest of their content.
+"""Stores images on the shared file system, named by the digest of their content.
 
 ::
 
@@ -281,7 +281,11 @@ class ImageStore:
         return all(self.layers.find(layer.digest) for layer in image.layers)
 
     def image(self, digest: str) -> StoredImage | None:
-        """Returns the image with a digest, which may be abbreviated to a unique prefix, or ``None``."""
+        """Returns the image with a digest, or ``None``. A unique prefix of the digest is enough.
+
+        Raises:
+            ConfigError: Several images have the prefix.
+        """
         if len(digest) == 64:
             return next(filter(None, (self._image(root, digest) for root in self.roots)), None)
         matching = {image.digest: image for image in self.images() if image.digest.startswith(digest)}
@@ -298,7 +302,7 @@ class ImageStore:
                     yield image
 
     def names(self) -> dict[str, list[str]]:
-        """Maps the digest of each image to the sources for which it was made."""
+        """Returns, for each image digest, the sources for which the image was made."""
         sources: dict[str, list[str]] = {}
         for root in self.roots:
             for path in sorted((root / "names").glob("*.json")):
@@ -320,7 +324,9 @@ class ImageStore:
     # --- writing ------------------------------------------------------------------------------------------------
 
     def make(self, key: str, source: str, build: Callable[[Path], LayeredImage | None]) -> Path:
-        """Returns the image for ``key``. Calls ``build(target)`` if it is missing, in only one process at a time.
+        """Returns the image for ``key``, and makes it if it is missing.
+
+        Only one process at a time calls ``build(target)`` for a key.
 
         Args:
             build: Writes a SIF to ``target``, or returns an image whose layers are in a store.
@@ -360,9 +366,9 @@ class ImageStore:
         return self._publish(target, f"{digest}.sif", target.stat().st_size, unpacked, partition.inodes, source)
 
     def add_layered(self, layered: LayeredImage, source: str) -> StoredImage:
-        """Adds an image whose base and layers are already in a store. Symlinks those that are in another store.
+        """Adds an image whose base and layers are already in a store.
 
-        The recorded sizes exclude the base, because images share it.
+        Base and layers of another store are symlinked. The recorded sizes exclude the base, because images share it.
         """
         with self.changing(), work_directory(self.root / "work", "add") as directory:
             for layer in layered.layers:
@@ -402,7 +408,7 @@ class ImageStore:
         return image
 
     def name(self, key: str, source: str, digest: str) -> None:
-        """Maps ``key`` to the image with a digest."""
+        """Records the image ``digest`` as the result for ``key``."""
         write_record(self.root / "names" / f"{key}.json", {"digest": digest, "source": source})
 
     def remove(self, digest: str) -> int:

@@ -129,10 +129,10 @@ class SandboxDirectory:
         return container
 
     async def _measure_binds(self, spec: SandboxSpec, watch: SandboxWatch) -> None:
-        """Tells the watchdog which directories count towards ``disk_mb``, and how many of their bytes the sandbox did
-        not write.
+        """Tells the watchdog which directories count towards ``disk_mb``.
 
-        The directories are the layer and any writable binds from the sandbox's directory, such as a verifier's logs.
+        These are the layer and any writable binds from the sandbox's directory, such as a verifier's logs. Bytes that
+        the sandbox did not write do not count.
         """
         writable = [bind.source for bind in spec.parsed_binds() if not bind.read_only]
         bound = [source for source in writable if source.startswith(f"{self.directory}/")]

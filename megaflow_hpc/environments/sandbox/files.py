@@ -107,7 +107,7 @@ class _Spool:
         self.failed: OSError | None = None
 
     def take(self, data: bytes) -> bool:
-        """Appends a chunk of output. Returns ``False``, to kill the command, if the limit is exceeded or a write failed."""
+        """Appends a chunk of output. Returns ``False`` to kill the command, above the limit or after a failed write."""
         self.left -= len(data)
         try:
             if self.left >= 0 and self.failed is None:
@@ -137,7 +137,7 @@ def _receive(file: IO[bytes], done: ExecResult, source: str, target: str, budget
 
 
 async def _in_thread(work: Callable[[], None]) -> None:
-    """Runs ``work`` in a thread. If cancelled, still waits until ``work`` has finished."""
+    """Runs ``work`` in a thread. On cancellation, waits until ``work`` has finished."""
     working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(working)

@@ -5,8 +5,8 @@
     PREPARED/  python  loader  libraries/…  lib/python3.N/{encodings/…, lib-dynload/_socket…}
 
 The copied loader is started by its path, with the directory of the libraries that Python was linked against. The
-image's own loader and C library therefore do not matter. The copy has about 10 MB and is made once per node. Its files
-are hard-linked into the control directory of a sandbox, which is read-only inside.
+image's own loader and C library therefore do not matter. The copy takes about 10 MB and is made once per node. Its
+files are hard-linked into the control directory of a sandbox, which is read-only inside.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Exec = Callable[..., Awaitable[ExecResult]]
 """Runs a command in the sandbox, with the arguments of :meth:`.ApptainerSandbox.exec`."""
 
 ANSWER_S = 20.0
-"""Seconds that a helper has to send its descriptor."""
+"""Timeout in seconds for a helper to send its descriptor."""
 
 NAME = "python"
 """Name of the interpreter's directory inside a control directory."""
@@ -156,7 +156,7 @@ async def run_and_receive(
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
 ) -> tuple[int, asyncio.Task[ExecResult]]:
-    """Runs Python code in the sandbox. Returns the descriptor that the code sends, and the task that runs the code.
+    """Runs a Python program in the sandbox. Returns the descriptor that the program sends, and the task that runs it.
 
     The program's first argument is the path of a Unix socket in the control directory. The program connects to it and
     sends the descriptor.

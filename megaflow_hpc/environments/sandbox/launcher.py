@@ -26,7 +26,7 @@ from megaflow_hpc.host.child import dies_with_parent
 Result = TypeVar("Result")
 
 START_TIMEOUT_S = 60.0
-"""Seconds that a container has to become ready, excluding the time to unpack its image."""
+"""Timeout in seconds for a container to become ready, not counting the time to unpack its image."""
 
 ROOT_MAY = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
 """Capabilities of uid 0 in a sandbox, valid only in its own namespaces. Docker grants the same ones, so scripts written
@@ -43,7 +43,7 @@ _FRACTION = 8
 _NESTED = {f"max_{kind}_namespaces": 256 for kind in ("user", "mnt", "pid", "ipc", "net", "uts", "cgroup", "time")}
 
 _APPTAINER_ENVIRONMENT = {"GOMAXPROCS": "1", "GOGC": "off"}
-"""Variables that reduce the threads and turn off the garbage collection of Apptainer, which runs for only 50 ms."""
+"""Variables that limit Apptainer to one thread and disable its garbage collection, because it runs for only 50 ms."""
 
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_SET_MODE_FILTER, _SPEC_ALLOW = 1, 4
@@ -129,7 +129,7 @@ def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
 
 
 def namespace_user(spec: SandboxSpec) -> tuple[str, ...]:
-    """Returns the argv prefix that starts Apptainer as this user, in a user namespace nested in one with limits."""
+    """Returns the argv prefix that starts Apptainer as this user, in a user namespace nested inside one with limits."""
     prefix = () if spec.as_root else _outermost(spec)
     return (*prefix, *as_user()) if prefix else ()
 
@@ -198,8 +198,8 @@ class Launcher:
         return self._thread.submit(function).result()
 
     def holds_filter(self) -> bool:
-        """Returns whether the seccomp filter is installed. Unknown architectures and kernels without filters return
-        ``False``."""
+        """Returns whether the seccomp filter is installed. It is not if the architecture is unknown or the kernel lacks
+        filters."""
         return self.call(lambda: self._holds_filter)
 
 

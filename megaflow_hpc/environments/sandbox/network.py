@@ -50,8 +50,7 @@ _FROM_WITHIN = (
 
 
 def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
-    """Returns how a helper can listen on this node, and an empty string. If it cannot, returns an empty string and the
-    reason.
+    """Returns how a helper can listen on this node, and why it cannot. One of the two is an empty string.
 
     Args:
         no_namespaces: Why user namespaces are unavailable. Empty if they are available.

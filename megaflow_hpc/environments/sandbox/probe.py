@@ -1,8 +1,8 @@
 """Tests what this node's Apptainer, kernel and scratch can do.
 
-The probe starts a container of the host's own ``/usr`` with every option that sandboxes use. Only if that fails does it
-try each option alone. It takes about a third of a second. The result is cached per node in ``SCRATCH/site.json`` until
-the node reboots or Apptainer changes.
+The probe starts a container from the host's own ``/usr`` with every option that sandboxes use. Only if that fails does
+it try each option alone. It takes about a third of a second. The result is cached per node in ``SCRATCH/site.json``
+until the node reboots or Apptainer changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megaflow_hpc.host.process import boot_id, node_name
 
 FORMAT = 6
 PROBE_S = 20.0
-"""Seconds that a container of the probe has to finish."""
+"""Timeout in seconds for each container of the probe."""
 
 OverlayBy = Literal["kernel", "fuse-overlayfs", ""]
 
@@ -49,7 +49,7 @@ class Site:
     setuid: bool
     """Whether a setuid program starts containers. Otherwise Apptainer uses user namespaces."""
     container: str
-    """Why containers cannot start at all."""
+    """Why no container can start."""
     overlay: str
     """Why scratch cannot hold the writable layer of an overlay. If set, sandboxes are copies of their images."""
     overlay_by: OverlayBy
@@ -144,7 +144,7 @@ def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Sit
 
 
 def require(networks: Iterable[str], scratch: str | os.PathLike[str], provided: bool = False) -> None:
-    """Rejects a campaign before anything is queued if its sandboxes cannot start at this site.
+    """Checks that a campaign's sandboxes can start at this site, before anything is queued.
 
     Args:
         provided: Whether Apptainer may be missing on this machine, because the jobs' ``setup`` provides it.

@@ -78,7 +78,7 @@ class ApptainerProvider:
     async def start(
         self, spec: SandboxSpec, snapshot: Snapshot | None = None, *, rootfs: Rootfs | None = None
     ) -> ApptainerSandbox:
-        """Starts a sandbox. Returns it as an async context manager with a ``stop()`` method.
+        """Starts a sandbox. Use the result as an async context manager, or call its ``stop()``.
 
         Args:
             snapshot: Files to start with, from :meth:`ApptainerSandbox.snapshot`. Several sandboxes may share one.
@@ -149,7 +149,7 @@ class ApptainerProvider:
     def prefetch(self, images: Sequence[str]) -> None:
         """Unpacks ``images`` in the background, in this order. Replaces earlier requests and returns immediately.
 
-        Starting a sandbox of an image reports the errors of unpacking it.
+        If an image cannot be unpacked, starting a sandbox from it reports the error.
         """
         if not self._closed:
             self._prefetcher.order(images)

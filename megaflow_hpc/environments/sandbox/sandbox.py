@@ -124,19 +124,19 @@ class ApptainerSandbox:
             await self.stop()
             raise
 
-    def _on_breach(self, breach: Breach, number: int | None, whole: bool) -> None:
+    def _on_breach(self, breach: Breach, number: int | None, ends_container: bool) -> None:
         """Passes a breach from the watchdog's thread to the event loop, before the loop notices that a process was
         killed."""
         with suppress(RuntimeError):  # the loop and the sandbox have ended
-            self._loop.call_soon_threadsafe(self._breached, self._dir.container, breach, number, whole)
+            self._loop.call_soon_threadsafe(self._breached, self._dir.container, breach, number, ends_container)
 
-    def _breached(self, container: Container | None, breach: Breach, number: int | None, whole: bool) -> None:
+    def _breached(self, container: Container | None, breach: Breach, number: int | None, ends_container: bool) -> None:
         self.breaches.append(breach)
         if breach.final:
             self._final_breach = breach
         if container is not None and number is not None:
             container.commands.mark_breached(number, str(breach))
-        elif container is not None and whole:
+        elif container is not None and ends_container:
             container.mark_breached(str(breach))
 
     async def kill_processes(self) -> None:
@@ -263,8 +263,9 @@ class ApptainerSandbox:
         output_limit: int = OUTPUT_LIMIT,
         on_output: Callable[[bytes], bool] | None = None,
     ) -> ExecResult:
-        """Runs a command and waits until it ends. A string runs through ``/bin/sh -c``. A sequence is executed
-        directly.
+        """Runs a command and waits until it ends.
+
+        A string runs through ``/bin/sh -c``. A sequence is executed directly.
 
         Args:
             timeout_s: Seconds after which all processes of the command are killed. The result then has exit code 124
@@ -293,10 +294,10 @@ class ApptainerSandbox:
         )
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Returns a socket that listens on 127.0.0.1:``port`` in the sandbox (0: any free port). The caller closes it.
+        """Returns a socket that listens on 127.0.0.1:``port`` in the sandbox (0: any free port).
 
-        Requires network ``gateway``, which gives the sandbox no other connection. The socket is valid until the next
-        ``kill_processes`` or ``reset``, both of which create a new network namespace.
+        The caller must close the socket. It is valid until the next ``kill_processes`` or ``reset``, both of which
+        create a new network namespace. Requires network ``gateway``, which gives the sandbox no other connection.
         """
         if self.spec.network != "gateway":
             raise SandboxError(f"network {self.spec.network!r} has no listener; only 'gateway' has")

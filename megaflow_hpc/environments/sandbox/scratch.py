@@ -33,7 +33,7 @@ _NETWORK |= {"orangefs", "pvfs2", "glusterfs", "wekafs", "virtiofs"}
 
 
 def default_scratch() -> Path:
-    """Returns a private directory of this user on local scratch (:func:`scratch_base`), creating it if necessary.
+    """Returns this user's private directory on local scratch (:func:`scratch_base`). Creates it if it is missing.
 
     Raises:
         SiteError: The directory cannot be created.

@@ -1,5 +1,4 @@
-"""Specification of a sandbox, which is the input of :meth:`ApptainerProvider.start`, and features that can be
-disabled."""
+"""Defines the specification of a sandbox, and the features that can be disabled."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class SandboxSpec:
         check_variables(self.env)
 
     def parsed_binds(self) -> list[Bind]:
-        """Parses ``binds``. A bind without a target has the same path in the sandbox."""
+        """Parses ``binds``. The target of a bind defaults to its source path."""
         parsed = []
         for bind in self.binds:
             source, _, rest = bind.partition(":")

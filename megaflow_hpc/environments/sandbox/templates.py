@@ -1,8 +1,8 @@
 """Decides which sandboxes are cloned, and manages the template container from which they are cloned.
 
-Apptainer uses about 80 ms of CPU time to start a container. It therefore starts only one, the template. Further
-containers are clones of the template's process, each with its own overlay and its own user, mount, pid, ipc and network
-namespaces.
+Apptainer uses about 80 ms of CPU time to start a container. It therefore starts only one container, the template.
+Further containers are clones of the template's process, each with its own overlay and its own user, mount, pid, ipc and
+network namespaces.
 
 The template sees the scratch of all sandboxes and uses the host's network. It therefore contains nothing from any
 image: its root is an empty tree, and its only program is cloner.py. Images also define environment variables. These are
@@ -54,10 +54,10 @@ _MAX_PENDING_REQUESTS = 32
 """Maximum number of pending requests. Further requests wait, so that the socket never fills up."""
 
 MAX_REQUEST_BYTES = 65536
-"""Maximum size of a request in bytes, which is what ``cloner.py`` reads at once."""
+"""Maximum size of a request in bytes. ``cloner.py`` reads a request in one piece."""
 
 END_S = 10.0
-"""Seconds that a template has to exit."""
+"""Timeout in seconds for a template to exit."""
 
 StartClone = Callable[[int, Callable[[Identity], None]], Awaitable[Clone]]
 """Starts a clone. Takes the clone's standard error, and a callback that receives its first process before that process
@@ -242,8 +242,9 @@ class _RunningTemplate:
 
 
 class Templates:
-    """The template of one provider, and the environments of images. If a template has ended, the next clone starts a
-    new one.
+    """The template of one provider, and the environments of images.
+
+    If the template has ended, the next clone starts a new one.
 
     Args:
         own: The provider's directory, in which each template gets a directory, like a sandbox.
@@ -355,7 +356,7 @@ class Templates:
         return await (await self._running()).clone(fields, errors, on_started)
 
     def refuse(self, rootfs: Rootfs, error: Exception) -> None:
-        """Records that sandboxes over an image cannot be cloned here."""
+        """Records that sandboxes over an image cannot be cloned."""
         self.refused[_trees(rootfs)] = str(error)
 
     def _can_clone(self, rootfs: Rootfs, spec: SandboxSpec, mounted: Overlay | None) -> bool:
@@ -446,7 +447,8 @@ def supported() -> bool:
 
 
 def _initial_environment(init: Identity) -> bytes | None:
-    """Returns the environment that a process started with, or ``None`` if it has exited. Truncated above the limit."""
+    """Returns the environment that a process started with, or ``None`` if it has exited. Truncates it above the size
+    limit."""
     try:
         with open(f"/proc/{init.pid}/environ", "rb") as file:
             data = file.read(_MAX_ENVIRONMENT_BYTES + 1)

@@ -72,7 +72,7 @@ class ImagePlan:
 
     @property
     def sizes(self) -> dict[str, DiskUsage]:
-        """Maps artifact names to sizes."""
+        """Sizes of the artifacts, by name."""
         return {artifact.name: artifact.size for artifact in self.artifacts}
 
 
@@ -117,7 +117,7 @@ def _flat_artifact(facts: ImageFacts, apptainer: str) -> CachedTree:
 def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:
     before = stamp(facts.path)
     source = Path(facts.path)
-    if facts.digest:  # verify and unpack a private copy, since the store's owner may change the file in between
+    if facts.digest:  # verify and unpack a private copy, because the store's owner may change the file
         source = target.with_name("image.sif")
         read_checked(facts, source)
     try:
@@ -144,7 +144,7 @@ def _unpack_layer(blob: str, layer: LayerFacts, target: Path, *, marks: bool = F
 
 
 def _lay_out(facts: ImageFacts, directory: Path, apptainer: str) -> int:
-    """Copies the base's files and merges each layer into them, with the result of an overlay. Returns the bytes
+    """Copies the base's files and merges each layer into them, as an overlay would. Returns the number of bytes
     read."""
     root, above = directory / "rootfs", directory / "layer"
     count = 0
@@ -226,7 +226,7 @@ class ImageCache:
         self._files = ImageFiles()
         self._plans: dict[tuple[str, bool], tuple[ImageFacts, ImagePlan]] = {}
         self._claiming = threading.Lock()
-        """Held by the only thread of this process that may request or wait for space."""
+        """Held by the thread that requests or waits for space, so that only one thread per process does."""
         self._guard = threading.Lock()
 
     # --- leases -------------------------------------------------------------------------------------------------
@@ -234,8 +234,7 @@ class ImageCache:
     def acquire(self, image: str, *, flat: bool = False, timeout_s: float = 1800.0) -> ImageLease:
         """Returns a lease on an image, unpacking the image first if necessary.
 
-        Blocks while another process unpacks the image, and while all removable copies are in use so that there is no
-        space.
+        Blocks while another process unpacks the image, or while the cache is full of copies in use.
 
         Args:
             flat: Use the image as one tree, for nodes that cannot stack layers with an overlay.
@@ -282,7 +281,7 @@ class ImageCache:
             until: Polled between images. The call returns once it is true.
 
         Returns:
-            The number of images, from the start of ``images``, that are cached or being unpacked by another process.
+            ``n`` if the first ``n`` images are cached or being unpacked by another process.
         """
         plans = [self._plan(image, flat(image)) for image in images if not os.path.isdir(image)]
         self._index.want(list(dict.fromkeys(name for wanted in plans for name in wanted.names)))

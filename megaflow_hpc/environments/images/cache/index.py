@@ -146,7 +146,7 @@ class CacheIndex:
         return os.path.isfile(f"{self.root}/images/{name}/entry.json")
 
     def has_all(self, names: Collection[str]) -> bool:
-        """Returns whether all these copies exist."""
+        """Returns whether all copies ``names`` exist."""
         return all(self.has(name) for name in names)
 
     def entries(self) -> list[CacheEntry]:
@@ -170,8 +170,9 @@ class CacheIndex:
     # --- leases -------------------------------------------------------------------------------------------------
 
     def use(self, names: Collection[str], *, wait: bool = True) -> bool:
-        """Marks copies as used if all of them exist. Returns whether they do. Used copies are kept until
-        :meth:`release`.
+        """Marks copies as used if all of them exist, and returns whether they do.
+
+        Used copies are kept until :meth:`release`.
 
         Args:
             wait: Wait if another process is removing copies. If false, return false in that case.
@@ -332,7 +333,7 @@ class CacheIndex:
             remove_tree(directory)
 
     def give_up(self, names: Collection[str]) -> None:
-        """Releases the space still reserved for these copies."""
+        """Releases the space that is still reserved for the copies ``names``."""
         with self._guard:
             held = [name for name in names if name in self._state.makes]
             for name in held:
@@ -347,7 +348,8 @@ class CacheIndex:
         return [name for name in missing if name not in made]
 
     def makers(self, names: Collection[str]) -> dict[str, str]:
-        """Maps each of these copies that is being made to the ``users`` file of the cache that makes it."""
+        """Returns, for each of the copies ``names`` that is being made, the ``users`` file of the cache that makes
+        it."""
         if not names:
             return {}
         users = self._users()
@@ -369,7 +371,8 @@ class CacheIndex:
         return bool(removed)
 
     def _withdraw(self, names: Sequence[str]) -> list[Path]:
-        """Moves copies that are not in use out of ``images``. Returns their new paths, which the caller must delete."""
+        """Moves copies out of ``images`` unless they are in use. Returns their new paths, which the caller must
+        delete."""
         if not names:
             return []
         removed = []

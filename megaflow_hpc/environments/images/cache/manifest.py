@@ -189,7 +189,7 @@ def _add_from(directory: Path, images: Images, source: str, digest: str, say: Sa
 
 
 def _locate(directory: Path, subdirectory: str, name: str) -> Path | None:
-    """Finds a store file in ``directory``, in its ``subdirectory`` or in a sibling of that name. ``None`` if
+    """Finds a store file in ``directory``, its ``subdirectory`` or a sibling of that name. Returns ``None`` if it is
     missing."""
     for parent in (directory / subdirectory, directory, directory.parent / subdirectory):
         if (parent / name).is_file():

@@ -34,7 +34,7 @@ from megaflow_hpc.host.tar import Member, Parts, RefusedMember, TarReader, plain
 
 Excluded = Callable[[str], bool]
 CopiedFiles = dict[tuple[int, int], Path]
-"""Maps device and inode of a hard-linked file to its first copy."""
+"""Maps (device, inode) of a hard-linked file to its first copy."""
 
 MAX_PATTERN_CHARACTERS = 2**16
 MAX_WAYS = 100_000
@@ -158,10 +158,10 @@ class Context:
         return self._is_directory(name) and any(True for _ in self.files(name))
 
     def files(self, name: str, excluded: Excluded | None = None) -> Iterator[str]:
-        """Yields all paths below the directory ``name``, relative to the context. A directory comes before its
-        contents.
+        """Yields all paths below the directory ``name``, relative to the context.
 
-        If ``name`` is a file, yields only ``name``. Ignored and ``excluded`` paths are left out.
+        A directory comes before its contents. If ``name`` is a file, yields only ``name``. Ignored and ``excluded``
+        paths are left out.
 
         Raises:
             ConfigError: There are more entries than one instruction may copy.
@@ -210,11 +210,12 @@ class Context:
     # --- copying ------------------------------------------------------------------------------------------------
 
     def copy(self, name: str, target: Path, bounds: DockerfileBounds, copied: CopiedFiles) -> os.stat_result:
-        """Copies a file or link with its mode and times, or creates a directory. Returns the ``stat`` result of the
-        original.
+        """Copies a file or link with its mode and times, or creates a directory.
+
+        Returns the ``stat`` result of the original.
 
         Args:
-            copied: Previous copies of hard-linked files. The call adds its own.
+            copied: Copies of hard-linked files so far. Updated by this call.
 
         Raises:
             ConfigError: The file is unreadable or a special file, or it exceeds ``bounds``.
@@ -369,7 +370,7 @@ def ways(pattern: str, path: str) -> int:
 
 
 ArchivedAttributes = dict[tuple[int, int], tuple[int, int, int]]
-"""Maps device and inode of an unpacked file to the mode, uid and gid recorded in its archive."""
+"""Maps (device, inode) of an unpacked file to the (mode, uid, gid) recorded in its archive."""
 
 MAX_BYTES = 20 * 10**9
 MAX_ENTRIES = 500_000

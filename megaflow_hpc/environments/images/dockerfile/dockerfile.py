@@ -178,7 +178,7 @@ class Reader:
         them."""
         self._global_args: dict[str, Text] = {}
         self._defaulted: list[str] = []
-        """Variables of this kind in the current instruction."""
+        """Names of unset variables with a default in the current instruction."""
         self._current: Stage | None = None
         self._line = 1
 
@@ -496,7 +496,8 @@ class Dockerfile:
 
     @property
     def needs_build(self) -> bool:
-        """Whether the image differs from its base in more than known variables, a working directory and a user."""
+        """Whether the file requires a build, because it does more than set known variables, a working directory and a
+        user."""
         if not all(is_known(value) for value in self.last.variables.values()):
             return True
         return any(isinstance(step, Copy | RunStep) for step in self.last.steps)
@@ -543,7 +544,7 @@ class Dockerfiles:
 
 
 def last_workdir(path: Path) -> str | None:
-    """Returns the final working directory of any Dockerfile, without validating other lines than ``WORKDIR``.
+    """Returns the final working directory of any Dockerfile, without validating the file.
 
     Returns ``None`` if the last stage has no ``WORKDIR``, or if the path depends on variables.
     """

@@ -37,7 +37,7 @@ else:
 BLOCK = 4096
 """Assumed block size in bytes. File systems allocate whole blocks, at least one for a non-empty file."""
 MAX_LAYER_BYTES = 1 << 40
-"""Maximum size in bytes of a layer's files together, and of its blob."""
+"""Maximum total size of a layer's files, and maximum size of its blob, in bytes."""
 MAX_ENTRIES = 20_000_000
 
 _CHUNK = 1 << 18
@@ -296,7 +296,7 @@ class Packer:
 
 
 def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = False) -> None:
-    """Adds the whole content of an overlay's upper directory: its files and its deletion marks.
+    """Adds all contents of an overlay's upper directory: files and deletion marks.
 
     Skips sockets, and devices other than deletion marks.
 

@@ -21,8 +21,7 @@ OPAQUE_ATTRIBUTES = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "truste
 
 
 def put_over(upper: str, root: str, top: bool = True) -> None:
-    """Moves the contents of ``upper`` into ``root``, and removes from ``root`` the files that ``upper`` marks as
-    deleted.
+    """Moves the contents of ``upper`` into ``root``, and removes the files that ``upper`` marks as deleted.
 
     Does not follow links, so both trees may be untrusted. No other process may write to either tree during the call.
     """

@@ -130,7 +130,7 @@ class LayerWriter(TreeWriter):
             self._make(parts, lambda parent: os.mknod(name, stat.S_IFREG | 0o600, dir_fd=parent))
         elif name == _OPAQUE:
             descriptor = self._open(parts[:-1])
-            if parts[:-1]:  # An image has nothing below its root.
+            if parts[:-1]:  # An opaque root hides nothing.
                 _make_opaque(descriptor)
         elif name.startswith(_WHITEOUT):
             hidden = name.removeprefix(_WHITEOUT)
@@ -201,7 +201,7 @@ def _make_opaque(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Unpacks a blob. Arguments: ``BLOB DIGEST TARGET owners|"" marks|""``."""
+    """Command-line entry point. Arguments: ``BLOB DIGEST TARGET owners|"" marks|""``."""
     blob, digest, target, owners, marks = sys.argv[1:]
     os.umask(0o022)
     try:

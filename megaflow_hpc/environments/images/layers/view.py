@@ -1,8 +1,8 @@
 """Provides a merged view of a layered image's files, as an overlay would show them.
 
 Each layer implements :class:`Layer`: a directory (:class:`Tree`), or a listing of a packed layer
-(:class:`LayerListing`, about 200 bytes of memory per file). Nothing is mounted or unpacked. This module resolves links,
-never the kernel.
+(:class:`LayerListing`, about 200 bytes of memory per file). Nothing is mounted or unpacked. Links are resolved in
+Python, never by the kernel.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class LayerView:
         return layers[0].read(resolved, limit) if entry and entry.kind == stat.S_IFREG else b""
 
     def _look_up(self, parts: Sequence[str]) -> tuple[ViewEntry | None, list[Layer]]:
-        """Returns the entry at a path and the layers that contribute to it. A merged directory can have several."""
+        """Returns the entry at a path and the layers that contribute to it. Several layers contribute to a merged
+        directory."""
         layers = list(self.layers)
         visible: ViewEntry | None = None
         for depth in range(len(parts) + 1):
@@ -213,7 +214,7 @@ _SELF = ""
 _KINDS = {"-": stat.S_IFREG, "d": stat.S_IFDIR, "l": stat.S_IFLNK, "p": stat.S_IFIFO, "s": stat.S_IFSOCK}
 _MEMBERS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK, "fifo": stat.S_IFIFO}
 _IMPLICIT = ViewEntry(stat.S_IFDIR, Attributes(0o755))
-"""Entry for a directory that the layer does not list itself."""
+"""Entry for a directory that the layer contains only as the parent of other entries."""
 _LINE = re.compile(r"(\S)(\S{9}) (\d+)/(\d+) +(?:\d+|\d+, *\d+) (\S+ \S+) squashfs-root(.*)", re.DOTALL)
 
 
@@ -221,7 +222,7 @@ class LayerListing:
     """A layer's entries, held in memory as a tree. Implements :class:`Layer`.
 
     Args:
-        reader: Called as ``reader(path, limit)`` to read a file's content from the layer itself.
+        reader: Called as ``reader(path, limit)``. Returns up to ``limit`` bytes of a file in the layer.
     """
 
     def __init__(self, reader: Callable[[str, int], bytes]) -> None:

@@ -1,8 +1,8 @@
 """Finds registry credentials in the configuration files of other container tools.
 
-The first file with credentials for the registry wins: ``REGISTRY_AUTH_FILE``, then the files of Apptainer (``apptainer
-registry login``), of Podman and Skopeo, and of Docker. All files use the same format. They may name credential helpers,
-which are called.
+The files are tried in this order: ``REGISTRY_AUTH_FILE``, then those of Apptainer (``apptainer registry login``),
+Podman and Skopeo, and Docker. The first file with credentials for the registry wins. All files use the same format.
+They may name credential helpers, which are called.
 """
 
 from __future__ import annotations

@@ -109,9 +109,12 @@ class RemoteImage:
 
 
 TakeLayer = Callable[[str, Iterable[bytes]], None]
-"""Receives a layer's digest and its chunks. Must discard the layer if iterating over the chunks raises."""
+"""Callback that receives a layer's digest and chunks. It must discard the layer if iterating over the chunks raises."""
 Report = Callable[[int, int], None]
-"""Receives the number of bytes fetched and the total. First called with 0 before any layer is requested. May raise."""
+"""Callback that receives the number of bytes fetched and the total. It may raise to cancel.
+
+The first call, with 0, comes before any layer is requested.
+"""
 
 
 def fetch(

@@ -151,7 +151,7 @@ def _keep(capabilities: list[int]) -> None:
 
 
 def _become(fields: list[str], given: list[int]) -> None:
-    """Turns the new process into the runner. Never returns; errors are written to standard error."""
+    """Turns the new process into the runner. Never returns. Writes errors to standard error."""
     try:
         _libc.prctl(_PDEATHSIG, int(_signal.SIGKILL), 0, 0, 0)
         os.setsid()

@@ -114,7 +114,7 @@ class StreamPair:
             self.descriptors = [self._open(path) for path in self._paths]
 
     def renew(self) -> None:
-        """Reopens the reading ends after earlier writers have closed, because polling would report end-of-file
+        """Reopens reading ends whose writers have closed. Polling such a reading end would report end-of-file
         forever."""
         if self._used:
             for stream, old in enumerate(self.descriptors):
@@ -255,7 +255,7 @@ class RunningCommand:
         return min(_MAX_READ_DELAY_S, _MIN_READ_DELAY_S * max(1.0, cls.under_way / _PROCESSORS))
 
     def end(self, status: int | SandboxError) -> None:
-        """Completes ``done``, unless it is already done."""
+        """Completes the future ``done`` with an exit status or an error, unless it is already complete."""
         if not self.done.done():
             if isinstance(status, int):
                 self.done.set_result(status)
@@ -327,8 +327,8 @@ class CommandWorkers:
 
 
 def command_of(pid: int) -> int | None:
-    """Returns the number of the command that a process belongs to. ``None`` for the runner and for unmarked
-    processes."""
+    """Returns the number of the command that a process belongs to. ``None`` for unmarked processes, such as the
+    runner."""
     marker = MARKER.encode() + b"="
     for entry in environment(pid):
         number = entry[len(marker) :]
@@ -373,7 +373,8 @@ def one_program(command: str | Sequence[str]) -> list[str]:
 
 
 def one_line(text: str) -> bytes | None:
-    """Encodes text as one line for a FIFO. Returns ``None`` if the text is not ASCII or too long, and needs a file."""
+    """Encodes text as one line for a FIFO. Returns ``None`` if it is not ASCII or too long, so that a file must hold
+    it."""
     if len(text) > MAX_LINE_BYTES or not text.isascii():
         return None
     return text.replace("\n", "'\"$_mf_n\"'").encode() + b"\n"

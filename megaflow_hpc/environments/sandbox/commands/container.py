@@ -77,7 +77,7 @@ class Container:
         self._breach = ""
         self._from_within = False
         self.lost = ""
-        """Why the container was ended from outside, such as a killed job. Empty otherwise."""
+        """Reason why the container was ended from outside, such as a killed job. Empty otherwise."""
 
     @property
     def alive(self) -> bool:

@@ -1,4 +1,4 @@
-"""Sends commands to a container's workers, reads their output and kills them after a timeout.
+"""Sends commands to a container's workers, reads the commands' output and kills commands after a timeout.
 
 A command costs one write to the FIFO of an idle worker, and one line of reply. Its output goes to two FIFOs whose
 reading ends are already open. Output is read when the command ends, or earlier if the command runs for a while.
@@ -39,10 +39,10 @@ MAX_WORKERS = 64
 shells."""
 
 _SESSION = -1
-"""Worker number that stands for every session's shell."""
+"""Worker number that all session shells share."""
 
 KILL_GRACE_S = 10.0
-"""Seconds that a killed command has to end. One of its processes may be in uninterruptible sleep."""
+"""Timeout in seconds for a killed command to end. One of its processes may be in uninterruptible sleep."""
 
 _LOST_WORKER_S = 1.0
 """Seconds after which a worker is considered lost, if its killed command has no processes but has not ended."""
@@ -182,7 +182,7 @@ class CommandDispatcher:
         return running.result(status, timed_out=running.killing is not None, started=started)
 
     def session_worker(self) -> tuple[Worker, str]:
-        """Creates a FIFO for a session's shell. Returns it, for the caller to close, and its path inside the
+        """Creates a FIFO for a session's shell, which the caller must close. Also returns its path inside the
         container."""
         self._sessions += 1
         name = f"n{self._sessions}"
@@ -342,8 +342,8 @@ class CommandDispatcher:
         return command.killing
 
     async def _kill_command(self, command: RunningCommand) -> None:
-        """Kills processes with the command's marker until the command ends. It repeats, because a new process may not
-        have the marker yet."""
+        """Kills processes with the command's marker repeatedly until the command ends. New processes may not have the
+        marker yet."""
         if self.init is None:
             return
         marker = b"%s=%d" % (MARKER.encode(), command.number)

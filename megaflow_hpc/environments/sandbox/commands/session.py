@@ -24,7 +24,7 @@ from megaflow_hpc.types import ExecResult
 _MAX_STATUS_BYTES = 16
 """Maximum length of a status line in bytes. Commands in the shell can write arbitrary data to its standard output."""
 GRACE_S = 1.0
-"""Seconds that a command has to end after its processes were killed. Then the shell itself is killed."""
+"""Timeout in seconds for a command to end after its processes were killed. Then the shell itself is killed."""
 
 
 class ShellSession:

@@ -24,7 +24,7 @@ from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.types import ExecResult
 
 END_S = 10.0
-"""Grace period in seconds for a shell to exit after it has closed its terminal."""
+"""Timeout in seconds for a shell to exit after it has closed its terminal."""
 READ_BYTES = 1 << 16
 """Maximum bytes per read. At most one read is buffered for a shell that does not consume its input."""
 SHELL = ("/bin/sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec /bin/sh -i")
@@ -179,7 +179,7 @@ async def open_terminal(
         control: The container's control directory on the host.
         interpreter: The prepared interpreter (:func:`~megaflow_hpc.environments.sandbox.helper_python.prepare`).
         env: Variables added to the sandbox's environment, such as ``TERM``.
-        command: The shell. Its first word is a path.
+        command: Argv of the shell, starting with a path.
 
     Raises:
         SandboxError: No terminal can be opened, or the shell does not start.

@@ -49,7 +49,7 @@ class Free(NamedTuple):
         return max(used, BLOCK * (self.files(later) - max(used, 0) // 512))
 
     def files(self, later: Free) -> int:
-        """Returns the number of files created between this measurement and ``later``. Estimated from bytes if inodes
+        """Returns the number of files created between this measurement and ``later``. Estimates it from bytes if inodes
         are not counted."""
         if self.inodes is None or later.inodes is None:
             return max(0, self.bytes - later.bytes) // 512
@@ -94,7 +94,7 @@ class DiskUse:
         until the next measurement has finished."""
 
     def excuse(self) -> None:
-        """Exempts later processes from blame for the files that exist now. Thread-safe."""
+        """Stops counting the files that exist now against later processes. Thread-safe."""
         self._excuse_requested = True
 
     def wanted(self, allowed: int, free: Free) -> bool:

@@ -142,8 +142,7 @@ def written_by(pid: int) -> int:
 
 
 def proportional(pid: int) -> tuple[int, int]:
-    """Returns the proportional set sizes of a process in bytes, for anonymous memory including swap and for shared
-    memory.
+    """Returns a process's proportional set sizes in bytes: anonymous memory including swap, and shared memory.
 
     Pages of mapped files do not count, because the kernel can drop them.
     """
@@ -166,7 +165,7 @@ def proportional(pid: int) -> tuple[int, int]:
 
 
 def memory_of(init: int, pids: Iterable[int], files: int) -> int:
-    """Returns the memory of a container in bytes: its processes, and in-memory files that no process has mapped.
+    """Returns the memory usage of a container in bytes, including in-memory files that no process has mapped.
 
     Args:
         files: Bytes of memfds, which are in no file system of the container.
@@ -180,8 +179,8 @@ def memory_of(init: int, pids: Iterable[int], files: int) -> int:
 
 
 def memory_devices(init: int) -> dict[int, str]:
-    """Maps the devices of the container's own in-memory file systems (``/dev/shm`` and ``/dev``) to their paths on the
-    host."""
+    """Returns the host paths of the container's own in-memory file systems (``/dev/shm`` and ``/dev``), by device
+    number."""
     root = f"/proc/{init}/root"
     try:
         root_device = os.stat(root).st_dev
@@ -306,7 +305,7 @@ class CpuTime:
         self._processes = {}
 
     def end(self) -> None:
-        """Adds the CPU time of a container that ends to the sandbox's total."""
+        """Adds the CPU time of the ending container to the sandbox's total."""
         self._ended_containers += self._container
         self._container = self._lost = 0.0
         self._processes = {}

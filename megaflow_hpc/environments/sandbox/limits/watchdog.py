@@ -134,7 +134,7 @@ class SandboxWatch:
         self._renewed = time.monotonic()
         self._cpu = CpuTime()
         self._cpu_lock = threading.Lock()
-        """Guards the CPU time, which the watchdog's thread and the thread that ends a container update."""
+        """Guards the CPU time. The watchdog's thread and the thread that ends a container both update it."""
         self._memory_peak = MemoryPeak()
         self._unblamed_disk_breaches = 0
 
@@ -189,7 +189,7 @@ class SandboxWatch:
             self._cpu.add(pid, sample, self._processors, time.monotonic())
 
     def renew(self) -> None:
-        """Restarts CPU and wall time from zero, and exempts later commands from blame for a full layer."""
+        """Restarts CPU and wall time from zero, and stops counting existing files against later commands."""
         self._cpu.renew()
         self.disk.excuse()
         self._renewed = time.monotonic()
@@ -330,14 +330,15 @@ class SandboxWatch:
         if not breach.final and container.command_kills < MAX_COMMAND_KILLS:
             number = blame(sample.pids, breach.limit, container.descriptors.held)
         container.command_kills += 1
-        whole = number is None
-        if whole and breach.limit == "disk":  # the writer may have exited; the second time it must be hiding
+        ends_container = number is None
+        if ends_container and breach.limit == "disk":
+            # The writer may have exited. At the second breach, it must be hiding.
             self._unblamed_disk_breaches += 1
-            whole = self._unblamed_disk_breaches > 1
-        self._on_breach(breach, number, whole)
+            ends_container = self._unblamed_disk_breaches > 1
+        self._on_breach(breach, number, ends_container)
         if number is not None:
             kill_marked(container.init.pid, b"%s=%d" % (MARKER.encode(), number), KILL_ROUNDS)
-        elif whole:
+        elif ends_container:
             container.init.kill()
 
 

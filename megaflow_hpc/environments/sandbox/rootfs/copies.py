@@ -5,7 +5,7 @@
     LAYER/root    the files of the image and of the sandbox, as one tree that a container writes to
     LAYER/upper   only the files of the sandbox, in the form of an overlay's upper directory
 
-Only one of the two exists at a time. ``lay_out`` creates ``root`` from the image and ``upper``; ``gather`` does the
+Only one of the two exists at a time. ``lay_out`` creates ``root`` from the image and ``upper``. ``gather`` does the
 reverse. Edits of a layer between two containers (restoring programs for the verifier, snapshots) therefore always apply
 to ``upper``, with or without an overlay. An empty file ``.wh.NAME`` marks a deleted name, because not all file systems
 support the kernel's whiteouts (devices and extended attributes).
@@ -125,7 +125,7 @@ def same(one: str, other: str) -> bool:
 
 
 def main() -> None:
-    """Runs ``lay_out`` or ``gather``, as named on the command line."""
+    """Command-line entry point. Runs ``lay_out`` or ``gather``."""
     try:
         if sys.argv[1] == "gather":
             gather(*sys.argv[2:])

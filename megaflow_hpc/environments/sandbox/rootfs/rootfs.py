@@ -1,4 +1,4 @@
-"""Root file systems of sandboxes: an image's trees in the node's cache, and a way to write over them.
+"""Root file systems of sandboxes: an image's trees in the node's cache, under a writable layer.
 
 Every image is a list of trees, topmost first: unpacked layers over an unpacked SIF or a directory. The kernel stacks
 them as the lower directories of an overlay. If no overlay can be mounted (an old kernel, scratch on a network file
@@ -129,7 +129,7 @@ class RootfsFactory:
 
     @property
     def writes(self) -> Writes:
-        """The sandboxes' way of writing: to an overlay if one can be mounted on scratch, otherwise to a copy of the
+        """Storage of the sandboxes' writes: an overlay if one can be mounted on scratch, otherwise a copy of the
         image."""
         if self._writes is None:
             self._writes = self._decide_writes()

@@ -99,11 +99,11 @@ def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
     names: set[str] | None = None
     waiting = [""]
     while waiting:
-        here = waiting.pop()
-        open_to_owner(upper / here)
-        for name in sorted(os.listdir(upper / here)):
-            entry = f"{here}/{name}".lstrip("/")
-            path = f"{here}/{name.removeprefix(DELETED)}".lstrip("/")
+        parent = waiting.pop()
+        open_to_owner(upper / parent)
+        for name in sorted(os.listdir(upper / parent)):
+            entry = f"{parent}/{name}".lstrip("/")
+            path = f"{parent}/{name.removeprefix(DELETED)}".lstrip("/")
             if name == OPAQUE_MARK or entry in rules.kept:
                 continue
             original = image.entry(path)
@@ -124,7 +124,7 @@ def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
                 sifted.drop(path, misleads=bool(original and is_system))
             elif rules.additions and not is_system:
                 sifted.kept.append(entry)
-            elif here in rules.programs and not is_directory:
+            elif parent in rules.programs and not is_directory:
                 if names is None:
                     names = _program_names(image, rules)
                 if name in names:
@@ -225,20 +225,20 @@ def replace(upper: Path, path: str, aside: Path) -> None:
 
 def _move(source: Path, target: Path, parts: Sequence[str], image: LayerView | None = None) -> bool:
     """Moves one path to another layer. Returns ``False`` if it is missing or behind a symlink."""
-    here, there = source, target
+    old, new = source, target
     for depth, part in enumerate(parts[:-1], 1):
-        here, there = here / part, there / part
-        if not _is_directory(here):
+        old, new = old / part, new / part
+        if not _is_directory(old):
             return False
-        if not os.path.lexists(there):
-            there.mkdir()
+        if not os.path.lexists(new):
+            new.mkdir()
             below = image.entry("/".join(parts[:depth])) if image else None
-            mode = below.attributes.mode if below and below.is_directory else os.lstat(here).st_mode
-            os.chmod(there, stat.S_IMODE(mode) | 0o700)
-    here, there = here / parts[-1], there / parts[-1]
-    if not os.path.lexists(here):
+            mode = below.attributes.mode if below and below.is_directory else os.lstat(old).st_mode
+            os.chmod(new, stat.S_IMODE(mode) | 0o700)
+    old, new = old / parts[-1], new / parts[-1]
+    if not os.path.lexists(old):
         return False
-    move(str(here), str(there))
+    move(str(old), str(new))
     return True
 
 
