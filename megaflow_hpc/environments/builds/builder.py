@@ -8,7 +8,7 @@
       w…/uppers/…           files that a step has written
 
 Dockerfiles come from tasks, so their text and steps are untrusted. Like an agent's commands, steps run in a sandbox
-with its own PID namespace and root file system, and with limits and a timeout. They have network access only if the
+with its own PID namespace, root file system and limits. They also have a timeout. They have network access only if the
 user allows it. The host process copies files from the build context (``context.py``). It never opens a path that a step
 could have changed.
 """
@@ -259,8 +259,8 @@ async def _write_sif(workspace: BuildWorkspace, image: LayeredImage, target: Pat
 
 
 async def _settings_tree(workspace: BuildWorkspace, image: LayeredImage) -> Path:
-    """Creates a tree with a single file, which sets the image's environment variables. No lower tree has a file of that
-    name."""
+    """Creates a tree with a single file that sets the image's environment variables. Picks a file name that the image
+    does not use."""
     trees = await workspace.trees(image)
     top, name, number = workspace.new_path("settings"), SETTINGS.format(""), 0
     while any(os.path.lexists(tree / name) for tree in trees):

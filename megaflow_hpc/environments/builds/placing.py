@@ -1,8 +1,8 @@
 """Writes the files of a ``COPY`` or ``ADD`` to a layer following Docker's rules, without starting a process.
 
-A view of the lower layers shows what the image already contains. Symlinks in the target path are followed inside the
-image. Symlinks in a copied tree are not followed. Parent directories of copied files are added to the layer with their
-attributes from the image, because an overlay shows the attributes of the uppermost layer.
+A view of the lower layers shows the existing files of the image. Symlinks in the target path are followed inside the
+image. Symlinks in a copied tree are not followed. The layer also gets the parent directories of copied files, with
+their attributes from the image. Otherwise an overlay would show other attributes, because the uppermost layer decides.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class BuildWorkspace:
         return self._work / "uppers" / f"{kind}{self._number}"
 
     async def trees(self, image: LayeredImage) -> list[Path]:
-        """Returns the unpacked trees of an image's layers and base, topmost first."""
+        """Returns the unpacked trees of an image's layers and base, topmost first. Unpacks missing trees."""
         trees = [await asyncio.to_thread(self._layer, layer) for layer in reversed(image.layers)]
         if image.base is not None:
             path, key = image.base.path, hashlib.sha256(os.fsencode(image.base.identity)).hexdigest()

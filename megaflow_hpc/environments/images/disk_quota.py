@@ -53,7 +53,7 @@ class DiskQuota:
 
 
 def disk_quota(path: str | os.PathLike[str]) -> DiskQuota:
-    """Returns the quota for a path. A missing path has the quota of its closest existing parent directory.
+    """Returns the quota for a path. For a missing path, uses the closest existing parent directory.
 
     Raises:
         OSError: The file system does not respond.

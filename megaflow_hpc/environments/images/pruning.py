@@ -49,7 +49,7 @@ def prune(
     Args:
         named: Images to remove.
         older_s: Also remove images older than this many seconds. ``None`` means only the named images.
-        dry_run: Only report what would be removed.
+        dry_run: Report the images and layers without removing them.
 
     Raises:
         ConfigError: A named image is the base of an image that is kept.

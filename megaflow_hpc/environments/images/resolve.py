@@ -1,7 +1,8 @@
 """Resolves image names in tasks to image files, building or fetching missing images into the store.
 
-The key of an image is a hash of its inputs: an address, or a definition file or Dockerfile with the files that it
-copies and its base images. A name that is mapped to a SIF file or a directory resolves to that path.
+The key of an image is a hash of its inputs. The input is an address, a definition file or a Dockerfile. A file's key
+also covers the files that it copies and its base images. A name that is mapped to a SIF file or a directory resolves to
+that path.
 """
 
 from __future__ import annotations

@@ -268,8 +268,8 @@ class ImageStore:
         return None
 
     def is_complete(self, path: str | os.PathLike[str]) -> bool:
-        """Returns whether an image's base and layers exist. They may be links to files that another store has
-        removed."""
+        """Returns whether an image's base and layers exist. They may be links to files that were removed from another
+        store."""
         if not is_layered(path):
             return True
         try:

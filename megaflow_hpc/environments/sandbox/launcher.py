@@ -103,8 +103,8 @@ def namespace_limits(spec: SandboxSpec) -> Mapping[str, int]:
     """Returns the limits of a sandbox's outermost user namespace, by file name in ``/proc/sys/user``.
 
     In a new user namespace, a process could reach kernel code that is otherwise reserved for root. It could also mount
-    in-memory file systems that no limit counts. A sandbox therefore gets only the namespaces needed to start it: none
-    for uid 0, and two for another uid (its own and Apptainer's). No process in the sandbox can raise a limit.
+    in-memory file systems that no limit counts. A sandbox therefore gets only the namespaces needed to start it. Uid 0
+    needs none. Another uid needs two, its own and Apptainer's. No process in the sandbox can raise a limit.
     """
     if spec.nested:
         return {**_shared_limits(), **_NESTED}
@@ -153,7 +153,7 @@ def exec_argv(
 
     ``--no-init`` makes the runner PID 1 of the container, which no process inside can kill. This user becomes uid 0
     through :func:`namespace_root`, or through ``--fakeroot`` without subordinate ids, and so owns all files. ``/tmp``
-    is part of the overlay: it lasts as long as the sandbox, uses no memory and is not limited to 64 MB.
+    is part of the overlay, so it lasts as long as the sandbox, uses no memory and is not limited to 64 MB.
     """
     argv = [apptainer, "-q", "exec", "--containall", "--cleanenv", "--no-home", "--no-eval", "--no-init", "--no-privs"]
     argv += ["--no-mount", "tmp,bind-paths", "--pwd", "/"]

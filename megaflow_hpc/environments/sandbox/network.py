@@ -1,7 +1,7 @@
 """Creates sockets that listen inside a sandbox's private network and are served from the host.
 
 A helper binds 127.0.0.1:PORT in the container's network namespace and passes the listening descriptor to the host.
-Nothing is added to the image, no process stays behind, and the namespace has no other connection. The helper enters the
+The image is not changed, no helper process remains, and the namespace has no other connection. The helper enters the
 namespace in one of two ways:
 
 =======  ======================================================  ==============================================

@@ -1,4 +1,4 @@
-"""Tests what this node's Apptainer, kernel and scratch can do.
+"""Tests the capabilities of this node's Apptainer, kernel and scratch.
 
 The probe starts a container from the host's own ``/usr`` with every option that sandboxes use. Only if that fails does
 it try each option alone. It takes about a third of a second. The result is cached per node in ``SCRATCH/site.json``

@@ -1,8 +1,8 @@
 """Finds this node's scratch directory, creates the user's directories in it, and cleans up after killed processes.
 
 The janitor cleans up after killed owners of sandboxes: it kills their containers' processes and removes their scratch
-directories. In nearly all cases the kernel has already killed the processes. The janitor never touches a directory of a
-living owner.
+directories. The kernel has usually killed the processes already. The janitor never touches a directory of a living
+owner.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def scratch_base(environ: Mapping[str, str] | None = None, mountinfo: str | None
     """Returns the base directory of writable layers, and a warning if it is not the one the user asked for.
 
     Candidates are ``MEGAFLOW_SCRATCH``, ``SLURM_TMPDIR``, ``TMPDIR``, ``/tmp`` and ``/dev/shm``. ``/dev/shm`` comes
-    last, because its files count as memory of the job. The first directory that is not on a network file system is
-    chosen, because network file systems cannot hold an overlay's upper directory. If all are on network file systems,
-    the first is used, and sandboxes are copies of their images.
+    last, because its files count as memory of the job. The first directory on a local file system is chosen, because
+    network file systems cannot hold an overlay's upper directory. If all are on network file systems, the first is
+    used, and sandboxes are copies of their images.
     """
     environ = os.environ if environ is None else environ
     first = reason = ""

@@ -9,7 +9,7 @@
 A whiteout is a character device 0/0, which Linux lets any user create. An opaque directory has an extended attribute
 ``user.overlay``. ``cp -a`` copies both. If possible it runs as uid 0 of a user namespace, so that it can read the
 owner's files regardless of their modes. It shares blocks if the file system supports reflinks. In a sandbox without an
-overlay, files mark deletions (copies.py). They become whiteouts if an overlay uses the snapshot.
+overlay, files mark deletions (copies.py). These files become whiteouts if an overlay uses the snapshot.
 
 GNU tar packs a layer into one file for storage. It supports devices, symlinks, sparse files and extended attributes.
 """

@@ -1,13 +1,13 @@
 """Decides which sandboxes are cloned, and manages the template container from which they are cloned.
 
 Apptainer uses about 80 ms of CPU time to start a container. It therefore starts only one container, the template.
-Further containers are clones of the template's process, each with its own overlay and its own user, mount, pid, ipc and
+Further containers are clones of the template's process. Each has its own overlay and its own user, mount, PID, IPC and
 network namespaces.
 
 The template sees the scratch of all sandboxes and uses the host's network. It therefore contains nothing from any
-image: its root is an empty tree, and its only program is cloner.py. Images also define environment variables. These are
-read from the first container of an image, which Apptainer starts under the usual limits. They are read before a command
-runs and only on an empty layer, so no rollout can change the environment of another.
+image: its root is an empty tree, and its only program is cloner.py. Images also define environment variables. The
+variables of an image are read from its first container, which Apptainer starts under the usual limits. They are read
+before any command runs and only on an empty layer, so no rollout can change another rollout's environment.
 """
 
 from __future__ import annotations

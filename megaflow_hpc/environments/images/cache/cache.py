@@ -240,8 +240,8 @@ class ImageCache:
             flat: Use the image as one tree, for nodes that cannot stack layers with an overlay.
 
         Raises:
-            SandboxError: The image is missing, is larger than the cache, does not match the digest in its name, or was
-                not unpacked within ``timeout_s`` seconds.
+            SandboxError: The image is missing, too large, does not match the digest in its name, or was not unpacked
+                within ``timeout_s`` seconds.
         """
         if os.path.isdir(image):
             return ImageLease(os.path.realpath(image))

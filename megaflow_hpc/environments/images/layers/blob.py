@@ -4,7 +4,7 @@ Deletions are marked as in the OCI image specification. A file ``.wh.NAME`` hide
 ``.wh..wh..opq`` hides the contents of its directory in the layers below.
 
 The packed files are untrusted, because build steps may have written them. The packer opens them relative to open
-directories and follows no link.
+directories and does not follow links.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = F
     Args:
         directory: Descriptor of the directory.
         name: Name of the directory in the image. Empty for the root, whose attributes are not packed.
-        marks: Deletions are marked by empty files ``.wh.NAME`` (rootfs/copies.py) instead of 0/0 devices.
+        marks: Empty files ``.wh.NAME`` mark deletions (rootfs/copies.py), instead of 0/0 devices.
 
     Raises:
         RefusedMember: Directories are nested too deeply, or a file is named like a deletion mark.

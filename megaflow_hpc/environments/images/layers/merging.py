@@ -1,7 +1,7 @@
 """Merges an overlay's upper directory or a layer into a tree by moving files, for hosts that cannot mount overlays.
 
 As in the kernel's overlays, a 0/0 device marks a deleted file, and an extended attribute marks an opaque directory.
-Some file systems support neither, so files ``.wh.NAME`` and ``.wh..wh..opq`` are accepted as marks, too. Programs that
+Some file systems support neither, so files ``.wh.NAME`` and ``.wh..wh..opq`` are also accepted as marks. Programs that
 must start fast import this module, so it has few imports.
 """
 

@@ -69,7 +69,7 @@ class Layer(Protocol):
         """Yields the names in a directory, including names that this layer marks as deleted."""
 
     def read(self, path: str, limit: int) -> bytes:
-        """Returns up to ``limit`` bytes of a regular file, or no bytes if it cannot be read."""
+        """Returns up to ``limit`` bytes of a regular file. Returns ``b""`` if it cannot be read."""
 
 
 class LayerView:

@@ -138,7 +138,7 @@ def _enter(directory: str, options: str, merged: str, network: str, limits: str,
 
 
 def _keep(capabilities: list[int]) -> None:
-    """Permanently drops all capabilities except the given ones."""
+    """Permanently drops all capabilities except ``capabilities``."""
     for number in range(64):
         if number not in capabilities and _libc.prctl(_CAPBSET_DROP, number, 0, 0, 0):
             break  # the kernel does not have this capability

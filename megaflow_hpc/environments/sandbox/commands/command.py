@@ -282,7 +282,7 @@ class CommandWorkers:
 
     Args:
         control: Control directory on the host.
-        spawn: Asks the runner to start the worker with a given number.
+        spawn: Asks the runner to start a worker. Receives the worker's number.
     """
 
     def __init__(self, control: str, spawn: Callable[[int], None]) -> None:
@@ -304,7 +304,7 @@ class CommandWorkers:
         return worker
 
     def find(self, number: int) -> Worker | None:
-        """Returns the worker with a given number, or ``None`` if it does not exist."""
+        """Returns the worker with number ``number``, or ``None`` if it does not exist."""
         return self._all[number] if number < len(self._all) else None
 
     def take(self) -> Worker:
@@ -327,7 +327,7 @@ class CommandWorkers:
 
 
 def command_of(pid: int) -> int | None:
-    """Returns the number of the command that a process belongs to. ``None`` for unmarked processes, such as the
+    """Returns the number of the command that a process belongs to. Returns ``None`` for unmarked processes, such as the
     runner."""
     marker = MARKER.encode() + b"="
     for entry in environment(pid):

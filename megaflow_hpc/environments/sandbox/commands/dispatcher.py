@@ -59,9 +59,9 @@ class CommandDispatcher:
 
     Args:
         control: Control directory on the host.
-        spawn: Asks the runner to start the worker with a given number.
+        spawn: Asks the runner to start a worker. Receives the worker's number.
         why_ended: Returns why the container has ended, or ``None`` while it runs.
-        give_up: Kills the container for a given reason. Called if a command cannot be killed.
+        give_up: Kills the container if a command cannot be killed. Receives the reason.
     """
 
     def __init__(

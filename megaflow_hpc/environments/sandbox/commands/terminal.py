@@ -2,8 +2,8 @@
 
 The shell is an ordinary command of the sandbox, subject to all its limits. A helper (:mod:`..helper_python`) opens a
 pseudo-terminal inside and passes the controlling end to the host. The other end becomes the shell's terminal. The
-user's own terminal is never passed in: a process inside could inject input into it (TIOCSTI), and the user's shell
-would later read that input.
+user's own terminal is never passed in. A process inside could inject input into it (TIOCSTI), which the user's shell
+would later read.
 """
 
 from __future__ import annotations

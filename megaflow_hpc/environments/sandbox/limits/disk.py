@@ -26,7 +26,7 @@ QUIET_INTERVAL_S = 30.0
 QUIET_BYTES = 100_000
 """Smaller writes count as idle. Commands and the runner print that many bytes without using the disk."""
 MANY_FILES = 1000
-"""Number of new inodes on the file system after which files are counted, too. Counting takes as long as measuring
+"""Number of new inodes on the file system after which files are also counted. Counting takes as long as measuring
 bytes."""
 
 _WITH_FILES = 'du -s -x -c --block-size=1 -- "$@" | tail -n 1; du -s -x -c --inodes -- "$@" | tail -n 1'
@@ -98,8 +98,10 @@ class DiskUse:
         self._excuse_requested = True
 
     def wanted(self, allowed: int, free: Free) -> bool:
-        """Returns whether a poll is due. It is due if a measurement has finished, or if the node has lost half of the
-        bytes that the sandbox may still use."""
+        """Returns whether a poll is due.
+
+        A poll is due if a measurement has finished, or if the node has lost half of the sandbox's remaining bytes.
+        """
         if self._du is not None:
             return self._du.poll() is not None
         return self._is_much(self._free.lost(free), allowed)

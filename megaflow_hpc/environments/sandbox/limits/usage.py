@@ -5,8 +5,8 @@ its threads, resident set and CPU time. The sum of the resident sets is an upper
 exceeds a limit are proportional set sizes read (``smaps_rollup``, which walks page tables).
 
 The kernel adds the CPU time of an exited process to the process that waits for it. If the parent ignores SIGCHLD, that
-time is lost: the process is missing at the next poll, and its parent's time has not grown accordingly. :class:`CpuTime`
-counts the lost time, too.
+time is lost. The process is then missing at the next poll, and its parent's time has not grown accordingly.
+:class:`CpuTime` also counts the lost time.
 
 Neither resident memory nor the file tree includes bytes that only descriptors hold. Without :class:`Descriptors`, a
 sandbox limited to 300 MB could take 1.2 GB of a node with one memfd, or with 4,000 socket pairs.

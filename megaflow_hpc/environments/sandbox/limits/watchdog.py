@@ -2,16 +2,16 @@
 
 The thread polls three cheap values of the node 20 times a second: available memory, free space on scratch, and open
 files. It polls each sandbox (:class:`SandboxWatch`) twice a second while the sandbox is active, and every two seconds
-while it is idle. It polls a sandbox immediately if the node has lost much of the memory, space or files that the
-sandbox may still use. The cost therefore depends on activity rather than on the number of sandboxes. Runaway processes
-are noticed within one poll.
+while it is idle. It polls a sandbox immediately if the node has lost much of the sandbox's remaining memory, disk space
+or files. The cost therefore depends on activity rather than on the number of sandboxes. Runaway processes are noticed
+within one poll.
 
 A breach of the memory, process, disk or descriptor limit kills the command with the highest usage. If no command can be
 identified because a process cleared its environment, the whole container is killed. A breach of CPU or wall time ends
 the sandbox.
 
-Some limits are set once at the start and need no privileges: RLIMIT_NPROC (per user namespace), RLIMIT_FSIZE, affinity
-to ``cpus`` processors, and an ``oom_score_adj`` that makes the OOM killer prefer sandboxes.
+Some limits are set once at the start and need no privileges: RLIMIT_NPROC (per user namespace), RLIMIT_FSIZE and
+affinity to ``cpus`` processors. A high ``oom_score_adj`` makes the OOM killer prefer sandboxes.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class SandboxWatch:
             file.write(OOM_FIRST)
 
     def detach(self) -> None:
-        """Stops watching the container after a last poll of its CPU time, which still counts."""
+        """Polls the container's CPU time for the last time and stops watching it. The CPU time still counts."""
         with self._cpu_lock:
             self._count_cpu()
             self.container = None
@@ -197,8 +197,11 @@ class SandboxWatch:
     # --- in the watchdog's thread -------------------------------------------------------------------------------
 
     def wanted(self, now: float, node: Node) -> bool:
-        """Returns whether a poll is due: by schedule, or because the node has lost half of what the sandbox may still
-        use."""
+        """Returns whether a poll is due.
+
+        A poll is due by schedule, or if the node has lost half of the sandbox's remaining memory, descriptors or disk
+        space.
+        """
         container = self.container
         if container is None:
             return False
@@ -209,7 +212,7 @@ class SandboxWatch:
         return bool(self.spec.disk_mb and self.disk.wanted(self.spec.disk_mb * MB, node.free))
 
     def _node_loses(self, container: ContainerState, node: Node) -> bool:
-        """Returns whether the node has lost half of the memory or descriptors that the sandbox may still use."""
+        """Returns whether the node has lost half of the sandbox's remaining memory or descriptors."""
         opened = node.opened - self._last_node.opened
         if opened > (MAX_DESCRIPTORS - container.descriptors.held.count) / 2:
             return True

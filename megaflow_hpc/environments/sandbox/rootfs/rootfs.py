@@ -1,8 +1,9 @@
 """Root file systems of sandboxes: an image's trees in the node's cache, under a writable layer.
 
 Every image is a list of trees, topmost first: unpacked layers over an unpacked SIF or a directory. The kernel stacks
-them as the lower directories of an overlay. If no overlay can be mounted (an old kernel, scratch on a network file
-system, containers that only root can start), the image is unpacked as one tree, and every sandbox gets a copy of it.
+them as the lower directories of an overlay. If no overlay can be mounted, the image is unpacked as one tree, and every
+sandbox gets a copy of it. Reasons are an old kernel, scratch on a network file system, or containers that only root can
+start.
 """
 
 from __future__ import annotations

@@ -82,8 +82,11 @@ class Sifted:
     kept: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     misleading: list[str] = field(default_factory=list)
-    """Paths that could mislead tests: files of the image in system directories that the agent changed or deleted,
-    and new programs that shadow one of the image."""
+    """Paths that could mislead tests.
+
+    These are files of the image in system directories that the agent changed or deleted, and new programs that shadow a
+    program of the image.
+    """
 
     def drop(self, path: str, *, misleads: bool) -> None:
         """Adds a dropped path. ``misleads`` also records it as misleading."""
