@@ -50,10 +50,10 @@ _FROM_WITHIN = (
 
 
 def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
-    """Returns how a helper can listen on this node, and why it cannot. One of the two is an empty string.
+    """Returns how a helper can listen on this node, or the reason why it cannot. The other string is empty.
 
     Args:
-        no_namespaces: Why user namespaces are unavailable. Empty if they are available.
+        no_namespaces: Reason why user namespaces are unavailable. Empty if they are available.
     """
     if is_without("nsenter"):
         not_from_outside = f"{WITHOUT_VARIABLE} names nsenter"

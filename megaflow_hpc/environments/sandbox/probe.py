@@ -42,31 +42,31 @@ OverlayBy = Literal["kernel", "fuse-overlayfs", ""]
 
 @dataclass(frozen=True)
 class Site:
-    """Capabilities of a node. Fields that explain why something is impossible are empty if it is possible."""
+    """Capabilities of a node. A field that holds a reason is empty if the capability is available."""
 
     apptainer: str
     version: str
     setuid: bool
     """Whether a setuid program starts containers. Otherwise Apptainer uses user namespaces."""
     container: str
-    """Why no container can start."""
+    """Reason why no container can start."""
     overlay: str
-    """Why scratch cannot hold the writable layer of an overlay. If set, sandboxes are copies of their images."""
+    """Reason why scratch cannot hold the writable layer of an overlay. If set, sandboxes are copies of their images."""
     overlay_by: OverlayBy
     copy: str
-    """Why a sandbox cannot be a copy of its image. Tested only if overlays are unavailable."""
+    """Reason why a sandbox cannot be a copy of its image. Tested only if overlays are unavailable."""
     private_network: str
-    """Why network ``none`` is unavailable."""
+    """Reason why network ``none`` is unavailable."""
     gateway: str
-    """Why network ``gateway`` is unavailable."""
+    """Reason why network ``gateway`` is unavailable."""
     gateway_by: Way
-    """How a helper creates a listener in a private network (network.py)."""
+    """Way in which a helper creates a listener in a private network (network.py)."""
     user_namespaces: str
     kernel: str
     processes: str
-    """Why the kernel cannot limit the number of processes."""
+    """Reason why the kernel cannot limit the number of processes."""
     calls: str
-    """Why system calls of sandboxes cannot be filtered (launcher.py)."""
+    """Reason why system calls of sandboxes cannot be filtered (launcher.py)."""
 
     def refuses(self, network: str) -> str:
         """Returns why a sandbox with a network mode cannot start on this node, or an empty string if it can."""

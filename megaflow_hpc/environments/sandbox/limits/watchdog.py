@@ -167,7 +167,7 @@ class SandboxWatch:
             file.write(OOM_FIRST)
 
     def detach(self) -> None:
-        """Polls the container's CPU time for the last time and stops watching it. The CPU time still counts."""
+        """Takes a last sample of the container's CPU time and stops watching it. The CPU time still counts."""
         with self._cpu_lock:
             self._count_cpu()
             self.container = None
