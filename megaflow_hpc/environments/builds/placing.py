@@ -36,15 +36,15 @@ class Placement:
     target: str
     """Absolute path in the image."""
     into: bool = False
-    """Whether ``target`` is a directory, even if it does not exist yet."""
+    """True if ``target`` is a directory, even if it does not exist yet."""
     owner: tuple[int, int] | None = None
     """Value of ``--chown``: owner of the copied files and of directories created for them."""
     mode: str = ""
     """Value of ``--chmod`` (:class:`Mode`) for copied files and directories. Empty without ``--chmod``."""
     own_owner: bool = False
-    """Whether items keep their owners if there is no ``--chown``. Otherwise they belong to root."""
+    """True if items keep their owners if there is no ``--chown``. Otherwise they belong to root."""
     replaces: bool = False
-    """Whether entries of an archive may replace the image's files and empty directories."""
+    """True if entries of an archive may replace the image's files and empty directories."""
     archived: Mapping[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
     """Maps (device, inode) of an extracted item to (mode, uid, gid) in its archive. ``--chmod`` does not affect it."""
 

@@ -221,7 +221,7 @@ class BuildWorkspace:
 
     @property
     def pretends_owners(self) -> bool:
-        """Whether uid 0 is the only mapped uid. The host's fakeroot, if installed, then simulates other owners of
+        """True if uid 0 is the only mapped uid. The host's fakeroot, if installed, then simulates other owners of
         files."""
         return all_ids() == unshare()
 

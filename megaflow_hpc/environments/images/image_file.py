@@ -41,7 +41,7 @@ class ImageFacts:
 
     @property
     def is_layered(self) -> bool:
-        """Whether the file is a JSON document that lists a base and layers."""
+        """True if the file is a JSON document that lists a base and layers."""
         return is_layered(self.path)
 
     @property

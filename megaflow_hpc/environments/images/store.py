@@ -249,7 +249,7 @@ class ImageStore:
 
     @property
     def writable(self) -> bool:
-        """Whether images can be added, because the first store belongs to the user or does not exist yet."""
+        """True if images can be added: the first store belongs to the user or does not exist yet."""
         try:
             status = self.root.stat()
         except OSError:

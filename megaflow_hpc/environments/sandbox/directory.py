@@ -82,7 +82,7 @@ class SandboxDirectory:
 
     @property
     def _is_new(self) -> bool:
-        """Whether no container has run on the layer and no snapshot was restored into it."""
+        """True if no container has run on the layer and no snapshot was restored into it."""
         return not os.path.lexists(os.path.join(self.layer.path, "upper"))
 
     async def _start(self, spec: SandboxSpec, watch: SandboxWatch, *, may_clone: bool) -> Container:
@@ -178,7 +178,7 @@ class SandboxDirectory:
 
     @property
     def busy(self) -> bool:
-        """Whether any process other than the runner is running in the container."""
+        """True if any process other than the runner is running in the container."""
         init = self.container.init if self.container and self.container.alive else None
         return init is not None and any(not is_runner(pid) and not exiting(pid) for pid in descendants(init.pid))
 

@@ -47,7 +47,7 @@ class Site:
     apptainer: str
     version: str
     setuid: bool
-    """Whether a setuid program starts containers. Otherwise Apptainer uses user namespaces."""
+    """True if a setuid program starts containers. Otherwise Apptainer uses user namespaces."""
     container: str
     """Reason why no container can start."""
     overlay: str
@@ -147,7 +147,7 @@ def require(networks: Iterable[str], scratch: str | os.PathLike[str], provided: 
     """Checks that a campaign's sandboxes can start at this site, before anything is queued.
 
     Args:
-        provided: Whether Apptainer may be missing on this machine, because the jobs' ``setup`` provides it.
+        provided: True if Apptainer may be missing on this machine, because the jobs' ``setup`` provides it.
 
     Raises:
         SiteError: A sandbox cannot start. The message gives the network, the reason and the remedy.

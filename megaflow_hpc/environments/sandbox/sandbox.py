@@ -44,7 +44,7 @@ class ApptainerSandbox:
 
     Args:
         on_stop: Called once the sandbox has stopped.
-        layer_in_memory: Whether the writable layer counts as memory.
+        layer_in_memory: True if the writable layer counts as memory.
         interpreter: Prepares the Python of a helper that binds listening sockets. If ``None``, a process outside the
             sandbox binds them.
     """
@@ -66,7 +66,7 @@ class ApptainerSandbox:
         self._on_stop = on_stop
         self._stopped = False
         self._at_rest = False
-        """Whether no container is running because :meth:`end_processes` ended it. The next command starts a new one."""
+        """True if no container is running because :meth:`end_processes` ended it. The next command starts a new one."""
         self._changing = asyncio.Lock()
         self._uploads = 0
         self.breaches: list[Breach] = []
@@ -102,7 +102,7 @@ class ApptainerSandbox:
 
     @property
     def busy(self) -> bool:
-        """Whether a command or background process is running."""
+        """True if a command or background process is running."""
         return self._dir.busy
 
     # --- life ---------------------------------------------------------------------------------------------------

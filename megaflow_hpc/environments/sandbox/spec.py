@@ -74,7 +74,7 @@ class SandboxSpec:
 
     @property
     def as_root(self) -> bool:
-        """Whether commands run as uid 0."""
+        """True if commands run as uid 0."""
         return self.user in (None, "", "root", "0", "root:root", "0:0")
 
 

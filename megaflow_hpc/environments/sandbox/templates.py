@@ -88,7 +88,7 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        """Whether the template accepts requests."""
+        """True if the template accepts requests."""
         return self._socket is not None and self._ready.done() and not self._ready.exception()
 
     async def start(

@@ -67,7 +67,7 @@ class CacheEntry:
     image: str
     """Path of the file that the copy was made from."""
     ahead: bool
-    """Whether the copy was prefetched."""
+    """True if the copy was prefetched."""
     made_at: float
     used_at: float
 

@@ -496,7 +496,7 @@ class Dockerfile:
 
     @property
     def needs_build(self) -> bool:
-        """Whether the file requires a build, because it does more than set known variables, a working directory and a
+        """True if the file requires a build: it does more than set known variables, a working directory and a
         user."""
         if not all(is_known(value) for value in self.last.variables.values()):
             return True

@@ -35,7 +35,7 @@ class Mount:
     owner: str = ""
     mode: str = ""
     writable: bool = False
-    """Whether a bind mount has the option ``rw``."""
+    """True if a bind mount has the option ``rw``."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Copy:
     sources: list[str]
     target: str
     into: bool
-    """Whether ``target`` is a directory, even if it does not exist yet."""
+    """True if ``target`` is a directory, even if it does not exist yet."""
     line: int
     origin: str | None = None
     owner: str = ""

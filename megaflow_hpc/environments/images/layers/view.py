@@ -41,7 +41,7 @@ class ViewEntry:
     target: str = ""
     """Target of a symbolic link."""
     opaque: bool = False
-    """Whether a directory hides the same directory in lower layers."""
+    """True if a directory hides the same directory in lower layers."""
 
     @property
     def is_directory(self) -> bool:

@@ -80,7 +80,7 @@ class CappedBuffer:
 
     @property
     def truncated(self) -> bool:
-        """Whether bytes in the middle were dropped."""
+        """True if bytes in the middle were dropped."""
         return self._dropped + len(self._tail) > self._tail_limit
 
     def value(self) -> bytes:

@@ -81,7 +81,7 @@ class Container:
 
     @property
     def alive(self) -> bool:
-        """Whether any process of the container is running. A command can kill all of them (``kill -9 -1``)."""
+        """True if any process of the container is running. A command can kill all of them (``kill -9 -1``)."""
         return self._process is not None and not self._ended.is_set()
 
     # --- life ---------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class CommandDispatcher:
         self.init: Identity | None = None
         """The container's PID 1 on the host, once known."""
         self.by_program = False
-        """Whether the compiled runner starts commands. It reads records, while the shell runner reads lines."""
+        """True if the compiled runner starts commands. It reads records, while the shell runner reads lines."""
         self._why_ended = why_ended
         self._give_up = give_up
         self._sessions = 0

@@ -212,7 +212,7 @@ def _swap() -> bool:
 
 
 SWAP = _swap()
-"""Whether memory may be swapped out. Swapped-out memory is not part of resident sets."""
+"""True if memory may be swapped out. Swapped-out memory is not part of resident sets."""
 
 
 def open_files() -> int:
@@ -282,7 +282,7 @@ class CpuTime:
 
     def __init__(self) -> None:
         self.leaks = False
-        """Whether processes have exited without being waited for."""
+        """True if processes have exited without being waited for."""
         self._until_renewal = 0.0
         self._ended_containers = self._container = self._lost = 0.0
         self._processes: Mapping[int, Process] = {}
@@ -453,7 +453,7 @@ class Descriptors:
         """Measures the descriptors if a poll is due. Urgent polls are more frequent and also cover idle sandboxes.
 
         Args:
-            urgent: Whether the node is losing memory or descriptors.
+            urgent: True if the node is losing memory or descriptors.
         """
         is_idle = sample.cpu_s == self._cpu_s
         if now < (self._next_urgent_poll if urgent else self._next_poll) or (is_idle and not urgent):

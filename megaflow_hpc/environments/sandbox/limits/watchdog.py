@@ -66,7 +66,7 @@ class Breach:
     value: float
     allowed: float
     final: bool = False
-    """Whether the sandbox must end, because used CPU or wall time cannot be freed."""
+    """True if the sandbox must end, because used CPU or wall time cannot be freed."""
 
     def __str__(self) -> str:
         units = {"memory": "MB", "disk": "MB", "processes": "processes and threads", "descriptors": "open descriptors"}
@@ -116,7 +116,7 @@ class SandboxWatch:
 
     Args:
         layer: The writable layer.
-        layer_in_memory: Whether scratch is in memory, so that the layer counts as memory.
+        layer_in_memory: True if scratch is in memory, so that the layer counts as memory.
     """
 
     def __init__(self, spec: SandboxSpec, layer: str, on_breach: OnBreach, *, layer_in_memory: bool = False) -> None:

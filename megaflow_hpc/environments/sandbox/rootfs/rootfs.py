@@ -45,7 +45,7 @@ class Rootfs:
     """Path of the bottom tree."""
     release: Callable[[], None]
     copies: bool = False
-    """Whether each sandbox writes to a copy of the image, which must be a single tree."""
+    """True if each sandbox writes to a copy of the image, which must be a single tree."""
     namespace: Sequence[str] | None = None
     """Argv prefix that enters the sandbox's user namespace. If ``None``, a namespace that maps only uid 0 is used."""
     layers: Sequence[str] = ()
