@@ -34,7 +34,8 @@ SITE_VARIABLES = ("SCRATCH", "PSCRATCH", "GSCRATCH", "WORK", "PROJECT")
 NEW_STORE_BYTES, NEW_STORE_INODES = 20e9, 50_000
 """Free bytes and inodes that a directory needs to be chosen for a new store."""
 MIN_FREE_BYTES, MIN_FREE_INODES = 1e9, 1000
-"""With fewer free bytes or inodes, no image is built or pulled, because it could fail halfway or exhaust the quota."""
+"""Minimum free bytes and inodes of a store. With less, no image is built or pulled, because it could fail halfway or
+exhaust the quota."""
 RECHECK_INTERVAL_S = 60.0
 """Seconds for which a successful check remains valid. Each check runs external programs."""
 _checked_until: dict[Path, float] = {}

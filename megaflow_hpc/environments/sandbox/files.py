@@ -107,7 +107,8 @@ class _Spool:
         self.failed: OSError | None = None
 
     def take(self, data: bytes) -> bool:
-        """Appends a chunk of output. Returns ``False`` to kill the command, above the limit or after a failed write."""
+        """Appends a chunk of output. Returns ``False`` if the limit is exceeded or a write failed. The caller must then
+        kill the command."""
         self.left -= len(data)
         try:
             if self.left >= 0 and self.failed is None:

@@ -47,8 +47,8 @@ def scratch_directories() -> list[Path]:
 
 
 def workplace(scratch: Path, name: str) -> Path:
-    """Creates a directory for this process on scratch. The caller must remove it. The janitor does so if the process is
-    killed."""
+    """Creates a directory for this process on scratch. The caller must remove it. If the process is killed, the janitor
+    removes it."""
     identity = Identity.of(os.getpid())
     assert identity is not None
     own = private_directory(private_directory(private_directory(scratch) / "owners") / str(identity))
