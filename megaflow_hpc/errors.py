@@ -11,8 +11,8 @@ MAX_MESSAGE_CHARACTERS = 20_000
 class MegaflowError(Exception):
     """Base class of all errors that the package raises deliberately. ``exit_status`` is the command's exit status.
 
-    A message longer than :data:`MAX_MESSAGE_CHARACTERS` is shortened in the middle. Its beginning names the location,
-    and its end the remedy.
+    A message longer than :data:`MAX_MESSAGE_CHARACTERS` is shortened in the middle. The beginning of a message names
+    the location, and its end the remedy.
     """
 
     exit_status = 1
@@ -64,15 +64,15 @@ class LimitError(SandboxError):
 
 
 class LostError(SandboxError):
-    """A container ended for an unknown reason, or cannot restart from the files that its commands left behind."""
+    """A container ended for an unknown reason, or cannot be restarted from the files that its commands created."""
 
 
 class SetupError(SandboxError):
-    """A step inside a sandbox failed: a copy in or out, one of the task's scripts, or its health check."""
+    """A step inside a sandbox failed: an upload or download, a script of the task, or the task's health check."""
 
 
 class UserCodeError(MegaflowError):
-    """Python code of a task or an agent failed. The message names the file and line."""
+    """The user's Python code for a task or an agent failed. The message names the file and line."""
 
 
 class ModelServiceError(MegaflowError):
@@ -80,7 +80,7 @@ class ModelServiceError(MegaflowError):
 
 
 class StarvedError(MegaflowError):
-    """A wait cannot end: no process that would produce the awaited result is running or queued."""
+    """A wait would never end, because no process that could produce the awaited result is running or queued."""
 
     exit_status = 69  # EX_UNAVAILABLE of sysexits.h
 

@@ -1,6 +1,7 @@
 """This installation: files shipped with the package, installed extras, and links to the documentation.
 
-In a checkout, the files are next to the package. In a wheel, they are inside it (``pyproject.toml``, force-include)::
+In a checkout, the shipped files are next to the package. In a wheel, they are inside it (``force-include`` in
+``pyproject.toml``)::
 
     CHECKOUT/sbatch/sandbox_pods.sbatch        site-packages/megaflow_hpc/carried/sbatch/sandbox_pods.sbatch
     CHECKOUT/containers/task-base.def          …/carried/containers/task-base.def
@@ -37,7 +38,7 @@ EXTRAS = {
     "torch": "train",
     "transformers": "train",
 }
-"""Module → the extra in ``pyproject.toml`` that installs it."""
+"""Maps each module to the extra in ``pyproject.toml`` that installs it."""
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -63,7 +64,7 @@ def docs(page: str) -> str:
 
 
 def require_running(what: str) -> None:
-    """Raises :class:`SiteError` if this interpreter, which jobs use too, cannot run rollouts.
+    """Raises :class:`SiteError` if this interpreter cannot run rollouts. Jobs use the same interpreter.
 
     Args:
         what: the requested action, such as ``run``, or a campaign's name. The error message starts with it.

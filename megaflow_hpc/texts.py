@@ -1,4 +1,4 @@
-"""Handling of untrusted text: parses JSON safely, renders conversation messages, and escapes text for a terminal."""
+"""Handles untrusted text: parses JSON safely, renders conversation messages, and escapes text for a terminal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def containers_at(value: Any, depth: int) -> list[Any]:
 
 
 def joined_parts(content: Any) -> Any:
-    """Returns a message's content, with a list of parts joined to one text. ``(<type>)`` stands for other parts."""
+    """Joins a message's list of content parts into one string. Represents a part without text as ``(<type>)``, and
+    returns content that is not a list unchanged."""
     if not isinstance(content, list):
         return content
     parts = []
@@ -67,7 +68,7 @@ def joined_parts(content: Any) -> Any:
 
 
 def content_of(message: Mapping[str, Any]) -> str:
-    """Renders a message in OpenAI format as text: reasoning, content, then tool calls."""
+    """Renders a message in OpenAI format as text: its reasoning, its content, then its tool calls."""
     content = joined_parts(message.get("content"))
     lines = [] if content in (None, "") else [str(content)]
     for field in ("reasoning_content", "reasoning"):
@@ -82,13 +83,13 @@ def content_of(message: Mapping[str, Any]) -> str:
 
 
 END_CHARACTERS = 200_000
-"""Maximum length of the text that :func:`end_of` returns, in characters."""
+"""Maximum total length of the texts that :func:`end_of` returns, in characters."""
 MESSAGE_CHARACTERS = 20_000
-"""Maximum length of one message in that text. Longer messages are shortened in the middle."""
+"""Maximum length of each of these texts, in characters. Longer texts are shortened in the middle."""
 
 
 def end_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]], int]:
-    """Returns role and text of a conversation's last messages, shortened, and the number of messages left out."""
+    """Returns the roles and shortened texts of a conversation's last messages, and the number of messages left out."""
     last: list[tuple[str, str]] = []
     left = END_CHARACTERS
     for message in reversed(messages):

@@ -38,7 +38,7 @@ def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one sandbox. ``None`` is unlimited. Sizes are in MB (10^6 bytes), times in seconds."""
+    """Limits of one sandbox. ``None`` means unlimited. Sizes are in MB (10^6 bytes), and times in seconds."""
 
     memory_mb: int | None = None
     cpus: float | None = None
@@ -68,11 +68,11 @@ class Task:
     verifier_timeout_s: float = 600.0
     limits: Limits = field(default_factory=Limits)
     network: Network | None = None
-    """Widest network access that the task allows. If ``None``, the campaign decides."""
+    """The most network access that the task allows. If ``None``, the campaign decides."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON or msgpack. :meth:`from_dict` is the inverse."""
+        """Returns the fields as a dictionary that JSON and msgpack can encode. :meth:`from_dict` is the inverse."""
         return asdict(self)
 
     @classmethod
@@ -83,7 +83,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sample of one task under one policy: the unit that is scheduled, and stored exactly once."""
+    """One sample of one task under one policy. Rollouts are scheduled individually, and each is stored exactly once."""
 
     task_id: str
     policy: str
@@ -94,7 +94,8 @@ class Rollout:
     """Number of times that training has requested this task before under this policy. Each round is a separate
     group."""
     scaffold: str = ""
-    """Name of the agent in ids, if the policy has several agents whose samples form separate groups."""
+    """Name of the agent as it appears in ids. Set only if the policy has several agents whose samples form separate
+    groups."""
 
     @cached_property
     def id(self) -> str:
@@ -111,7 +112,7 @@ class Rollout:
         return f"{task}/{policy}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the constructor arguments, for JSON or msgpack."""
+        """Returns the constructor arguments as a dictionary that JSON and msgpack can encode."""
         return {name: getattr(self, name) for name in _ROLLOUT_NAMES}
 
     def seed(self, campaign: int, attempt: int) -> int:
@@ -141,7 +142,7 @@ class RolloutName(NamedTuple):
 
     @property
     def arm(self) -> str:
-        """Policy and scaffold, by which results are compared: ``<policy>`` or ``<policy>+<scaffold>``."""
+        """The policy and scaffold whose results are compared: ``<policy>`` or ``<policy>+<scaffold>``."""
         return f"{self.policy}+{self.scaffold}" if self.scaffold else self.policy
 
 
@@ -158,7 +159,7 @@ def without_round(name: str) -> tuple[str, int]:
 
 
 def round_of(task_id: str, group_id: str) -> int:
-    """Returns the round of a trajectory with these ids."""
+    """Returns the round of a trajectory, given its task id and group id."""
     if not group_id.startswith(f"{task_id}@"):
         return 0
     task, _, _ = group_id.rpartition("/")
@@ -177,8 +178,8 @@ class ExecResult:
     timed_out: bool = False
     duration_s: float = 0.0
     breach: str = ""
-    """The sandbox limit whose breach killed the command, with measured and allowed value. Empty if no limit was
-    exceeded."""
+    """The sandbox limit that the killed command exceeded, with the measured and the allowed value. Empty if no limit
+    was exceeded."""
 
     @property
     def stdout(self) -> str:
@@ -225,7 +226,8 @@ class Sandbox(Protocol):
         verifier."""
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Returns a socket listening on the sandbox's own 127.0.0.1. The caller serves it. Port 0 picks a free port."""
+        """Returns a socket listening on the sandbox's own 127.0.0.1. The caller accepts its connections. Port 0 picks a
+        free port."""
 
     async def stop(self) -> None:
         """Kills all processes in the sandbox and removes its files. Safe to call more than once."""
@@ -250,7 +252,8 @@ TURN_REWARD = "turn."
 
 @dataclass
 class AgentResult:
-    """Outcome of an agent's run. ``status`` is ``completed``, or ``truncated`` by a limit on turns or time."""
+    """Outcome of an agent's run. ``status`` is ``completed``, or ``truncated`` if the agent reached a limit on turns or
+    time."""
 
     status: Status = "completed"
     exit_code: int = 0
@@ -260,8 +263,8 @@ class AgentResult:
     turn_rewards: list[float] = field(default_factory=list)
     """Reward of each model call, in order, for training. Stored as the rewards ``turn.0``, ``turn.1``, …"""
     state: dict[str, Any] | None = None
-    """State for ``resume``, in msgpack types. Set if a model call was refused because the rollout is being
-    suspended."""
+    """State for ``resume``, which msgpack must be able to encode. Set if a model call was refused because the rollout
+    is being suspended."""
 
 
 class Agent(Protocol):
@@ -297,7 +300,7 @@ class ResumableAgent(Agent, Protocol):
 
 @dataclass
 class Artifact:
-    """A file stored with a rollout, such as a log, a patch, or the agent's own output."""
+    """A file stored with a rollout, such as a log, a patch, or output of the agent."""
 
     name: str
     data: bytes
@@ -314,16 +317,16 @@ class Verdict:
     rewards: dict[str, float] = field(default_factory=dict)
     output: str = ""
     error: str = ""
-    """Why the tests gave no valid reward. The reward is then 0."""
+    """Reason why the tests gave no valid reward, in which case the reward is 0. Empty otherwise."""
     artifacts: list[Artifact] = field(default_factory=list)
     """Files that the task declares as artifacts, and other files that the tests left in ``/logs/verifier``."""
     agent_error: str = ""
-    """Why the agent is at fault, if the reward was given without running any test."""
+    """Reason why the agent is at fault, if the reward was decided without running any test."""
 
     @classmethod
     def of(cls, rewards: Mapping[str, float], output: str = "", artifacts: Sequence[Artifact] = ()) -> Verdict:
-        """Creates a verdict from at least one named reward. ``reward`` is the entry of that name, or else the first
-        entry."""
+        """Creates a verdict from at least one named reward. The verdict's reward is the entry named ``reward``, or else
+        the first entry."""
         kept = {name: value + 0.0 for name, value in rewards.items()}  # turns -0.0 into 0.0
         reward = kept["reward"] if "reward" in kept else next(iter(kept.values()))
         return cls(reward, kept, output, artifacts=list(artifacts))
@@ -331,7 +334,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class CallBudget:
-    """Limits on a rollout's model calls. ``None`` is unlimited."""
+    """Limits on a rollout's model calls. ``None`` means unlimited."""
 
     calls: int | None = None
     """Maximum number of responses. A call with ``n`` choices counts ``n`` times."""
@@ -348,7 +351,7 @@ NEUTRAL: Mapping[str, float] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Sampling setting → neutral value. With neutral values, tokens are sampled from the model's unmodified
+"""Maps each sampling setting to its neutral value. With neutral values, tokens are sampled from the model's unmodified
 distribution."""
 
 
@@ -361,5 +364,5 @@ class Sampling:
 
     @property
     def unusual(self) -> dict[str, float]:
-        """Settings that are not neutral."""
+        """The settings whose values are not neutral."""
         return {name: value for name, value in self.settings.items() if value != NEUTRAL[name]}

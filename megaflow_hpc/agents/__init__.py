@@ -1,7 +1,7 @@
-"""Agents (scaffolds) that solve a task in a sandbox with the help of a model, one module per scaffold.
+"""Agents (scaffolds) that use a model to solve a task in a sandbox. Each scaffold is one module.
 
-:func:`create` builds an agent for one rollout from its section of the campaign file. The agent's ``run`` gets a task, a
-sandbox and the model's address (:class:`~megaflow_hpc.types.ModelEndpoint`), and returns an ``AgentResult``. Agents
+:func:`create` builds an agent for one rollout from its section of the campaign file. The agent's ``run`` takes a task,
+a sandbox and the model's address (:class:`~megaflow_hpc.types.ModelEndpoint`), and returns an ``AgentResult``. Agents
 that run Python code get their own process, forked from a zygote. The others run in the runner's event loop. The runner
 uses this package, and planning looks up agent names in it.
 """

@@ -1,4 +1,4 @@
-"""Agents that call no model: ``oracle`` and ``nop`` check a task, ``replay`` repeats recorded commands."""
+"""Agents that do not call a model: ``oracle`` and ``nop`` check a task, and ``replay`` repeats recorded commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OracleAgent:
     """Runs the task's reference solution."""
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        """Runs the solution. Its failure is reported in the result's ``error``.
+        """Runs the solution. If it fails, the result's ``error`` says why.
 
         Raises:
             ConfigError: The task has no solution.

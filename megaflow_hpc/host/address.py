@@ -11,12 +11,13 @@ import struct
 from collections.abc import Mapping
 
 LOOPBACK = "127.0.0.1"
-"""Address that is reachable from this node only."""
+"""IPv4 address that is reachable only from this node."""
 LOOPBACKS = (LOOPBACK, "localhost", "::1")
 
 
 _FAMILIES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Address families in order of preference, each with an address for documentation. Nothing is sent to it."""
+"""Address families in order of preference, each with an address reserved for documentation. Nothing is sent to that
+address."""
 
 
 def address() -> str:
@@ -54,7 +55,7 @@ def listen_everywhere() -> socket.socket:
 
 
 def _source_towards(host: str, family: socket.AddressFamily) -> str:
-    """Returns this node's own address on the route to ``host``. Empty if there is no route."""
+    """Returns this node's own address on the route to ``host``, or an empty string if there is no route."""
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # a UDP connect sends nothing
         return str(probe.getsockname()[0])
@@ -63,7 +64,7 @@ def _source_towards(host: str, family: socket.AddressFamily) -> str:
 
 def interface_towards(host: str) -> str:
     """Returns the interface through which this node reaches the IPv4 address ``host``, which may be the node itself.
-    Empty if unknown."""
+    Returns an empty string if the interface is unknown."""
     own = _source_towards(host or LOOPBACK, socket.AF_INET)
     if not own:
         return ""

@@ -1,4 +1,4 @@
-"""Reads, removes and copies files and trees that an untrusted process may have created."""
+"""Reads, removes and copies files and directory trees that an untrusted process may have created."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import BinaryIO
 from megaflow_hpc.errors import SandboxError
 
 LARGEST = 256 * 2**20
-"""Default maximum size in bytes for reading a whole file. The package's own files are much smaller."""
+"""Default maximum size in bytes of a file to read. The package's own files are much smaller."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -42,7 +42,7 @@ def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
     """Returns the content of a regular file.
 
     Raises:
-        OSError: As for :func:`open_regular`, or the file is larger than ``most`` bytes.
+        OSError: The file cannot be opened, is not a regular file, or is larger than ``most`` bytes.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -61,7 +61,7 @@ def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
 def behind_hole(file: BinaryIO, offset: int) -> int:
     """Returns the offset of the first data at or after ``offset``, or the file's size if only a hole follows.
 
-    Skip holes with it: they take no disk space, but reading them takes as long as reading data.
+    Use it to skip holes. They take no disk space, but reading them takes as long as reading data.
     """
     try:
         return os.lseek(file.fileno(), offset, os.SEEK_DATA)
@@ -79,7 +79,8 @@ def remove_tree(path: str | os.PathLike[str], *, ignore_errors: bool = False) ->
     is still removed.
 
     Raises:
-        OSError: A file could not be removed, such as another user's. Not raised with ``ignore_errors``.
+        OSError: A file could not be removed, for example because it belongs to another user. Not raised if
+            ``ignore_errors`` is set.
     """
     failed: list[OSError] = []
     try:

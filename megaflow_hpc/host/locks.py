@@ -1,5 +1,5 @@
-"""File locks (``flock``). The kernel releases a lock when its last descriptor is closed, so a killed process blocks
-nobody."""
+"""File locks (``flock``). The kernel releases a lock when its last descriptor is closed, so a killed process does not
+block others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.005, 0.1
 
 
 def lock_descriptor(descriptor: int, *, shared: bool = False, timeout_s: float = math.inf) -> None:
-    """Locks an open file or directory, or converts the lock that the descriptor already holds.
+    """Locks an open file or directory. If the descriptor already holds a lock, converts it.
 
     Args:
         timeout_s: Maximum wait in seconds. 0 or less means a single attempt.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_CACHED_S = 60
-"""Maximum number of seconds for which directory attributes may be cached. NFS's default."""
+"""Longest supported caching of directory attributes, in seconds. This is NFS's default."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class MountInfo:
 
 
 def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> MountInfo:
-    """Returns the mount that contains ``path``. Empty if it is unknown.
+    """Returns the mount that contains ``path``. All its fields are empty if it is unknown.
 
     Args:
         mountinfo: Content of ``/proc/self/mountinfo``. Default: that of this process.
@@ -57,7 +57,7 @@ def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> Moun
 
 
 def why_no_links(folder: Path) -> str:
-    """Returns why a directory does not support hard links. Empty if it does. Leaves no files behind.
+    """Explains why a directory does not support hard links. Returns an empty string if it does. Leaves no files behind.
 
     Raises:
         OSError: No file can be created there.
@@ -76,7 +76,8 @@ def why_no_links(folder: Path) -> str:
 
 
 def refusal_of_links(folder: Path) -> str:
-    """Explains why a directory cannot hold a run. Pods claim work with hard links. Empty if they work."""
+    """Explains why a directory cannot hold a run: pods claim work with hard links. Returns an empty string if these are
+    supported."""
     if not (why := why_no_links(folder)):
         return ""
     mount = mount_of(folder)

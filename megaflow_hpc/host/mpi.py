@@ -48,7 +48,7 @@ def mpiexec(ranks: int) -> list[str]:
     """Returns the command prefix that starts ``ranks`` ranks on this machine, regardless of its core count.
 
     Raises:
-        SiteError: There is no mpiexec.
+        SiteError: No mpiexec was found.
     """
     more = ["--oversubscribe"] if mpi_library().startswith("Open MPI") else []
     return [find_mpiexec(), *more, "-n", str(ranks)]
@@ -56,7 +56,7 @@ def mpiexec(ranks: int) -> list[str]:
 
 @functools.cache
 def mpi_library() -> str:
-    """Returns the name of mpi4py's MPI library. Empty if the library cannot be loaded.
+    """Returns the name of mpi4py's MPI library, or an empty string if the library cannot be loaded.
 
     A child process loads it without initializing MPI, because loading can hang or crash the process.
     """
@@ -75,7 +75,8 @@ def mpi_order(library: str) -> tuple[str, ...]:
 
 
 def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns MPI's network settings for a job step with several nodes. Empty if MPI should choose by itself.
+    """Returns environment variables with MPI's network settings for a job step on several nodes. The mapping is empty
+    if MPI should use its defaults.
 
     With UCX, MPICH publishes 4 KB that contain its address, in chunks of 1,022 digits, each with a key. Slurm's pmi2
     and ParaStation's pspmi read at most 1,024 bytes per line, so a full chunk makes startup hang. With libfabric, MPICH
@@ -85,7 +86,8 @@ def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> 
     ``srun``.
 
     Args:
-        library: Full version string of the MPI library. Without both UCX and libfabric, there is no choice to make.
+        library: Full version string of the MPI library. The mapping is empty unless the library supports both UCX and
+            libfabric.
         environ: Environment of this rank. Network settings in it take precedence.
     """
     device = re.search(r"MPICH Device:\s*(.*)", library)

@@ -58,14 +58,14 @@ class RefusedMember(ValueError):
 
 @dataclass(frozen=True)
 class Member:
-    """One entry, with its name as stored in the archive. ``size`` is in bytes, and set only for files."""
+    """An entry of an archive, with its name as stored. ``size`` is in bytes, and set only for files."""
 
     name: bytes
     kind: Kind
     size: int
     mode: int
     target: bytes
-    """Target of a link."""
+    """Target of a link. Meaningless for other members."""
     uid: int = 0
     gid: int = 0
     mtime: int = 0
@@ -73,7 +73,7 @@ class Member:
 
 
 class TarReader:
-    """Reads the members of an archive in order. :meth:`content` reads the content of the current one.
+    """Reads the members of an archive in order. :meth:`content` reads the content of the current member.
 
     Args:
         stream: The uncompressed archive. It is read sequentially to the end, without seeking.
@@ -192,7 +192,7 @@ def _number(field: bytes) -> int:
 
 
 def _optional_number(field: bytes, extended: bytes | None) -> int:
-    """Returns a non-essential number, or 0 if it is invalid."""
+    """Parses a number from a header or an extended record. Returns 0 if it is invalid."""
     try:
         return _number(field) if extended is None else _decimal(extended.partition(b".")[0])
     except RefusedMember:
@@ -234,7 +234,7 @@ def _records(data: bytes) -> dict[bytes, bytes]:
 
 @dataclass
 class Budget:
-    """Remaining budget for writing: bytes of content, and number of files, directories and links."""
+    """Remaining budget for unpacking: bytes of content, and number of files, directories and links."""
 
     bytes: int
     entries: int
@@ -302,7 +302,8 @@ def plain(name: bytes) -> Parts:
 
 
 class TreeWriter:
-    """Writes files below one directory. The directory's own path is trusted and may be a symlink; see the module.
+    """Writes files below one directory. The directory's own path is trusted and may be a symlink. The module docstring
+    describes the method.
 
     Methods raise :class:`RefusedMember` if the budget is exceeded or a directory exists in place of a file. They may
     also raise :class:`OSError`.
@@ -315,7 +316,7 @@ class TreeWriter:
         self._here, self._at = os.dup(self._root), cast(Parts, ())  # most files share the previous directory
         self._files: set[Parts] = set()
         self._links: dict[Parts, bytes] = {}
-        """Symlink targets by path. Empty for skipped symlinks."""
+        """Symlink targets by path. The target of a skipped symlink is empty."""
 
     def __enter__(self) -> Self:
         return self

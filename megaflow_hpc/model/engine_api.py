@@ -38,9 +38,10 @@ MAX_DEPTH = 64
 _MAX_NAME = 256
 """Maximum length of an identifier, in characters."""
 _MAGIC, _HEADER_AT = b"\x93NUMPY\x01\x00", 10
-"""First bytes of a ``.npy`` file of version 1, and the offset of its header, after two bytes for its length."""
+"""First bytes of a version 1 ``.npy`` file, and the offset of its header. The two bytes before the header are its
+length."""
 _BYTES = {"|u1": 1, "<u2": 2}
-"""Array type → bytes per entry."""
+"""Maps the type of an array to the size of an entry in bytes."""
 
 
 class _Function(msgspec.Struct):
@@ -118,7 +119,7 @@ def check_size(reply: Mapping[str, Any], size: int) -> None:
 
     Args:
         reply: The response, without fields that the agent did not request.
-        size: Bytes that the engine sent.
+        size: Size of the engine's response in bytes.
 
     Raises:
         ValueError: The response is nested too deeply.
@@ -168,10 +169,10 @@ def log_probabilities(values: Any, count: int) -> array[float]:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts that routers chose for consecutive tokens of a prompt and its answer."""
+    """The experts that the model's routers chose for consecutive tokens of a prompt and its answer."""
 
     start: int
-    """Index of the first token, from the start of the prompt."""
+    """Index of the first token with known experts, counted from the start of the prompt."""
     layers: int
     per_token: int
     row: int

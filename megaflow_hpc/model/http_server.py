@@ -80,7 +80,7 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytearray:
 
 
 def bearer_key(request: web.BaseRequest) -> bytes:
-    """Returns the key of a request, from ``Authorization: Bearer`` or ``x-api-key``; empty if it is missing."""
+    """Returns the key from ``Authorization: Bearer`` or ``x-api-key``, or an empty string if a request has neither."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     given = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     return given.encode("utf-8", "surrogateescape")  # headers may not be valid UTF-8
@@ -98,7 +98,7 @@ class BoundedLog:
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._kinds: dict[str, tuple[float, int]] = {}
-        """Kind → (time of its latest line, events since then)."""
+        """Maps each kind to (time of its latest line, number of events since then)."""
 
     def refused(self, kind: str, owner: str = "") -> None:
         """Counts one event.
@@ -174,7 +174,7 @@ class _Connection(web.RequestHandler):
 
 
 class HttpServer(web.Server):
-    """Serves listening sockets. Confined to one event loop.
+    """Serves listening sockets. Use it from a single event loop.
 
     Args:
         handle: Request handler.

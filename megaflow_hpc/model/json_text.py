@@ -53,16 +53,17 @@ class Bounds(NamedTuple):
     """Limits on the parts of a document, or their actual counts. The contents of strings are ignored."""
 
     objects: int
-    """Arrays and objects."""
+    """Number of arrays and objects."""
     names: int
-    """Object keys."""
+    """Number of object keys."""
     values: int
-    """Values that follow a comma."""
+    """Number of values that follow a comma."""
 
 
 REQUEST = Bounds(100_000, 200_000, 1_000_000)
 ANSWER = Bounds(500_000, 1_000_000, 4_000_000)
-"""Larger than :data:`REQUEST`: engines report an object and two arrays for each sampled and alternative token."""
+"""Bounds of an engine's response. They exceed :data:`REQUEST`, because engines report an object and two arrays for each
+sampled and alternative token."""
 
 
 def effort(raw: bytes | bytearray) -> int:

@@ -1,4 +1,4 @@
-"""Extracts from an engine's log why the engine ended, as one line for ``status``."""
+"""Extracts the reason why an engine ended from its log, as one line for ``status``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CAUSES: tuple[tuple[str, str, bool], ...] = (
     (r"^FATAL:", "its image cannot be started", False),
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit", True),
 )  # fmt: skip
-"""(pattern of a log line, cause, True if another start would fail for the same cause). The first match applies."""
+"""Tuples of (pattern of a log line, cause, True if another start would fail too). The first match applies."""
 LASTING = (KEY, REFUSED, *(cause for _, cause, lasting in CAUSES if lasting))
-"""Causes that another start would not fix."""
+"""Causes that a restart would not fix."""
 REJECTED = (
     r"^exit code \d+: \S*\b(ValueError|TypeError|KeyError|AttributeError|NameError|ImportError|NotImplementedError"
     r"|ValidationError|SyntaxError)\b: "
@@ -44,16 +44,17 @@ FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|r
 """Matches errors that only point to another error."""
 
 IGNORED = r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b|^slurmstepd-\S+: error: \*\*\* STEP|^srun: launch"
-"""Matches lines that name no cause: messages of a running engine, and of a job step ended by the exit of one of its
-tasks."""
+"""Matches log lines that never name a cause. They come from a running engine, or from a job step that ended because one
+of its tasks exited."""
 
 
 def cause(log_tail: str, exit_code: int | None) -> str:
-    """Returns why an engine ended, in one line: a known cause with its log line, or else the last error line.
+    """Returns the reason why an engine ended, in one line: a known cause with its log line, or else the last error
+    line.
 
     Args:
         log_tail: The end of the engine's log, from its latest start on.
-        exit_code: Exit code of the engine's process; ``None`` if it has no process.
+        exit_code: Exit code of the engine's process, or ``None`` if it has no process.
     """
     lines = [x.strip() for x in log_tail.splitlines() if x.strip() and not re.search(IGNORED, x)]
     for pattern, meaning, _ in CAUSES:
@@ -84,7 +85,7 @@ def lasting(cause: str) -> bool:
 
 
 def _plain(line: str) -> str:
-    """Strips the prefix from a log line."""
+    """Strips the process name, level and time from a log line."""
     return _short(re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line))
 
 

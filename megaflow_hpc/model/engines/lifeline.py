@@ -1,4 +1,4 @@
-"""Parent process of an engine's processes. Stops all of them on a signal or when its own parent exits.
+"""The parent of an engine's processes, which stops them all on a signal or when its own parent exits.
 
 ``python -m megaflow_hpc.model.engines.lifeline COMMAND…`` starts the command in a new session and waits for it.
 End-of-file on standard input (the server died), SIGTERM, SIGINT or SIGHUP stop it. The lifeline then sends SIGTERM to

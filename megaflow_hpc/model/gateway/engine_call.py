@@ -27,16 +27,16 @@ KEEP_ALIVE_S = 20.0
 MAX_ANSWER = 32 * 2**20
 """Maximum size of a response body, in bytes."""
 SMALL_ANSWER = 2**20
-"""Bytes of a response body that are read without the rollout's quota for large responses."""
+"""Maximum size in bytes of a response body that may be read without the rollout's quota for large responses."""
 GATE_TIMEOUT_S = 120.0
 """Maximum seconds that a large response waits for the quota, because its server has other clients."""
 _HEADERS_LEFT_OUT = ("Accept", "Accept-Encoding", "User-Agent")
 Gate = Callable[[], Awaitable[None]]
-"""Returns once a large response may be read."""
+"""Awaitable that completes once a large response may be read."""
 _SERVER_AT_FAULT = frozenset({401, 403, 408, 429})
 """HTTP statuses below 500 for which another server is worth trying."""
 _FORBIDDEN = frozenset({401, 403})
-"""From the engine, these blame the request; from the engine's proxy, they blame the key."""
+"""HTTP statuses that mean a forbidden request if the engine sends them, and a wrong key if its proxy does."""
 _MAX_REFUSAL = 64 * 2**10
 """Maximum bytes of a refusal passed on to the agent."""
 _MAX_VERSION_DIGITS = 9
@@ -67,7 +67,7 @@ class Response:
 
 
 class EngineClient:
-    """Posts JSON requests to engine servers. Confined to one event loop."""
+    """Posts JSON requests to engine servers. Use it from a single event loop."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -176,7 +176,7 @@ class Reply(dict[str, Any]):
     weight_version: int = 0
     """Version of the weights that sampled the response."""
     size: int = 0
-    """Bytes that the server sent."""
+    """Size of the response in bytes."""
 
 
 class RefusedCall(Exception):
@@ -199,7 +199,7 @@ class Unavailable(Exception):
 class UnusableAnswer(Exception):
     """The server sent a complete response that is unusable. The server or the request may be at fault.
 
-    The router does not back off from the server. Otherwise one agent could take it away from all others.
+    The router does not back off from the server. Otherwise one agent could make the server unavailable to all others.
     """
 
     def __init__(self, message: str, retry: bool = True, by_request: bool = False) -> None:
@@ -262,7 +262,7 @@ class Call(NamedTuple):
         """Posts one of the call's JSON requests and returns the reply.
 
         Args:
-            size: Bytes of an earlier engine response that ``body`` contains.
+            size: Size in bytes of an earlier engine response that ``body`` contains.
 
         Raises:
             RefusedCall: The request is at fault.
@@ -313,7 +313,7 @@ class Call(NamedTuple):
         return reply
 
     async def complete(self, **changes: Any) -> Reply:
-        """Posts the request itself with ``changes``. Raises like :meth:`post`.
+        """Posts the agent's request with ``changes`` applied. Raises the same errors as :meth:`post`.
 
         Engines reject a token limit that exceeds the context space left after the prompt. In that case the request is
         sent without a limit, because the space left is the lower limit.
@@ -338,11 +338,11 @@ class Call(NamedTuple):
 
 
 def parse_weight_version(text: Any) -> int | None:
-    """Parses a weight version from a string or number; ``None`` if it is invalid."""
+    """Parses a weight version from a string or number. Returns ``None`` if it is invalid."""
     text = str(text)
     return int(text) if len(text) <= _MAX_VERSION_DIGITS and text.isascii() and text.isdecimal() else None
 
 
 def retry_after_s(value: str) -> float:
-    """Parses a ``Retry-After`` header in seconds; 0 if it is missing or a date."""
+    """Parses a ``Retry-After`` header. Returns seconds, or 0 if the header is missing or a date."""
     return float(value) if value.isascii() and value.isdecimal() else 0.0

@@ -39,24 +39,25 @@ from megaflow_hpc.model.gateway.router import Router, Server
 
 T = TypeVar("T")
 RETRY_S = 0.5
-"""Seconds before a call is retried after an unusable response, doubled each time."""
+"""Seconds before a call is retried after an unusable response. The pause doubles each time."""
 MAX_UNUSABLE, MAX_UNUSABLE_OF_ONE = 6, 3
-"""Unusable responses after which a call fails: in total, and from a single server that answers the control."""
+"""Number of unusable responses after which a call fails: in total, and from a single server that answers the
+control."""
 CONTROL_TIMEOUT_S = 30.0
 CONTROL_SERVERS = 4
-"""Maximum servers, least busy first, that receive a control at the same time."""
+"""Maximum number of servers, least busy first, that receive a control at the same time."""
 Ask = Callable[[Call], Awaitable[T]]
 
 
 class Answered(NamedTuple, Generic[T]):
-    """A successful call."""
+    """The result of a successful call."""
 
     answer: T
     server: Server
     model_s: float
     """Seconds spent at the server that responded."""
     wait_s: float
-    """Seconds spent waiting and on failed attempts before that."""
+    """Seconds spent on waiting and on failed attempts, before the successful attempt."""
 
 
 class Caller:

@@ -1,7 +1,8 @@
 """Limits a gateway's requests to the engines: requests and tokens per second, and requests in flight.
 
 Calls wait in order of arrival and are never refused. The number of tokens is known only once the response has arrived.
-They are charged then, and later calls wait until any overdraft is paid off. Bursts up to one second's allowance pass.
+The tokens are charged at that time, and later calls wait until any overdraft is paid off. Bursts up to one second's
+allowance pass.
 
 A campaign's limits are divided among its gateways (:meth:`Quotas.share`), so gateways need not communicate.
 """
@@ -36,7 +37,8 @@ class Quotas:
         return cls(section.get("requests_per_s"), section.get("tokens_per_s"), section.get("in_flight"))
 
     def share(self, gateways: int) -> Quotas:
-        """Returns the share of one of ``gateways`` gateways. The shares never add up to more than the total.
+        """Returns the limits of each gateway if there are ``gateways`` of them. The shares never add up to more than
+        the total.
 
         Each share allows at least one request in flight. Planning ensures that there are enough for all gateways.
         """
@@ -73,7 +75,7 @@ class Bucket:
 
 
 class CallLimits:
-    """Enforces the quotas of one gateway. Confined to one event loop."""
+    """Enforces the quotas of one gateway. Use it from a single event loop."""
 
     def __init__(self, quotas: Quotas | None = None, clock: Clock = time.monotonic) -> None:
         quotas = quotas or Quotas()

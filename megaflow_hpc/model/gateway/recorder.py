@@ -42,7 +42,7 @@ class SampledTokens:
     finish_reason: str = ""
     weight_version: int = 0
     weight_spans: Sequence[tuple[int, int]] = ()
-    """(weight version, end index) of each run of tokens, if not all tokens are of ``weight_version``."""
+    """(weight version, end index) of each run of tokens, if several versions sampled them."""
     server: str = ""
     message: Mapping[str, Any] | None = None
     """The answer as an OpenAI message; ``None`` for plain completions."""
@@ -81,7 +81,7 @@ class Tip:
 
 @dataclass
 class Recorder:
-    """Records the calls of one rollout. Not thread-safe: confined to the gateway's event loop."""
+    """Records the calls of one rollout. Not thread-safe: use it only from the gateway's event loop."""
 
     policy: str
     recording: Recording = field(default_factory=Recording)
@@ -90,7 +90,7 @@ class Recorder:
     calls: int = 0
     """Answers recorded so far."""
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
-    """Sequence number → its end."""
+    """Maps the number of each sequence to its end."""
     conversations: Conversations = field(init=False, repr=False)
     _answered_at: float = field(default=0.0, repr=False)
     """Time at which the latest answer was recorded; 0 once another request has arrived."""

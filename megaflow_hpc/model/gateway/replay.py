@@ -31,7 +31,7 @@ class Recordings(Protocol):
     """A store of earlier rollouts."""
 
     def trajectory(self, rollout_id: str) -> Trajectory | None:
-        """Returns the recorded rollout with this id; ``None`` if it does not exist."""
+        """Returns the recorded rollout with this id, or ``None`` if it does not exist."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Replay:
     policy: str = ""
     answer_diverged: bool = False
     _open: dict[str, list[_Call]] = field(default_factory=dict)
-    """Session → its calls. Each attempt of a rollout is a new session and starts from the beginning."""
+    """Maps each session to its calls. Each attempt of a rollout is a new session and starts from the beginning."""
 
     def begin(self, token: str, rollout_id: str) -> None:
         """Loads the recorded calls of a rollout for a session.

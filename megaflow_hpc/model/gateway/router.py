@@ -1,15 +1,16 @@
-"""Chooses the server for a call: the least busy one, or one whose prefix cache probably holds the prompt.
+"""Chooses the server for a call: the least busy server, or a server whose prefix cache probably holds the prompt.
 
-A server's *load* is its requests in flight divided by its weight, so a server of twice the weight gets twice as many.
-A rollout prefers the server that served it last. Its first call prefers its group's server, which a hash of the group
-and the servers' names selects (rendezvous hashing). All gateways of a campaign select the same server for a group, and
-groups spread by weight. A preferred server is used while it has at most ``AFFINITY`` requests more than the least busy.
+A server's *load* is its requests in flight divided by its weight, so a server of twice the weight gets twice as many. A
+rollout prefers the server that served it last. Its first call prefers its group's server, which a hash of the group and
+the servers' names selects (rendezvous hashing). All gateways of a campaign select the same server for a group, and
+groups spread by weight. A preferred server is used while it has at most ``AFFINITY`` requests more than the least busy
+server.
 
 Health is judged by real requests. A server that refused or broke a connection, or responded with 502 to 504, enters a
 backoff of half a second. The backoff doubles with each consecutive failure, up to half a minute, or lasts as long as
 the server asks for (``Retry-After``). Then one call tries the server, and its success admits the others. Failures of
-calls that were in flight at the same time count as one. If every server of a policy is in backoff, calls wait for the
-first one to come back. So a short outage costs time but no rollout.
+calls that were in flight at the same time count as a single failure. If every server of a policy is in backoff, calls
+wait until one is available again. So a short outage costs time but no rollout.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Server(Endpoint, kw_only=True, eq=False):
 
 
 class Router:
-    """Keeps the list of servers and picks one for each call. Confined to one event loop.
+    """Keeps the list of servers and picks a server for each call. Use it from a single event loop.
 
     Args:
         clock: Monotonic clock in seconds, like ``time.monotonic``.
@@ -108,9 +109,9 @@ class Router:
         self._clock = clock
         self._servers: dict[str, Server] = {}
         self._causes: dict[str, str] = {}
-        """Policy → why one of its servers gave up."""
+        """Maps each policy to the reason why one of its servers gave up."""
         self._all_failed: dict[str, float] = {}
-        """Policy whose servers have all given up → seconds for which calls still wait."""
+        """Maps each policy whose servers have all given up to the seconds that its calls still wait."""
         self._changed = asyncio.Event()
 
     def update(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -137,7 +138,8 @@ class Router:
         self._changed = asyncio.Event()
 
     def _kept(self, server: Server) -> Server:
-        """Returns the known server with its health, if the record is of the same start."""
+        """Returns the existing server with its health if the record describes the same start, otherwise the new
+        server."""
         earlier = self._servers.get(server.name)
         if earlier is None or (earlier.start, earlier.url) != (server.start, server.url):
             return server
@@ -149,7 +151,7 @@ class Router:
         return [s for s in self._servers.values() if s.policy == policy]
 
     def pick(self, policy: str, previous: str = "", group: str = "", without: Collection[str] = ()) -> Server | None:
-        """Returns the server for a call; ``None`` if none is available.
+        """Returns the server for a call, or ``None`` if no server is available.
 
         Args:
             previous: Server that served the rollout last.

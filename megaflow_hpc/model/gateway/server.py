@@ -83,13 +83,13 @@ class ModelGateway:
         wait_s: Maximum seconds that a call waits for an available server before it fails with 503.
         request_timeout_s: Timeout of one request in seconds. A timeout counts as a failure of the server.
         policies: Model names that select a policy. Any other name selects the rollout's own policy.
-        judges: Further such names, which agents cannot use (:meth:`open`).
+        judges: Model names that select a judge's policy. Only verifiers may use them; see :meth:`open`.
         limits: Limits on this gateway's requests to the engines.
         replays: Policies served from a recorded campaign.
-        media_domains: Policy → hosts from which its engines may fetch images. Default: none.
+        media_domains: Hosts from which engines may fetch images, by policy. Default: none.
         keep_thoughts: Policies whose prompts keep earlier answers as they were sampled, even if the chat template
             changes them.
-        sampling: Policy → its sampling settings. Default: neutral settings.
+        sampling: Sampling settings by policy. Default: neutral settings.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class ModelGateway:
             budget: Limits on its calls and sampled tokens. Default: unlimited.
             seed: Call n, from 0, is sampled with ``(seed + n) % 2**31``; -1 leaves the seed to the engine.
             recorded: State of a suspended rollout (:meth:`suspended`), whose recording continues.
-            judging: Open it for a verifier, which may also call judges.
+            judging: Open the rollout for a verifier, which may also call judges.
 
         Raises:
             MegaflowError: The gateway is not started, or the rollout is already open.
@@ -184,7 +184,7 @@ class ModelGateway:
         """Closes a rollout and returns its recording. Later calls with its key are refused.
 
         Raises:
-            MegaflowError: The rollout is not open here.
+            MegaflowError: The rollout is not open at this gateway.
         """
         rollout = self._by_id.pop(rollout_id, None)
         if rollout is None:
@@ -200,7 +200,7 @@ class ModelGateway:
         return rollout.recorder.finish()
 
     async def outage(self, rollout_id: str) -> str:
-        """Returns why the latest call of an open rollout failed, if the service fails on other requests too.
+        """Returns the reason why the latest call of an open rollout failed, if the service fails on other requests too.
 
         Returns an empty string if the call succeeded, or if a server answers the gateway's own request. In the latter
         case, the rollout's request was at fault. This check is needed because some agents' clients swallow the 503.
@@ -222,8 +222,8 @@ class ModelGateway:
         return bool(rollout.waiting)
 
     def suspended(self, rollout_id: str) -> dict[str, Any] | None:
-        """Returns the recorded state of an open rollout, for :meth:`open`, if :meth:`suspend` refused one of its
-        calls."""
+        """Returns the recorded state of an open rollout, to pass to :meth:`open`. Returns ``None`` unless
+        :meth:`suspend` caused a call to be refused."""
         rollout = self._by_id[rollout_id]
         return rollout.recorder.state() if rollout.interrupted else None
 
@@ -242,7 +242,8 @@ class ModelGateway:
         }
 
     def conversation(self, rollout_id: str) -> Sequence[Mapping[str, Any]]:
-        """Returns the conversation of a rollout's latest answered call; empty if the rollout is not open."""
+        """Returns the conversation of a rollout's latest answered call, or an empty sequence if the rollout is not
+        open."""
         rollout = self._by_id.get(rollout_id)
         if rollout is None:
             return ()

@@ -34,7 +34,7 @@ def wanted(least: int, most: int, loads: Iterable[Load], asking: bool) -> int:
         least: Number of servers that start with the campaign.
         most: Maximum number of servers.
         loads: Loads of the servers that are currently responding.
-        asking: True if the policy still has rollouts to run.
+        asking: True if rollouts that use the policy are still to run.
     """
     loads = list(loads)
     if not asking:

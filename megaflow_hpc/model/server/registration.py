@@ -58,7 +58,7 @@ def assignment(servers: Sequence[ServerRecord], index: int | None, policy: str |
 
 
 class Registration:
-    """Endpoint files of one server, for one start of it."""
+    """The endpoint files of one server, from start to exit."""
 
     def __init__(self, run: RunDir, what: Assignment, pool: EnginePool | None = None) -> None:
         self.what, self._pool = what, pool
@@ -112,7 +112,7 @@ class Registration:
             weight_version: Version of the weights being served.
             refused: Latest version that this server failed to load.
             load: Load since the previous heartbeat.
-            down: Why the engine did not answer the latest request. Empty if it did answer.
+            down: Reason why the engine did not answer the latest request. Empty if it did answer.
         """
         self.beats += 1
         endpoint = self._endpoint

@@ -341,7 +341,7 @@ def _named(version: Version) -> str:
 
 
 def scratch() -> str | None:
-    """Returns a node-local directory whose path is short enough for sockets. ``None`` selects the system's default."""
+    """Returns a node-local directory whose path is short enough for sockets, or ``None`` for the system's default."""
     for name in ("MEGAFLOW_SCRATCH", "SLURM_TMPDIR", "TMPDIR"):
         path = os.environ.get(name, "")
         if path and len(path) < adapters.MAX_SOCKET_PATH - 40 and os.access(path, os.W_OK | os.X_OK):

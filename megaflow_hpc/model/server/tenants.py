@@ -52,7 +52,7 @@ class FairQueue:
         (slot-seconds used so far + slots held, including this one, x mean seconds of a turn) / share
 
     A user who was idle or blocked by a cap gains no credit, and continues from the virtual time of the user admitted
-    last. Requests of one user are admitted in order of arrival. Confined to one event loop.
+    last. Requests of one user are admitted in order of arrival. Use it from a single event loop.
 
     Args:
         slots: Total slots for all users; :meth:`resize` changes the number.
@@ -152,12 +152,12 @@ class Tenants:
         self._max_in_flight: int | None = settings.get("in_flight")
         self._weights: Mapping[str, float] = settings.get("weights") or {}
         self._user_of: dict[str, str] = {}
-        """Digest of a key → user who owns it."""
+        """Maps the digest of each key to the user who owns it."""
         self._queue = FairQueue(DEFAULT_SLOTS)
         self._listed_at = -REFRESH_S
 
     def user(self, key: str) -> str | None:
-        """Returns the user who owns a key; ``None`` if the key is unknown."""
+        """Returns the user who owns a key, or ``None`` if the key is unknown."""
         if not key:
             return None
         digest, age = digest_of(key), time.monotonic() - self._listed_at
@@ -168,7 +168,7 @@ class Tenants:
         return self._user_of.get(digest)
 
     def set_capacity(self, slots: int) -> None:
-        """Sets how many requests the engine can process concurrently; 0 if unknown."""
+        """Sets the number of requests that the engine can process concurrently. 0 means unknown."""
         self._queue.resize(slots or DEFAULT_SLOTS)
 
     @property

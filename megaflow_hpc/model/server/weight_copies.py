@@ -51,7 +51,8 @@ ROOT = "/weights/"
 FAN_OUT = 2
 """Maximum nodes that copy from the same node."""
 CHUNK = 2**22
-"""Maximum bytes in a reply. Small, because the event loop that encrypts it also serves the engine's requests."""
+"""Maximum bytes in a reply. Replies are small because the event loop that encrypts them also serves the engine's
+requests."""
 MAX_REPLIES = 4
 """Maximum concurrent replies with content. Further requests get an empty reply, and are repeated."""
 HOLD_S = 1.0
@@ -76,9 +77,9 @@ class _Reply(NamedTuple):
 def sources(servers: Sequence[Endpoint], own: Endpoint) -> list[Endpoint]:
     """Returns the servers from which a server copies files, in order of preference.
 
-    Empty for the server that reads the shared file system. The first servers of all nodes form a tree in which each has
-    up to :data:`FAN_OUT` children. A node's other servers copy from its first one. If a source fails, its own sources
-    are tried next.
+    The list is empty for the server that reads the shared file system. The first servers of all nodes form a tree in
+    which each has up to :data:`FAN_OUT` children. A node's other servers copy from its first one. If a source fails,
+    its own sources are tried next.
 
     Args:
         servers: Live servers of the policy.
@@ -339,7 +340,7 @@ class WeightCopies:
     def _poll(self, copy: _Copy, name: str, offset: int) -> _Reply | None:
         """Polls the first peer until it sends bytes from ``offset`` on, or the path of the complete file.
 
-        Returns ``None`` if the peer fails. It is then no longer a peer of this copy.
+        If the peer fails, stops using it for this copy and returns ``None``.
         """
         peer, progress, changed = copy.peers[0], "", time.monotonic()
         try:

@@ -83,7 +83,7 @@ class WeightUpdater:
         self._rolling = settings.get("update", "rolling") == "rolling"
         self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}
-        """Version that this server failed to load → cause."""
+        """Maps each version that this server failed to load to the cause."""
         self._heartbeats = Heartbeats()
         self.copies = proxy.copies = WeightCopies(run, what.name, what.policy, self._live)
 
@@ -143,7 +143,8 @@ class WeightUpdater:
         return version if local == Path(version.path) else replace(version, path=str(local))
 
     def next(self) -> Version | None:
-        """Returns the version to load now; ``None`` if there is no new version, or other servers must load it first."""
+        """Returns the version to load now, or ``None`` if there is no new version or other servers must load it
+        first."""
         handled = (self._proxy.serving.weights.version, *self.refused)
         try:
             wanted = weights.current(self._run, self._what.policy)
@@ -253,7 +254,7 @@ async def _sglang(proxy: Proxy, version: Version, keep_running: bool) -> None:
 
 
 RELOADERS: Mapping[str, Callable[[Proxy, Version, bool], Awaitable[None]]] = {"vllm": _vllm, "sglang": _sglang}
-""":attr:`~megaflow_hpc.model.engines.launch.Launch.reload` → function that loads a version in place."""
+"""Maps :attr:`~megaflow_hpc.model.engines.launch.Launch.reload` to the function that loads a version in place."""
 
 
 async def _reports_versions(proxy: Proxy) -> bool:

@@ -26,9 +26,10 @@ from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, text_of
 
 END, START, OTHER = 256, 257, 512
-"""Ids from :data:`OTHER` on are alternative ids of bytes, sampled only by engines with drift."""
+"""Token ids: end of a turn, start of a turn, and the first of the alternative ids of bytes. Only engines with drift
+sample alternative ids."""
 SLEEP_TAGS = frozenset({"weights", "kv_cache"})
-"""Tags of the parts that vLLM can wake separately."""
+"""vLLM's tags for the parts of an engine that can be woken separately."""
 
 
 class ScriptedEngine:
@@ -36,7 +37,7 @@ class ScriptedEngine:
 
     Args:
         script: The scripted answers.
-        model_name: Name under which the engine serves.
+        model_name: Name under which the engine serves its answers.
         max_model_len: Maximum sequence length in tokens. Longer requests are rejected as by vLLM.
         slots: Maximum concurrent answers; 0 means unlimited.
     """

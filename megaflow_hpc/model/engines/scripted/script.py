@@ -4,7 +4,7 @@ A script is YAML or JSON::
 
     tasks:
       - when: "text of the task"         # a part of the conversation; or  pattern: a regular expression
-        answers:                         # the n-th answers a conversation with n assistant messages; the last repeats
+        answers:                         # answer n (from 0) follows n assistant messages; the last repeats
           - "THOUGHT: … ```mswea_bash_command …```"
           - {file: fix.txt}              # text from a file, relative to the script
           - {text: "…", delay_s: 2.0}    # seconds before answering

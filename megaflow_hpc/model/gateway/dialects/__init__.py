@@ -50,18 +50,18 @@ DIALECTS: Mapping[str, Dialect] = {
     "/messages": messages,
     "/responses": responses,
 }
-"""Path below ``/v1`` → dialect."""
+"""Maps each path below ``/v1`` to its dialect."""
 TABLES: Mapping[str, Mapping[str, options.Option]] = {
     "/chat/completions": options.CHAT,
     "/completions": options.COMPLETIONS,
     "/messages": messages.MESSAGES,
     "/responses": responses.RESPONSES,
 }
-"""Path below ``/v1`` → its table of options."""
+"""Maps each path below ``/v1`` to its table of options."""
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Returns the dialect for a request's errors, even if its path is not served."""
+    """Returns the dialect in which to report a request's errors. The path need not exist."""
     tail = path.partition("/v1")[2]
     if tail.startswith("/messages") or "anthropic-version" in headers:
         return messages

@@ -17,7 +17,8 @@ from megaflow_hpc.texts import containers_at
 Event = tuple[str, Any]
 """A server-sent event: its name (omitted if empty) and its data (a string is sent unchanged, anything else as JSON)."""
 Check = Callable[[Any, str], Any]
-"""(value, field name) → the value to pass on. Raises :class:`BadRequest` if the value is invalid."""
+"""Takes a value and the name of its field, and returns the value to pass on. Raises :class:`BadRequest` if the value is
+invalid."""
 
 
 MAX_NESTING = 64
@@ -46,7 +47,7 @@ def typed(value: Any, kind: Any, field: str) -> Any:
 
 
 def of(kind: Any) -> Check:
-    """Returns a check that values have the given type."""
+    """Returns a check for values of the given type."""
 
     def check(value: Any, field: str) -> Any:
         return typed(value, kind, field)
@@ -109,7 +110,7 @@ def _lower(sentence: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Formats a value for a message in at most one line. A large value is represented by its type."""
+    """Formats a value for an error message, in at most one line. A large value is represented by its type."""
     if isinstance(value, str | bool | float) or value is None:
         return repr(value[:100] if isinstance(value, str) else value)
     if isinstance(value, int) and abs(value) < 2**70:

@@ -35,11 +35,11 @@ DYNAMIC_REFS = ("$dynamicRef", "$recursiveRef")
 """References whose target depends on the context. Engines ignore them."""
 _COUNTS = frozenset(f"{end}{of}" for end in ("min", "max") for of in ("Items", "Length", "Properties", "Contains"))
 _UNKNOWN = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
-"""Lookahead, lookbehind and backreferences, which engines do not support."""
+"""Matches lookahead, lookbehind and backreferences, which engines do not support."""
 _KINDS = (r"\s", r"\S"), (r"\d", r"\D"), (r"\w", r"\W")
 _EXCLUDED = [rf"\[\^[^\]]*\{a}[^\]]*\{b}" for one in _KINDS for a, b in (one, one[::-1])]
 _NOTHING = re.compile("|".join([*_EXCLUDED, r"(?<!\\)\[\]"]))
-"""Character classes that match nothing, such as ``[^\\s\\S]`` and ``[]``."""
+"""Matches character classes that match no character, such as ``[^\\s\\S]`` and ``[]``."""
 _COUNTED = re.compile(r"(\)?)\{(\d*)(?:,(\d*))?\}")
 _count = of(Annotated[int, Meta(ge=0, le=MAX_SCHEMA_COUNT)])
 
@@ -48,15 +48,15 @@ _count = of(Annotated[int, Meta(ge=0, le=MAX_SCHEMA_COUNT)])
 
 
 class TextFormat(msgspec.Struct, tag="text"):
-    """Any text."""
+    """A response format that allows any text."""
 
 
 class ObjectFormat(msgspec.Struct, tag="json_object"):
-    """Any JSON object, without a schema."""
+    """A response format that allows any JSON object."""
 
 
 class NamedSchema(msgspec.Struct, omit_defaults=True):
-    """A schema as the chat API wraps it."""
+    """A schema with its name, as the chat API's ``json_schema`` response format contains it."""
 
     schema: dict[str, Any]
     name: Annotated[str, Meta(max_length=256)] | None = None
@@ -67,7 +67,7 @@ class NamedSchema(msgspec.Struct, omit_defaults=True):
 
 
 class SchemaFormat(msgspec.Struct, tag="json_schema"):
-    """JSON that matches a schema."""
+    """A response format that allows only JSON that matches a schema."""
 
     json_schema: NamedSchema
 
@@ -156,7 +156,7 @@ def _too_large(pattern: str) -> bool:
 
 
 def _parses(pattern: str) -> bool:
-    """Returns whether a regular expression parses in Python, whose syntax for named groups is different."""
+    """Returns whether Python can parse a regular expression, after adapting the syntax of named groups."""
     try:
         re.compile(pattern.replace("(?<", "(?P<"))
     except (re.error, RecursionError, OverflowError):
