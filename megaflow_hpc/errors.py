@@ -60,7 +60,7 @@ class SandboxError(MegaflowError):
 
 
 class LimitError(SandboxError):
-    """The commands in a sandbox exhausted a limit (CPU time, wall time), so it cannot continue."""
+    """The commands in a sandbox exhausted a limit (CPU time, wall time), so the sandbox cannot continue."""
 
 
 class LostError(SandboxError):

@@ -7,8 +7,8 @@ In a checkout, the shipped files are next to the package. In a wheel, they are i
     CHECKOUT/containers/task-base.def          …/carried/containers/task-base.def
     CHECKOUT/launchers/agents.sh               …/carried/launchers/agents.sh
 
-Planning, submitting and reading need only the core install. Running rollouts needs more packages. If one is missing,
-the user learns which extra to install before anything is queued.
+Planning, submitting and reading need only the core install. Running rollouts needs more packages. If a package is
+missing, the user learns which extra to install before anything is queued.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from megaflow_hpc.types import Artifact, Rollout, known_fields
 
 @dataclass
 class TokenSequence:
-    """Consecutive calls in which each prompt extends the previous one. All four columns have one entry per token."""
+    """Consecutive calls in which each prompt extends the previous prompt. All four columns have one entry per token."""
 
     policy: str = ""
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -68,7 +68,7 @@ class TokenSequence:
 
 
 UNROUTED = b"\xff"
-"""Byte that fills the experts of a token for which the engine reported none."""
+"""Byte that fills the experts of a token if the engine reported no experts for it."""
 _COLUMNS = ("tokens", "logprobs", "loss_mask", "weight_versions")
 
 
@@ -215,7 +215,7 @@ class Trajectory:
 
 def linked(parents: Sequence[int], count: int) -> list[int]:
     """Returns the parents of ``count`` messages. Each message without an entry, as in older recordings, follows the
-    previous one."""
+    previous message."""
     return [*parents[:count], *range(len(parents) - 1, count - 1)]
 
 

@@ -45,7 +45,7 @@ class Limits:
     disk_mb: int | None = None
     processes: int | None = 512
     cpu_s: float | None = None
-    """CPU time. Time limits apply to the agent and to the verifier separately."""
+    """Limit on CPU seconds. Time limits apply to the agent and to the verifier separately."""
     wall_s: float | None = None
 
 
@@ -222,7 +222,7 @@ class Sandbox(Protocol):
         """Copies a file or directory from the sandbox to ``target`` on the host."""
 
     async def kill_processes(self) -> None:
-        """Kills all processes in the sandbox except its runner, so that none of the agent's processes can watch the
+        """Kills all processes in the sandbox except its runner, so that no process of the agent can watch the
         verifier."""
 
     async def listen(self, port: int = 0) -> socket.socket:
@@ -309,8 +309,8 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a verification. ``output`` is the output of the tests, up to a size limit. A task format sets
-    ``reward`` to ``None`` only together with an ``error``; :func:`megaflow_hpc.tasks.steps.verify` then sets it to
+    """Result of a verification. ``output`` is the output of the tests, up to a size limit. A task format may set
+    ``reward`` to ``None`` if it sets an ``error``. :func:`megaflow_hpc.tasks.steps.verify` then sets ``reward`` to
     0."""
 
     reward: float | None = None

@@ -89,7 +89,8 @@ def keep(names: Iterable[str], directory: Path, target: Path) -> None:
 
 
 def _keep_data(data: Iterable[str], kept: list[Path], directory: Path, target: Path) -> None:
-    """Copies data files and directories, except those below ``kept``. Symlinks large ones instead."""
+    """Copies data files and directories, except those below ``kept``. Makes symlinks to large files and directories
+    instead."""
     for path in map(Path, sorted(data)):
         if target.is_relative_to(directory / path) or any(path.is_relative_to(other) for other in kept):
             continue

@@ -340,7 +340,7 @@ class Suspended(BaseException):
 
 
 class ChatClient:
-    """Client for chat completions; an async context manager.
+    """Client for chat completions. Use it as an async context manager.
 
     Args:
         model: The model's endpoint.

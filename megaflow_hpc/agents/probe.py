@@ -28,7 +28,7 @@ class ProbeResult:
 
     error: str = ""
     in_sandbox: bool = False
-    """True if the agent's program runs in the sandbox and calls the model from there."""
+    """True if the agent's program runs in the sandbox and calls the model from inside it."""
 
 
 def probe(agents: Sequence[AgentSpec], beside: str = "") -> tuple[list[ProbeResult], list[str]]:

@@ -103,7 +103,7 @@ class KnownAgent:
 
 
 def known_agents() -> list[KnownAgent]:
-    """Returns the built-in agents, after trying to create each one."""
+    """Tries to create each built-in agent, and returns all of them."""
     agents = []
     for name in NAMES:
         lacks = ""

@@ -163,7 +163,7 @@ class Zygote:
             timed: Returns a context manager to enter around each sandbox operation.
 
         Raises:
-            MegaflowError: The agent raised it.
+            MegaflowError: The agent raised this error.
             UserCodeError: The agent raised another exception, or its process crashed.
         """
         control = self._started()

@@ -51,7 +51,7 @@ class ReplayAgent:
     """Runs recorded commands in order.
 
     Args:
-        messages_file: JSON file with a list of OpenAI messages, or with a mapping from task ids to such lists.
+        messages_file: JSON file with a list of OpenAI messages, or with a mapping from task ids to lists of messages.
         commands: The commands to run, instead of a file.
         command_timeout_s: Timeout of one command in seconds.
     """

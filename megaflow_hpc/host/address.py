@@ -21,7 +21,7 @@ address."""
 
 
 def address() -> str:
-    """Returns the address at which other nodes reach this one, by IPv4 if possible.
+    """Returns the address at which other nodes reach this node, over IPv4 if possible.
 
     It is ``MEGAFLOW_ADDRESS`` if set, else the host name if it resolves, else the source address of the outbound route,
     else :data:`LOOPBACK`. An IPv6-only node has an AAAA record or an IPv6 route.
@@ -85,7 +85,7 @@ def unproxied(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns ``no_proxy`` and ``NO_PROXY`` with the loopback address added to the site's own entries.
 
     Gateways and engines are called at this node's own addresses. Without these entries, an agent's HTTP client would
-    send such calls to the site's proxy. Clients prefer the lower-case variable if it is set, so both get the same
+    send these calls to the site's proxy. Clients prefer the lower-case variable if it is set, so both get the same
     value.
     """
     there = environ.get("no_proxy") or environ.get("NO_PROXY") or ""

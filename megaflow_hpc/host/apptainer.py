@@ -2,7 +2,7 @@
 
 Every call builds a new environment. ``APPTAINER_BINDPATH`` and similar variables, which site modules set, bind host
 paths despite ``--containall --cleanenv``. ``PMI*`` and ``SLURM*`` would let a process in a container act as part of the
-job. The new environment contains none of them.
+job. The new environment contains neither.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def find_apptainer() -> str:
 
 
 def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxies: bool = False) -> dict[str, str]:
-    """Returns the environment in which to run Apptainer itself. Set ``proxies`` only for builds, which may download."""
+    """Returns the environment in which to run Apptainer. Set ``proxies`` only for builds, which may download."""
     environment = {
         "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}".lstrip(":"),
         "HOME": os.environ.get("HOME", "/"),
@@ -76,7 +76,7 @@ def only_by_root() -> bool:
     """Returns whether only root can create user namespaces, so that containers need a setuid Apptainer.
 
     In that case, commands run as the caller, without any capabilities. A setuid Apptainer has no privileges inside a
-    user namespace. So if namespaces are available, it is as safe as any other.
+    user namespace. So if namespaces are available, it is as safe as an unprivileged Apptainer.
     """
     return os.geteuid() != 0 and shutil.which("unshare") is not None and not unshare()
 
@@ -120,8 +120,8 @@ def explained(output: str, settings: str = "/proc/sys") -> str:
 
 
 def _restriction(text: str, settings: str) -> str:
-    """Describes the setting that prevents users from creating user namespaces. Returns an empty string if no such
-    setting is found."""
+    """Describes the setting that prevents users from creating user namespaces. Returns an empty string if it finds
+    none."""
     for name, value, who in _SETTINGS:
         try:
             with open(f"{settings}/{name}", encoding="ascii") as file:

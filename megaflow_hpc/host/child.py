@@ -72,7 +72,7 @@ def cp(
 
     Args:
         options: Additional options for ``cp``.
-        prefix: Command that runs ``cp``, such as one that changes its user, as an argv prefix.
+        prefix: Argv prefix that runs ``cp``, for example as another user.
 
     Returns: The error message in one line, or an empty string on success.
     """

@@ -72,7 +72,7 @@ def behind_hole(file: BinaryIO, offset: int) -> int:
 
 
 def remove_tree(path: str | os.PathLike[str], *, ignore_errors: bool = False) -> None:
-    """Removes a file or a tree of any depth, whatever the modes of its directories. Does not follow symlinks.
+    """Removes a file or a tree of any depth, even if its directories are not writable. Does not follow symlinks.
 
     A missing tree is not an error, and several processes may remove the same tree concurrently. Files owned by the
     caller's subordinate ids, left by image builds, are removed too. If a file cannot be removed, the rest of the tree
@@ -246,7 +246,7 @@ def _rmdir(parent: int | None, name: str) -> None:
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Copies a directory tree. Symlinks are copied as symlinks; sockets, devices and FIFOs are rejected."""
+    """Copies a directory tree. Symlinks are copied as symlinks. Sockets, devices and FIFOs are rejected."""
 
     def special(directory: str, names: list[str]) -> list[str]:
         for name in names:

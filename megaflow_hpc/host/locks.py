@@ -1,5 +1,5 @@
 """File locks (``flock``). The kernel releases a lock when its last descriptor is closed, so a killed process does not
-block others."""
+block other processes."""
 
 from __future__ import annotations
 

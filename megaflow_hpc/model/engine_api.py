@@ -193,7 +193,7 @@ def routed_experts(value: Any, tokens: int, start: int = 0) -> RoutedExperts | N
         start: Number of prompt tokens that the request told the engine to omit.
 
     Raises:
-        ValueError, TypeError: The value is not such an array, or covers another number of tokens.
+        ValueError, TypeError: The value is not an array of this form, or covers another number of tokens.
     """
     if value is None:
         return None

@@ -34,11 +34,12 @@ KEY_TIMEOUT_S = 10.0
 key."""
 BODY_TIMEOUT_S = 120.0
 MAX_WAITING = 256
-"""Maximum connections waiting for a key; lower if the process's file descriptor limit is low."""
+"""Maximum number of connections waiting for a key. The server lowers it if the process may open few file
+descriptors."""
 MIN_CONNECTIONS = 4
 """Lower bound for both connection limits, for waiting connections and per owner."""
 BACKLOG = 4096
-"""Listen backlog; the kernel may cap it."""
+"""Listen backlog, which the kernel may cap."""
 ACCEPT_PAUSE_S = 0.2
 """Seconds to wait before accepting again after running out of descriptors or memory."""
 STOP_TIMEOUT_S = 60.0
@@ -179,7 +180,8 @@ class HttpServer(web.Server):
     Args:
         handle: Request handler.
         log: Receives refusals, through a :class:`BoundedLog`.
-        max_per_owner: Maximum connections per owner; lower if the process's file descriptor limit is low.
+        max_per_owner: Maximum number of connections per owner. The server lowers it if its file descriptors do not
+            suffice for all owners.
     """
 
     def __init__(self, handle: Handler, log: logging.Logger, *, max_per_owner: int) -> None:
@@ -293,7 +295,7 @@ class HttpServer(web.Server):
     def _connect(
         self, client: socket.socket, connection: _Connection, context: ssl.SSLContext | None
     ) -> asyncio.Task[Any]:
-        """Connects an accepted socket to the protocol, with a TLS handshake if there is a context."""
+        """Connects an accepted socket to the protocol, after a TLS handshake if ``context`` is given."""
         connecting = self._loop.connect_accepted_socket(
             lambda: connection, client, ssl=context, ssl_handshake_timeout=KEY_TIMEOUT_S if context else None
         )

@@ -1,7 +1,7 @@
 """One adapter per engine: turns the campaign's ``model:`` section into a :class:`Launch`.
 
 A launch has a command line, environment variables, and an address: a Unix socket in a private directory if the engine
-supports one (vLLM ``--uds``), otherwise a free loopback port. The section's ``args`` become command-line options:
+supports sockets (vLLM ``--uds``), otherwise a free loopback port. The section's ``args`` become command-line options:
 ``{max-model-len: 8192, enforce-eager: true, override-generation-config: {temperature: 1}}``.
 
 An engine's interpreter is ``model.python`` (a virtual environment or an interpreter) if set. Otherwise it is that of
@@ -200,7 +200,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def interpreter(model: Mapping[str, Any]) -> str:
-    """Returns the path of the engine's Python interpreter, inside the image if there is one.
+    """Returns the path of the engine's Python interpreter, inside the image if ``model.image`` is set.
 
     Raises:
         ConfigError: The interpreter does not exist or is not executable.

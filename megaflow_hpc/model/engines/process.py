@@ -27,7 +27,7 @@ WARM_UP_TOKENS = 3
 """Length of the first completion in tokens. With a single token, the engine would compile prefill but not decode."""
 LOG_TAIL_BYTES = 200_000
 """Bytes at the end of the engine's log searched for a cause. It is large because the first error may cause many
-others."""
+more."""
 END_TIMEOUT_S = 20.0
 """Seconds that the lifeline gets to stop the engine before it is killed."""
 NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")

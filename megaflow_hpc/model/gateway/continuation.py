@@ -8,7 +8,7 @@ answer, the rendering is sent unchanged, and a new sequence starts::
     rendered      [ prompt i           ][ answer i, re-encoded     ][ end of turn, observation, … ]
     sent          [ the sequence so far, with answer i as sampled  ][ end of turn, observation, … ]
 
-Many templates omit the reasoning of earlier answers; Qwen3's does so after the next user message. With
+Many templates omit the reasoning of earlier answers. Qwen3's template omits it after the next user message. With
 ``thoughts: keep`` in the campaign file's model section, every answer stays in the prompt as it was sampled.
 """
 

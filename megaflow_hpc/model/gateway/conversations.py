@@ -36,7 +36,7 @@ class AskedPrompt(list[Message]):
     """The messages of a call, as sent to the engine, and their position in the tree.
 
     Args:
-        messages: The messages.
+        messages: The messages in OpenAI form.
         keys: Digest of each message.
         nodes: Nodes of the leading messages that are already in the tree.
         started_by: The call that started this conversation (:attr:`~megaflow_hpc.trajectory.Turn.started_by`).

@@ -188,7 +188,7 @@ class RefusedCall(Exception):
 
 
 class Unavailable(Exception):
-    """The server is at fault, not the request. The call may be retried there or elsewhere."""
+    """The server is at fault, not the request. The call may be retried at this server or another."""
 
     def __init__(self, message: str, wait_s: float = 0.0) -> None:
         super().__init__(message)
@@ -199,7 +199,8 @@ class Unavailable(Exception):
 class UnusableAnswer(Exception):
     """The server sent a complete response that is unusable. The server or the request may be at fault.
 
-    The router does not back off from the server. Otherwise one agent could make the server unavailable to all others.
+    The router does not back off from the server. Otherwise one agent could make the server unavailable to all other
+    agents.
     """
 
     def __init__(self, message: str, retry: bool = True, by_request: bool = False) -> None:
@@ -227,7 +228,7 @@ class EngineRequest(NamedTuple):
     free: bool = True
     """True if nothing in the request constrains the policy's choice of tokens."""
     limit: int = 0
-    """Token limit per choice imposed by the rollout's budget, if the body has no limit; 0 means no limit."""
+    """Token limit per choice from the rollout's budget, used if the body sets no limit. 0 means no limit."""
     gate: Gate | None = None
     """Awaited before a large response is read."""
 

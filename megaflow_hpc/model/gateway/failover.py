@@ -5,8 +5,8 @@ the connection, or replies with 5xx or garbage.
 
 A server that is unreachable enters a backoff, during which no call uses it. A server that sends a complete but unusable
 response (:class:`~megaflow_hpc.model.gateway.engine_call.UnusableAnswer`) does not, because the agent's request may
-have made the engine fail. The gateway tries such a call at each other server. Then it retries that call with a backoff,
-without delaying other calls.
+have made the engine fail. The gateway tries a call that got this response at each other server. Then it retries that
+call with a backoff, without delaying other calls.
 
 When a call has finally failed, the gateway sends a short request of its own, the *control*. If a server answers the
 control, the agent's request was at fault, and the agent gets an error. Otherwise the service is down, and the rollout

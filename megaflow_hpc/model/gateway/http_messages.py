@@ -75,7 +75,7 @@ async def send_stream(
 
     Args:
         request: The agent's request.
-        answer: The engine's response, awaited here.
+        answer: The engine's response, which this function awaits.
         events: Converts the response to events.
         failed: Converts an exception, raised after the stream has started, to an event.
 

@@ -24,7 +24,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Quotas:
-    """Limits of a campaign or of one gateway; ``None`` means unlimited."""
+    """Limits of a campaign or of one gateway. ``None`` means unlimited."""
 
     requests_per_s: float | None = None
     tokens_per_s: float | None = None
@@ -40,7 +40,8 @@ class Quotas:
         """Returns the limits of each gateway if there are ``gateways`` of them. The shares never add up to more than
         the total.
 
-        Each share allows at least one request in flight. Planning ensures that there are enough for all gateways.
+        Each share allows at least one request in flight. Planning ensures that a campaign's limit is high enough for
+        this.
         """
         count = max(gateways, 1)
         return Quotas(

@@ -153,7 +153,7 @@ class OpenRollout:
             answers: Number of choices that it requests.
 
         Yields:
-            Token limit of each choice, if the request itself has none; 0 means no limit.
+            Token limit of each choice if the request sets no limit. 0 means no limit.
 
         Raises:
             OverBudget: The budget is used up, or too small for this call.

@@ -1,6 +1,6 @@
 """The three protocols between gateway and engine, in order of how much they report about the sampled tokens.
 
-``text``: the plain OpenAI endpoint, for engines that reject the parameters below. It reports no tokens; only the
+``text``: the plain OpenAI endpoint, for engines that reject the parameters below. It reports no tokens, so only the
 conversation is recorded.
 
 ``plain``: the OpenAI endpoint with ``logprobs`` and ``return_token_ids`` enabled (supported by vLLM ≥ 0.10 and the

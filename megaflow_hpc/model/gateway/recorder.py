@@ -10,9 +10,9 @@ as for a second conversation of the rollout or an edited history.
     call 2   [ prompt 1 ][ sampled 1 ][ observation ][ sampled 2 ] sequence 0, turn 1
     call 3   [ summary ][ sampled 3 ]                              sequence 1, turn 2
 
-Invariants: a sampled token has a log-probability and the engine's weight version; every other token has NaN and -1.
+Invariants: a sampled token has a log-probability and the engine's weight version. Every other token has NaN and -1.
 ``loss_mask`` is 1 exactly for tokens that the policy sampled freely (:attr:`SampledTokens.free`). Tokens are stored as
-the engine reported them; nothing is tokenised again.
+the engine reported them, and never tokenised again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SampledTokens:
     """(weight version, end index) of each run of tokens, if several versions sampled them."""
     server: str = ""
     message: Mapping[str, Any] | None = None
-    """The answer as an OpenAI message; ``None`` for plain completions."""
+    """The answer as an OpenAI message, or ``None`` for plain completions."""
     request_id: str = ""
     rendered: Sequence[int] | None = None
     """The prompt as the engine rendered it from the messages, if known. ``prompt`` is what the engine actually
@@ -74,7 +74,7 @@ class Tip:
     end: int
     """Number of tokens in the sequence up to the end of the answer."""
     stop: int | None
-    """The token that ended the turn; ``None`` if a limit ended it."""
+    """The token that ended the turn, or ``None`` if a limit ended it."""
     start: int = 0
     """Number of tokens in the sequence before the answer."""
 
@@ -93,7 +93,7 @@ class Recorder:
     """Maps the number of each sequence to its end."""
     conversations: Conversations = field(init=False, repr=False)
     _answered_at: float = field(default=0.0, repr=False)
-    """Time at which the latest answer was recorded; 0 once another request has arrived."""
+    """Time at which the latest answer was recorded, or 0 once another request has arrived."""
     _operations: int = field(default=0, repr=False)
     """Sandbox operations in progress."""
     _operations_began: float = field(default=0.0, repr=False)
@@ -157,7 +157,7 @@ class Recorder:
         Args:
             sample: The answer as the engine reported it. Without token ids (``counted``), its turn is in no sequence.
             messages: The conversation that was sent, in OpenAI form, without the answer. Pass the value that
-                :meth:`restore` returned when the call arrived; otherwise it is computed again.
+                :meth:`restore` returned when the call arrived. Otherwise, it is computed again.
             asked: Digest of the conversation, if already computed.
             model_s: Seconds from the request to the engine's response.
             wait_s: Seconds spent waiting for a server and on failed attempts.

@@ -3,7 +3,8 @@
 ``model: {engine: replay, path: RUN}`` starts no server: the gateway itself responds. A call is identified by its
 rollout and the digest of its conversation, which is recorded with every call. So calls may arrive in any order and
 concurrently, as from sub-agents. A call that was not recorded ends the rollout, with the number of calls served so far.
-With ``args: {diverged: answer}``, such a call gets the next recorded answer instead, to see what happens next.
+With ``args: {diverged: answer}``, an unrecorded call gets the next recorded answer instead, so that the rollout
+continues.
 
 The recording of a replayed rollout equals the original: prompts, sampled ids, log-probabilities and weight versions.
 Times are those of the replay.
@@ -106,7 +107,7 @@ class Replay:
 
     Args:
         recordings: Store of the policy's rollouts.
-        policy: The policy's name in the recorded campaign; empty if unchanged.
+        policy: The policy's name in the recorded campaign. Empty if the name is unchanged.
         answer_diverged: Serve the next recorded answer to a call that was not recorded, instead of an error.
     """
 

@@ -8,9 +8,9 @@ server.
 
 Health is judged by real requests. A server that refused or broke a connection, or responded with 502 to 504, enters a
 backoff of half a second. The backoff doubles with each consecutive failure, up to half a minute, or lasts as long as
-the server asks for (``Retry-After``). Then one call tries the server, and its success admits the others. Failures of
-calls that were in flight at the same time count as a single failure. If every server of a policy is in backoff, calls
-wait until one is available again. So a short outage costs time but no rollout.
+the server asks for (``Retry-After``). Then a single call tries the server, and its success admits the other calls.
+Failures of calls that were in flight at the same time count as a single failure. If every server of a policy is in
+backoff, calls wait until a server is available again. So a short outage costs time but no rollout.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MAX_RETRY_AFTER_S = 60.0
 """Longest backoff, in seconds, that a server may request. A call waits at most five minutes in total."""
 ALL_FAILED_S = 15.0
-"""Seconds that a call waits once every server of its policy has given up, because one may be requeued to another node.
-If every cause is lasting, calls do not wait.
+"""Seconds that a call waits once every server of its policy has given up, because a server may be requeued to another
+node. If every cause is lasting, calls do not wait.
 """
 AFFINITY = 2
 """Requests that a preferred server may have above the least busy one, because its prefix cache saves more time."""

@@ -7,7 +7,7 @@
                                                      └── Recorder of the rollout: ids, log-probabilities, weight version
 
 So the gateway knows which rollout a call belongs to, and an agent needs only an address and a key. The agent may use
-any of the :mod:`~megaflow_hpc.model.gateway.dialects`; engines only see one of them. An agent in a sandbox without
+any of the :mod:`~megaflow_hpc.model.gateway.dialects`, but engines only see one of them. An agent in a sandbox without
 network access connects to a socket inside the sandbox. The gateway waits for the complete response, and then streams it
 if the agent requested a stream. So if a server dies, the call can be retried elsewhere until the last token has
 arrived.
@@ -156,7 +156,7 @@ class ModelGateway:
             policy: Policy that answers its calls.
             listener: An additional listening socket. The gateway serves it until :meth:`close`.
             budget: Limits on its calls and sampled tokens. Default: unlimited.
-            seed: Call n, from 0, is sampled with ``(seed + n) % 2**31``; -1 leaves the seed to the engine.
+            seed: Call n, from 0, is sampled with ``(seed + n) % 2**31``; -1 lets the engine choose the seed.
             recorded: State of a suspended rollout (:meth:`suspended`), whose recording continues.
             judging: Open the rollout for a verifier, which may also call judges.
 
@@ -215,7 +215,7 @@ class ModelGateway:
         """Refuses an open rollout's new calls and, if ``now``, also those still waiting for an engine's response.
 
         Returns:
-            True if the agent is waiting for such a call.
+            True if the agent is waiting for a call's response.
         """
         rollout = self._by_id[rollout_id]
         rollout.suspend(now)
@@ -323,7 +323,7 @@ class ModelGateway:
         Args:
             rollout: The rollout that makes the call.
             http: The HTTP request.
-            endpoint: Request path without ``/v1``; selects the dialect.
+            endpoint: Request path without ``/v1``, which selects the dialect.
             body: Decoded request body.
             size: Size of the body in bytes.
 

@@ -69,7 +69,7 @@ class Serving(NamedTuple):
 
     weights: Version
     adapter_name: str = ""
-    """The engine's name for the weights if they are a LoRA adapter; replaces the model name in requests."""
+    """The engine's name for the weights if they are a LoRA adapter. It replaces the model name in requests."""
 
 
 class Proxy:
@@ -333,7 +333,7 @@ def make_context(private: Path) -> tuple[ssl.SSLContext, str]:
     nor prompt.
 
     Args:
-        private: A directory of mode 0700. The key is written there only while it is loaded.
+        private: A directory of mode 0700. The private key is stored in it only until it is loaded.
 
     Raises:
         ConfigError: The package ``cryptography`` is not installed.

@@ -66,13 +66,13 @@ class Registration:
         self.log_file = run.logs / f"{what.name}.engine.log"
         self.start = secrets.token_hex(8)
         self.beats = 0
-        """Heartbeats since the engine's latest start; 0 while the server is not registered."""
+        """Number of heartbeats since the engine's latest start, or 0 while the server is not registered."""
         self._endpoint: Endpoint
         self._down = False
         """True while the server waits for an external endpoint that is unavailable."""
 
     def check_address(self) -> None:
-        """Checks that other nodes can reach this one, if this is a Slurm job.
+        """Checks that other nodes can reach this node, if this is a Slurm job.
 
         Raises:
             ConfigError: The node has neither a host name that resolves nor a route to other nodes.
@@ -181,6 +181,6 @@ def in_slurm() -> bool:
 
 
 def job_id() -> str:
-    """Returns the Slurm job's id, ``ARRAY_ELEMENT`` for an element of a job array; empty outside Slurm."""
+    """Returns the Slurm job's id, ``ARRAY_ELEMENT`` for an element of a job array, or an empty string outside Slurm."""
     array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{element}" if array and element else os.environ.get("SLURM_JOB_ID", "")

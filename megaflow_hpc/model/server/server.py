@@ -60,7 +60,7 @@ DRAIN_S = 25.0
 MAX_STARTS = 3
 """Consecutive failed starts after which the server gives up."""
 BACKOFF_S = 1.0
-"""Seconds before the second start; the third start waits five times as long."""
+"""Seconds before the second start. The third start waits five times as long."""
 STEADY_S = 60.0
 """Seconds of serving after which the count of failed starts is reset."""
 RESTART_DRAIN_S = 900.0
@@ -79,11 +79,11 @@ class EngineServer:
     Args:
         run: The campaign's run directory.
         what: Model and name of this server.
-        idle_s: Seconds without a request, after the first one, until the server exits.
+        idle_s: Seconds without a request until the server exits. Does not apply before the first request.
         poll_s: Seconds between polls of the run directory.
         weights_poll_s: Seconds between polls of the weights pointer.
         beat_s: Seconds between heartbeats.
-        backoff_s: Seconds before the second start in a row; the third waits five times as long.
+        backoff_s: Seconds before the second start in a row. The third start waits five times as long.
         caps: The ``pool`` section if the campaign is a pool, otherwise ``None``.
     """
 

@@ -21,7 +21,7 @@ MIN_REFRESH_S = 2.0
 REFRESH_S = 30.0
 """Seconds between listings of the members. Removed members are refused after the next listing."""
 DEFAULT_SLOTS = 256
-"""Concurrent requests assumed for an engine that does not report its limit; vLLM's default on most GPUs."""
+"""Concurrent requests assumed for an engine that does not report its limit. This is vLLM's default on most GPUs."""
 SMOOTHING = 0.1
 """Weight of the latest turn in the moving average of turn durations."""
 
@@ -55,7 +55,7 @@ class FairQueue:
     last. Requests of one user are admitted in order of arrival. Use it from a single event loop.
 
     Args:
-        slots: Total slots for all users; :meth:`resize` changes the number.
+        slots: Total number of slots for all users. :meth:`resize` changes it.
         clock: Monotonic clock in seconds.
     """
 

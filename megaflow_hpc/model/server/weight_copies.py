@@ -1,4 +1,5 @@
-"""Copies weight versions to this node. Servers of a policy copy from each other, so only one reads the shared files.
+"""Copies weight versions to this node. Servers of a policy copy from each other, so only one server reads the shared
+files.
 
 ::
 
@@ -12,7 +13,7 @@ of the peer's endpoint file. The peer replies with bytes that it has already rec
 same time. A request for a version that the peer has not noticed makes the peer copy that version.
 
 Each file is compared with the checksum that its publisher wrote. If a peer fails, is slow or sends wrong bytes, the
-server stops using it for this version and tries the next one. The shared file system is the last resort. A server
+server stops using it for this version and tries the next peer. The shared file system is the last resort. A server
 without peers copies nothing.
 """
 
@@ -78,7 +79,7 @@ def sources(servers: Sequence[Endpoint], own: Endpoint) -> list[Endpoint]:
     """Returns the servers from which a server copies files, in order of preference.
 
     The list is empty for the server that reads the shared file system. The first servers of all nodes form a tree in
-    which each has up to :data:`FAN_OUT` children. A node's other servers copy from its first one. If a source fails,
+    which each has up to :data:`FAN_OUT` children. A node's other servers copy from its first server. If a source fails,
     its own sources are tried next.
 
     Args:
@@ -169,7 +170,7 @@ class _File:
 
 @dataclass
 class _Copy:
-    """One version on this node."""
+    """The copy of one version on this node."""
 
     version: Version
     folder: Path
@@ -311,7 +312,7 @@ class WeightCopies:
         return ""
 
     def _write(self, copy: _Copy, name: str, used: list[_Peer]) -> str:
-        """Writes one file and returns its SHA-256. If a peer fails, the next one continues where it stopped."""
+        """Writes one file and returns its SHA-256. If a peer fails, the next peer continues at the same offset."""
         file, digest, published = copy.files[name], hashlib.sha256(), None
         with open(copy.folder / name, "wb", buffering=0) as to, contextlib.ExitStack() as stack:
             while file.received < file.expected.size:

@@ -10,11 +10,11 @@ that each is sampled by one version:
                         Others finish first, so every token's version is known in either case.
 
 ``update: rolling`` makes a policy's servers load one after the other, ``together`` all at the same time. If a server
-cannot load a version, it *refuses* it: it reports the version in its endpoint file and serves the previous one. With
-``rolling``, later servers do not try that version.
+cannot load a version, it *refuses* it: it reports the version in its endpoint file and continues to serve the previous
+version. With ``rolling``, later servers do not try that version.
 
 The servers of a policy pass a version on to each other (:mod:`.weight_copies`) as soon as they notice it. A version may
-be a delta to an earlier one (:mod:`megaflow_hpc.rundir.weight_delta`). Each server builds the complete files on its
+be a delta to an earlier version (:mod:`megaflow_hpc.rundir.weight_delta`). Each server builds the complete files on its
 node's local disk.
 
 A LoRA adapter applies to the campaign's original model. vLLM loads it under a new name next to the previous adapter.
@@ -92,7 +92,8 @@ class WeightUpdater:
         return [server for server in servers if self._heartbeats.alive(server)]
 
     def choose(self) -> Version:
-        """Returns the version to start the engine with: the current one, or the latest earlier one not refused.
+        """Returns the version with which to start the engine: the current version or, if it was refused, the latest
+        earlier version that was not.
 
         Raises:
             ModelServiceError: The run directory cannot be read.
@@ -223,7 +224,7 @@ class WeightUpdater:
                 pass  # an older engine, or one not in development mode, reports no versions
 
     async def _load_adapter(self, version: Version) -> None:
-        """Makes vLLM load an adapter, switches requests to it and unloads the previous one."""
+        """Makes vLLM load an adapter, switches requests to it and unloads the previous adapter."""
         proxy = self._proxy
         name, before = f"{version.policy}@{version.version}", proxy.serving.adapter_name
         await post(proxy, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": version.path})

@@ -4,9 +4,9 @@ It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/h
 ``/wake_up`` and ``/is_sleeping``. While asleep, it answers completion requests with an error. The engine runs in the
 same server as any other, so a campaign can run without weights and with a known outcome.
 
-Tokens are UTF-8 bytes (ids 0 to 255); 256 ends a turn and 257 starts one. Log-probabilities are a function of id and
-position. Reasoning and tool calls are tagged text, as models write them. So each prompt of a conversation extends the
-previous one, and the recording has a single sequence.
+Tokens are UTF-8 bytes (ids 0 to 255), the end of a turn (256) and the start of a turn (257). Log-probabilities are a
+function of id and position. Reasoning and tool calls are tagged text, as models write them. So each prompt of a
+conversation extends the previous prompt, and the recording has a single sequence.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ScriptedEngine:
     Args:
         script: The scripted answers.
         model_name: Name under which the engine serves its answers.
-        max_model_len: Maximum sequence length in tokens. Longer requests are rejected as by vLLM.
-        slots: Maximum concurrent answers; 0 means unlimited.
+        max_model_len: Maximum sequence length in tokens. Longer requests are rejected with the same error as in vLLM.
+        slots: Maximum number of concurrent answers. 0 means unlimited.
     """
 
     def __init__(self, script: Script, model_name: str, max_model_len: int = 1_000_000, slots: int = 0) -> None:

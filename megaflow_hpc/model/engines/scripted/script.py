@@ -3,7 +3,7 @@
 A script is YAML or JSON::
 
     tasks:
-      - when: "text of the task"         # a part of the conversation; or  pattern: a regular expression
+      - when: "text of the task"         # a part of the conversation, or pattern: a regular expression
         answers:                         # answer n (from 0) follows n assistant messages; the last repeats
           - "THOUGHT: … ```mswea_bash_command …```"
           - {file: fix.txt}              # text from a file, relative to the script
@@ -67,7 +67,7 @@ class ScriptedTask:
 
 @dataclass(frozen=True)
 class Script:
-    """Answers of a scripted engine; ``default`` applies if no task matches."""
+    """Answers of a scripted engine. ``default`` applies if no task matches."""
 
     tasks: tuple[ScriptedTask, ...] = ()
     default: tuple[ScriptedAnswer, ...] = (ScriptedAnswer(DEFAULT),)

@@ -1,4 +1,4 @@
-"""Conversions between the APIs that agents use and chat completions, one module per API; used by the gateway.
+"""Conversions between the APIs that agents use and chat completions. Each API is one module. The gateway calls them.
 
 Engines only receive chat completions (or plain ones), so recording and routing are the same for every API::
 

@@ -188,13 +188,13 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def image_part(url: str) -> dict[str, Any]:
-    """Returns an image part of a chat message; ``url`` may be a ``data:`` URL."""
+    """Returns an image part of a chat message. ``url`` may be a ``data:`` URL."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def content_of(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Returns chat content: a single string if there is only text, which every chat template accepts, otherwise the
-    parts."""
+    """Returns content for a chat message: a string if all parts are text, which every chat template accepts, otherwise
+    the list of parts."""
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return [dict(part) for part in parts]
@@ -206,7 +206,7 @@ def text_of(parts: Sequence[Mapping[str, Any]], glue: str = "") -> str:
 
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a function tool for a chat request; ``parameters`` is a JSON schema."""
+    """Returns a function tool for a chat request. ``parameters`` is a JSON schema."""
     function: dict[str, Any] = {"name": name, "parameters": parameters}
     if description:
         function["description"] = description

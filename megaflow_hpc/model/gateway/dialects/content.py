@@ -1,4 +1,4 @@
-"""Messages, tools and images of a chat request. Only their known fields are passed on; all others are dropped.
+"""Messages, tools and images of a chat request. Only their known fields are passed on. All other fields are dropped.
 
 An image must be a ``data:`` URL, or be on a host that the campaign allows (``model.media_domains``). An engine fetches
 URLs from its own node, so an arbitrary URL could reach that node's loopback. No field names a file.

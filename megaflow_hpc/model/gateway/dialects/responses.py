@@ -254,8 +254,8 @@ ORDER = ("reasoning", "content", "tool_calls")
 
 
 def _answer_of(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
-    """Returns the assistant message for an item: the last one, or a new one if the last already has this part or a
-    later one."""
+    """Returns the assistant message to which an item belongs. Appends a new message if the last message already has
+    this part or a later part."""
     last = messages[-1] if messages else {}
     later = ORDER[ORDER.index(part) + (part == "tool_calls") :]
     if last.get("role") != "assistant" or any(name in last for name in later):

@@ -81,7 +81,8 @@ def response_format(value: Any, field: str) -> dict[str, Any]:
 
 
 class StructuredOutputs(msgspec.Struct, omit_defaults=True):
-    """vLLM's constraints; a request may have only one. Agents may not send regular expressions or grammars."""
+    """vLLM's constraints on an answer. A request may set only one of them. Agents may not send regular expressions or
+    grammars."""
 
     json: dict[str, Any] | None = None
     json_object: bool | None = None
