@@ -23,21 +23,21 @@ class TokenSequence:
     policy: str = ""
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """NaN for tokens that were not sampled."""
+    """Log-probability of each token. NaN for tokens that were not sampled."""
     loss_mask: array[int] = field(default_factory=lambda: array("B"))
     """1 for tokens that the policy sampled freely with its own sampling settings, otherwise 0."""
     weight_versions: array[int] = field(default_factory=lambda: array("i"))
-    """-1 for tokens that were not sampled."""
+    """Version of the weights that sampled each token. -1 for tokens that were not sampled."""
     experts: array[int] = field(default_factory=lambda: array("B"))
-    """Experts of each token in the engine: (tokens, layers, experts per token) as native-endian bytes, with 1 or 2
-    bytes each. A token whose bytes are all 255 (:data:`UNROUTED`) has unknown experts. Empty if the engine does not
-    report experts."""
+    """Experts that the engine chose for each token, as a flattened array (tokens, layers, experts per token) of
+    native-endian integers of 1 or 2 bytes. A token whose bytes are all 255 (:data:`UNROUTED`) has unknown experts.
+    Empty if the engine does not report experts."""
     expert_layers: int = 0
     experts_per_token: int = 0
 
     @property
     def expert_row(self) -> int:
-        """Bytes of ``experts`` for each token."""
+        """Size in bytes of each token's entry in ``experts``."""
         return len(self.experts) // len(self.tokens) if self.tokens else 0
 
     def first(self, count: int | None) -> TokenSequence:
@@ -95,7 +95,7 @@ class Turn:
 
 @dataclass
 class Attempt:
-    """One attempt at a rollout, kept regardless of its outcome. Times are Unix seconds."""
+    """One attempt at a rollout, kept regardless of its outcome. Times are in seconds since the Unix epoch."""
 
     attempt: int
     status: str
@@ -116,7 +116,8 @@ class Recording:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """All messages of all calls, in OpenAI format. They form a tree, because conversations share common prefixes."""
     parents: list[int] = field(default_factory=list)
-    """For each message, the index of the previous message in its conversation. -1 for a first message."""
+    """For each message, the index of the previous message in its conversation. -1 for the first message of a
+    conversation."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """For each turn, additional data for replay: the request's ``id``, ``asked`` (a digest of the conversation), and
     the response's ``text`` if it is not a message."""

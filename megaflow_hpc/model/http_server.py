@@ -112,7 +112,7 @@ class BoundedLog:
             self._log.warning("refused: %s: %d%s", kind, number, f", the latest of {owner}" if owner else "")
 
     def exception(self, message: str, *arguments: object, exc_info: object = True) -> None:
-        """Logs an exception with its traceback, or counts it."""
+        """Logs an exception with its traceback, or only counts it if the same message was logged in the past minute."""
         if number := self._due(message):
             self._log.error(message, *arguments, exc_info=exc_info)  # type: ignore[arg-type]
             if number > 1:
@@ -122,7 +122,7 @@ class BoundedLog:
         """Discards aiohttp's debug messages."""
 
     def _due(self, kind: str) -> int:
-        """Returns the count to log now, or 0 if this kind was logged too recently."""
+        """Returns the number of events to log now, or 0 if this kind was logged too recently."""
         written_at, number = self._kinds.get(kind, (-LOG_INTERVAL_S, 0))
         now = time.monotonic()
         if now - written_at < LOG_INTERVAL_S:
@@ -138,7 +138,7 @@ class _Connection(web.RequestHandler):
     def __init__(self, server: HttpServer, **options: Any) -> None:
         super().__init__(server, **options)
         self.owner = ""
-        """Empty while the connection waits for a key."""
+        """Owner of the connection. Empty while the connection waits for a key."""
         self.busy = False
         """True while a request is being handled."""
         self.connecting: asyncio.Task[Any] | None = None
@@ -195,7 +195,7 @@ class HttpServer(web.Server):
         self._waiting: dict[_Connection, None] = {}
         """Connections without a key, oldest first."""
         self._owned: dict[str, dict[_Connection, None]] = {}
-        """Owner → its connections, longest idle first."""
+        """Maps each owner to its connections, longest idle first."""
         self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
         super().__init__(
             self._handle,

@@ -29,7 +29,7 @@ MAX_DEPTH = 254
 """Deepest nesting that orjson can encode. Recorded documents must be encodable again."""
 _WINDOW = 16 * 2**10
 _OBJECT = 512
-"""Cost of one object or array, as the equivalent bytes of plain text."""
+"""Cost of decoding one object or array, as the equivalent number of bytes of plain text."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _thread = ThreadPoolExecutor(1, "large-documents")
 
@@ -67,7 +67,7 @@ sampled and alternative token."""
 
 
 def effort(raw: bytes | bytearray) -> int:
-    """Estimates the cost of processing a document, as the equivalent bytes of plain text."""
+    """Estimates the cost of processing a document, as the equivalent number of bytes of plain text."""
     if len(raw) > OFFLOAD_BYTES:
         return len(raw)  # large enough already; the exact value is not needed
     if len(raw) + _OBJECT * (raw.count(b"[") + raw.count(b"{")) <= OFFLOAD_BYTES:
@@ -95,7 +95,7 @@ def packed(value: Any, *, sort_keys: bool = False) -> bytes:
 def decoded(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> Any:
     """Decodes untrusted JSON.
 
-    Accepts lone surrogates, as in truncated tool output, and in small documents ``NaN``.
+    Accepts lone surrogates, as in truncated tool output, and also ``NaN`` in small documents.
 
     Raises:
         TooMuch: The document exceeds its bounds.

@@ -58,8 +58,8 @@ def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def arguments_of(text: Any) -> dict[str, Any]:
     """Returns a tool call's arguments.
 
-    Some encoders reject text that is not a JSON object or is nested deeper than :data:`MAX_DEPTH`. Such text becomes
-    the single argument :data:`RAW_ARGUMENT`.
+    Some encoders reject text that is not a JSON object or is nested deeper than :data:`MAX_DEPTH`. Text of this kind
+    becomes the single argument :data:`RAW_ARGUMENT`.
     """
     if not text:
         return {}

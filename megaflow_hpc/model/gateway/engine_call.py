@@ -23,18 +23,18 @@ from megaflow_hpc.types import Sampling
 
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 20.0
-"""Seconds after which an idle connection is closed. Servers keep theirs open longer."""
+"""Seconds after which an idle connection is closed. Servers keep idle connections open longer."""
 MAX_ANSWER = 32 * 2**20
 """Maximum size of a response body, in bytes."""
 SMALL_ANSWER = 2**20
 """Maximum size in bytes of a response body that may be read without the rollout's quota for large responses."""
 GATE_TIMEOUT_S = 120.0
-"""Maximum seconds that a large response waits for the quota, because its server has other clients."""
+"""Maximum seconds that a large response waits for the quota. The limit exists because the server has other clients."""
 _HEADERS_LEFT_OUT = ("Accept", "Accept-Encoding", "User-Agent")
 Gate = Callable[[], Awaitable[None]]
-"""Awaitable that completes once a large response may be read."""
+"""Coroutine function that returns once a large response may be read."""
 _SERVER_AT_FAULT = frozenset({401, 403, 408, 429})
-"""HTTP statuses below 500 for which another server is worth trying."""
+"""HTTP statuses below 500 after which a call is tried at another server."""
 _FORBIDDEN = frozenset({401, 403})
 """HTTP statuses that mean a forbidden request if the engine sends them, and a wrong key if its proxy does."""
 _MAX_REFUSAL = 64 * 2**10
@@ -91,7 +91,7 @@ class EngineClient:
             key: Bearer token, sent once the certificate has been verified.
             fingerprint: SHA-256 of the server's certificate in hexadecimal. If empty, the system's CAs are used.
             timeout_s: Seconds for the whole exchange.
-            gate: Awaited before more than :data:`SMALL_ANSWER` bytes of the response are read.
+            gate: Called and awaited before more than :data:`SMALL_ANSWER` bytes of the response are read.
 
         Raises:
             AnswerTooLong: The response has more than :data:`MAX_ANSWER` bytes.
@@ -216,7 +216,7 @@ class EngineRequest(NamedTuple):
 
     policy: str
     path: str
-    """Path in the engine's API."""
+    """Path of the request in the engine's API."""
     body: Mapping[str, Any]
     recorder: Recorder
     size: int = 0
@@ -230,11 +230,11 @@ class EngineRequest(NamedTuple):
     limit: int = 0
     """Token limit per choice from the rollout's budget, used if the body sets no limit. 0 means no limit."""
     gate: Gate | None = None
-    """Awaited before a large response is read."""
+    """Called and awaited before a large response is read. If ``None``, large responses are read immediately."""
 
     @property
     def chat(self) -> bool:
-        """True if the request asks for a chat completion, false for a plain one."""
+        """True if the request asks for a chat completion, false for a plain completion."""
         return self.path == CHAT
 
     @property

@@ -28,7 +28,7 @@ class Quotas:
 
     requests_per_s: float | None = None
     tokens_per_s: float | None = None
-    """Prompt and sampled tokens combined."""
+    """Limit on prompt tokens and sampled tokens combined."""
     in_flight: int | None = None
 
     @classmethod
@@ -52,7 +52,8 @@ class Quotas:
 
 
 class Bucket:
-    """A token bucket that refills at ``rate`` per second. It holds one second's worth of tokens, but at least 1."""
+    """A token bucket that refills at ``rate`` per second. Its capacity is one second's worth of tokens, but at least
+    1."""
 
     def __init__(self, rate: float, clock: Clock = time.monotonic) -> None:
         self.rate, self._clock = rate, clock

@@ -17,7 +17,7 @@ from megaflow_hpc.types import CallBudget
 SEEDS = 2**31
 """Exclusive upper bound for seeds that every engine supports."""
 MAX_CALLS = 64
-"""Maximum concurrent calls of one rollout."""
+"""Maximum number of concurrent calls of one rollout."""
 
 
 class OverBudget(Exception):
@@ -32,7 +32,7 @@ class RolloutQuota:
 
     Args:
         size: Maximum total size in bytes of the bodies of all calls, and therefore of a single body.
-        calls: Maximum concurrent calls.
+        calls: Maximum number of concurrent calls.
     """
 
     def __init__(self, size: int, calls: int = MAX_CALLS) -> None:
@@ -87,7 +87,7 @@ class OpenRollout:
     token: str
     """URL path segment that identifies the rollout."""
     key: str
-    """Bearer token required from its clients."""
+    """Bearer token that the rollout's clients must send."""
     recorder: Recorder
     budget: CallBudget = field(default_factory=CallBudget)
     servers: dict[str, str] = field(default_factory=dict)
@@ -114,14 +114,14 @@ class OpenRollout:
     waiting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks of calls that wait for an engine's response. Nothing is recorded for them yet."""
     reserved_calls: int = 0
-    """Choices reserved by calls in progress."""
+    """Number of choices reserved by calls in progress."""
     reserved_tokens: int = 0
-    """Tokens reserved by calls in progress."""
+    """Number of tokens reserved by calls in progress."""
     released: asyncio.Condition = field(default_factory=asyncio.Condition)
     """Notified when a call releases its reservation."""
 
     def failed(self, why: str, control: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """Records why the latest call failed, and how to check whether the service is at fault."""
+        """Records the reason why the latest call failed, and a check of whether the service is at fault."""
         self.failure, self.control = why, control
 
     def suspend(self, now: bool) -> None:

@@ -62,7 +62,7 @@ class Answer:
     size: int = 0
     """Size of the engine's response in bytes."""
     total_tokens: int = 0
-    """Prompt and completion tokens combined."""
+    """Number of prompt tokens and completion tokens combined."""
 
 
 async def ask(call: Call) -> Answer:
@@ -215,7 +215,7 @@ async def count(call: Call) -> int:
 
 
 def _text_answer(call: Call, reply: Reply) -> Answer:
-    """Returns an answer without tokens. If the engine reports usage, it is counted for the first choice."""
+    """Returns an answer without tokens. If the engine reports usage, assigns all of it to the first choice."""
     usage = reply.get("usage") or {}
     total, sampled = (min(max(0, usage.get(k) or 0), _MAX_TOKENS) for k in ("total_tokens", "completion_tokens"))
     samples = []

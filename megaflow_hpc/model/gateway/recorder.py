@@ -53,7 +53,7 @@ class SampledTokens:
     stopped: bool = False
     """True if the last token ended the turn, false if a limit ended it."""
     policy: str = ""
-    """Policy that answered. If empty, the rollout's own policy did."""
+    """Policy that answered. Empty for the rollout's own policy."""
     free: bool = True
     """True if the tokens were sampled with the policy's own settings and without constraints."""
     experts: RoutedExperts | None = None
@@ -86,16 +86,16 @@ class Recorder:
     policy: str
     recording: Recording = field(default_factory=Recording)
     sampled: int = 0
-    """Tokens sampled so far."""
+    """Number of tokens sampled so far."""
     calls: int = 0
-    """Answers recorded so far."""
+    """Number of answers recorded so far."""
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
     """Maps the number of each sequence to its end."""
     conversations: Conversations = field(init=False, repr=False)
     _answered_at: float = field(default=0.0, repr=False)
     """Time at which the latest answer was recorded, or 0 once another request has arrived."""
     _operations: int = field(default=0, repr=False)
-    """Sandbox operations in progress."""
+    """Number of sandbox operations in progress."""
     _operations_began: float = field(default=0.0, repr=False)
     _operating_turn: Turn | None = field(default=None, repr=False)
     """Turn that started the sandbox operations in progress."""
@@ -126,7 +126,8 @@ class Recorder:
                 self._operating_turn.sandbox_s += time.monotonic() - self._operations_began
 
     def find(self, prompt: Sequence[int], policy: str = "") -> int | None:
-        """Returns the index of the policy's longest sequence that ``prompt`` extends."""
+        """Returns the index of the policy's longest sequence that ``prompt`` extends, or ``None`` if it extends no
+        sequence."""
         candidate, policy = _as_array(prompt), policy or self.policy
         best, best_length = None, -1
         for number, sequence in enumerate(self.recording.sequences):
@@ -227,14 +228,16 @@ class Recorder:
     def tip(
         self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = ""
     ) -> tuple[TokenSequence, Tip] | None:
-        """Returns the latest turn that this conversation continues: same prompt, followed by the unchanged answer."""
+        """Returns the sequence and tip of the latest turn that this conversation continues, with the same prompt and an
+        unchanged answer. Returns ``None`` if it continues no recorded turn."""
         candidate = _as_array(rendered)
         return next(self._answered(messages, policy, lambda tip: candidate[: len(tip.rendered)] == tip.rendered), None)
 
     def answered(
         self, messages: Sequence[Mapping[str, Any]], policy: str = "", most: int = 1
     ) -> list[tuple[TokenSequence, Tip]]:
-        """Returns up to ``most`` of the latest turns whose answers are part of this conversation."""
+        """Returns the sequences and tips of the latest turns whose answers are part of this conversation, ``most`` at
+        most and the latest first."""
         return list(islice(self._answered(messages, policy, lambda tip: True), most))
 
     def _answered(

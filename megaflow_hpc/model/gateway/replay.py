@@ -164,7 +164,7 @@ class Replay:
 
 
 def body_of(sample: SampledTokens, chat: bool, model: str) -> dict[str, Any]:
-    """Formats a sample as an engine response, a chat completion or a plain one."""
+    """Formats a sample as an engine's response, which is a chat completion or a plain completion."""
     counts = {"prompt_tokens": len(sample.prompt), "completion_tokens": len(sample.tokens)}
     choice: dict[str, Any] = {"index": 0, "finish_reason": sample.finish_reason, "logprobs": None}
     choice |= {"message": dict(sample.message or {})} if chat else {"text": sample.text}

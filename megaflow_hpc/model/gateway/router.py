@@ -35,7 +35,8 @@ ALL_FAILED_S = 15.0
 node. If every cause is lasting, calls do not wait.
 """
 AFFINITY = 2
-"""Requests that a preferred server may have above the least busy one, because its prefix cache saves more time."""
+"""Number of requests that a preferred server may have in excess of the least busy server. Its prefix cache saves more
+time than they cost."""
 
 
 class Server(Endpoint, kw_only=True, eq=False):
@@ -44,9 +45,9 @@ class Server(Endpoint, kw_only=True, eq=False):
     degraded: bool = False
     """True if the server lacks an endpoint of its protocol, and gets requests of a lower protocol."""
     outstanding: int = 0
-    """This gateway's requests in flight."""
+    """Number of this gateway's requests in flight."""
     failures: int = 0
-    """Consecutive failures."""
+    """Number of consecutive failures."""
     failed_at: float = 0.0
     backoff_until: float = 0.0
     retry_after_until: float = 0.0

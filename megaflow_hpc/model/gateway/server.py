@@ -73,7 +73,7 @@ from megaflow_hpc.types import CallBudget, ModelEndpoint, Sampling
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_CONNECTIONS = 256
-"""Maximum connections of one rollout to its gateway."""
+"""Maximum number of connections from one rollout to its gateway."""
 
 
 class ModelGateway:
@@ -107,7 +107,7 @@ class ModelGateway:
     ) -> None:
         self.port = 0
         self.tokens = 0
-        """Tokens sampled by engines so far."""
+        """Number of tokens that engines have sampled so far."""
         self._caller = Caller(wait_s, request_timeout_s, limits)
         self._policies, self._judges = frozenset(policies), frozenset(judges)
         self._replays, self._keep_thoughts = replays or {}, frozenset(keep_thoughts)

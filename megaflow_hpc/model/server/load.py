@@ -22,7 +22,7 @@ class Load:
 
     in_flight: int = 0
     waiting: int = 0
-    """Requests waiting in the engine's queue or, in a pool, at the proxy."""
+    """Number of requests waiting in the engine's queue or, in a pool, at the proxy."""
     wait_s: float = 0.0
     """Seconds until the last queued request starts, at the rate of the past half minute."""
 

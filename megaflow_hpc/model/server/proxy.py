@@ -44,7 +44,7 @@ from megaflow_hpc.rundir.weights import Version
 SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS))
 MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models")}
 MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS)}
-"""Paths that gateways use. Other engine APIs are blocked: they accept options that no gateway has checked."""
+"""Paths that gateways use. Other engine APIs are blocked, because they accept options that no gateway has checked."""
 PASSED = ("accept", "content-type", "x-request-id", "traceparent", "tracestate", "anthropic-version")
 """Request headers forwarded to the engine."""
 NOT_RETURNED = frozenset(
@@ -84,9 +84,9 @@ class Proxy:
         self.key = secrets.token_urlsafe(32)
         self.port = 0
         self.requests = 0
-        """POST requests forwarded so far."""
+        """Number of POST requests forwarded so far."""
         self.in_flight = 0
-        """Requests of any kind currently waiting for the engine."""
+        """Number of requests of any kind that are waiting for the engine."""
         self.last_request = time.monotonic()
         self.draining = False
         self.down = ""

@@ -137,7 +137,7 @@ class Registration:
             self._pool.withdraw(self.what.name)
 
     def leave(self) -> None:
-        """Removes all files of this start."""
+        """Removes all endpoint files that this start of the server wrote."""
         self.unregister()
         self._files.withdraw_loading(self.what.name, self.start)
         self._files.withdraw_starting(self.what.name)
@@ -152,7 +152,7 @@ class Registration:
         self._files.publish_failed(self._failure(cause, lasting))
 
     def starts_again(self, cause: str) -> None:
-        """Publishes why the engine's latest start failed. The server will try again."""
+        """Publishes the reason why the engine's latest start failed. The server will try again."""
         failure = self._failure(cause, False)
         failure.down = self._down
         self._files.publish_starting(failure)

@@ -54,11 +54,11 @@ POLL_S = 5.0
 """Seconds between polls of the run directory and of the idle time."""
 IDLE_S = 300.0
 MAX_MISSING_POLLS = 5
-"""Consecutive polls without a run directory after which it is considered deleted."""
+"""Number of consecutive polls without a run directory after which the directory is considered deleted."""
 DRAIN_S = 25.0
-"""Seconds that an exiting server gives requests in flight. Slurm sends SIGKILL 30 s after preemption (KillWait)."""
+"""Seconds that an exiting server waits for requests in flight. Slurm sends SIGKILL 30 s after preemption (KillWait)."""
 MAX_STARTS = 3
-"""Consecutive failed starts after which the server gives up."""
+"""Number of consecutive failed starts after which the server gives up."""
 BACKOFF_S = 1.0
 """Seconds before the second start. The third start waits five times as long."""
 STEADY_S = 60.0

@@ -75,11 +75,12 @@ class FairQueue:
 
     @contextlib.asynccontextmanager
     async def turn(self, name: str, share: float = 1.0, max_slots: int | None = None) -> AsyncIterator[None]:
-        """Waits for a slot and holds it inside the context.
+        """Waits for a slot and holds it for the duration of the context.
 
         Args:
             share: This user's share, relative to the shares of other users.
-            max_slots: Maximum slots for this user, even if no other user is waiting. If ``None``, there is no limit.
+            max_slots: Maximum number of slots for this user, even if no other user is waiting. ``None`` means
+                unlimited.
         """
         user = self._users.setdefault(name, _User(share, max_slots))
         user.share, user.max_slots = share, max_slots

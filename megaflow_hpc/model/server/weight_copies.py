@@ -50,12 +50,12 @@ from megaflow_hpc.rundir.weights import Checksum, Version, checksum, read_checks
 
 ROOT = "/weights/"
 FAN_OUT = 2
-"""Maximum nodes that copy from the same node."""
+"""Maximum number of nodes that copy from the same node."""
 CHUNK = 2**22
 """Maximum bytes in a reply. Replies are small because the event loop that encrypts them also serves the engine's
 requests."""
 MAX_REPLIES = 4
-"""Maximum concurrent replies with content. Further requests get an empty reply, and are repeated."""
+"""Maximum number of concurrent replies with content. Further requests get an empty reply, and are repeated."""
 HOLD_S = 1.0
 """Seconds that a request waits for new bytes before it gets an empty reply."""
 REPLY_TIMEOUT_S = 10.0
@@ -111,7 +111,7 @@ class PeerError(Exception):
 
 
 class _Peer:
-    """A connection to another server's proxy, for one thread."""
+    """A connection to another server's proxy, used by a single thread."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint, url = endpoint, urlsplit(endpoint.url)
@@ -209,7 +209,7 @@ class WeightCopies:
         self._closed = False
 
     def close(self) -> None:
-        """Makes the copying threads stop soon."""
+        """Tells the copying threads to stop. Does not wait for them."""
         self._closed = True
 
     def begin(self, version: Version, requested: bool = False) -> None:
@@ -253,7 +253,8 @@ class WeightCopies:
     # --- copying ---
 
     def _fits(self, size: int) -> bool:
-        """Returns whether scratch has space for two versions. A scratch in memory also needs available memory."""
+        """Returns whether the scratch directory has space for two versions. If it is in memory, also checks the
+        available memory."""
         free = shutil.disk_usage(self.scratch).free
         if mount_of(self.scratch).type in ("tmpfs", "ramfs"):
             available = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split(maxsplit=1)[0]

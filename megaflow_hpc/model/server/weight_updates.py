@@ -122,7 +122,7 @@ class WeightUpdater:
         The files are a copy on this node if the policy has several servers. A delta's files are rebuilt on this node.
 
         Raises:
-            ModelServiceError: The delta's base is missing, or files differ from the published ones.
+            ModelServiceError: The delta's base is missing, or files differ from the published files.
         """
         if not version.path:
             return version
@@ -181,7 +181,7 @@ class WeightUpdater:
         """Loads ``version`` in place, or refuses it if the engine still serves the previous version.
 
         Raises:
-            ModelServiceError: The engine must be restarted for the version, or failed.
+            ModelServiceError: The engine failed, or must be restarted for this version.
         """
         serving, proxy = self._proxy.serving, self._proxy
         try:

@@ -79,7 +79,7 @@ def _explained(error: msgspec.ValidationError, value: Any, kind: Any, field: str
 
 
 def _value_at(value: Any, kind: Any, path: str) -> tuple[Any, list[str]]:
-    """Returns the value at a path, and the strings that its type allows there: literals or struct tags."""
+    """Returns the value at a path, and the strings that the type allows at that path: literals or struct tags."""
     kinds = _members(inspect.type_info(kind))
     for name, number in _STEP.findall(path):
         tags = [str(kind.tag) for kind in kinds if isinstance(kind, inspect.StructType) and kind.tag_field == name]
@@ -160,7 +160,7 @@ def bounded_arguments(text: str, field: str) -> str:
 
 
 def written_arguments(value: Any, field: str) -> str:
-    """Encodes a tool call's arguments, which the agent sent as values, as JSON."""
+    """Encodes a tool call's arguments as JSON. The agent sent them as values."""
     bounded(value, field, MAX_ARGUMENTS_LENGTH)
     return json.dumps(value, ensure_ascii=False)
 

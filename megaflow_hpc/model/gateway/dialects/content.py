@@ -67,7 +67,7 @@ Part = str | Text | InputText | OutputText | Refusal | ImagePart
 
 
 class CalledFunction(Struct):
-    """The function called by a tool call."""
+    """The function that a tool call names, with its arguments."""
 
     name: str
     arguments: str | None = None
@@ -93,11 +93,11 @@ class SystemMessage(ChatMessage, tag="system"):
 
 
 class DeveloperMessage(ChatMessage, tag="developer"):
-    """A system message under its newer name, which chat templates do not support."""
+    """A system message with the newer role ``developer``, which chat templates do not support."""
 
 
 class UserMessage(ChatMessage, tag="user"):
-    """Text from the agent or the task."""
+    """Text and images from the agent or the task."""
 
 
 class AssistantMessage(ChatMessage, tag="assistant"):

@@ -250,7 +250,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 ORDER = ("reasoning", "content", "tool_calls")
-"""Order of the parts of an answer."""
+"""Order in which the parts of an answer appear in a message."""
 
 
 def _answer_of(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
