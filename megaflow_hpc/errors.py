@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_MESSAGE_CHARACTERS = 20_000
-"""Maximum length of a message. A message may quote another user's file."""
+"""Maximum length of an error message. It is limited because a message may quote another user's file."""
 
 
 class MegaflowError(Exception):
@@ -34,8 +34,7 @@ class ConfigError(MegaflowError):
 class Mistakes(ConfigError):
     """All errors in a file. Each message names its location.
 
-    Args:
-        found: the messages, at least one.
+    Args: found: The messages, at least one.
     """
 
     MAX_SHOWN = 20
@@ -76,7 +75,8 @@ class UserCodeError(MegaflowError):
 
 
 class ModelServiceError(MegaflowError):
-    """No engine responded, or an engine could not be started. A task's ``score`` may raise it if its judge is down."""
+    """No engine responded, or an engine could not be started. A task's ``score`` may raise this error if its judge is
+    down."""
 
 
 class StarvedError(MegaflowError):

@@ -47,10 +47,10 @@ def resource(name: str) -> Path:
     """Returns the absolute path of a file or directory shipped with the package.
 
     Args:
-        name: the path in a checkout: ``sbatch``, ``containers/task-base.def``, ``launchers/agents.sh``.
+        name: The path in a checkout: ``sbatch``, ``containers/task-base.def``, ``launchers/agents.sh``.
 
     Raises:
-        SiteError: this installation lacks the file.
+        SiteError: This installation lacks the file.
     """
     for base in (_PACKAGE / "carried", _PACKAGE.parent):
         if (base / name).exists():
@@ -59,7 +59,7 @@ def resource(name: str) -> Path:
 
 
 def docs(page: str) -> str:
-    """Returns the URL of a documentation page, for example for ``docs("how-to/images.md")``."""
+    """Returns the URL of a documentation page, such as ``docs("how-to/images.md")``."""
     return f"{PROJECT}/blob/main/docs/{page}"
 
 
@@ -67,7 +67,7 @@ def require_running(what: str) -> None:
     """Raises :class:`SiteError` if this interpreter cannot run rollouts. Jobs use the same interpreter.
 
     Args:
-        what: the requested action, such as ``run``, or a campaign's name. The error message starts with it.
+        what: The requested action, such as ``run``, or a campaign's name. The error message starts with it.
     """
     missing = [name for name in RUNNING if importlib.util.find_spec(name) is None]
     if missing:

@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_CONTAINERS = 4_000_000
-"""Maximum number of opening brackets in a JSON text, including those in strings. Each may become a 64-byte object."""
+"""Maximum number of opening brackets in a JSON text, including those in strings. Each bracket may become a 64-byte
+object."""
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parses a JSON text.
 
     Raises:
-        ValueError: the text is not JSON, is not UTF-8, is nested too deeply, or has more than :data:`MAX_CONTAINERS`
+        ValueError: The text is not JSON, is not UTF-8, is nested too deeply, or has more than :data:`MAX_CONTAINERS`
             lists and objects.
     """
     if len(text) > MAX_CONTAINERS:
@@ -32,7 +33,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     """Parses a JSON text that must be an object.
 
     Raises:
-        ValueError: the text is not a JSON object.
+        ValueError: The text is not a JSON object.
     """
     try:
         value = parse_json(text)
@@ -110,7 +111,7 @@ def end_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]]
 _STEERING = re.compile(
     "[^\n\t -~\u00a0-\U0010ffff]|[\u00ad\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )
-"""Control characters, bidirectional formatting marks, unusual line separators and lone surrogates."""
+"""Matches control characters, bidirectional formatting marks, unusual line separators and lone surrogates."""
 
 
 def printable(text: str) -> str:
@@ -119,7 +120,8 @@ def printable(text: str) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """Escapes like :func:`printable`, but also newlines and tabs, for table cells and names within a sentence."""
+    """Escapes the same characters as :func:`printable`, and also newlines and tabs. Use it for table cells and for
+    names within a sentence."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

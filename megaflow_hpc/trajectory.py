@@ -137,7 +137,7 @@ class Recording:
 
 @dataclass
 class Trajectory:
-    """Everything stored for one rollout: one journal record, one row of ``trajectories.h5``."""
+    """All stored data of one rollout. It is one record of a journal and one row of ``trajectories.h5``."""
 
     id: str
     task_id: str
@@ -178,7 +178,7 @@ class Trajectory:
     inexact: int = 0
     """Number of model calls recorded with less detail than an engine can provide; see :attr:`Recording.inexact`."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages of all conversations, as a tree."""
+    """Messages of all conversations in OpenAI format. ``parents`` links them to a tree."""
     parents: list[int] = field(default_factory=list)
     """For each message, the index of the previous message. :func:`linked` fills in missing entries."""
     sequences: list[TokenSequence] = field(default_factory=list)
@@ -196,7 +196,8 @@ class Trajectory:
 
     @classmethod
     def begin(cls, rollout: Rollout, attempt: int, status: str, **known: Any) -> Trajectory:
-        """Creates the trajectory of an attempt that starts and ends now, unless ``known`` sets other values."""
+        """Creates the trajectory of an attempt that starts and ends now. ``known`` sets further fields, and may
+        override these times."""
         now = time.time()
         names = ("id", "task_id", "group_id", "policy", "agent", "sample_index")
         of_rollout = {name: getattr(rollout, name) for name in names}
@@ -205,7 +206,8 @@ class Trajectory:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Trajectory:
-        """Restores a trajectory from :meth:`to_record`. Ignores unknown keys and gives missing ones their defaults."""
+        """Restores a trajectory from :meth:`to_record`. Ignores unknown keys. Missing keys get the default values of
+        their fields."""
         kept = known_fields(cls, record)
         kept["sequences"] = [TokenSequence.from_record(s) for s in record.get("sequences", ())]
         kept["turns"] = [Turn(**known_fields(Turn, t)) for t in record.get("turns", ())]

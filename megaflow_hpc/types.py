@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import socket
 
 Status = Literal["completed", "truncated", "failed", "cancelled"]
-"""``completed`` and ``truncated`` (ended by an agent limit) are verified. ``failed`` is an infrastructure failure."""
+"""Outcome of a rollout. ``completed`` and ``truncated`` (ended by an agent limit) rollouts are verified. ``failed``
+means an infrastructure failure."""
 VERIFIED: tuple[Status, ...] = ("completed", "truncated")
 """Statuses of rollouts that may have a reward and are not run again."""
 
@@ -31,7 +32,8 @@ def _names(cls: type) -> frozenset[str]:
 
 
 def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of ``data`` that are fields of a dataclass. Drops fields written by a later version."""
+    """Returns the entries of ``data`` that are fields of a dataclass. Drops entries that a later version of the package
+    wrote."""
     names = _names(cls)
     return {key: value for key, value in data.items() if key in names}
 
@@ -51,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Task:
-    """One problem for an agent, as loaded by a task format. ``kind`` names the format (``harbor``, …)."""
+    """One problem for an agent, loaded by a task format. ``kind`` is the name of the format, such as ``harbor``."""
 
     id: str
     instruction: str
@@ -77,7 +79,7 @@ class Task:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Task:
-        """Restores a task from :meth:`to_dict`. Ignores keys of a later version."""
+        """Restores a task from :meth:`to_dict`. Ignores keys that a later version of the package wrote."""
         return cls(**{**known_fields(cls, data), "limits": Limits(**data.get("limits", {}))})
 
 
@@ -99,8 +101,8 @@ class Rollout:
 
     @cached_property
     def id(self) -> str:
-        """Unique name of the rollout: ``<task>/<policy>/<sample>``, from round 1 on
-        ``<task>@<round>/<policy>/<sample>``. With a scaffold: ``<task>/<policy>+<scaffold>/<sample>``."""
+        """Unique name of the rollout: ``<task>/<policy>/<sample>``. From round 1 on, ``<task>`` becomes
+        ``<task>@<round>``. With a scaffold, ``<policy>`` becomes ``<policy>+<scaffold>``."""
         return f"{self.group_id}/{self.sample_index}"
 
     @cached_property
@@ -116,11 +118,12 @@ class Rollout:
         return {name: getattr(self, name) for name in _ROLLOUT_NAMES}
 
     def seed(self, campaign: int, attempt: int) -> int:
-        """Returns the sampling seed, below 2**31. It depends only on rollout, attempt and campaign seed.
+        """Returns the sampling seed, below 2**31. The seed depends only on the rollout, the attempt and the campaign's
+        seed.
 
         Args:
-            campaign: the campaign's ``seed``.
-            attempt: number of the attempt, from 0.
+            campaign: The campaign's ``seed``.
+            attempt: Number of the attempt, from 0.
         """
         digest = hashlib.sha256(f"{campaign}\0{self.id}\0{attempt}".encode()).digest()
         return int.from_bytes(digest[:4]) % 2**31
@@ -135,7 +138,7 @@ class RolloutName(NamedTuple):
 
     @classmethod
     def parse(cls, rollout_id: str) -> RolloutName:
-        """Splits an id. All parts are empty if it is invalid."""
+        """Splits a rollout's id. If the id is invalid, all parts are empty."""
         task, slash, rest = rollout_id.rpartition("/")[0].rpartition("/")
         policy, _, scaffold = rest.partition("+")
         return cls(without_round(task)[0], policy, scaffold) if slash else cls("", "")
@@ -208,11 +211,11 @@ class Sandbox(Protocol):
         """Runs a command and waits for it to finish. A failed command is a result, not an error.
 
         Args:
-            command: a string is passed to ``/bin/sh -c``. A sequence is run directly.
-            timeout_s: seconds until the command and its children are killed (exit code 124). Default: no limit.
-            cwd: directory inside the sandbox. Default: the task's working directory.
-            env: variables to add to the sandbox's environment.
-            user_input: standard input of the command. Default: empty.
+            command: A string is passed to ``/bin/sh -c``. A sequence is run directly.
+            timeout_s: Seconds until the command and its children are killed (exit code 124). Default: no limit.
+            cwd: Directory inside the sandbox. Default: the task's working directory.
+            env: Variables to add to the sandbox's environment.
+            user_input: Standard input of the command. Default: empty.
         """
 
     async def upload(self, source: str, target: str) -> None:
@@ -270,7 +273,7 @@ class AgentResult:
 class Agent(Protocol):
     """A scaffold. Each instance serves one rollout.
 
-    If the agent's program runs *in* the sandbox and calls the model from there, set the attribute ``in_sandbox`` to
+    If the agent's program runs *in* the sandbox and calls the model from inside it, set the attribute ``in_sandbox`` to
     true. ``model.sandbox_url`` is then set. List the host paths that the program needs in ``binds``
     (``SRC:DEST[:ro]``).
     """
@@ -279,11 +282,11 @@ class Agent(Protocol):
         """Works on the task until the agent is done or reaches one of its limits.
 
         Args:
-            model: access to the model. ``None`` in a campaign without a model.
+            model: Access to the model. ``None`` in a campaign without a model.
 
         Raises:
-            ModelServiceError: the model did not respond. The rollout is retried.
-            SandboxError: the sandbox was lost. The rollout is retried.
+            ModelServiceError: The model did not respond. The rollout is retried.
+            SandboxError: The sandbox was lost. The rollout is retried.
         """
 
 

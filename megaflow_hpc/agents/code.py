@@ -27,7 +27,8 @@ from megaflow_hpc.host.atomic import file_mode, make_directory, write_atomic
 MAX_FILES, MAX_BYTES = 2000, 64 * 2**20
 """Maximum number and total bytes of the code files stored with a run."""
 DATA_FILES, DATA_BYTES = 200, 16 * 2**20
-"""Maximum number of files, and total bytes, of a data file or directory to copy. Larger ones are symlinked."""
+"""Maximum number of files, and total bytes, of a data file or directory to copy. Larger files and directories are
+symlinked."""
 
 
 def look_in(kept: str, beside: str) -> None:
@@ -105,7 +106,7 @@ def _keep_data(data: Iterable[str], kept: list[Path], directory: Path, target: P
 
 
 def _named(text: bytes, directory: Path) -> tuple[set[str], set[str]]:
-    """Returns the modules and packages in ``directory`` that a module imports, and the files that its string
+    """Returns the modules and packages in ``directory`` that a module imports, and the files in it that its string
     literals name."""
     try:
         tree = ast.parse(text)

@@ -142,7 +142,7 @@ PYTHON_PACKAGES: Mapping[str, str] = {"openhands": "openhands-sdk@1.58.2"}
 (``containers/openhands.txt``)."""
 HOME = 'export HOME=/tmp/megaflow-home; mkdir -p "$HOME"'
 CALL_TIMEOUT_MS = 3_600_000
-"""Timeout of an agent's model call in milliseconds. Longer than the gateway's own limits."""
+"""Timeout of an agent's model call in milliseconds. It exceeds the gateway's own limits."""
 
 _CODEX_PROVIDER = (
     'name="gateway",base_url="$OPENAI_BASE_URL",env_key="OPENAI_API_KEY",wire_api="responses",'
@@ -152,8 +152,8 @@ _CODEX_PROVIDER = (
 
 @dataclass(frozen=True)
 class Preset:
-    """A known agent: its command and environment variables. Flags and the redirection of the instruction are
-    appended."""
+    """Command and environment variables of a known agent. :func:`command_of` appends flags and the redirection of the
+    instruction to the command."""
 
     command: str
     env: Mapping[str, str] = field(default_factory=dict)

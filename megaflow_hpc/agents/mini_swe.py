@@ -46,7 +46,7 @@ CALL_TIMEOUT_S = 3600.0
 gateway."""
 
 _Wait = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine in the event loop, blocks the agent's thread until it ends, and returns its result."""
+"""Runs a coroutine in the event loop and returns its result. Blocks the agent's thread meanwhile."""
 
 
 class MiniSweAgent:
@@ -56,9 +56,9 @@ class MiniSweAgent:
         max_turns: Maximum number of model calls before the rollout is truncated. ``None`` means no limit.
         command_timeout_s: Timeout of one command in seconds. The default is :data:`COMMAND_TIMEOUT_S`.
         model: Options for every model call: ``temperature``, ``max_tokens``, …
-        config: Another configuration file for mini-swe-agent's text mode. Its ``agent.step_limit``,
-            ``environment.timeout`` and ``model.model_kwargs`` (those in :data:`SAMPLING`) apply unless the arguments
-            above are given.
+        config: Configuration file for mini-swe-agent's text mode, used instead of the installed file. Its
+            ``agent.step_limit``, ``environment.timeout`` and ``model.model_kwargs`` (those in :data:`SAMPLING`) apply
+            unless the arguments above are given.
         max_format_errors: Number of consecutive malformed responses after which the agent gives up.
     """
 
@@ -135,7 +135,7 @@ class MiniSweAgent:
 
 
 class _Model:
-    """mini-swe-agent's model interface: text in, one shell command out."""
+    """Implements mini-swe-agent's model interface. A response is text that contains one shell command."""
 
     def __init__(self, client: ChatClient, wait: _Wait, config: Mapping[str, Any], name: str) -> None:
         self._client, self._wait, self._settings = client, wait, config
@@ -187,7 +187,7 @@ class _Model:
 
 
 class _Environment:
-    """mini-swe-agent's environment interface: runs commands in the sandbox, with stdout and stderr in one stream."""
+    """Implements mini-swe-agent's environment interface. Runs commands in the sandbox, and merges stdout and stderr."""
 
     def __init__(
         self, sandbox: Sandbox, wait: _Wait, config: Mapping[str, Any], task: Task, system: Mapping[str, str]
@@ -397,8 +397,8 @@ class ChatClient:
 
 
 def _error_fields(raw: bytes) -> tuple[str, str]:
-    """Returns the message and type of an error in OpenAI's format. Otherwise, returns the response body and an empty
-    type."""
+    """Returns the message and type of an error in OpenAI's format. For other formats, returns the response body and an
+    empty type."""
     try:
         body = json.loads(raw)
         error = body.get("error", body)

@@ -51,7 +51,7 @@ async def read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 
 def encode_error(error: BaseException) -> dict[str, str]:
-    """Encodes an exception for :func:`decode_error` on the other side."""
+    """Encodes an exception for :func:`decode_error` in the other process."""
     if isinstance(error, MegaflowError):
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": UserCodeError.__name__, "text": repr(error)}
@@ -290,7 +290,7 @@ DRAIN_S = 5.0
 
 
 class Prints(asyncio.Protocol):
-    """Prints the output of one pipe to standard error, line by line. Created by :meth:`open`.
+    """Prints the output of one pipe to standard error, line by line. Use :meth:`open` to create an instance.
 
     Args:
         name: Prefix for each line.

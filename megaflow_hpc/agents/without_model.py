@@ -40,7 +40,7 @@ class OracleAgent:
 
 
 class NopAgent:
-    """Does nothing, so the reward is that of the unmodified task."""
+    """Does nothing, so the verifier scores the unmodified task."""
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
         """Returns immediately."""

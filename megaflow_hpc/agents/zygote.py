@@ -101,7 +101,7 @@ def _reap(control: socket.socket, children: dict[int, int]) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """Kills an agent's process that is not reaped yet, and all processes in its group."""
+    """Kills all processes in an agent's process group. The agent's own process must not be reaped yet."""
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
 

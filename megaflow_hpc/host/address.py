@@ -78,7 +78,7 @@ def interface_towards(host: str) -> str:
 
 
 SIOCGIFADDR = 0x8915
-"""ioctl request for an interface's IPv4 address; see netdevice(7)."""
+"""ioctl request for an interface's IPv4 address. See netdevice(7)."""
 
 
 def unproxied(environ: Mapping[str, str]) -> dict[str, str]:

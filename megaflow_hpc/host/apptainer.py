@@ -58,7 +58,7 @@ def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxie
 
 
 def proxy_variables() -> dict[str, str]:
-    """Returns the caller's proxy variables."""
+    """Returns the proxy settings in this process's environment variables."""
     return {name: os.environ[name] for name in _PROXIES if name in os.environ}
 
 

@@ -77,7 +77,7 @@ def write_atomic(
 def new_file(
     path: Path, mode: int | None = None, exclusive: bool = False, temporary: Path | None = None
 ) -> Iterator[BinaryIO]:
-    """Opens a file that is published at the end of the block, or removed if the block raises; see
+    """Opens a file that is published at the end of the block, or removed if the block raises an exception. See
     :func:`write_atomic`."""
     mode = file_mode(path.parent) if mode is None else mode
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -120,5 +120,5 @@ def to_json(value: Any) -> str:
 
 
 def write_json(path: Path, value: Any, mode: int | None = None) -> None:
-    """Publishes ``value`` as JSON; see :func:`write_atomic`."""
+    """Publishes ``value`` as JSON. See :func:`write_atomic`."""
     write_atomic(path, to_json(value), mode)

@@ -117,10 +117,11 @@ class ProcessLimits(NamedTuple):
     """Resource limits of a process."""
 
     memory_bytes: int
-    """Maximum private writable memory. Address space is not limited, because libraries reserve more than they use."""
+    """Maximum private writable memory in bytes. Address space is not limited, because libraries reserve more than they
+    use."""
     cpu_s: int
     file_bytes: int
-    """Maximum size of each file that the process writes."""
+    """Maximum size in bytes of each file that the process writes."""
 
 
 def confine(limits: ProcessLimits, network: bool = False) -> None:

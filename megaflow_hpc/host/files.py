@@ -223,7 +223,7 @@ def _entries(directory: int) -> list[os.DirEntry[str]]:
 
 
 def _unlink_files(directory: int, failed: list[OSError]) -> list[str]:
-    """Removes all entries except directories. Returns the names of the directories."""
+    """Removes all entries of an open directory except subdirectories. Returns the names of the subdirectories."""
     directories = []
     for entry in _entries(directory):
         if entry.is_dir(follow_symlinks=False):

@@ -13,12 +13,12 @@ MAX_CACHED_S = 60
 
 @dataclass(frozen=True)
 class MountInfo:
-    """One line of ``/proc/self/mountinfo``; see proc_pid_mountinfo(5)."""
+    """One line of ``/proc/self/mountinfo``. See proc_pid_mountinfo(5)."""
 
     point: str = ""
     type: str = ""
     options: tuple[str, ...] = ()
-    """Options of the mount and of its file system."""
+    """Options of the mount and of the mounted file system."""
 
     def cached_s(self) -> int:
         """Returns the number of seconds for which an NFS client may cache attributes (acregmax, acdirmax). Default:

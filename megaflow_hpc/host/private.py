@@ -229,8 +229,8 @@ def sweep_shared_memory(prefix: str = "mpich") -> int:
 
 
 def _ours(base: str | os.PathLike[str], prefix: str) -> dict[str, os.stat_result]:
-    """Returns this user's entries with ``prefix`` in a world-writable directory. Symlinks are not followed, because
-    any user may have created them."""
+    """Returns this user's entries with ``prefix`` in a world-writable directory, with their status. Does not follow
+    symlinks, because any user may have created them."""
     entries: dict[str, os.stat_result] = {}
     try:
         names = [name for name in os.listdir(base) if name.startswith(prefix)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 def node_name() -> str:
-    """Returns this node's name in Slurm, else the host name."""
+    """Returns this node's name in Slurm, or the host name outside Slurm."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
@@ -52,7 +52,7 @@ class Identity:
         return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
     def alive(self) -> bool:
-        """Returns whether this process is still running. Zombies do not count."""
+        """Returns whether this process is still running. Zombies count as ended."""
         return Identity.of(self.pid) == self
 
     def kill(self) -> bool:
@@ -216,10 +216,8 @@ def user_name(uid: int) -> str:
 
 
 MAX_DESCRIPTORS = 65_536
-"""Soft limit for processes with many connections, if the hard limit allows it.
-
-The hard limit may be millions. Child processes inherit the soft limit, and some programs loop over all possible
-descriptors.
+"""Soft limit for processes with many connections, if the hard limit allows it. It is lower than the hard limit, which
+may be millions, because child processes inherit it and some programs loop over all possible descriptors.
 """
 
 

@@ -25,7 +25,7 @@ def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) 
     Args:
         root: Descriptor of a directory.
         follow: If the last component is a symlink, open its target. Otherwise open the symlink itself.
-        as_root: Resolve symlinks as if ``root`` were ``/``, as after a chroot, so that none can escape.
+        as_root: Resolve symlinks as if ``root`` were ``/``, as after a chroot, so that no symlink can escape.
 
     Raises:
         OSError: ``EXDEV`` if the path escapes ``root``, otherwise the kernel's error.

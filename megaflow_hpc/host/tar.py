@@ -29,7 +29,7 @@ MAX_EXTENDED_HEADER_BYTES = 1 << 20
 """Maximum size in bytes of an extended header, which contains one or two names."""
 _CHUNK = 1 << 20
 MAX_DEPTH = 200
-"""Maximum depth of directories, because later tree walks may recurse and path lengths are limited."""
+"""Maximum depth of directories. It is limited because later tree walks may recurse, and path lengths are limited."""
 MAX_PATH_BYTES = 2000
 """Maximum length in bytes of a path in the archive."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -69,7 +69,7 @@ class Member:
     uid: int = 0
     gid: int = 0
     mtime: int = 0
-    """Modification time in Unix seconds."""
+    """Modification time in seconds since the Unix epoch."""
 
 
 class TarReader:
@@ -146,7 +146,7 @@ class TarReader:
         return Member(name, kind, self._left, mode, target, uid, gid, modified_at)
 
     def content(self) -> Iterator[bytes]:
-        """Yields the remaining content of the current file, in chunks.
+        """Yields the unread content of the current file, in chunks.
 
         Raises:
             RefusedMember: The archive ends within the content.
@@ -392,8 +392,8 @@ class TreeWriter:
             return os.open(name, _NEW, mode, dir_fd=parent)
 
     def _open(self, parts: Parts) -> int:
-        """Returns a descriptor of the directory at ``parts``, creating missing parents. It stays open until another
-        directory is requested."""
+        """Returns a descriptor of the directory at ``parts``, creating missing parents. The descriptor stays open until
+        the next call for another directory."""
         if parts == self._at:
             return self._here
         begin = len(self._at) if parts[: len(self._at)] == self._at else 0
