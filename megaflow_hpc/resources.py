@@ -55,7 +55,7 @@ def resource(name: str) -> Path:
     for base in (_PACKAGE / "carried", _PACKAGE.parent):
         if (base / name).exists():
             return base / name
-    raise SiteError(f"{name}: not among the files of the package in {_PACKAGE}; install megaflow-hpc anew")
+    raise SiteError(f"{name}: missing from the package's files in {_PACKAGE}; reinstall megaflow-hpc")
 
 
 def docs(page: str) -> str:
@@ -73,7 +73,7 @@ def require_running(what: str) -> None:
     if missing:
         raise SiteError(
             f"{what}: {sys.executable} lacks {', '.join(missing)}; rollouts need them: "
-            'pip install "megaflow-hpc[mpi]", or "megaflow-hpc[run]" beside an MPI of the site'
+            'pip install "megaflow-hpc[mpi]", or "megaflow-hpc[run]" with an MPI that the site provides'
         )
 
 

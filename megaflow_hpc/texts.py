@@ -38,9 +38,9 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"no JSON in UTF-8 ({error})") from None
+        raise ValueError(f"not JSON in UTF-8 ({error})") from None
     if not isinstance(value, dict):
-        raise ValueError("no object")
+        raise ValueError("not an object")
     return value
 
 

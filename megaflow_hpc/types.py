@@ -363,7 +363,7 @@ class Sampling:
     """Sampling settings of a policy."""
 
     settings: Mapping[str, float] = field(default_factory=lambda: dict(NEUTRAL))
-    """A value for every name in :data:`NEUTRAL`."""
+    """Values of all settings in :data:`NEUTRAL`."""
 
     @property
     def unusual(self) -> dict[str, float]:

@@ -5,8 +5,8 @@ in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC
 standard input is empty. A non-zero exit code counts as a failure of the agent, so the rollout is ``completed`` with
 that code.
 
-Instead of a command, a preset can select a known program (:mod:`megaflow_hpc.agents.command`): ``claude-code``,
-``codex``, ``openhands`` or ``qwen-code``. These names also work as agent names.
+Instead of a command, a preset can select a known program: ``claude-code``, ``codex``, ``openhands`` or ``qwen-code``.
+These names also work as agent names.
 """
 
 from __future__ import annotations

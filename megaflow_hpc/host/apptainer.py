@@ -45,7 +45,7 @@ def find_apptainer() -> str:
 
 
 def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxies: bool = False) -> dict[str, str]:
-    """Returns the environment in which to run Apptainer. Set ``proxies`` only for builds, which may download."""
+    """Returns the environment in which to run Apptainer. Set ``proxies`` only for builds, which may download files."""
     environment = {
         "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}".lstrip(":"),
         "HOME": os.environ.get("HOME", "/"),

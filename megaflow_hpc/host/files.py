@@ -175,7 +175,7 @@ def _walk(
                 here = parent
                 identity, waiting, name = above.pop()
                 if _identity(here) != identity:
-                    raise OSError(errno.ESTALE, "moved elsewhere while it was walked through", name)
+                    raise OSError(errno.ESTALE, "moved while its tree was walked", name)
                 try:
                     leave(here, name)
                 except OSError as error:
@@ -192,8 +192,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_directory(name: str, parent: int | None = None) -> int:
-    """Opens a directory without following symlinks, and returns its descriptor. If its owner lacks access, its mode
-    is first set to 0700, as far as permitted."""
+    """Opens a directory without following symlinks, and returns its descriptor. If the owner of the directory lacks
+    access to it, first tries to set its mode to 0700."""
     try:
         opened = os.open(name, _DIRECTORY, dir_fd=parent)
     except PermissionError:

@@ -55,10 +55,10 @@ _MAX_LINKS = 40
 def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what: str = "it") -> str:
     """Explains which other user could modify or replace ``path``. Returns an empty string if no other user could.
 
-    Checks every component of the path, including symlinks. Each must belong to this user, to root or to ``owner``, and
-    must not be writable by its group or others. A parent directory of ``path`` may be writable if it has the sticky
-    bit, because users cannot rename each other's files there. Missing components are assumed to be created by this
-    user.
+    Checks every component of the path, including symlinks. Each component must belong to this user, to root or to
+    ``owner``, and must not be writable by its group or by other users. A parent directory of ``path`` may be writable
+    if it has the sticky bit, because users cannot rename each other's files in it. Missing components are assumed to be
+    created by this user.
 
     Args:
         path: A file or directory.
@@ -128,10 +128,11 @@ def private_directory(path: Path) -> Path:
         status = path.lstat()
     except OSError as error:
         raise SiteError(
-            f"{path}: scratch cannot be made ({error.strerror}); set TMPDIR to a local directory of yours"
+            f"{path}: the scratch directory cannot be created ({error.strerror}); set TMPDIR to a local directory "
+            "that you own"
         ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise SiteError(f"{path}: not a directory of this user's; set TMPDIR to a local directory of yours")
+        raise SiteError(f"{path}: not a directory that you own; set TMPDIR to a local directory that you own")
     if status.st_mode & 0o077:
         path.chmod(0o700)
     return path
@@ -156,7 +157,8 @@ def own_directory(base: Path, name: str) -> Path:
             return private_directory(others[0]) if others else Path(tempfile.mkdtemp(prefix=f"{name}.", dir=base))
     except OSError as error:
         raise SiteError(
-            f"{plain}: scratch cannot be made ({error.strerror}); set TMPDIR to a local directory of yours"
+            f"{plain}: the scratch directory cannot be created ({error.strerror}); set TMPDIR to a local directory "
+            "that you own"
         ) from error
 
 

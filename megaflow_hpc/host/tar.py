@@ -5,13 +5,14 @@ rank. In the oldest supported Python, ``tarfile`` loops forever on a negative si
 extended header. It also expands sparse files of any size in memory. So this module reads only the few record types that
 tar programs write, and rejects all others. Time and memory are linear in the bytes read.
 
-**Unpacking.** Every file is created by its bare name in a directory that is already open. Every such directory was
-opened step by step from the root without following symlinks. An obstacle, such as a symlink from an earlier archive, is
+**Unpacking.** Every file is created by its bare name in a directory that is already open. That directory was opened
+step by step from the root, without following symlinks. An obstacle, such as a symlink from an earlier archive, is
 replaced. No string from the archive is ever resolved as a path.
 
 Symlinks are created last, and only if their target is relative and has ``..`` only at its beginning. The number of
-``..`` must not exceed the symlink's depth. Each symlink then stays inside, whatever the tree contains now or later: the
-``..`` lead through real directories, and every later name leads down, or to a symlink with the same property.
+``..`` must not exceed the symlink's depth. Each symlink then stays inside the tree, even if the tree changes later. Its
+``..`` components lead through real directories. Its other components lead down, or to a symlink that satisfies the same
+rules.
 """
 
 from __future__ import annotations
@@ -176,14 +177,14 @@ class TarReader:
 def _checked(header: bytes) -> int:
     """Returns the size in a header, after verifying the checksum."""
     if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
-        raise RefusedMember("not a tar archive, or a damaged one")
+        raise RefusedMember("not a tar archive, or damaged")
     return _number(header[124:136])
 
 
 def _number(field: bytes) -> int:
     if field[0] & 0x80:  # GNU's base-256 encoding, for values too large for octal digits
         if field[0] != 0x80 or any(field[1:-7]):
-            raise RefusedMember("a number that is negative or beyond reason")
+            raise RefusedMember("a number that is negative or too large")
         return int.from_bytes(field[-7:], "big")
     text = field.partition(b"\0")[0].strip()
     if text.strip(b"01234567"):
@@ -220,10 +221,10 @@ def _records(data: bytes) -> dict[bytes, bytes]:
         length = _decimal(digits)
         record = data[at + len(digits) + 1 : at + length]
         if length <= len(digits) + 2 or at + length > len(data) or record[-1:] != b"\n":
-            raise RefusedMember("a broken extended header")
+            raise RefusedMember("a damaged extended header")
         keyword, equals, value = record[:-1].partition(b"=")
         if not equals or keyword.startswith(b"GNU.sparse"):
-            raise RefusedMember(f"{keyword[:40]!r} in an extended header: a sparse file, or a broken one")
+            raise RefusedMember(f"{keyword[:40]!r} in an extended header: a sparse file, or a damaged archive")
         records[keyword] = value
         at += length
     return records
@@ -297,7 +298,9 @@ def plain(name: bytes) -> Parts:
     if b".." in parts:
         raise RefusedMember(f"{name[:200]!r} leaves the directory")
     if len(parts) > MAX_DEPTH or len(name) > MAX_PATH_BYTES:
-        raise RefusedMember(f"{len(parts)} directories in one another, or a name of {len(name)} bytes")
+        raise RefusedMember(
+            f"a path of {len(parts)} components and {len(name)} bytes; {MAX_DEPTH} and {MAX_PATH_BYTES} are allowed"
+        )
     return parts
 
 
@@ -362,7 +365,7 @@ class TreeWriter:
             with open(descriptor, "rb", buffering=0) as file:
                 self.file(parts, iter(lambda: file.read(_CHUNK), b""), mode)
         else:
-            raise RefusedMember(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
+            raise RefusedMember(f"a link to {b'/'.join(source)[:200]!r}, which does not precede it")
 
     def link(self, parts: Parts, target: bytes) -> None:
         """Schedules a symlink for creation at the end. Skips a symlink that could escape the directory."""
@@ -388,7 +391,7 @@ class TreeWriter:
             try:
                 os.unlink(name, dir_fd=parent)
             except IsADirectoryError:
-                raise RefusedMember(f"a file {name[:200]!r} where there is a directory") from None
+                raise RefusedMember(f"a file {name[:200]!r} in place of a directory") from None
             return os.open(name, _NEW, mode, dir_fd=parent)
 
     def _open(self, parts: Parts) -> int:
@@ -423,7 +426,8 @@ class TreeWriter:
 
 
 def stays_inside(target: bytes, depth: int) -> bool:
-    """Returns whether a symlink in a directory at this depth can never point outside, whatever the tree contains."""
+    """Returns whether a symlink in a directory at this depth can never point outside the tree, even if the tree
+    changes."""
     parts = [part for part in target.split(b"/") if part not in (b"", b".")]
     up = next((number for number, part in enumerate(parts) if part != b".."), len(parts))
     return bool(target) and not target.startswith(b"/") and up <= depth and b".." not in parts[up:]

@@ -130,7 +130,7 @@ def check_size(reply: Mapping[str, Any], size: int) -> None:
     if size > MAX_TEXT:
         choices = [{k: v for k, v in choice.items() if k != "logprobs"} for choice in reply["choices"]]
         if sum(map(len, _texts(choices))) > MAX_TEXT:
-            raise TooMuch(f"texts of more than {MAX_TEXT >> 20} million characters")
+            raise TooMuch(f"strings of more than {MAX_TEXT >> 20} million characters in total")
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -76,7 +76,7 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytearray:
     except web.RequestPayloadError:
         raise BadBody(400, "malformed") from None
     except TimeoutError:
-        raise BadBody(408, f"not whole within {BODY_TIMEOUT_S:g} s") from None
+        raise BadBody(408, f"incomplete after {BODY_TIMEOUT_S:g} s") from None
     return body
 
 

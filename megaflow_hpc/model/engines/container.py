@@ -52,7 +52,7 @@ def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iter
     image = Path(str(model["image"]))
     if not image.exists():
         raise ConfigError(
-            f"model.image: {image} does not exist on this node; make it with apptainer build, on a shared disk"
+            f"model.image: {image} does not exist on this node; create it with apptainer build, on a shared file system"
         )
     try:
         runtime = find_apptainer()

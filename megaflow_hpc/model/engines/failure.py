@@ -21,7 +21,7 @@ CAUSES: tuple[tuple[str, str, bool], ...] = (
      "the model cannot be found", True),
     (r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|not initialized from checkpoint",
      "its weights cannot be read", True),
-    (r"^error: wrong script: ", "its script cannot be used", True),
+    (r"^error: invalid script: ", "its script cannot be used", True),
     (r"^FATAL:", "its image cannot be started", False),
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit", True),
 )  # fmt: skip

@@ -108,7 +108,7 @@ class EngineClient:
                     # The server may have closed the idle connection just now, so retry once.
                     return await self._exchange(url, body, key, fingerprint, gate)
         except aiohttp.ServerFingerprintMismatch as error:
-            message = "FingerprintMismatch: another certificate than its endpoint file names; nothing was sent"
+            message = "FingerprintMismatch: its certificate does not match its endpoint file; nothing was sent"
             raise ExchangeFailed(message) from error
         except TimeoutError:
             raise ExchangeFailed(f"no answer within {timeout_s:g} s") from None
@@ -162,7 +162,7 @@ async def _read(answer: aiohttp.ClientResponse, gate: Gate | None) -> bytearray:
                 async with asyncio.timeout(GATE_TIMEOUT_S):
                     await gate()
             except TimeoutError:
-                raise GateTimeout("other large answers of this rollout are not taken by its agent") from None
+                raise GateTimeout("the agent of this rollout has not read its other large answers") from None
             gate = None
     return body
 
@@ -345,5 +345,5 @@ def parse_weight_version(text: Any) -> int | None:
 
 
 def retry_after_s(value: str) -> float:
-    """Parses a ``Retry-After`` header. Returns seconds, or 0 if the header is missing or a date."""
+    """Returns the seconds in a ``Retry-After`` header, or 0 if the header is missing or contains a date."""
     return float(value) if value.isascii() and value.isdecimal() else 0.0

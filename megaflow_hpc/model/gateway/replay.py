@@ -69,8 +69,8 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
             message = message or {"role": "assistant", "content": call["text"]}
         except (IndexError, KeyError, ValueError):
             raise ModelServiceError(
-                f"replay: of rollout {trajectory.id} {number} of {len(trajectory.turns)} calls were kept whole; the "
-                "others cannot be answered (older recordings end at 8 MiB): leave the rollout out"
+                f"replay: rollout {trajectory.id}: only {number} of {len(trajectory.turns)} calls were recorded "
+                "completely (older recordings end at 8 MiB); leave the rollout out"
             ) from None
         sequence = trajectory.sequences[turn.sequence] if turn.sequence >= 0 else TokenSequence("")
         part = slice(turn.token_start, turn.token_end)
@@ -128,7 +128,7 @@ class Replay:
         name = f"{task}/{self.policy or policy}{plus}{scaffold}/{sample}"
         trajectory = self.recordings.trajectory(name)
         if trajectory is None:
-            raise ModelServiceError(f"replay: rollout {name} is not among the recorded ones")
+            raise ModelServiceError(f"replay: rollout {name} was not recorded")
         self._open[token] = calls_of(trajectory)
 
     def end(self, token: str) -> None:
@@ -154,9 +154,9 @@ class Replay:
         matching = [call for call in unused if call.asked == asked] or matching
         if not matching:
             raise ModelServiceError(
-                f"replay: rollout {rollout_id} asks what was not asked in the recording, after "
-                f"{len(calls) - len(unused)} of its {len(calls)} calls: something but the model differs "
-                "(args: {diverged: answer} goes on with the next recorded answer)"
+                f"replay: rollout {rollout_id} made a call that was not recorded, after "
+                f"{len(calls) - len(unused)} of its {len(calls)} calls; something other than the model differs "
+                "(args: {diverged: answer} continues with the next recorded answer)"
             )
         call = matching[0]
         call.used = True

@@ -267,7 +267,7 @@ class ModelGateway:
         try:
             rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
             if rollout is None or not hmac.compare_digest(bearer_key(request), rollout.key.encode()):
-                raise CallError(401, "no such rollout, or not its key", "authentication_error")
+                raise CallError(401, "unknown rollout, or wrong key", "authentication_error")
             if not self._server.admit(request, rollout.token):
                 raise CallError(429, f"this rollout has {MAX_CONNECTIONS} connections in use", TOO_MANY_CONNECTIONS)
             return await self._dispatch(rollout, request, "/" + parts[3])

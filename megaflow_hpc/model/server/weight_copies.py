@@ -158,7 +158,7 @@ class _Peer:
             digest = hashlib.sha256(self._connection.sock.getpeercert(binary_form=True) or b"").hexdigest()
             if not hmac.compare_digest(digest, self.endpoint.tls_fingerprint):
                 self.close()
-                raise PeerError(f"{self.endpoint.server}: another certificate than in its endpoint file")
+                raise PeerError(f"{self.endpoint.server}: its certificate does not match its endpoint file")
 
 
 @dataclass
@@ -293,7 +293,7 @@ class WeightCopies:
                 return
             path.unlink()
             if not used:
-                raise ModelServiceError(f"{copy.version.path}/{name}: its SHA-256 differs from the published one")
+                raise ModelServiceError(f"{copy.version.path}/{name}: its SHA-256 differs from the published checksum")
             for peer in used:
                 self._drop(copy, peer)
 
@@ -362,7 +362,7 @@ class WeightCopies:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise OSError("the server is leaving")
+            raise OSError("the server is exiting")
 
     @staticmethod
     def _drop(copy: _Copy, peer: _Peer) -> None:

@@ -6,8 +6,8 @@ that each is sampled by one version:
 
 ``running: finish``     requests being sampled are completed with the old version first.
 ``running: continue``   the engine pauses, changes the weights, recomputes the state of its requests and continues them.
-                        Only requests whose response reports each token's version (vLLM's generate) are continued.
-                        Others finish first, so every token's version is known in either case.
+                        Only requests whose response reports each token's version (vLLM's generate) are continued. Other
+                        requests finish first, so every token's version is known in either case.
 
 ``update: rolling`` makes a policy's servers load one after the other, ``together`` all at the same time. If a server
 cannot load a version, it *refuses* it: it reports the version in its endpoint file and continues to serve the previous

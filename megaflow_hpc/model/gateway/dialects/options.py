@@ -99,8 +99,8 @@ def template_switches(value: Any, field: str) -> dict[str, Any]:
     for name, given in typed(value, dict[str, Any], field).items():
         if given is not None and name not in switches:
             raise BadRequest(
-                f"{field}.{name:.100}: not passed on, {', '.join(switches)} are; a campaign sets others for all calls "
-                "by model.args: {default-chat-template-kwargs: {…}}"
+                f"{field}.{name:.100}: not passed on; a request may set {', '.join(switches)}, and a campaign sets "
+                "other variables for all calls with model.args: {default-chat-template-kwargs: {…}}"
             )
     return dict(msgspec.to_builtins(typed(value, TemplateSwitches, field)))
 

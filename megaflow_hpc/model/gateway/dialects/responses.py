@@ -245,7 +245,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             if not message.get("reasoning", True):
                 del message["reasoning"]
     if not any(m["role"] != "system" for m in messages):
-        raise BadRequest("input: expected at least one message of the user")
+        raise BadRequest("input: expected at least one user message")
     return messages
 
 

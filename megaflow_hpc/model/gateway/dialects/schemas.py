@@ -121,7 +121,7 @@ def _check_keyword(name: str, value: Any, field: str) -> None:
         for pattern in value:
             _check_pattern(pattern, f"{field}: patternProperties")
     elif name == "$ref" and isinstance(value, str) and not value.startswith("#"):
-        raise BadRequest(f"{field}: $ref {shown(value)} leads out of the schema")
+        raise BadRequest(f"{field}: $ref {shown(value)} refers outside the schema")
     elif name == "enum" and value == []:
         raise BadRequest(f"{field}: enum [] allows no value")
     elif name == "multipleOf" and isinstance(value, int | float) and not value > 0:
@@ -186,8 +186,8 @@ def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> Non
             if isinstance(enter, Mapping) and id(enter) not in checked:
                 if id(enter) in on_path:
                     raise BadRequest(
-                        f"{field}: $ref {_reference(schema, enter)} leads back to itself and describes nothing; give "
-                        "the schema that is meant"
+                        f"{field}: $ref {_reference(schema, enter)} refers back to itself without describing a value; "
+                        "give the intended schema"
                     )
                 on_path.add(id(enter))
                 path.append((id(enter), _applied(schema, enter, field, compiled)))
@@ -243,7 +243,7 @@ def _target(schema: Mapping[str, Any], reference: Any, field: str, compiled: boo
     except (KeyError, ValueError, IndexError, TypeError):
         pass
     if compiled:
-        raise BadRequest(f"{field}: $ref {str(reference)[:100]!r} leads to no schema; write #/$defs/NAME")
+        raise BadRequest(f"{field}: $ref {str(reference)[:100]!r} does not refer to a schema; write #/$defs/NAME")
     return {}
 
 
