@@ -88,8 +88,8 @@ def unproxied(environ: Mapping[str, str]) -> dict[str, str]:
     send these calls to the site's proxy. Clients prefer the lower-case variable if it is set, so both get the same
     value.
     """
-    there = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
-    value = ",".join([*LOOPBACKS, there] if there else LOOPBACKS)
+    existing = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    value = ",".join([*LOOPBACKS, existing] if existing else LOOPBACKS)
     return {"no_proxy": value, "NO_PROXY": value}
 
 

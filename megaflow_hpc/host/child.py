@@ -132,10 +132,10 @@ def confine(limits: ProcessLimits, network: bool = False) -> None:
             create one.
     """
     kinds = (resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
-    for kind, most in zip(kinds, (limits.memory_bytes, limits.cpu_s, limits.file_bytes, 0), strict=True):
+    for kind, limit in zip(kinds, (limits.memory_bytes, limits.cpu_s, limits.file_bytes, 0), strict=True):
         hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each additional numpy thread would use memory
     if not network:
         _leave_network()

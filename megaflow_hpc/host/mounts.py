@@ -41,7 +41,7 @@ def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> Moun
             mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
         except OSError:
             return MountInfo()
-    found = MountInfo()
+    mount = MountInfo()
     for line in mountinfo.splitlines():
         before, separator, after = line.partition(" - ")
         fields, rest = before.split(), after.split()
@@ -50,10 +50,10 @@ def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> Moun
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         is_inside = real == point or real.startswith(point.rstrip("/") + "/")
         # If two mounts have the same path, the later one hides the earlier one.
-        if is_inside and len(point) >= len(found.point):
+        if is_inside and len(point) >= len(mount.point):
             options = [*fields[5].split(","), *(rest[2].split(",") if len(rest) > 2 else [])]
-            found = MountInfo(point, rest[0], tuple(options))
-    return found
+            mount = MountInfo(point, rest[0], tuple(options))
+    return mount
 
 
 def why_no_links(folder: Path) -> str:

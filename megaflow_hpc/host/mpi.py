@@ -35,8 +35,8 @@ def find_mpiexec() -> str:
     Raises:
         SiteError: No mpiexec was found.
     """
-    own = Path(sys.executable).parent / "mpiexec"
-    path = str(own) if own.exists() else shutil.which("mpiexec")
+    bundled = Path(sys.executable).parent / "mpiexec"
+    path = str(bundled) if bundled.exists() else shutil.which("mpiexec")
     if not path:
         raise SiteError(
             "mpiexec: not found; pip install mpich next to megaflow-hpc, load an MPI module, or run with --ranks 1"
@@ -50,8 +50,8 @@ def mpiexec(ranks: int) -> list[str]:
     Raises:
         SiteError: No mpiexec was found.
     """
-    more = ["--oversubscribe"] if mpi_library().startswith("Open MPI") else []
-    return [find_mpiexec(), *more, "-n", str(ranks)]
+    options = ["--oversubscribe"] if mpi_library().startswith("Open MPI") else []
+    return [find_mpiexec(), *options, "-n", str(ranks)]
 
 
 @functools.cache

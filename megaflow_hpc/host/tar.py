@@ -400,18 +400,18 @@ class TreeWriter:
         if parts == self._at:
             return self._here
         begin = len(self._at) if parts[: len(self._at)] == self._at else 0
-        here = os.dup(self._here if begin else self._root)
+        descriptor = os.dup(self._here if begin else self._root)
         try:
             for part in parts[begin:]:
-                below = self._enter(here, part)
-                os.close(here)
-                here = below
+                subdirectory = self._enter(descriptor, part)
+                os.close(descriptor)
+                descriptor = subdirectory
         except BaseException:
-            os.close(here)
+            os.close(descriptor)
             raise
         os.close(self._here)
-        self._here, self._at = here, parts
-        return here
+        self._here, self._at = descriptor, parts
+        return descriptor
 
     def _enter(self, here: int, name: bytes) -> int:
         try:

@@ -60,23 +60,23 @@ def cause(log_tail: str, exit_code: int | None) -> str:
     for pattern, meaning, _ in CAUSES:
         for number in reversed(range(len(lines))):
             if re.search(pattern, lines[number]):
-                return f"{meaning}: {_whole(lines, number)}"
+                return f"{meaning}: {_complete_message(lines, number)}"
     errors = [n for n, x in enumerate(lines) if re.search(ERROR, x) and not re.search(FOLLOWS, x)]
-    last = _whole(lines, errors[-1] if errors else len(lines) - 1) if lines else "it printed nothing"
+    last = _complete_message(lines, errors[-1] if errors else len(lines) - 1) if lines else "it printed nothing"
     return f"exit code {exit_code}: {last}" if exit_code is not None else last
 
 
-def _whole(lines: list[str], number: int) -> str:
+def _complete_message(lines: list[str], number: int) -> str:
     """Returns a complete error message. Joins following lines if the first ends with a colon or is a pydantic error."""
-    text = _plain(lines[number])
+    text = _without_prefix(lines[number])
     if not re.search(r":$|\d validation errors? for \w+$", text):
         return text
     for line in lines[number + 1 : number + 4]:
-        more = _plain(line).strip()
-        if re.search(rf"{ERROR}|{NEXT}", more):
+        following = _without_prefix(line).strip()
+        if re.search(rf"{ERROR}|{NEXT}", following):
             break
-        text = f"{text} {more}"
-    return _short(text)
+        text = f"{text} {following}"
+    return _shortened(text)
 
 
 def lasting(cause: str) -> bool:
@@ -84,11 +84,11 @@ def lasting(cause: str) -> bool:
     return any(meaning in cause for meaning in LASTING) or re.match(REJECTED, cause) is not None
 
 
-def _plain(line: str) -> str:
+def _without_prefix(line: str) -> str:
     """Strips the process name, level and time from a log line."""
-    return _short(re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line))
+    return _shortened(re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line))
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     """Shortens a long text to its beginning and end, either of which may name the cause."""
     return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]} … {text[-MAX_LENGTH // 2 :]}"

@@ -53,7 +53,7 @@ _NOT_SERVED = frozenset({404, 405, 501})
 
 @dataclass
 class Answer:
-    """An engine's response, split into what the agent gets and what is recorded."""
+    """An engine's response: the body to return to the agent, and the samples to record."""
 
     body: dict[str, Any]
     samples: list[SampledTokens] = field(default_factory=list)

@@ -141,8 +141,8 @@ class Recorder:
     def routed(self, prompt: Sequence[int], policy: str = "") -> int:
         """Returns the number of tokens at the start of ``prompt`` whose experts are recorded."""
         number = self.find(prompt, policy)
-        known = number is not None and self.recording.sequences[number]
-        return len(known.tokens) - 1 if known and known.experts else 0
+        sequence = number is not None and self.recording.sequences[number]
+        return len(sequence.tokens) - 1 if sequence and sequence.experts else 0
 
     def add(
         self,
@@ -204,13 +204,13 @@ class Recorder:
             number = len(self.recording.sequences)
             self.recording.sequences.append(TokenSequence(policy=policy))
         sequence = self.recording.sequences[number]
-        known = len(sequence.tokens)
+        previous_length = len(sequence.tokens)
         _extend(sequence, prompt[len(sequence.tokens) :], None, -1)
         start, done = len(sequence.tokens), 0
         for version, end in sample.weight_spans or [(sample.weight_version, len(sample.tokens))]:
             _extend(sequence, sample.tokens[done:end], sample.logprobs[done:end], version, sample.free)
             done = end
-        _add_experts(sequence, sample.experts, known)
+        _add_experts(sequence, sample.experts, previous_length)
         return number, start, len(sequence.tokens)
 
     def count(self, protocol: str, degraded: bool = False, free: bool = True) -> None:
@@ -289,23 +289,23 @@ class Recorder:
         return cls(state["policy"], recording, state["sampled"], state["calls"], tips)
 
 
-def _add_experts(sequence: TokenSequence, experts: RoutedExperts | None, known: int) -> None:
+def _add_experts(sequence: TokenSequence, experts: RoutedExperts | None, previous_length: int) -> None:
     """Adds the experts of a sequence's new tokens.
 
     An engine does not route the last token that it samples. The next call reports that token's experts.
 
     Args:
-        known: Number of tokens in the sequence before this call.
+        previous_length: Number of tokens in the sequence before this call.
     """
     if experts is not None and not sequence.experts:
         sequence.expert_layers, sequence.experts_per_token = experts.layers, experts.per_token
-        sequence.experts.frombytes(UNROUTED * (known * experts.row))
+        sequence.experts.frombytes(UNROUTED * (previous_length * experts.row))
     elif not sequence.experts:
         return
-    width = len(sequence.experts) // known if known else (experts.row if experts else 0)
+    width = len(sequence.experts) // previous_length if previous_length else (experts.row if experts else 0)
     shape = (sequence.expert_layers, sequence.experts_per_token, width)
     if experts is not None and (experts.layers, experts.per_token, experts.row) == shape:
-        first = max(known - 1, experts.start)
+        first = max(previous_length - 1, experts.start)
         del sequence.experts[first * width :]
         sequence.experts.frombytes(UNROUTED * (first * width - len(sequence.experts)))
         sequence.experts.frombytes(experts.data[(first - experts.start) * width :])

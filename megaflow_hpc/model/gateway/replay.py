@@ -132,7 +132,7 @@ class Replay:
         self._open[token] = calls_of(trajectory)
 
     def end(self, token: str) -> None:
-        """Ends a session."""
+        """Forgets a session and its calls."""
         self._open.pop(token, None)
 
     def answer(self, token: str, rollout_id: str, asked: str) -> SampledTokens:

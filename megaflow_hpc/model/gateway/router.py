@@ -10,7 +10,7 @@ Health is judged by real requests. A server that refused or broke a connection, 
 backoff of half a second. The backoff doubles with each consecutive failure, up to half a minute, or lasts as long as
 the server asks for (``Retry-After``). Then a single call tries the server, and its success admits the other calls.
 Failures of calls that were in flight at the same time count as a single failure. If every server of a policy is in
-backoff, calls wait until a server is available again. So a short outage costs time but no rollout.
+backoff, calls wait until a server is available again. So a short outage delays rollouts but does not fail them.
 """
 
 from __future__ import annotations

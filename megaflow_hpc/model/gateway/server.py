@@ -373,8 +373,8 @@ class ModelGateway:
     def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:
         """Returns the policy that the request names as its model, or else the rollout's own policy."""
         model = asked.get("model")
-        known = self._policies | self._judges if rollout.judging else self._policies
-        return model if isinstance(model, str) and model in known else rollout.policy
+        names = self._policies | self._judges if rollout.judging else self._policies
+        return model if isinstance(model, str) and model in names else rollout.policy
 
     def _engine_request(self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int) -> EngineRequest:
         policy = self._policy(rollout, asked)

@@ -126,7 +126,7 @@ class WeightUpdater:
         """
         if not version.path:
             return version
-        local, kept, serving = self.copies.local(version), {version.version}, self._proxy.serving.weights
+        local, needed, serving = self.copies.local(version), {version.version}, self._proxy.serving.weights
         try:
             base = base_of(local)
             if base is not None:
@@ -134,13 +134,13 @@ class WeightUpdater:
 
                 source = self.copies.local(Version(base, str(self._run.weights / str(base)), version.policy))
                 local = put_together(local, source, self.copies.scratch / f"weights-{version.version}")
-                kept.add(base)
+                needed.add(base)
         except ConfigError as error:
             raise ModelServiceError(str(error)) from error
-        self.copies.keep(kept | {serving.version})
-        for other in self.copies.scratch.glob("weights-*"):
-            if other not in (local, Path(serving.path)):
-                remove_tree(other, ignore_errors=True)
+        self.copies.keep(needed | {serving.version})
+        for folder in self.copies.scratch.glob("weights-*"):
+            if folder not in (local, Path(serving.path)):
+                remove_tree(folder, ignore_errors=True)
         return version if local == Path(version.path) else replace(version, path=str(local))
 
     def next(self) -> Version | None:

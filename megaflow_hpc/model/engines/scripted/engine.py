@@ -2,7 +2,7 @@
 
 It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health``, and vLLM's ``/sleep``,
 ``/wake_up`` and ``/is_sleeping``. While asleep, it answers completion requests with an error. The engine runs in the
-same server as any other, so a campaign can run without weights and with a known outcome.
+same server as any other engine, so a campaign can run without weights and with a known outcome.
 
 Tokens are UTF-8 bytes (ids 0 to 255), the end of a turn (256) and the start of a turn (257). Log-probabilities are a
 function of id and position. Reasoning and tool calls are tagged text, as models write them. So each prompt of a

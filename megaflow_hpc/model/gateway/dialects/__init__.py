@@ -38,7 +38,7 @@ class Dialect(Protocol):
         """Yields ``answer`` as stream events."""
 
     def error(self, status: int, message: str, kind: str, /) -> dict[str, Any]:
-        """Returns an error body."""
+        """Returns the body of an error response."""
 
     def error_event(self, status: int, message: str, kind: str, /) -> Event:
         """Returns an error as an event of a stream that has already started."""
