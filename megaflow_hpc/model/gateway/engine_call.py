@@ -38,7 +38,7 @@ _SERVER_AT_FAULT = frozenset({401, 403, 408, 429})
 _FORBIDDEN = frozenset({401, 403})
 """HTTP statuses that mean a forbidden request if the engine sends them, and a wrong key if its proxy does."""
 _MAX_REFUSAL = 64 * 2**10
-"""Maximum bytes of a refusal passed on to the agent."""
+"""Maximum size in bytes of an engine's refusal that is passed on to the agent."""
 _MAX_VERSION_DIGITS = 9
 
 

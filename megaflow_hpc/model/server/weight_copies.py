@@ -55,7 +55,8 @@ CHUNK = 2**22
 """Maximum bytes in a reply. Replies are small because the event loop that encrypts them also serves the engine's
 requests."""
 MAX_REPLIES = 4
-"""Maximum number of concurrent replies with content. Further requests get an empty reply, and are repeated."""
+"""Maximum number of concurrent replies with content. Further requests get an empty reply, so that the servers that sent
+them try again."""
 HOLD_S = 1.0
 """Seconds that a request waits for new bytes before it gets an empty reply."""
 REPLY_TIMEOUT_S = 10.0
