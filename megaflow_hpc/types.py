@@ -238,8 +238,8 @@ class Sandbox(Protocol):
 
 @dataclass(frozen=True)
 class ModelEndpoint:
-    """An agent's access to its model. Each rollout has its own URL, so calls are attributed without the agent's
-    cooperation."""
+    """An agent's access to its model. Each rollout has its own URL, so the gateway can attribute calls without the
+    agent's cooperation."""
 
     base_url: str
     """Base URL of an OpenAI-compatible API, ending in ``/v1``."""
@@ -262,9 +262,9 @@ class AgentResult:
     exit_code: int = 0
     error: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation in OpenAI format. Stored only if the gateway recorded no messages."""
+    """The conversation in OpenAI format. It is stored only if the gateway recorded no messages."""
     turn_rewards: list[float] = field(default_factory=list)
-    """Reward of each model call, in order, for training. Stored as the rewards ``turn.0``, ``turn.1``, …"""
+    """Rewards of the model calls, in order, for training. They are stored as the rewards ``turn.0``, ``turn.1``, …"""
     state: dict[str, Any] | None = None
     """State for ``resume``, which msgpack must be able to encode. Set if a model call was refused because the rollout
     is being suspended."""
@@ -307,7 +307,7 @@ class Artifact:
 
     name: str
     data: bytes
-    """Content of the file. The code that collects it limits the size."""
+    """Content of the file. The code that collects the file limits its size."""
 
 
 @dataclass(frozen=True)

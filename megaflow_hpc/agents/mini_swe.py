@@ -38,7 +38,7 @@ MARK = "mswea_bash_command"
 COMMAND_TIMEOUT_S = 120.0
 """Default timeout of one command in seconds."""
 SAMPLING = ("temperature", "top_p", "max_tokens")
-"""Keys of ``model.model_kwargs`` in a configuration file that apply. The other keys configure litellm."""
+"""Keys of ``model.model_kwargs`` that this agent reads from a configuration file. The other keys configure litellm."""
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 CALL_TIMEOUT_S = 3600.0

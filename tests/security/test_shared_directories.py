@@ -245,7 +245,7 @@ def test_a_scratch_directory_that_a_stranger_laid_out_takes_nothing_of_ours(shar
         assert (home / "thesis" / "chapter").read_text() == "words"
         assert mine.poll() is None
         assert done.returncode == 3
-        assert "not a directory that you own" in done.stderr
+        assert "not a directory of this user's" in done.stderr
     finally:
         mine.kill()
         mine.wait()
