@@ -96,8 +96,8 @@ class Rollout:
     """Number of times that training has requested this task before under this policy. Each round is a separate
     group."""
     scaffold: str = ""
-    """Name of the agent as it appears in ids. Set only if the policy has several agents whose samples form separate
-    groups."""
+    """Name of the agent as it appears in ids. It is set only if the policy has several agents whose samples form
+    separate groups."""
 
     @cached_property
     def id(self) -> str:
@@ -266,8 +266,8 @@ class AgentResult:
     turn_rewards: list[float] = field(default_factory=list)
     """Rewards of the model calls, in order, for training. They are stored as the rewards ``turn.0``, ``turn.1``, …"""
     state: dict[str, Any] | None = None
-    """State for ``resume``, which msgpack must be able to encode. Set if a model call was refused because the rollout
-    is being suspended."""
+    """State for ``resume``, which msgpack must be able to encode. ``run`` sets it if a model call was refused because
+    the rollout is being suspended."""
 
 
 class Agent(Protocol):

@@ -156,7 +156,7 @@ class ModelGateway:
             policy: Policy that answers its calls.
             listener: An additional listening socket. The gateway serves it until :meth:`close`.
             budget: Limits on its calls and sampled tokens. Default: unlimited.
-            seed: Call n, from 0, is sampled with ``(seed + n) % 2**31``; -1 lets the engine choose the seed.
+            seed: Call n, counted from 0, uses the sampling seed ``(seed + n) % 2**31``. -1 lets the engine choose.
             recorded: State of a suspended rollout (:meth:`suspended`), whose recording continues.
             judging: Open the rollout for a verifier, which may also call judges.
 
@@ -215,7 +215,7 @@ class ModelGateway:
         """Refuses an open rollout's new calls and, if ``now``, also those still waiting for an engine's response.
 
         Returns:
-            True if the agent is waiting for a call's response.
+            True if the agent is still waiting for the response to a call.
         """
         rollout = self._by_id[rollout_id]
         rollout.suspend(now)
