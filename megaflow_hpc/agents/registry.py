@@ -36,7 +36,7 @@ NEEDED_ARGS: Mapping[str, str] = {
     "command": "args.command (shell text), or args.preset",
     "replay": "args.messages_file, or args.commands",
 }
-"""Agent → arguments that it requires, described for users."""
+"""Maps each agent to the arguments that it requires, as shown to users."""
 
 
 class AgentSpec(Protocol):
@@ -99,11 +99,11 @@ class KnownAgent:
     needs_model: bool
     needs_args: str
     lacks: str
-    """Why the agent cannot run here. Empty if it can."""
+    """Reason why the agent cannot run in this installation. Empty if it can."""
 
 
 def known_agents() -> list[KnownAgent]:
-    """Returns the built-in agents, after trying to create each one."""
+    """Tries to create each built-in agent, and returns all of them."""
     agents = []
     for name in NAMES:
         lacks = ""
@@ -171,7 +171,8 @@ def _find(name: str) -> Callable[..., Agent]:
 
 
 def _at(error: BaseException) -> str:
-    """Returns where in the user's code an error was raised. Empty if importlib or this module raised it."""
+    """Returns the location in the user's code that raised an error, or an empty string if importlib or this module
+    raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     last = frames[-1] if frames else None
     return (

@@ -18,7 +18,7 @@ from megaflow_hpc.model.json_text import decoded, effort, offload, packed
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 SUSPENDED = "rollout_suspended"
-"""Error types that a client should not retry."""
+"""Types of errors that clients should not retry."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 SEND_TIMEOUT_S = 60.0
 """Seconds within which an agent must read a response. Other calls of its rollout may be waiting for it."""
@@ -52,7 +52,7 @@ async def send_json(request: web.BaseRequest, size: int, body: Callable[[], Any]
     """Awaits ``body`` and sends the result as JSON.
 
     Args:
-        size: Bytes that the engine sent.
+        size: Size of the engine's response in bytes.
     """
     response = web.Response(body=await offload(size, lambda: packed(body())), content_type="application/json")
     async with _sending(request):
@@ -75,7 +75,7 @@ async def send_stream(
 
     Args:
         request: The agent's request.
-        answer: The engine's response, awaited here.
+        answer: The engine's response, which this function awaits.
         events: Converts the response to events.
         failed: Converts an exception, raised after the stream has started, to an event.
 

@@ -7,7 +7,7 @@
                                                      └── Recorder of the rollout: ids, log-probabilities, weight version
 
 So the gateway knows which rollout a call belongs to, and an agent needs only an address and a key. The agent may use
-any of the :mod:`~megaflow_hpc.model.gateway.dialects`; engines only see one of them. An agent in a sandbox without
+any of the :mod:`~megaflow_hpc.model.gateway.dialects`, but engines only see one of them. An agent in a sandbox without
 network access connects to a socket inside the sandbox. The gateway waits for the complete response, and then streams it
 if the agent requested a stream. So if a server dies, the call can be retried elsewhere until the last token has
 arrived.
@@ -73,7 +73,7 @@ from megaflow_hpc.types import CallBudget, ModelEndpoint, Sampling
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_CONNECTIONS = 256
-"""Maximum connections of one rollout to its gateway."""
+"""Maximum number of connections from one rollout to its gateway."""
 
 
 class ModelGateway:
@@ -83,13 +83,13 @@ class ModelGateway:
         wait_s: Maximum seconds that a call waits for an available server before it fails with 503.
         request_timeout_s: Timeout of one request in seconds. A timeout counts as a failure of the server.
         policies: Model names that select a policy. Any other name selects the rollout's own policy.
-        judges: Further such names, which agents cannot use (:meth:`open`).
+        judges: Model names that select a judge's policy. Only verifiers may use them; see :meth:`open`.
         limits: Limits on this gateway's requests to the engines.
         replays: Policies served from a recorded campaign.
-        media_domains: Policy → hosts from which its engines may fetch images. Default: none.
+        media_domains: Hosts from which engines may fetch images, by policy. Default: none.
         keep_thoughts: Policies whose prompts keep earlier answers as they were sampled, even if the chat template
             changes them.
-        sampling: Policy → its sampling settings. Default: neutral settings.
+        sampling: Sampling settings by policy. Default: neutral settings.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ModelGateway:
     ) -> None:
         self.port = 0
         self.tokens = 0
-        """Tokens sampled by engines so far."""
+        """Number of tokens that engines have sampled so far."""
         self._caller = Caller(wait_s, request_timeout_s, limits)
         self._policies, self._judges = frozenset(policies), frozenset(judges)
         self._replays, self._keep_thoughts = replays or {}, frozenset(keep_thoughts)
@@ -156,9 +156,9 @@ class ModelGateway:
             policy: Policy that answers its calls.
             listener: An additional listening socket. The gateway serves it until :meth:`close`.
             budget: Limits on its calls and sampled tokens. Default: unlimited.
-            seed: Call n, from 0, is sampled with ``(seed + n) % 2**31``; -1 leaves the seed to the engine.
+            seed: Call n, counted from 0, uses the sampling seed ``(seed + n) % 2**31``. -1 lets the engine choose.
             recorded: State of a suspended rollout (:meth:`suspended`), whose recording continues.
-            judging: Open it for a verifier, which may also call judges.
+            judging: Open the rollout for a verifier, which may also call judges.
 
         Raises:
             MegaflowError: The gateway is not started, or the rollout is already open.
@@ -184,7 +184,7 @@ class ModelGateway:
         """Closes a rollout and returns its recording. Later calls with its key are refused.
 
         Raises:
-            MegaflowError: The rollout is not open here.
+            MegaflowError: The rollout is not open at this gateway.
         """
         rollout = self._by_id.pop(rollout_id, None)
         if rollout is None:
@@ -200,7 +200,7 @@ class ModelGateway:
         return rollout.recorder.finish()
 
     async def outage(self, rollout_id: str) -> str:
-        """Returns why the latest call of an open rollout failed, if the service fails on other requests too.
+        """Returns the reason why the latest call of an open rollout failed, if the service fails on other requests too.
 
         Returns an empty string if the call succeeded, or if a server answers the gateway's own request. In the latter
         case, the rollout's request was at fault. This check is needed because some agents' clients swallow the 503.
@@ -215,15 +215,15 @@ class ModelGateway:
         """Refuses an open rollout's new calls and, if ``now``, also those still waiting for an engine's response.
 
         Returns:
-            True if the agent is waiting for such a call.
+            True if the agent is still waiting for the response to a call.
         """
         rollout = self._by_id[rollout_id]
         rollout.suspend(now)
         return bool(rollout.waiting)
 
     def suspended(self, rollout_id: str) -> dict[str, Any] | None:
-        """Returns the recorded state of an open rollout, for :meth:`open`, if :meth:`suspend` refused one of its
-        calls."""
+        """Returns the recorded state of an open rollout, to pass to :meth:`open`. Returns ``None`` unless
+        :meth:`suspend` caused a call to be refused."""
         rollout = self._by_id[rollout_id]
         return rollout.recorder.state() if rollout.interrupted else None
 
@@ -242,7 +242,8 @@ class ModelGateway:
         }
 
     def conversation(self, rollout_id: str) -> Sequence[Mapping[str, Any]]:
-        """Returns the conversation of a rollout's latest answered call; empty if the rollout is not open."""
+        """Returns the conversation of a rollout's latest answered call, or an empty sequence if the rollout is not
+        open."""
         rollout = self._by_id.get(rollout_id)
         if rollout is None:
             return ()
@@ -266,7 +267,7 @@ class ModelGateway:
         try:
             rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
             if rollout is None or not hmac.compare_digest(bearer_key(request), rollout.key.encode()):
-                raise CallError(401, "no such rollout, or not its key", "authentication_error")
+                raise CallError(401, "unknown rollout, or wrong key", "authentication_error")
             if not self._server.admit(request, rollout.token):
                 raise CallError(429, f"this rollout has {MAX_CONNECTIONS} connections in use", TOO_MANY_CONNECTIONS)
             return await self._dispatch(rollout, request, "/" + parts[3])
@@ -322,7 +323,7 @@ class ModelGateway:
         Args:
             rollout: The rollout that makes the call.
             http: The HTTP request.
-            endpoint: Request path without ``/v1``; selects the dialect.
+            endpoint: Request path without ``/v1``, which selects the dialect.
             body: Decoded request body.
             size: Size of the body in bytes.
 
@@ -372,8 +373,8 @@ class ModelGateway:
     def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:
         """Returns the policy that the request names as its model, or else the rollout's own policy."""
         model = asked.get("model")
-        known = self._policies | self._judges if rollout.judging else self._policies
-        return model if isinstance(model, str) and model in known else rollout.policy
+        names = self._policies | self._judges if rollout.judging else self._policies
+        return model if isinstance(model, str) and model in names else rollout.policy
 
     def _engine_request(self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int) -> EngineRequest:
         policy = self._policy(rollout, asked)
