@@ -92,6 +92,8 @@ class Turn:
     started_by: int = -1
     """For the first call of a sub-agent: number of the call that started it and was waiting for tool results. -1 for
     other calls."""
+    role: str = ""
+    """Role that the agent called. Empty in a campaign without a team."""
 
 
 @dataclass

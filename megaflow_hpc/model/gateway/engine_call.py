@@ -230,6 +230,10 @@ class EngineRequest(NamedTuple):
     """Token limit per choice imposed by the rollout's budget, if the body has no limit; 0 means no limit."""
     gate: Gate | None = None
     """Awaited before a large response is read."""
+    role: str = ""
+    """Role that the agent called; empty without a team."""
+    started_by: int | None = None
+    """Number of the call that caused this one, if the agent named it."""
 
     @property
     def chat(self) -> bool:

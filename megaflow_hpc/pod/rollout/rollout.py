@@ -237,7 +237,8 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     if not messages:
         messages, parents = result.messages, []
     calls = enumerate(result.turn_rewards, len(trajectory.turns))
-    trajectory.rewards = {**trajectory.rewards, **{f"{TURN_REWARD}{number}": float(value) for number, value in calls}}
+    turns = {f"{TURN_REWARD}{number}": float(value) for number, value in calls}
+    trajectory.rewards = {**trajectory.rewards, **result.rewards, **turns}
     first = len(trajectory.messages)
     for turn in recording.turns:
         turn.sequence += len(trajectory.sequences) if turn.sequence >= 0 else 0
@@ -252,6 +253,19 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     trajectory.constrained += recording.constrained
     if recording.calls:
         trajectory.artifacts.append(calls_artifact(recording))
+
+
+def check_turn_rewards(rewards: Mapping[str, float], calls: int) -> None:
+    """Checks that each reward of a turn belongs to one of a rollout's model calls.
+
+    Raises:
+        UserCodeError: a reward names a call that was not made.
+    """
+    for name in rewards:
+        number = name.removeprefix(TURN_REWARD)
+        if number != name and number.isascii() and number.isdigit() and int(number) >= calls:
+            made = f"calls 0 to {calls - 1}" if calls else "no model call"
+            raise UserCodeError(f"reward {name!r}: the rollout made {made}; correct turn_rewards or the verifier")
 
 
 def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:
@@ -367,6 +381,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
     output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
     trajectory.artifacts += [*verdict.artifacts, *judges.artifacts(), Artifact("verifier.log", output)]
     trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
+    check_turn_rewards(trajectory.rewards, len(trajectory.turns))
     if verdict.agent_error or verdict.error:
         trajectory.error_kind = "verifier" if verdict.error else "agent"
         trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
