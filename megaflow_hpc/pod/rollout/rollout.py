@@ -40,7 +40,7 @@ from megaflow_hpc.errors import (
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.model.gateway.open_rollout import SEEDS
 from megaflow_hpc.model.gateway.replay import calls_artifact
-from megaflow_hpc.pod.rollout.judges import Judges, conversation
+from megaflow_hpc.pod.rollout.judges import Judges, by_role, conversation
 from megaflow_hpc.pod.rollout.preemption import Checkpoint, CutShort
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
@@ -368,6 +368,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         sandboxes.start,
         lambda: conversation(trajectory),
         judges.open if judges.models else None,
+        lambda: by_role(trajectory),
     )
     run_agent = partial(AgentRun, services, rollout, agent, policy.model is not None)
     verifying = partial(timed, trajectory, "verify_s")
