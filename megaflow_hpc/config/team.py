@@ -46,8 +46,17 @@ class TeamConfig(Section):
 
     roles: dict[str, RoleConfig]
     """Roles by name. An agent calls a role by its name, as the ``model`` of a request."""
-    owner: str | None = None
+    owner: str = ""
     """Role whose agent runs the rollouts. Default: the first role."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_owns(cls, value: Any) -> Any:
+        """Names the owner, because a stored campaign does not keep the order of roles."""
+        roles = value.get("roles") if isinstance(value, dict) else None
+        if isinstance(roles, dict) and roles and value.get("owner") is None:
+            return {**value, "owner": next(iter(roles))}
+        return value
 
     @field_validator("roles")
     @classmethod
@@ -61,19 +70,14 @@ class TeamConfig(Section):
 
     @model_validator(mode="after")
     def _owner(self) -> TeamConfig:
-        if self.owner is not None and self.owner not in self.roles:
+        if self.owner not in self.roles:
             raise ValueError(f"owner: {self.owner!r} is not a role; the roles are: {', '.join(self.roles)}")
         return self
 
     @property
-    def owning_role(self) -> str:
-        """The role that owns the rollouts."""
-        return self.owner or next(iter(self.roles))
-
-    @property
     def owning_policy(self) -> str:
         """The policy whose agent runs the rollouts."""
-        return self.roles[self.owning_role].policy
+        return self.roles[self.owner].policy
 
     @property
     def policies(self) -> dict[str, str]:
@@ -109,10 +113,10 @@ def check_team(team: TeamConfig, models: Mapping[str, ModelConfig | None]) -> No
             raise ValueError(f"models.{name}: has no role in team.roles; give it one, or leave the model out")
         if model.samples:
             raise ValueError(
-                f"models.{name}.samples: only role {team.owning_role!r} runs rollouts (team.owner); leave samples out"
+                f"models.{name}.samples: only role {team.owner!r} runs rollouts (team.owner); leave samples out"
             )
         if model.agent or model.include:
             key = "agent" if model.agent else "include"
             raise ValueError(
-                f"models.{name}.{key}: only role {team.owning_role!r} runs rollouts (team.owner); leave {key} out"
+                f"models.{name}.{key}: only role {team.owner!r} runs rollouts (team.owner); leave {key} out"
             )
