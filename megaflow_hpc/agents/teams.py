@@ -1,8 +1,8 @@
 """Agents that work in a team of models, as examples to start from.
 
-Each one calls the roles that its docstring names; the section ``team`` of the campaign file says which model plays each.
-None of them gives rewards: the ``score`` of a task gets the conversation of each role (parameter ``roles``), and returns
-the rewards by name.
+Each one calls the roles that its docstring names. The section ``team`` of the campaign file says which model plays
+each role. The agents give no rewards. The ``score`` of a task gets the conversation of each role (parameter ``roles``),
+and returns the rewards by name.
 """
 
 from __future__ import annotations

@@ -127,7 +127,10 @@ async def test_an_unknown_name_and_no_name_call_the_owner() -> None:
 @in_loop
 async def test_a_planner_and_an_executor_in_a_sandbox() -> None:
     executor = {"Solve this": ["```bash\ntouch a\n```", "It is done."]}
-    team, shell = Team({"big": {"Plan": "touch a"}, "small": executor}, {"planner": "big", "executor": "small"}), Shell()
+    team, shell = (
+        Team({"big": {"Plan": "touch a"}, "small": executor}, {"planner": "big", "executor": "small"}),
+        Shell(),
+    )
     await run(PlannerExecutor(), team, sandbox=shell)
     assert team.roles == ["planner:big", "executor:small", "executor:small"]
     assert shell.commands == ["touch a\n"]
