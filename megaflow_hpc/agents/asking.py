@@ -11,7 +11,7 @@ from megaflow_hpc.types import CALL_HEADER, STARTED_BY_HEADER, ModelEndpoint
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     """A model's answer."""
 
     message: dict[str, Any]
@@ -31,9 +31,9 @@ async def ask(
     messages: str | Sequence[Mapping[str, Any]],
     role: str = "",
     *,
-    started_by: Answer | None = None,
+    started_by: ModelAnswer | None = None,
     **options: Any,
-) -> Answer:
+) -> ModelAnswer:
     """Makes one model call, and waits as long as the gateway does for an engine.
 
     Args:
@@ -69,4 +69,4 @@ async def ask(
         kind = UserCodeError if response.status in (400, 413, 422) else ModelServiceError
         raise kind(f"model call: HTTP {response.status}: {answer}")
     choice = answer["choices"][0]
-    return Answer(choice["message"], int(response.headers[CALL_HEADER]), str(choice.get("finish_reason") or ""))
+    return ModelAnswer(choice["message"], int(response.headers[CALL_HEADER]), str(choice.get("finish_reason") or ""))

@@ -11,7 +11,7 @@ import asyncio
 import re
 from typing import Any
 
-from megaflow_hpc.agents.asking import Answer, ask
+from megaflow_hpc.agents.asking import ModelAnswer, ask
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 Messages = list[dict[str, Any]]
@@ -22,7 +22,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def agrees(answer: Answer) -> bool:
+def agrees(answer: ModelAnswer) -> bool:
     """Returns whether the last word of an answer is yes."""
     words = re.findall(r"[a-z]+", answer.text.lower())
     return bool(words) and words[-1] == "yes"
@@ -69,7 +69,7 @@ class PlannerExecutor:
         messages = [
             user(
                 f"Solve this task:\n{task.instruction}\nThe plan is:\n{plan.text}\n"
-                "Write one shell command between ```bash and ```. You are then told its output. Answer without a "
+                "Write one shell command between ```bash and ```. You are then told its output. ModelAnswer without a "
                 "command when the task is solved."
             )
         ]
@@ -150,7 +150,7 @@ class Recursive:
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint) -> AgentResult:
         return AgentResult(messages=await self._solve(model, task.instruction, self._depth, None))
 
-    async def _solve(self, model: ModelEndpoint, question: str, depth: int, cause: Answer | None) -> Messages:
+    async def _solve(self, model: ModelEndpoint, question: str, depth: int, cause: ModelAnswer | None) -> Messages:
         how = "Answer it. Or divide it: write up to four lines, each PART: and a question." if depth else "Answer it."
         messages = [user(f"{question}\n{how}")]
         answer = await ask(model, messages, "solver", started_by=cause)
@@ -164,7 +164,7 @@ class Recursive:
         return messages
 
 
-class Router:
+class ModelRouter:
     """``router`` chooses whether ``small`` or ``large`` answers."""
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint) -> AgentResult:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.agents import ask
-from megaflow_hpc.agents.teams import Debate, PlannerExecutor, Recursive, Router, SelfPlay, WriterChecker
+from megaflow_hpc.agents.teams import Debate, ModelRouter, PlannerExecutor, Recursive, SelfPlay, WriterChecker
 from megaflow_hpc.errors import ModelServiceError, UserCodeError
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ScriptedTask
 from megaflow_hpc.model.gateway.server import ModelGateway
@@ -191,7 +191,7 @@ def _question(recording: Recording, call: int) -> str:
 async def test_a_router_between_a_small_and_a_large_model(said: str, chosen: str) -> None:
     answers = {"r": {"hard": said}, "s": {"2": "4"}, "l": {"2": "4"}}
     team = Team(answers, {"router": "r", "small": "s", "large": "l"})
-    await run(Router(), team)
+    await run(ModelRouter(), team)
     assert [role.partition(":")[0] for role in team.roles] == ["router", chosen]
 
 
@@ -217,7 +217,7 @@ async def test_refused_calls_are_errors_of_the_request_or_of_the_service() -> No
             await ask(model, [{"role": "nobody", "content": 1}])
         for _ in range(20):
             await ask(model, "Say it.")
-        with pytest.raises(ModelServiceError, match="HTTP 429.*has made its 20 model calls"):
+        with pytest.raises(ModelServiceError, match=r"HTTP 429.*has made its 20 model calls"):
             await ask(model, "Say it.")
     assert team.recording.over_budget
 
@@ -226,5 +226,5 @@ async def test_refused_calls_are_errors_of_the_request_or_of_the_service() -> No
 async def test_a_policy_with_rollouts_of_its_own_is_not_called_in_those_of_another() -> None:
     async with Team({"left": {"": "1"}, "right": {"": "2"}}, {}, learners=["left", "right"]) as model:
         assert (await ask(model, "Say it.", "left")).text == "1"
-        with pytest.raises(UserCodeError, match="is trained on rollouts of its own alone.*section team"):
+        with pytest.raises(UserCodeError, match=r"is trained on rollouts of its own alone.*section team"):
             await ask(model, "Say it.", "right")

@@ -51,7 +51,7 @@ def test_only_the_owner_runs_rollouts() -> None:
         ({"team": {"roles": {}}}, "team.roles: names no role; write roles: {writer: default}"),
         (
             {"team": {"roles": {"writer": "nobody"}}},
-            "team.roles.writer.policy: 'nobody' is not a model; .* author, sec",
+            "writer.policy: 'nobody' is not a model; .* author, sec",
         ),
         (
             {"team": {"roles": {"a": "author", "b": "c", "c": "b"}}},
