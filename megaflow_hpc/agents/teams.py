@@ -69,7 +69,7 @@ class PlannerExecutor:
         messages = [
             user(
                 f"Solve this task:\n{task.instruction}\nThe plan is:\n{plan.text}\n"
-                "Write one shell command between ```bash and ```. You are then told its output. ModelAnswer without a "
+                "Write one shell command between ```bash and ```. You are then told its output. Answer without a "
                 "command when the task is solved."
             )
         ]
