@@ -71,7 +71,7 @@ def prepare(folder: Path, batches: int | None = None, turns: int = 1) -> Path:
     python = Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python"
     command = [python, SOURCES / "demonstrations.py", folder / "models" / f"tiny-{turns}", "--turns", str(turns)]
     command += ["--batches", str(batches)] if batches else []
-    subprocess.run(command, check=True, timeout=500, stdout=sys.stderr)
+    subprocess.run(command, check=True, timeout=1800, stdout=sys.stderr)
     return folder
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,10 @@ class Pods:
         self._engines = engines or Engines(run)
         self._done: set[str] = set()
         self._journal = JournalWriter(run.journal_file(pod, "0"))
+
+    def skip(self, rollouts: Iterable[str]) -> None:
+        """Leave out rollouts that an earlier pod has stored."""
+        self._done |= set(rollouts)
 
     def work(
         self,
