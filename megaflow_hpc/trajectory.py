@@ -91,6 +91,8 @@ class Turn:
     """Index of the response in the rollout's messages. -1 if unknown, or if this was not a chat call."""
     started_by: int = -1
     """For the first call of a sub-agent, the number of the call that started the sub-agent. -1 for other calls."""
+    role: str = ""
+    """Role that the agent called. Empty in a campaign without a team."""
 
 
 @dataclass

@@ -249,6 +249,10 @@ class ModelEndpoint:
     """The same API as seen from inside the sandbox. Empty if the sandbox cannot reach it."""
 
 
+CALL_HEADER = "x-megaflow-call"
+"""Header of the gateway's answer: number of the model call in its rollout, from 0."""
+STARTED_BY_HEADER = "x-megaflow-started-by"
+"""Header of a request: number of the call that caused it, such as a parent agent's."""
 TURN_REWARD = "turn."
 """Prefix of the rewards of single turns: ``turn.0`` is the reward of the rollout's first model call."""
 
@@ -265,6 +269,8 @@ class AgentResult:
     """The conversation in OpenAI format. It is stored only if the gateway recorded no messages."""
     turn_rewards: list[float] = field(default_factory=list)
     """Rewards of the model calls, in order, for training. They are stored as the rewards ``turn.0``, ``turn.1``, …"""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Further rewards by name, such as those of a team's roles. A verifier's reward of the same name replaces it."""
     state: dict[str, Any] | None = None
     """State for ``resume``, which msgpack must be able to encode. ``run`` sets it if a model call was refused because
     the rollout is being suspended."""

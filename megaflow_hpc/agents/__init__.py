@@ -6,6 +6,7 @@ that run Python code get their own process, forked from a zygote. All other agen
 runner uses this package, and planning looks up agent names in it.
 """
 
+from megaflow_hpc.agents.asking import ModelAnswer, ask
 from megaflow_hpc.agents.registry import NAMES, create
 
-__all__ = ["NAMES", "create"]
+__all__ = ["NAMES", "ModelAnswer", "ask", "create"]

@@ -137,6 +137,13 @@ def result_of(name: str, returned: Any) -> AgentResult:
         )
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in returned.turn_rewards):
         raise UserCodeError(f"agent {name}: turn_rewards {returned.turn_rewards!r:.80}: expected finite numbers")
+    for reward, value in returned.rewards.items():
+        if not isinstance(reward, str) or reward in ("", "reward", "score") or "." in reward:
+            raise UserCodeError(
+                f"agent {name}: rewards {reward!r:.80}: expected names without a dot, other than reward and score"
+            )
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserCodeError(f"agent {name}: rewards[{reward!r}] {value!r:.80}: expected a finite number")
     return returned
 
 

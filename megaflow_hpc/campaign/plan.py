@@ -147,12 +147,12 @@ def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
 def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s: int) -> None:
     ledger = Ledger(run)
     ledger.create()
-    learning = draft.config.training.policies if draft.config.training else {}
     if draft.config.training:
         prepare_training(draft.config.training, run)
         methods.record(run, draft.digests)
     # Trainers request their policies' rollouts round by round.
-    planned = draft.rollouts.where(lambda first: first.policy not in learning)
+    requested = draft.config.requested
+    planned = draft.rollouts.where(lambda first: first.policy not in requested)
     source = draft.source or yaml.safe_dump(draft.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
     write_atomic(run.env_sh, environment_script(draft.config, mpi, window_s))

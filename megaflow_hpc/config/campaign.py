@@ -25,6 +25,7 @@ from megaflow_hpc.config.sections import (
 )
 from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
+from megaflow_hpc.config.team import TeamConfig, check_team
 from megaflow_hpc.config.trained import check_engine, check_trained, trained_model
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes
@@ -62,6 +63,8 @@ class CampaignConfig(Section):
     """Model of a campaign with one policy. The policy's name is ``default``."""
     models: dict[str, ModelConfig] = Field(default_factory=dict)
     """Models of a campaign with several policies, keyed by policy name."""
+    team: TeamConfig | None = None
+    """Roles of the models in one rollout. Default: none; each policy runs rollouts of its own."""
     pool: EnginePoolConfig | None = None
     """Rules for sharing the servers of this engine pool."""
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -91,6 +94,8 @@ class CampaignConfig(Section):
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:
         if self.is_pool:
+            if self.team:
+                raise ValueError("team: an engine pool runs no rollouts; leave team out")
             if self.judges():
                 raise ValueError(f"models.{self.judges()[0]}.judge: an engine pool runs no verifiers; leave judge out")
             pools = [name for name, policy in self.policies().items() if policy.model and policy.model.pool]
@@ -110,6 +115,8 @@ class CampaignConfig(Section):
             raise ValueError("judge: a judge needs another model to judge; name both in models")
         if self.model and self.models:
             raise ValueError("give either model or models, not both")
+        if self.team:
+            check_team(self.team, self.models or ({"default": self.model} if self.model else {}))
         for name in self.models:
             if not NAME.match(name):
                 raise ValueError(f"policy {name!r} must be letters, digits, dot, dash or underscore")
@@ -152,13 +159,24 @@ class CampaignConfig(Section):
         """Returns the policies that only verifiers may call."""
         return tuple(name for name, model in self.models.items() if model.judge)
 
+    @property
+    def requested(self) -> frozenset[str]:
+        """Policies whose rollouts trainers request, instead of the planner: those that are trained, and the owner of a
+        team with a trained role."""
+        trained = frozenset(self.training.policies if self.training else ())
+        if self.team and trained & set(self.team.policies.values()):
+            return trained | {self.team.owning_policy}
+        return trained
+
     def with_ranks(self, ranks: int) -> CampaignConfig:
         """Returns the campaign with ``ranks`` MPI ranks on each node of a pod."""
         pods = self.slurm.pods.model_copy(update={"ranks_per_node": ranks})
         return self.model_copy(update={"slurm": self.slurm.model_copy(update={"pods": pods})})
 
-    def _samples(self, model: ModelConfig | None) -> int:
+    def _samples(self, name: str, model: ModelConfig | None) -> int:
         if model is not None and model.judge:
+            return 0
+        if self.team and name != self.team.owning_policy:
             return 0
         return self.samples if model is None or model.samples is None else model.samples
 
@@ -174,7 +192,7 @@ class CampaignConfig(Section):
             name: Policy(
                 agents=() if model and model.judge else (model and model.agent) or self.agent or _NO_AGENTS,
                 model=trained_model(model) if model and self.training and name in self.training.policies else model,
-                samples=self._samples(model),
+                samples=self._samples(name, model),
                 include=model.include if model else (),
             )
             for name, model in models.items()

@@ -73,6 +73,13 @@ def check_trained(
                 f"training.publish_delta: {where}.nodes: an engine over several nodes reads weights on each of them, "
                 "and deltas are put together on one node's disk; leave publish_delta out"
             )
+        if config.snapshot:
+            target = policies.get(config.snapshot.to, (None, (), 0))[0]
+            if target is None or config.snapshot.to in training.policies or target.engine not in LOADS_WEIGHTS:
+                raise ValueError(
+                    f"training.policies.{name}.snapshot.to: {config.snapshot.to!r}: expected a model that is not "
+                    f"trained and loads weights (engine {', '.join(LOADS_WEIGHTS)})"
+                )
         _check_sampling(f"{where}.sampling", model.sampling, str(config.loss.kind))
         if samples == 1:
             raise ValueError(

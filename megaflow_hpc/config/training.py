@@ -206,6 +206,15 @@ class ParallelConfig(Section):
         return self.context * self.tensor
 
 
+class SnapshotConfig(Section):
+    """Another policy that gets this policy's weights from time to time, such as an opponent in self-play."""
+
+    to: str
+    """Policy that gets the weights. It has a model of its own, of the same shape, and is not trained."""
+    every: int = Field(10, ge=1)
+    """Number of steps between snapshots. Default: 10."""
+
+
 class PolicyTraining(Section):
     """Training settings of one policy."""
 
@@ -246,6 +255,8 @@ class PolicyTraining(Section):
     """Recompute activations in the backward pass. Saves memory but slows down steps. Default: true."""
     parallel: ParallelConfig = ParallelConfig()
     """Division of the model among several GPUs."""
+    snapshot: SnapshotConfig | None = None
+    """Another policy that gets this policy's weights every few steps. Default: none."""
 
     @model_validator(mode="after")
     def _whole_adapters(self) -> PolicyTraining:

@@ -51,6 +51,8 @@ class VerificationContext:
     """The agent's changes to the git checkout in the working directory, if there was a checkout."""
     messages: Callable[[], list[dict[str, Any]]] = list
     """Returns the agent's conversation so far."""
+    roles: Callable[[], dict[str, list[dict[str, Any]]]] = dict
+    """Returns the latest conversation of each role of the campaign's team."""
     judge: Callable[[], AbstractAsyncContextManager[Judge]] | None = None
     """Opens an address at which judges answer. ``None`` if the campaign has none."""
 

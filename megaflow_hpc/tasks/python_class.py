@@ -19,8 +19,9 @@ r"""Tasks written as a Python class: ``tasks: [package.module:Class]``.
         async def solve(self, sandbox):               # optional; run by the oracle agent
             await sandbox.exec("echo 3 > answer")
 
-``score`` may have further parameters: ``messages`` (the agent's conversation), ``patch`` (its changes to the checkout
-in ``workdir``) and ``judge`` (:class:`~megaflow_hpc.tasks.judging.Judge`).
+``score`` may have further parameters: ``messages`` (the agent's conversation), ``roles`` (the latest conversation of
+each role of a team), ``patch`` (the agent's changes to the checkout in ``workdir``) and ``judge``
+(:class:`~megaflow_hpc.tasks.judging.Judge`).
 
 ``setup``, ``score`` and ``solve`` may also be synchronous. They then run in a thread, and the sandbox's ``exec``,
 ``upload``, ``download`` and ``read`` block. A class defines one task, whose id is the class name or ``id``. With a
@@ -80,7 +81,7 @@ IN_SANDBOX = frozenset({"workdir", "user", "env", "network", "memory_mb", "cpus"
 """Settings of a sandbox."""
 NONE = "none"
 """Value of ``image`` for a task without a sandbox."""
-EXTRAS = frozenset({"messages", "patch", "judge"})
+EXTRAS = frozenset({"messages", "roles", "patch", "judge"})
 """Parameters that ``score`` may have besides the sandbox."""
 
 _instances: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -257,6 +258,8 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
     more: dict[str, Any] = {}
     if "messages" in wanted:
         more["messages"] = context.messages()
+    if "roles" in wanted:
+        more["roles"] = context.roles()
     if "patch" in wanted:
         more["patch"] = context.patch.data.decode("utf-8", "replace") if context.patch else ""
     try:

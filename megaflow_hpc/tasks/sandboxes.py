@@ -46,6 +46,7 @@ def verification_context(
     start: Callable[[SandboxSpec], Awaitable[ApptainerSandbox]],
     messages: Callable[[], list[dict[str, Any]]] = list,
     judge: Callable[[], AbstractAsyncContextManager[Judge]] | None = None,
+    roles: Callable[[], dict[str, list[dict[str, Any]]]] = dict,
 ) -> VerificationContext:
     """Returns the context in which a campaign verifies a task.
 
@@ -54,6 +55,7 @@ def verification_context(
         start: starts a separate verifier's sandbox.
         messages: returns the agent's conversation so far.
         judge: opens an address at which judges answer.
+        roles: returns the latest conversation of each role.
     """
     return VerificationContext(
         fresh=environment.verification_of(task) == "fresh",
@@ -62,4 +64,5 @@ def verification_context(
         start=lambda task: start(sandbox_spec(task, images, environment)),
         messages=messages,
         judge=judge,
+        roles=roles,
     )

@@ -180,7 +180,7 @@ def estimate(
     blocks = count_blocks(draft.rollouts, config.slurm.pods.total, whole=whole_groups(config)) if rollouts else 0
     if config.training and rollouts:
         training = config.training
-        samples = sum(draft.policies[name].samples for name in training.policies)
+        samples = sum(draft.policies[name].samples for name in config.requested)
         rollouts = training.batch * training.steps * samples
         blocks = 0
         notes.append(

@@ -35,7 +35,7 @@ async def continued(call: Call, rendered: array[int]) -> array[int]:
     reply lacks a field."""
     request = call.request
     messages = request.body.get("messages") or ()
-    continues = await offload(request.size, request.recorder.tip, rendered, messages, request.policy)
+    continues = await offload(request.size, request.recorder.tip, rendered, messages, request.policy, request.role)
     if continues is None:
         return await _with_thoughts(call, rendered, messages) if request.keep_thoughts else rendered
     sequence, tip = continues
@@ -61,7 +61,8 @@ async def _with_thoughts(call: Call, rendered: array[int], messages: Sequence[Ma
     """Returns a prompt that keeps the sampled answers even though the template now renders earlier turns
     differently."""
     request = call.request
-    tips = await offload(request.size, request.recorder.answered, messages, request.policy, _MAX_SEQUENCES)
+    speaker = request.policy, request.role
+    tips = await offload(request.size, request.recorder.answered, messages, *speaker, _MAX_SEQUENCES)
     for sequence, tip in tips:
         if await _rendered(call, messages[: tip.messages]) == tip.rendered:
             tail = await _tail(call, rendered, messages, tip)

@@ -231,6 +231,10 @@ class EngineRequest(NamedTuple):
     """Token limit per choice from the rollout's budget, used if the body sets no limit. 0 means no limit."""
     gate: Gate | None = None
     """Called and awaited before a large response is read. If ``None``, large responses are read immediately."""
+    role: str = ""
+    """Role that the agent called; empty without a team."""
+    started_by: int | None = None
+    """Number of the call that caused this one, if the agent named it."""
 
     @property
     def chat(self) -> bool:

@@ -48,13 +48,17 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return web.Response(body=packed(body), status=status, headers=headers, content_type="application/json")
 
 
-async def send_json(request: web.BaseRequest, size: int, body: Callable[[], Any]) -> web.StreamResponse:
+async def send_json(
+    request: web.BaseRequest, size: int, body: Callable[[], Any], headers: Mapping[str, str] | None = None
+) -> web.StreamResponse:
     """Awaits ``body`` and sends the result as JSON.
 
     Args:
         size: Size of the engine's response in bytes.
+        headers: Further headers of the response.
     """
-    response = web.Response(body=await offload(size, lambda: packed(body())), content_type="application/json")
+    data = await offload(size, lambda: packed(body()))
+    response = web.Response(body=data, content_type="application/json", headers=headers)
     async with _sending(request):
         await response.prepare(request)
         await response.write_eof()

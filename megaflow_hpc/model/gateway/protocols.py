@@ -138,7 +138,7 @@ async def split(call: Call) -> Answer:
         if call.request.limit:
             sampling["max_tokens"] = min(sampling["max_tokens"], call.request.limit)
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
-        if routed := call.request.recorder.routed(prompt, call.request.policy):
+        if routed := call.request.recorder.routed(prompt, call.request.policy, call.request.role):
             sampling["routed_experts_prompt_start"] = routed
     except _MALFORMED as error:
         raise UnusableAnswer(f"{server.name}: {lacking} ({error!r})", retry=False) from error

@@ -54,6 +54,8 @@ class SampledTokens:
     """True if the last token ended the turn, false if a limit ended it."""
     policy: str = ""
     """Policy that answered. Empty for the rollout's own policy."""
+    role: str = ""
+    """Role that the agent called; empty without a team. Each role has sequences of its own."""
     free: bool = True
     """True if the tokens were sampled with the policy's own settings and without constraints."""
     experts: RoutedExperts | None = None
@@ -92,6 +94,8 @@ class Recorder:
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
     """Maps the number of each sequence to its end."""
     conversations: Conversations = field(init=False, repr=False)
+    _roles: list[str] = field(init=False, repr=False)
+    """Role of each sequence."""
     _answered_at: float = field(default=0.0, repr=False)
     """Time at which the latest answer was recorded, or 0 once another request has arrived."""
     _operations: int = field(default=0, repr=False)
@@ -102,6 +106,8 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.recording)
+        roles = {turn.sequence: turn.role for turn in self.recording.turns}
+        self._roles = [roles.get(number, "") for number in range(len(self.recording.sequences))]
 
     def request_arrived(self) -> None:
         """Adds the time since the latest answer, excluding sandbox time, to that turn's ``agent_s``."""
@@ -125,22 +131,22 @@ class Recorder:
             if not self._operations and self._operating_turn:
                 self._operating_turn.sandbox_s += time.monotonic() - self._operations_began
 
-    def find(self, prompt: Sequence[int], policy: str = "") -> int | None:
-        """Returns the index of the policy's longest sequence that ``prompt`` extends, or ``None`` if it extends no
-        sequence."""
+    def find(self, prompt: Sequence[int], policy: str = "", role: str = "") -> int | None:
+        """Returns the index of the longest sequence of this policy and role that ``prompt`` extends, or ``None`` if it
+        extends no sequence."""
         candidate, policy = _as_array(prompt), policy or self.policy
         best, best_length = None, -1
         for number, sequence in enumerate(self.recording.sequences):
             tokens, length = sequence.tokens, len(sequence.tokens)
-            if sequence.policy != policy or not best_length < length <= len(candidate):
+            if sequence.policy != policy or self._roles[number] != role or not best_length < length <= len(candidate):
                 continue
             if not length or (candidate[length - 1] == tokens[-1] and candidate[:length] == tokens):
                 best, best_length = number, length
         return best
 
-    def routed(self, prompt: Sequence[int], policy: str = "") -> int:
+    def routed(self, prompt: Sequence[int], policy: str = "", role: str = "") -> int:
         """Returns the number of tokens at the start of ``prompt`` whose experts are recorded."""
-        number = self.find(prompt, policy)
+        number = self.find(prompt, policy, role)
         sequence = number is not None and self.recording.sequences[number]
         return len(sequence.tokens) - 1 if sequence and sequence.experts else 0
 
@@ -179,6 +185,7 @@ class Recorder:
             wait_s=wait_s,
             server=sample.server,
             policy=policy,
+            role=sample.role,
         )
         self.recording.turns.append(turn)
         self.calls += 1
@@ -199,10 +206,11 @@ class Recorder:
     def _add_tokens(self, sample: SampledTokens, policy: str) -> tuple[int, int, int]:
         """Appends prompt and sampled tokens to a sequence. Returns its number, and the start and end of the answer."""
         prompt = _as_array(sample.prompt)
-        number = self.find(prompt, policy)
+        number = self.find(prompt, policy, sample.role)
         if number is None:
             number = len(self.recording.sequences)
             self.recording.sequences.append(TokenSequence(policy=policy))
+            self._roles.append(sample.role)
         sequence = self.recording.sequences[number]
         previous_length = len(sequence.tokens)
         _extend(sequence, prompt[len(sequence.tokens) :], None, -1)
@@ -226,26 +234,32 @@ class Recorder:
         self.recording.inexact += degraded or protocol == "text"
 
     def tip(
-        self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = ""
+        self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = "", role: str = ""
     ) -> tuple[TokenSequence, Tip] | None:
         """Returns the sequence and tip of the latest turn that this conversation continues, with the same prompt and an
         unchanged answer. Returns ``None`` if it continues no recorded turn."""
         candidate = _as_array(rendered)
-        return next(self._answered(messages, policy, lambda tip: candidate[: len(tip.rendered)] == tip.rendered), None)
+
+        def continues(tip: Tip) -> bool:
+            return candidate[: len(tip.rendered)] == tip.rendered
+
+        return next(self._answered(messages, policy, role, continues), None)
 
     def answered(
-        self, messages: Sequence[Mapping[str, Any]], policy: str = "", most: int = 1
+        self, messages: Sequence[Mapping[str, Any]], policy: str = "", role: str = "", most: int = 1
     ) -> list[tuple[TokenSequence, Tip]]:
         """Returns the sequences and tips of the latest turns whose answers are part of this conversation, ``most`` at
         most and the latest first."""
-        return list(islice(self._answered(messages, policy, lambda tip: True), most))
+        return list(islice(self._answered(messages, policy, role, lambda tip: True), most))
 
     def _answered(
-        self, messages: Sequence[Mapping[str, Any]], policy: str, wanted: Callable[[Tip], bool]
+        self, messages: Sequence[Mapping[str, Any]], policy: str, role: str, wanted: Callable[[Tip], bool]
     ) -> Iterator[tuple[TokenSequence, Tip]]:
         for number, tip in reversed(self.tips.items()):
             sequence = self.recording.sequences[number]
-            if sequence.policy != (policy or self.policy) or len(messages) <= tip.messages or not wanted(tip):
+            if (sequence.policy, self._roles[number]) != (policy or self.policy, role):
+                continue
+            if len(messages) <= tip.messages or not wanted(tip):
                 continue
             if same_message(messages[tip.messages], tip.answer):
                 yield sequence, tip

@@ -68,7 +68,7 @@ from megaflow_hpc.model.gateway.replay import Replay, body_of
 from megaflow_hpc.model.http_server import HttpServer, bearer_key
 from megaflow_hpc.model.json_text import offload
 from megaflow_hpc.trajectory import Recording, path_to
-from megaflow_hpc.types import CallBudget, ModelEndpoint, Sampling
+from megaflow_hpc.types import CALL_HEADER, STARTED_BY_HEADER, CallBudget, ModelEndpoint, Sampling
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,6 +83,9 @@ class ModelGateway:
         wait_s: Maximum seconds that a call waits for an available server before it fails with 503.
         request_timeout_s: Timeout of one request in seconds. A timeout counts as a failure of the server.
         policies: Model names that select a policy. Any other name selects the rollout's own policy.
+        roles: Role → policy, for a team. Then only roles are model names, and any other name selects ``owner``.
+        owner: Role that owns the rollouts of a team.
+        learners: Policies that are trained on rollouts of their own, and so only on these.
         judges: Model names that select a judge's policy. Only verifiers may use them; see :meth:`open`.
         limits: Limits on this gateway's requests to the engines.
         replays: Policies served from a recorded campaign.
@@ -98,6 +101,9 @@ class ModelGateway:
         wait_s: float = 300.0,
         request_timeout_s: float = 1800.0,
         policies: Sequence[str] = (),
+        roles: Mapping[str, str] | None = None,
+        owner: str = "",
+        learners: Collection[str] = (),
         judges: Sequence[str] = (),
         limits: CallLimits | None = None,
         replays: Mapping[str, Replay] | None = None,
@@ -109,7 +115,8 @@ class ModelGateway:
         self.tokens = 0
         """Number of tokens that engines have sampled so far."""
         self._caller = Caller(wait_s, request_timeout_s, limits)
-        self._policies, self._judges = frozenset(policies), frozenset(judges)
+        self._roles, self._owner = dict(roles or {}), owner
+        self._policies, self._judges, self._learners = frozenset(policies), frozenset(judges), frozenset(learners)
         self._replays, self._keep_thoughts = replays or {}, frozenset(keep_thoughts)
         self._media_domains, self._sampling = media_domains or {}, sampling or {}
         self._by_id: dict[str, OpenRollout] = {}
@@ -178,7 +185,8 @@ class ModelGateway:
             self._server.listen(listener)
             sandbox_url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/r/{rollout.token}/v1"
         self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
-        return ModelEndpoint(f"http://{LOOPBACK}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, sandbox_url)
+        base_url = f"http://{LOOPBACK}:{self.port}/r/{rollout.token}/v1"
+        return ModelEndpoint(base_url, rollout.key, self._owner or policy, sandbox_url)
 
     async def close(self, rollout_id: str) -> Recording:
         """Closes a rollout and returns its recording. Later calls with its key are refused.
@@ -311,7 +319,8 @@ class ModelGateway:
 
         if name:
             return json_response(card(name))
-        names = [rollout.policy, *sorted(self._policies - {rollout.policy})]
+        own, others = (self._owner, self._roles.keys()) if self._roles else (rollout.policy, self._policies)
+        names = [own, *sorted(others - {own})]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return json_response({"object": "list", "data": [card(name) for name in names], **pages})
 
@@ -336,7 +345,8 @@ class ModelGateway:
         path = COMPLETIONS if endpoint == "/completions" else CHAT
         asked = await offload(size, self._convert, rollout, path, dialect.request, body)
         request = self._engine_request(rollout, path, asked, size)
-        request = request._replace(free=not is_constrained(request.body, request.sampling.settings))
+        free = not is_constrained(request.body, request.sampling.settings)
+        request = request._replace(free=free, started_by=_named_call(http, rollout))
         try:
             async with rollout.reserved(asked, request.choices) as limit:
                 if rollout.suspended:  # the rollout was suspended while this call waited for budget
@@ -365,21 +375,34 @@ class ModelGateway:
         """Converts and checks an agent's request. Returns the request for the engine."""
         try:
             asked = convert(body)
-            domains = self._media_domains.get(self._policy(rollout, asked), ())
+            domains = self._media_domains.get(self._speaker(rollout, asked)[0], ())
             return engine_request(asked, path == CHAT, domains)
         except BadRequest as error:
             raise CallError(400, str(error)) from None
 
-    def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:
-        """Returns the policy that the request names as its model, or else the rollout's own policy."""
+    def _speaker(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> tuple[str, str]:
+        """Returns the policy and the role that the request names as its model, or else the rollout's own.
+
+        Raises:
+            BadRequest: The policy would not be trained on its answer.
+        """
         model = asked.get("model")
-        names = self._policies | self._judges if rollout.judging else self._policies
-        return model if isinstance(model, str) and model in names else rollout.policy
+        named = model if isinstance(model, str) else ""
+        if self._roles and not rollout.judging:
+            role = named if named in self._roles else self._owner
+            return self._roles[role], role
+        if named in self._learners and named != rollout.policy and not rollout.judging:
+            raise BadRequest(
+                f"model {named!r} is trained on rollouts of its own alone, and would not learn from this call; name "
+                "both models' roles in the section team of the campaign"
+            )
+        known = self._policies | self._judges if rollout.judging else self._policies
+        return named if named in known else rollout.policy, ""
 
     def _engine_request(self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int) -> EngineRequest:
-        policy = self._policy(rollout, asked)
+        policy, role = self._speaker(rollout, asked)
         sampling, keep = self._sampling.get(policy, Sampling()), policy in self._keep_thoughts
-        return EngineRequest(policy, path, asked, rollout.recorder, size, sampling, keep)
+        return EngineRequest(policy, path, asked, rollout.recorder, size, sampling, keep, role=role)
 
     async def _respond(
         self,
@@ -394,7 +417,8 @@ class ModelGateway:
             answer = self._answer(rollout, request._replace(gate=gate))
             if not body.get("stream"):
                 reply = await answer
-                return await send_json(http, reply.size, lambda: dialect.answer(reply.body, body))
+                number = {CALL_HEADER: str(rollout.recorder.calls - request.choices)}
+                return await send_json(http, reply.size, lambda: dialect.answer(reply.body, body), number)
             return await send_stream(
                 http,
                 answer,
@@ -410,6 +434,8 @@ class ModelGateway:
         )
         if request.chat:
             asked["messages"] = list(conversation)
+        if request.started_by is not None:
+            conversation.started_by = request.started_by
         rollout.set_seed(asked)
         request = request._replace(body=asked)
         digest = await offload(request.size, conversation_digest, list(conversation))
@@ -422,7 +448,7 @@ class ModelGateway:
         rollout.failed("")
         sampled = rollout.recorder.sampled
         for number, sample in enumerate(answer.samples):
-            sample.policy, sample.free = request.policy, request.free
+            sample.policy, sample.role, sample.free = request.policy, request.role, request.free
             times = {} if number else {"model_s": model_s, "wait_s": wait_s}
             rollout.recorder.add(sample, conversation, digest, **times)
         rollout.recorder.count(answer.protocol, server.degraded, request.free)
@@ -462,13 +488,28 @@ class ModelGateway:
             rollout.failed(str(error))
             raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
         rollout.failed("")
-        sample = replace(sample, policy=request.policy, message=sample.message if request.chat else None)
+        message = sample.message if request.chat else None
+        sample = replace(sample, policy=request.policy, role=request.role, message=message)
         rollout.recorder.add(sample, conversation, digest)
         if sample.counted is None:
             rollout.recorder.count("replay", free=sample.free)
         else:
             rollout.recorder.count("text")
         return protocols.Answer(body_of(sample, request.chat, str(request.body.get("model") or request.policy)))
+
+
+def _named_call(http: web.BaseRequest, rollout: OpenRollout) -> int | None:
+    """Returns the earlier call that a request names as its cause.
+
+    Raises:
+        CallError: The rollout has no such call.
+    """
+    named, calls = http.headers.get(STARTED_BY_HEADER), rollout.recorder.calls
+    if named is None or rollout.judging:
+        return None
+    if not (named.isascii() and named.isdigit() and len(named) < 10 and int(named) < calls):
+        raise CallError(400, f"{STARTED_BY_HEADER}: {named!r:.40}: this rollout has calls 0 to {calls - 1}")
+    return int(named)
 
 
 def _suspension(rollout: OpenRollout) -> CallError:

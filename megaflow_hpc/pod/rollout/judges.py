@@ -77,6 +77,14 @@ def _calls(recording: Recording) -> list[dict[str, Any]]:
     ]
 
 
+def by_role(trajectory: Trajectory) -> dict[str, list[dict[str, Any]]]:
+    """Returns the latest conversation of each role; empty without a team."""
+    parents = linked(trajectory.parents, len(trajectory.messages))
+    found = [one for one in conversations(trajectory.messages, parents, trajectory.turns) if one.role]
+    found.sort(key=lambda one: max((call for call in one.turns if call is not None), default=-1))
+    return {one.role: one.messages for one in found}
+
+
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Returns the messages of a rollout's main conversation, which is the conversation of its policy with the most
     calls."""

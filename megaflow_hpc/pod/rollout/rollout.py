@@ -41,7 +41,7 @@ from megaflow_hpc.errors import (
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.model.gateway.open_rollout import SEEDS
 from megaflow_hpc.model.gateway.replay import calls_artifact
-from megaflow_hpc.pod.rollout.judges import Judges, conversation
+from megaflow_hpc.pod.rollout.judges import Judges, by_role, conversation
 from megaflow_hpc.pod.rollout.preemption import Checkpoint, CutShort
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
@@ -239,7 +239,8 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     if not messages:
         messages, parents = result.messages, []
     calls = enumerate(result.turn_rewards, len(trajectory.turns))
-    trajectory.rewards = {**trajectory.rewards, **{f"{TURN_REWARD}{number}": float(value) for number, value in calls}}
+    turns = {f"{TURN_REWARD}{number}": float(value) for number, value in calls}
+    trajectory.rewards = {**trajectory.rewards, **result.rewards, **turns}
     first = len(trajectory.messages)
     for turn in recording.turns:
         turn.sequence += len(trajectory.sequences) if turn.sequence >= 0 else 0
@@ -254,6 +255,19 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     trajectory.constrained += recording.constrained
     if recording.calls:
         trajectory.artifacts.append(calls_artifact(recording))
+
+
+def check_turn_rewards(rewards: Mapping[str, float], calls: int) -> None:
+    """Checks that each reward of a turn belongs to one of a rollout's model calls.
+
+    Raises:
+        UserCodeError: a reward names a call that was not made.
+    """
+    for name in rewards:
+        number = name.removeprefix(TURN_REWARD)
+        if number != name and number.isascii() and number.isdigit() and int(number) >= calls:
+            made = f"calls 0 to {calls - 1}" if calls else "no model call"
+            raise UserCodeError(f"reward {name!r}: the rollout made {made}; correct turn_rewards or the verifier")
 
 
 def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:
@@ -356,6 +370,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         sandboxes.start,
         lambda: conversation(trajectory),
         judges.open if judges.models else None,
+        lambda: by_role(trajectory),
     )
     run_agent = partial(AgentRun, services, rollout, agent, policy.model is not None)
     verifying = partial(timed, trajectory, "verify_s")
@@ -369,6 +384,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
     output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
     trajectory.artifacts += [*verdict.artifacts, *judges.artifacts(), Artifact("verifier.log", output)]
     trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
+    check_turn_rewards(trajectory.rewards, len(trajectory.turns))
     if verdict.agent_error or verdict.error:
         trajectory.error_kind = "verifier" if verdict.error else "agent"
         trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))

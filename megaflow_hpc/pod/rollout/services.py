@@ -57,6 +57,9 @@ class Services:
         models = {name: policy.model for name, policy in policies.items() if policy.model is not None}
         gateway = ModelGateway(
             policies=[name for name, model in models.items() if not model.judge],
+            roles=config.team.policies if config.team else {},
+            owner=config.team.owner if config.team else "",
+            learners=[name for name in config.requested if name in policies and policies[name].samples],
             judges=[name for name, model in models.items() if model.judge],
             limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
             replays=_replays(policies),

@@ -160,7 +160,12 @@ class _Documents:
             "trajectory_id": name,
             "steps": _numbered(steps),
             "final_metrics": {**_totals(own), "total_steps": len(steps)},
-            "extra": {"policy": conversation.policy, "started_by_call": conversation.started_by},
+            "extra": {
+                "policy": conversation.policy,
+                "role": conversation.role,
+                "depth": conversation.depth,
+                "started_by_call": conversation.started_by,
+            },
         }
 
 

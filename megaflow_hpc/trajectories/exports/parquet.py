@@ -102,7 +102,7 @@ def _schema(pa: Any, rewards: tuple[str, ...]) -> Any:
     turn |= {"finish_reason": text, "policy": text}
     turn |= {name: pa.int64() for name in ("message", "started_by")}
     turn |= {name: pa.float32() for name in ("model_s", "sandbox_s", "agent_s", "wait_s")}
-    turn |= {"server": text}
+    turn |= {"server": text, "role": text}
     attempt = {"attempt": pa.int32()}
     attempt |= {name: text for name in ("status", "error_kind", "error", "node", "job_id")}
     attempt |= {name: pa.float64() for name in ("started_at", "finished_at")}

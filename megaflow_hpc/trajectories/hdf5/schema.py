@@ -197,6 +197,7 @@ GROUPS = (
                 "for the first call of a sub-agent: index, among the turns of its trajectory, of the call that started "
                 "the sub-agent, whose tool calls had no results yet; otherwise -1",
             ),
+            ("role", STRING, "t", "role that the agent called; empty without a team"),
         ),
     ),
     ColumnGroup(
@@ -345,6 +346,7 @@ OPTIONAL: dict[str, Any] = {
     "turns/policy": "",
     "turns/message": -1,
     "turns/started_by": -1,
+    "turns/role": "",
     "messages/parent": None,
 }
 """Columns missing from files of earlier versions → default value. Without ``messages/parent``, the messages of a row

@@ -41,7 +41,8 @@ from megaflow_hpc.trajectory import Trajectory, linked
 _FLUSH_ROWS = 256
 
 _COPIED = [column.name for column in ROW_COLUMNS if column.name not in ("turns", *UNKNOWN_AS_NAN)]
-_TURN = ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server", "policy", "message", "started_by")
+_TIMED = ("model_s", "sandbox_s", "agent_s", "wait_s")
+_TURN = ("finish_reason", *_TIMED, "server", "policy", "message", "started_by", "role")
 _ATTEMPT = [column.name for column in COLUMNS.values() if column.group == "attempts"]
 
 _ROW_OFFSETS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}

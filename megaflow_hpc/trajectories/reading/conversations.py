@@ -9,7 +9,7 @@ sub-agent, and records the call that started it, or to the same agent after comp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megaflow_hpc.trajectory import Turn, path_to
@@ -32,6 +32,10 @@ class Conversation:
     """Number of leading messages shared with the conversation that it branches off from."""
     started_by: int | None = None
     """The call that started this conversation (e.g. of a sub-agent), which was then waiting for tool results."""
+    role: str = ""
+    """Role that answered the last call; empty without a team."""
+    depth: int = 0
+    """Number of calls above this conversation that each started another one; 0 for the agent itself."""
 
     @property
     def calls(self) -> int:
@@ -79,11 +83,14 @@ def conversations(
         while node >= 0 and node not in owner:
             owner[node] = number
             node = parents[node]
-    result = []
+    result: list[Conversation] = []
     for number, end in enumerate(ends):
         nodes = path_to(parents, end)
         calls = [call_of.get(node) for node in nodes]
-        result.append(_conversation(number, nodes, calls, messages, turns, owner))
+        one = _conversation(number, nodes, calls, messages, turns, owner)
+        if one.parent is not None and one.parent < number:  # a conversation starts after the one that started it
+            one = replace(one, depth=result[one.parent].depth + (one.started_by is not None))
+        result.append(one)
     return result
 
 
@@ -114,6 +121,7 @@ def _conversation(
         parent=parent,
         shared=shared,
         started_by=started_by,
+        role=own[-1].role if own else "",
     )
 
 
@@ -142,5 +150,6 @@ def heading(number: int, conversation: Conversation) -> str:
     if conversation.started_by is not None and conversation.parent is not None:
         begins += f" in conversation {conversation.parent}"
     policy = f", policy {conversation.policy}" if conversation.policy else ""
+    policy = f", role {conversation.role}{policy}" if conversation.role else policy
     count = f"{len(calls)} call{'s' * (len(calls) != 1)}"
     return f"conversation {number}: {count}{policy}, {begins}"

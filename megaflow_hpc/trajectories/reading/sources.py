@@ -427,7 +427,7 @@ class JournalSource:
     def turns(self, row: int) -> list[Turn]:
         turns = [replace(turn) for turn in self._load(row).turns]
         for turn in turns:
-            for name in ("finish_reason", "server", "policy"):
+            for name in ("finish_reason", "server", "policy", "role"):
                 setattr(turn, name, escape(getattr(turn, name)))
             for name in _TIMES:
                 setattr(turn, name, float(np.float32(getattr(turn, name))))

@@ -351,6 +351,8 @@ class Row:
             {
                 "messages": conversation.nodes,
                 "policy": conversation.policy,
+                "role": conversation.role,
+                "depth": conversation.depth,
                 "parent": conversation.parent,
                 "shared": conversation.shared,
                 "started_by": conversation.started_by,
