@@ -1,4 +1,4 @@
-"""Detects changes to a run's files since planning: edits without effect, changed tasks and purged files."""
+"""Detects changes to a run's files since planning: ineffective edits, changed tasks and purged files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def digest(text: str | bytes) -> str:
 
 
 class Edits:
-    """Detects edits of a run's files. A file is read again only if its size or modification time has changed."""
+    """Detects edits of a run's files. Rereads a file only if its size or modification time has changed."""
 
     def __init__(self, run: RunDir, planned: RunRecord) -> None:
         self._run, self._planned = run, planned
@@ -28,14 +28,13 @@ class Edits:
         self._edited = False
 
     def tasks(self) -> list[str]:
-        """Returns the ids of tasks whose files were edited. Reads every file, so only ``resume`` and the end of a
-        followed run call it."""
+        """Returns the ids of tasks whose files were edited. Expensive, because it reads every file."""
         from megaflow_hpc.tasks.digests import changed
 
         return changed([Task.from_dict(each.task) for each in planned_tasks(self._run, self._planned).values()])
 
     def accept_tasks(self) -> list[str]:
-        """Accepts the current files of changed tasks for all further rollouts. Returns the tasks' ids.
+        """Accepts the changed task files for all remaining rollouts. Returns the ids of the changed tasks.
 
         Raises:
             ConfigError: A file cannot be read.
@@ -50,7 +49,7 @@ class Edits:
         return [*files]
 
     def warnings(self) -> list[str]:
-        """Returns a warning for each edit that has no effect, and one for accepted changes of tasks."""
+        """Returns a warning for each ineffective edit, and a warning about accepted changes of tasks."""
         return [*self._campaign_file(), *filter(None, [accepted_line(self._run)])]
 
     def _campaign_file(self) -> list[str]:
@@ -72,7 +71,7 @@ class Edits:
 
 
 def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
-    """Recreates a run's empty directories that a purge of scratch has deleted.
+    """Recreates empty directories of a run that a scratch purge has deleted.
 
     Raises:
         ConfigError: The purge deleted more than empty directories.
@@ -88,7 +87,7 @@ def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
 
 
 def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
-    """Returns a warning if journals are missing and there is no trajectories.h5 that could contain their rollouts."""
+    """Returns a warning if journals are missing and no trajectories.h5 could contain their rollouts."""
     if run.trajectories.exists():
         return []
     from megaflow_hpc.trajectories.journal.winners import journals

@@ -1,4 +1,4 @@
-"""The jobs that a campaign submits to Slurm, and checks that the site's limits allow them to start."""
+"""Builds the jobs that a campaign submits to Slurm, and checks that the site's limits allow them to start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], 
     """Returns the jobs that :meth:`Jobs.start` would submit to an idle cluster. The gather job comes last.
 
     Args:
-        rollouts: Number of planned rollouts, from which the gather job's walltime follows.
+        rollouts: Number of planned rollouts, which determines the gather job's walltime.
     """
     expected = rollouts * JOURNAL_BYTES
     allowed = limits.allowance(pod_options(config))
@@ -60,13 +60,13 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], 
 
 
 SCRIPTS = {"servers": "model_servers", "trainer": "trainer", "pods": "sandbox_pods"}
-"""Role → name of its script in ``RUN/sbatch``."""
+"""Role → script name in ``RUN/sbatch``."""
 
 
 def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[str]:
     """Returns ready-to-paste commands that submit a planned run by hand and gather its results.
 
-    A heterogeneous job gets a generated script, because the packaged scripts do not know its engines.
+    Writes a script for a heterogeneous job, because the packaged scripts support only arrays.
     """
     lines = []
     for job in preview(config, run, groups):
@@ -92,7 +92,7 @@ def beside(
 
 
 def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> Iterator[tuple[str, script.Job]]:
-    """Yields one job of each kind on this cluster, with its section of the campaign file."""
+    """Yields one job of each kind on this cluster, preceded by its section of the campaign file."""
     pods = config.slurm.pods
     jobs = [] if config.is_pool else [("slurm.pods", script.pod_job(config, run, 1))]
     jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
@@ -103,7 +103,7 @@ def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
 
 
 def with_ranks(config: CampaignConfig, where: Any) -> CampaignConfig:
-    """Replaces ``ranks_per_node: fill`` by the number of ranks that use all CPUs of a node.
+    """Replaces ``ranks_per_node: fill`` with the number of ranks that use all CPUs of a node.
 
     Raises:
         ConfigError: The size of a node is unknown.
@@ -122,9 +122,9 @@ def with_ranks(config: CampaignConfig, where: Any) -> CampaignConfig:
 
 
 def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
-    """Checks that the site has what the jobs request and would start them. Returns warnings.
+    """Checks that the site has the requested resources and would start the jobs. Returns warnings.
 
-    With ``slurm.check: false`` all findings are warnings.
+    With ``slurm.check: false``, all problems become warnings.
 
     Args:
         where: Returns ``file:line`` of a dotted key.
@@ -180,7 +180,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
 
 
 def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
-    """Describes options in ``extra`` whose numbers of GPUs contradict the campaign or each other."""
+    """Describes options in ``extra`` that request a different number of GPUs than the campaign or each other."""
     run, slurm = RunDir("/RUN"), config.slurm
     jobs = [
         ("servers", "gpus of the model", group.gpus, script.server_job(config, run, 1, group.gpus, nodes=group.nodes))
@@ -229,7 +229,7 @@ def drain_window_s(config: CampaignConfig) -> int:
 
 
 def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
-    """Returns a warning for each kind of job that Slurm will not requeue.
+    """Returns a warning for each kind of job that Slurm does not requeue.
 
     Raises:
         SiteError: The controller does not respond.
@@ -245,12 +245,12 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
 
 
 def _placed(line: str, where: Any) -> str:
-    """Prefixes a message with the location of the key that it begins with."""
+    """Prefixes a message with ``file:line`` of the key that it starts with."""
     return f"{where(line.split()[0].rstrip(':'))}: {line}"
 
 
 def _unused(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
-    """Warns about jobs that leave CPUs or GPUs of their nodes idle although no other job can use them."""
+    """Warns about jobs that leave CPUs or GPUs of their nodes idle and unavailable to other jobs."""
     lines = []
     remedies = {
         "pods": ("a pod", "cpu", "CPUs", "write slurm.pods.ranks_per_node: fill"),
@@ -316,11 +316,11 @@ def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
 
 
 def pod_options(config: CampaignConfig) -> dict[str, Any]:
-    """Returns the sbatch options of pods that determine which limits apply."""
+    """Returns the sbatch options that determine which limits apply to pods."""
     slurm = config.slurm
     return named({"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra})
 
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options keyed by sbatch's option names."""
+    """Converts the keys of options to sbatch's option names."""
     return {script.option_name(name): value for name, value in options.items()}

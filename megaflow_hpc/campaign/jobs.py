@@ -1,6 +1,6 @@
-"""Starts, scales and cancels the Slurm jobs of one run: engine arrays, trainers, pod arrays and the gather job.
+"""Starts, scales and cancels the Slurm jobs of a run: engine arrays, trainers, pod arrays and the gather job.
 
-Jobs that are already running need neither slurmctld nor this process.
+Running jobs need neither slurmctld nor this process.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from megaflow_hpc.trajectories.journal import packs
 GONE_S = 120.0
 """Seconds to wait for cancelled jobs to leave Slurm."""
 MAX_DEPENDENCIES = 16
-"""Maximum number of engines that pods list as dependencies. Pods wait until one of them has started."""
+"""Maximum number of engines that pods list as dependencies. Pods start after any of them has started."""
 
 LEAVE_S = 30.0
 """Grace period in seconds for engines to exit after the campaign has finished."""
 
 
 class Jobs(LiveJobs):
-    """Queries, starts, scales and cancels the Slurm jobs of one run.
+    """Queries, starts, scales and cancels the Slurm jobs of a run.
 
     Args:
-        planned: The content of ``run.json``.
+        planned: Content of ``run.json``.
     """
 
     def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
@@ -61,22 +61,22 @@ class Jobs(LiveJobs):
         self._groups, self._servers = planned.server_groups, planned.servers
         self._planned_rollouts = planned.total
         self.notices: list[str] = []
-        """Messages for the user about the last start."""
+        """Messages for the user about the most recent start."""
         self._asked_again: set[Refused] = set()
-        """Refused requeues that :meth:`bring_back` has requested again."""
+        """Refused requeues that :meth:`bring_back` has already requested again."""
         self._brought_back = 0.0
-        """:attr:`asked_at` of the latest answer that :meth:`bring_back` handled."""
+        """:attr:`asked_at` of the last squeue answer that :meth:`bring_back` handled."""
         self._topped = 0.0
-        """:attr:`asked_at` of the latest answer that :meth:`top_up` handled."""
+        """:attr:`asked_at` of the last squeue answer that :meth:`top_up` handled."""
         self._try_at, self._refused, self._why_refused = 0.0, 0, ""
         self._successors = Successors(config.slurm.lead_s)
         self.replacing = False
-        """True if :meth:`top_up` will add pods later."""
+        """True if a later call of :meth:`top_up` will add pods."""
 
     # --- start ---
 
     def start(self) -> None:
-        """Submits engine arrays, trainers, pod arrays and the gather job, as far as the site's limits allow."""
+        """Submits engine arrays, trainers, pod arrays and the gather job, up to the site's limits."""
         allowed = limits.allowance(pod_options(self._config))
         trainers = list(trainer_jobs(self._config, self._run))
         engines = sum(group.count for group in self._groups) + len(trainers)
@@ -113,7 +113,7 @@ class Jobs(LiveJobs):
         self.invalidate()
 
     def _queue_servers(self, allowed: limits.Allowance) -> tuple[list[str], list[str]]:
-        """Submits the engine arrays. Returns their elements, and which of them are not held."""
+        """Submits the engine arrays. Returns all of their elements, and the elements that are not held."""
         servers: list[str] = []
         started: list[str] = []
         for job in server_jobs(self._config, self._run, self._groups, allowed):
@@ -123,10 +123,13 @@ class Jobs(LiveJobs):
         return servers, started
 
     def _fitting(self, allowed: limits.Allowance, wanted: int, others: int, total: int) -> int:
-        """Returns how many of ``wanted`` pods can be queued next to ``others`` jobs.
+        """Returns how many of ``wanted`` pods can be queued in addition to ``others`` jobs.
 
         Args:
             total: The campaign's number of pods, for the notice to the user.
+
+        Raises:
+            SiteError: No pod fits.
         """
         if allowed.room is None or wanted + others <= allowed.room:
             return wanted
@@ -147,7 +150,7 @@ class Jobs(LiveJobs):
         self.arrays.queue(gather_job(self._config, self._run, self._all_over(), servers, expected))
 
     def _journal_bytes(self) -> float:
-        """Returns the expected size of all journals in bytes: their current size, and an estimate for the open
+        """Returns the expected total size of the journals in bytes: the current size, plus an estimate for open
         blocks."""
         size = 0
         for path in self._run.journal.glob("*.[jp]*"):  # journals and packs
@@ -160,16 +163,16 @@ class Jobs(LiveJobs):
         return size + max(0, blocks - done) * of_block
 
     def _all_over(self) -> str:
-        """Returns the gather job's dependency: the end of all pods on this cluster and of all trainers."""
+        """Returns the dependency of the gather job: all trainers, and all pods on this cluster, have ended."""
         return "afterany:" + ":".join([*self._here(), *self.arrays.ids("trainer")])
 
     @property
     def _clusters(self) -> list[str]:
-        """Names of the clusters in use. The empty name is this cluster."""
+        """Names of the clusters in use. The empty name stands for this cluster."""
         return ["", *sorted({pool.cluster for pool in self._config.slurm.pods.pools if pool.cluster})]
 
     def _here(self) -> list[str]:
-        """Returns the pod arrays that a job on this cluster can depend on."""
+        """Returns the pod arrays on this cluster. Only these can be dependencies of a job."""
         return [array for array in self.arrays.ids("pods") if not cluster_of(array)]
 
     def until_pods_left(self) -> None:
@@ -180,7 +183,7 @@ class Jobs(LiveJobs):
     # --- act ---
 
     def revive(self) -> None:
-        """Restarts jobs that Slurm holds or did not requeue, and trainers that have ended, while pods are running."""
+        """Restarts jobs that Slurm holds or failed to requeue, and trainers that exited while pods are running."""
         self.release_unlaunched()
         self.bring_back(0)
         self._marks.forget_refused()
@@ -188,11 +191,12 @@ class Jobs(LiveJobs):
             self.restart_trainers()
 
     def bring_back(self, max_age_s: float = ASK_SLURM_S) -> list[str]:
-        """Requeues ended jobs whose requeue Slurm refused. Slurm forgets an ended job after MinJobAge, 5 minutes by
-        default. Acts once for each answer of squeue.
+        """Requeues ended jobs whose requeue Slurm refused. Acts once per squeue answer.
+
+        Slurm forgets an ended job after MinJobAge, 5 minutes by default.
 
         Args:
-            max_age_s: Maximum age of that answer.
+            max_age_s: Maximum age of the squeue answer in seconds.
 
         Returns:
             Ids of the requeued jobs.
@@ -219,10 +223,10 @@ class Jobs(LiveJobs):
         return going
 
     def gather_later(self, servers: Sequence[str]) -> bool:
-        """Queues another gather job if pods will come back. Called by the gather job.
+        """Queues another gather job if pods will be requeued. Called by the gather job.
 
         Returns:
-            True if another gather job was queued, so that the caller has nothing to do.
+            True if another gather job was queued. The calling job then has nothing to do.
         """
         if self._marks.over or os.environ.get("SLURM_JOB_ID") not in self.arrays.ids("gather"):
             return False
@@ -238,7 +242,7 @@ class Jobs(LiveJobs):
         return True
 
     def restart_trainers(self) -> None:
-        """Submits a trainer for each policy that has none queued or running."""
+        """Submits a trainer for each policy that has no queued or running trainer."""
         states = self.trainer_states(0)
         if states is None:
             return
@@ -253,15 +257,15 @@ class Jobs(LiveJobs):
     def scale(self, pods: int) -> dict[str, list[str]]:
         """Adds or removes pods until ``pods`` are queued or running. Idempotent.
 
-        Added pods form a new array. When removing pods, queued ones are cancelled first; then the youngest ones drain
-        and release their blocks.
+        Added pods form a new array. To remove pods, cancels queued pods first, then drains the youngest running
+        pods, which release their blocks.
 
         Returns:
             ``added`` and ``leaving``: ids of elements.
 
         Raises:
             ConfigError: The campaign is cancelled, or may not have that many pods.
-            SiteError: Slurm does not respond, refuses, or has no room.
+            SiteError: Slurm does not respond, refuses the request, or has reached a limit on queued jobs.
         """
         if pods < 0:
             raise ConfigError(f"--pods {pods}: at least 0")
@@ -318,7 +322,7 @@ class Jobs(LiveJobs):
             Ids of the released elements.
 
         Raises:
-            SiteError: Slurm does not respond, or refuses.
+            SiteError: Slurm does not respond, or refuses the request.
         """
         servers = self.servers(ASK_SLURM_S / 2)
         if servers is None:
@@ -353,10 +357,10 @@ class Jobs(LiveJobs):
         return going
 
     def top_up(self) -> None:
-        """Adds pods that could not be queued at first, and replaces those that Slurm ended while blocks are left.
+        """Adds pods that could not be queued at first, and replaces pods that Slurm ended while blocks remain.
 
-        Pods that are not requeued are replaced shortly before they end. Acts once for each answer
-        of squeue, and when a pod is about to end. Does nothing for pods that were submitted by hand or run here.
+        Replaces pods with Requeue=0 shortly before they end. Acts once per squeue answer, and when a pod is about to
+        end. Ignores pods that were submitted by hand or run on this machine.
         """
         live = self.live_pods()
         if live is None or (self.asked_at == self._topped and time.time() < self._try_at):
@@ -395,7 +399,7 @@ class Jobs(LiveJobs):
             self._try_at = min(self._try_at, plan.again_at)
 
     def _take_in(self, plan: Replacements, pods: Sequence[JobRecord], live: Sequence[JobState]) -> None:
-        """Records in ``plan`` how the pods ended that Slurm no longer has."""
+        """Updates ``plan`` with the ends of pods that Slurm no longer has."""
         listed = {state.id for state in live}
         asked_at = time.time() - (time.monotonic() - self.asked_at)
         missed = plan.missed(pods, listed, asked_at)
@@ -425,24 +429,24 @@ class Jobs(LiveJobs):
             return False
 
     def _lasting(self, pods: Sequence[JobState]) -> int:
-        """Returns the number of pods that neither leave nor need a successor now."""
+        """Returns the number of pods that are neither leaving nor due to be replaced."""
         staying = self._staying(pods)
         return len(staying) - len(self._successors.ending(staying, time.time()))
 
     def _staying(self, pods: Sequence[JobState]) -> list[JobState]:
-        """Returns the pods without a ``leaving`` flag."""
+        """Returns the pods that are not marked as leaving."""
         leaving = self._marks.leaving()
         return [pod for pod in pods if pod.id not in leaving]
 
     def forgive(self) -> None:
-        """Lets :meth:`top_up` replace pods again, even after it had given up."""
+        """Lets :meth:`top_up` replace pods again, even if replacing was given up."""
         with self.arrays.alone():
             plan = replacements.read(self._run, self._config.slurm.pods.total)
             plan.forgive()
             replacements.write(self._run, plan)
 
     def unreplaced(self) -> list[str]:
-        """Returns warnings about pods that ended and are not replaced."""
+        """Returns warnings about pods that ended without being replaced."""
         plan = replacements.read(self._run, 0)
         lines = []
         if plan.vain:
@@ -475,9 +479,9 @@ class Jobs(LiveJobs):
         return ids
 
     def end_servers(self, ids: Sequence[str]) -> list[str]:
-        """Ends engine arrays after the campaign, on behalf of the gather job.
+        """Ends the engine arrays after the campaign. Called by the gather job.
 
-        Queued elements are cancelled immediately, running ones after :data:`LEAVE_S` seconds.
+        Cancels queued elements immediately and running elements after :data:`LEAVE_S` seconds.
 
         Returns:
             The arrays that had to be cancelled.
@@ -497,7 +501,7 @@ class Jobs(LiveJobs):
         return sorted({array_of(job.id) for job in live})
 
     def until_gone(self) -> None:
-        """Waits until Slurm has no more jobs of the run.
+        """Waits until no job of the run is left in Slurm.
 
         Raises:
             SiteError: Some jobs remain after :data:`GONE_S` seconds.

@@ -1,4 +1,4 @@
-"""The top level of the campaign file: its sections, its policies, and functions that load it."""
+"""Top level of the campaign file: the sections, the policies, and the functions that load the file."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class CampaignConfig(Section):
-    """One campaign file."""
+    """A validated campaign file."""
 
     name: str
     """Name of the campaign. Slurm shows it as the name of every job."""
     site: str | None = None
     """Name of the site profile that supplies missing keys, such as partitions and accounts. Default: none."""
     run_dir: str = "runs"
-    """Directory that contains a directory for each run. All nodes must see it. Default: ``runs``."""
+    """Parent directory of the run directories. All nodes must be able to access it. Default: ``runs``."""
     share: Literal["user", "group"] = "user"
-    """Access to the run directory: only the ``user``, or also the ``group``. Files with keys are never shared. For an
-    engine pool: access to its servers. Default: ``user``."""
+    """Access to the run directory: ``user`` for its owner only, ``group`` for the owner's group too. Files that
+    contain keys are never shared. For an engine pool: access to its servers. Default: ``user``."""
     tasks: tuple[TaskSource, ...] = ()
     """Sources of tasks. A campaign without tasks and agent is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
-    """Agent that works on the tasks, or a list of agents. Each agent of a list runs every task. In a campaign without a
-    model, each agent is a policy with its own name. If the policy is trained, each group is given to one of the agents,
-    in proportion to ``share``."""
+    """Agent that works on the tasks, or a list of agents that each run every task. Without a model, each agent
+    becomes a policy with the agent's name. In training, each group is assigned to one of the agents, in proportion
+    to ``share``."""
     samples: int = Field(1, ge=1)
     """Number of rollouts of each task under each policy. Raise it to measure pass@k or to train. Default: 1."""
     pass_threshold: float = 1.0
-    """Minimum reward of a passed rollout. It counts in pass@k, reports and training. Default: 1."""
+    """Minimum reward at which a rollout counts as passed, in pass@k, reports and training. Default: 1."""
     seed: int | None = Field(None, ge=0, lt=2**31)
     """Random seed for sampling and for the trainer. Set it to make runs repeatable. Default: none; engines then
     sample without a seed, which is faster, and the trainer uses 0."""
@@ -71,9 +71,9 @@ class CampaignConfig(Section):
     scheduling: SchedulingConfig = SchedulingConfig()
     """Order and placement of rollouts."""
     limits: LimitsConfig = LimitsConfig()
-    """Total resources after which the campaign stops."""
+    """Limits on total resource use. The campaign stops when it reaches any of them."""
     quotas: QuotasConfig = QuotasConfig()
-    """Rates and concurrency of model calls."""
+    """Rate and concurrency limits of model calls."""
     training: TrainingConfig | None = None
     """Training on rollouts as they arrive. Default: none; the campaign only collects rollouts."""
 
@@ -182,13 +182,13 @@ class CampaignConfig(Section):
 
 
 def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
-    """Returns a campaign's ``pass_threshold`` as stored in run directories and trajectory files."""
+    """Returns the ``pass_threshold`` of a campaign that is stored in a run directory or trajectory file. Default: 1."""
     value = campaign.get("pass_threshold")
     return float(value) if isinstance(value, int | float) else 1.0
 
 
 _NO_AGENTS = (AgentConfig(name="nop"),)
-"""Agents of a policy in an engine pool, which runs no tasks."""
+"""Placeholder agent for the policies of an engine pool, which runs no tasks."""
 
 
 def _check_distinct(agents: Sequence[AgentConfig]) -> None:
@@ -201,7 +201,7 @@ def _check_distinct(agents: Sequence[AgentConfig]) -> None:
 
 
 class Policy(Section):
-    """Agents with at most one model. Derived from the campaign file, never written by a user."""
+    """A set of agents and, if they need one, their model. Derived from the campaign file; users never write it."""
 
     agents: tuple[AgentConfig, ...]
     model: ModelConfig | None = None
@@ -218,11 +218,11 @@ class Policy(Section):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A campaign with the data needed for error messages."""
+    """A campaign, with the YAML positions and site profile needed for error messages."""
 
     config: CampaignConfig
     node: yaml.Node | None = None
-    """The YAML nodes of the file and of its site profile."""
+    """YAML nodes of the campaign file, merged with those of the site profile. ``None`` if built from Python values."""
     profile: Profile | None = None
 
 
@@ -269,7 +269,7 @@ def parsed(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node 
 
 
 def resolved(section: type[AnySection], fields: Mapping[str, Any]) -> AnySection:
-    """Reads a section stored in a run directory. Keys from newer versions are ignored.
+    """Validates a section read from a run directory. Ignores unknown keys, which newer versions may have written.
 
     Raises:
         ConfigError: This version cannot read the section.

@@ -1,6 +1,6 @@
-"""Reference of all campaign-file keys: type, default and meaning, from the JSON Schema of the sections.
+"""Generates the reference of all campaign-file keys, with type, default and meaning, from the sections' JSON Schema.
 
-The docstring below each field is its documentation. docs/reference/campaign-file.md contains the output of
+The docstring below a field documents its key. docs/reference/campaign-file.md contains the output of
 :func:`markdown`.
 """
 
@@ -17,29 +17,29 @@ from megaflow_hpc.config.campaign import schema
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section."""
+    """A key of a section."""
 
     name: str
     type: str
-    """``text``, ``number``, ``list of text``, ``one of fifo, longest``; for a section, a link to its table."""
+    """Type of the value, such as ``text``, ``number``, ``list of text`` or ``one of fifo, longest``. For a section,
+    a link to its table."""
     default: str
-    """The default as YAML. ``required`` for a key without a default, empty for a section."""
+    """Default value as YAML. ``required`` if the key has no default, empty for a section."""
     text: str
-    """Description of the key."""
 
 
 @dataclass
 class Table:
-    """One section, listed under the first path that leads to it."""
+    """A section, listed under the first path that leads to it."""
 
     path: str
-    """``slurm.pods``; ``models.NAME`` for named sections, ``tasks[]`` for those in a list."""
+    """Path of the section, such as ``slurm.pods``; ``models.NAME`` for named sections, ``tasks[]`` for list entries."""
     text: str
     keys: list[Key] = field(default_factory=list)
 
 
 def tables() -> list[Table]:
-    """Returns a table for the file and one for each section, in the order of the file's keys."""
+    """Returns the tables of the top level and of each section, in the order of the keys."""
     whole = schema()
     definitions = whole.get("$defs", {})
     paths: dict[str, str] = {}
@@ -62,7 +62,7 @@ def tables() -> list[Table]:
 
 
 def markdown() -> str:
-    """Returns the tables as Markdown, each under a heading."""
+    """Returns all tables as Markdown, each under a heading."""
     lines: list[str] = []
     for table in tables():
         lines += [f"## `{table.path}`" if table.path else "## The file", "", *([table.text, ""] if table.text else [])]
@@ -78,7 +78,7 @@ _DEFAULT_SENTENCE = re.compile(r" *\bDefault: (.+?)\.$")
 
 
 def _default_and_meaning(key: Key) -> tuple[str, str]:
-    """Returns the last two cells of a key. If the description ends with the default, it moves to the default's cell."""
+    """Returns the cells "default" and "meaning" of a key. A trailing sentence "Default: …" moves to the first cell."""
     default = f"`{key.default}`" if key.default not in ("", "required") else key.default
     sentence = _DEFAULT_SENTENCE.search(key.text)
     if not sentence:
@@ -89,13 +89,13 @@ def _default_and_meaning(key: Key) -> tuple[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Returns the text as one line of Markdown, with single backticks and without roles."""
+    """Converts text to one line of Markdown, with single backticks and without Sphinx roles."""
     text = re.sub(r":\w+:`~?([^`]+)`", lambda role: f"`{role[1].rpartition('.')[2]}`", text)
     return " ".join(text.replace("``", "`").split())
 
 
 def _sections(value: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """Yields the definitions that a value refers to, each with its path."""
+    """Yields the name and path of each section that a schema value references."""
     if "$ref" in value:
         yield value["$ref"].rpartition("/")[2], path
     for part in (*value.get("anyOf", ()), *value.get("allOf", ())):
