@@ -23,7 +23,7 @@ TRIALS = ("nodes", "worker", "walltime", "model", "preemption")
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds the ``prove`` command."""
+    """Registers the verb ``prove``."""
     parser = add_verb(
         subparsers,
         "prove",
@@ -88,7 +88,7 @@ def _prove(arguments: argparse.Namespace) -> int:
 
 
 def _trials(place: ProofSite, report: ProofReport, wanted: set[str], preempting: list[str]) -> Iterator[Finding]:
-    """Runs the selected trials. Their jobs wait in the queue at the same time, except those of the preemption trial."""
+    """Runs the selected trials. Queues all of their jobs at once, except those of the preemption trial."""
     from megaflow_hpc.prove import trials
     from megaflow_hpc.prove.report import Finding
 
@@ -145,7 +145,7 @@ def _nodes(place: ProofSite, report: ProofReport, nodes: int) -> Iterator[Findin
 
 
 def _left(place: ProofSite) -> Iterator[Finding]:
-    """Looks for leftover processes of the campaigns on the nodes that they used."""
+    """Searches the nodes that the campaigns used for leftover processes."""
     from megaflow_hpc.prove import trials
 
     place.cancel()

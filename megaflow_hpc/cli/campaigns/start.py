@@ -1,4 +1,4 @@
-"""Verbs that begin a campaign: init, check, plan, run and submit."""
+"""Verbs that begin a campaign: ``init``, ``check``, ``plan``, ``run`` and ``submit``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_LINES = 100
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds init, check, plan, run and submit."""
+    """Registers the verbs ``init``, ``check``, ``plan``, ``run`` and ``submit``."""
     init = add_verb(
         subparsers,
         "init",
@@ -237,7 +237,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--dry-run`` and the options for the assumed duration of rollouts."""
+    """Adds ``--dry-run`` and the options for assumed rollout durations."""
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -13,7 +13,7 @@ from megaflow_hpc.errors import ConfigError
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds validate, verify, compact, anonymise and du."""
+    """Registers the verbs ``validate``, ``verify``, ``compact``, ``anonymise`` and ``du``."""
     validate = add_verb(
         subparsers,
         "validate",

@@ -1,4 +1,4 @@
-"""``logs``: lists the logs of a run, prints the end of a log, or prints all log lines about one rollout."""
+"""``logs``: lists the logs of a run, prints the end of a log, or prints all log lines about a rollout."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LINES = 200
 """Default number of lines to print from the end of a log."""
 POLL_INTERVAL_S = 0.5
 QUIET_S = 5.0
-"""A log is complete if it has not grown for this many seconds after the campaign ended."""
+"""Seconds without growth after the end of the campaign until a log counts as complete."""
 
 
 def register(subparsers: Any) -> None:
-    """Adds ``logs``."""
+    """Registers the verb ``logs``."""
     parser = add_verb(
         subparsers,
         "logs",
@@ -132,7 +132,13 @@ def _rollout(run: RunDir, arguments: argparse.Namespace, planned: bool) -> int:
 
 
 def _verifier_log(run: RunDir, rollout: str, known: bool) -> str | None:
-    """Returns the verifier log of a stored rollout, or ``None`` if the rollout is not stored or has no log.
+    """Returns the verifier log of a stored rollout.
+
+    Args:
+        known: The rollout exists. Return ``None`` if it is not stored yet.
+
+    Returns:
+        The log. ``None`` if the rollout has none or is not stored yet.
 
     Raises:
         ConfigError: There is no such rollout.
@@ -158,10 +164,10 @@ def _print(lines: Iterable[str], as_json: bool) -> None:
 def _follow(
     run: RunDir, read: Callable[[], list[str]], as_json: bool, ended: Callable[[], bool] = lambda: False
 ) -> None:
-    """Prints the lines that ``read`` returns until the campaign has ended and the log is complete.
+    """Prints new lines from ``read`` until the campaign has ended and the log is complete.
 
     Args:
-        ended: Returns whether to stop earlier.
+        ended: Returns whether to stop before that.
     """
     marks, said_at = Marks(run), time.monotonic()
     while True:

@@ -25,7 +25,7 @@ Slurm's accounting if there is one, and changes nothing else."""
 
 
 def register(subparsers: Any) -> None:
-    """Adds ``report``."""
+    """Registers the verb ``report``."""
     report = add_verb(
         subparsers,
         "report",
@@ -102,7 +102,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _uses(path: Path) -> Sequence[JobUse]:
-    """Returns the accounting data of a run's jobs. Empty if there is none."""
+    """Returns the Slurm accounting data of a run's jobs. Empty if unavailable."""
     if not path.is_dir():
         return ()
     from megaflow_hpc.campaign.facade import Run

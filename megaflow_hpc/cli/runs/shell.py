@@ -1,4 +1,4 @@
-"""``shell``: recreates the sandbox of a rollout and opens a shell in it."""
+"""``shell``: recreates a rollout's sandbox and opens a shell in it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
 
 PATCH = "patch"
-"""Name of the artifact that holds a rollout's changes to its checkout."""
+"""Name of the artifact with a rollout's changes to its checkout."""
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``shell``."""
+    """Registers the verb ``shell``."""
     parser = add_verb(
         subparsers,
         "shell",
@@ -74,7 +74,7 @@ def _shell(arguments: argparse.Namespace) -> int:
 
 
 class _Found(NamedTuple):
-    """A planned rollout."""
+    """A planned rollout: its id and agent, and the stored patch, if any."""
 
     id: str
     agent: AgentConfig
@@ -82,7 +82,7 @@ class _Found(NamedTuple):
 
 
 def _find(run: RunDir, record: RunRecord, wanted: str) -> _Found:
-    """Returns a planned rollout, with its patch if one is stored."""
+    """Finds a planned rollout by id or row number. Includes the stored patch, if any."""
     import msgspec
 
     from megaflow_hpc.config import Policy, resolved
@@ -104,7 +104,7 @@ def _find(run: RunDir, record: RunRecord, wanted: str) -> _Found:
 
 
 async def _until_signalled(work: Any) -> int:
-    """Runs ``work``. On SIGHUP or SIGTERM, cancels it, closes its resources and returns 128 + n."""
+    """Runs ``work`` and returns its status. On SIGHUP or SIGTERM, cancels it and returns 128 plus the signal number."""
     task = asyncio.ensure_future(work)
     came: list[int] = []
 
@@ -164,7 +164,7 @@ async def _interact(provider: ApptainerProvider, sandbox: ApptainerSandbox) -> i
 
 
 async def _command(sandbox: ApptainerSandbox, command: str, rollout: str, as_json: bool) -> int:
-    """Streams a command's output. It is unchanged in a pipe or file, and escaped on a terminal."""
+    """Runs a command and streams its output. Output is escaped on a terminal and unchanged in a pipe or file."""
     if as_json:
         done = await sandbox.exec(command)
         print_json({"id": rollout, "exit_code": done.exit_code, "stdout": done.stdout, "stderr": done.stderr})

@@ -1,4 +1,5 @@
-"""``training fit`` predicts the memory of a training. ``skip`` and ``set`` amend steps that are not committed yet."""
+"""``training fit`` predicts a training's memory use. ``training skip`` and ``training set`` change steps not yet
+committed."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from megaflow_hpc.campaign.planning.training_memory import Fit
 
 SETTINGS = {"lr": zero_or_more, "microbatch": whole(1), "steps": whole(1)}
-"""Name of a setting → function that parses its value."""
+"""Name of a setting → parser of its value."""
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``training`` with fit, skip and set."""
+    """Registers ``training`` with ``fit``, ``skip`` and ``set``."""
     verbs = add_group(
         subparsers,
         "training",
@@ -186,7 +187,7 @@ def _set(arguments: argparse.Namespace) -> int:
 
 
 def _training(arguments: argparse.Namespace) -> tuple[RunDir, str]:
-    """Returns the run and the policy to amend.
+    """Returns the run and the policy whose training to change.
 
     Raises:
         ConfigError: The run is finished, or does not train this policy.
