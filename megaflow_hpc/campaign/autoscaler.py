@@ -65,8 +65,8 @@ class Autoscaler:
         self._refused_at = -REFUSED_S
 
     def tick(self) -> list[str]:
-        """Releases missing servers if :data:`POLL_INTERVAL_S` seconds have passed. Returns the ids of released
-        elements."""
+        """Releases held servers that are needed, at most every :data:`POLL_INTERVAL_S` seconds. Returns the ids of
+        released elements."""
         now = time.monotonic()
         if not self._counts or now - self._looked < POLL_INTERVAL_S or now - self._refused_at < REFUSED_S:
             return []

@@ -135,7 +135,8 @@ class Campaign:
     def _preflight(
         self, draft: Draft, slurm: bool, watch: PlanWatch, packages: bool = True
     ) -> Iterator[Callable[[], object]]:
-        """Yields the checks that pods can run here. ``check``, ``plan`` and ``run`` all perform them.
+        """Yields checks of everything that pods require from this site. ``check``, ``plan`` and ``run`` perform all
+        of them.
 
         Args:
             packages: Also check the packages that pods import. Without Slurm, ``run`` checks them only when it starts a
@@ -161,7 +162,7 @@ class Campaign:
             self.notices.append(str(error) + LIFTED)
 
     def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:
-        """Checks this site. Returns a message for each requirement that it lacks or refuses."""
+        """Checks this site. Returns a message for each missing resource and each refused request."""
         mistakes: list[str] = []
         for one in chain([self._run_dir(None).check_place], self._preflight(draft, site.has_slurm(), watch)):
             try:
@@ -237,7 +238,7 @@ class Findings:
     file: list[str] = field(default_factory=list)
     """Problems in the file, its tasks and its models."""
     site: list[str] = field(default_factory=list)
-    """Requirements that this site lacks or refuses."""
+    """Missing resources and refused requests at this site."""
     warnings: list[str] = field(default_factory=list)
     tasks: int = 0
     rollouts: int = 0

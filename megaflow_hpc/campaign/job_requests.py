@@ -214,7 +214,7 @@ def _too_short(config: CampaignConfig, key: str, job: script.Job) -> Iterator[st
 
 
 def drain_window_s(config: CampaignConfig) -> int:
-    """Returns the seconds over which pods spread their drains, or 0 if Slurm does not respond.
+    """Returns the seconds over which pods spread their drains. Returns 0 if Slurm does not respond.
 
     See :func:`~megaflow_hpc.slurm.limits.requeue_window_s`.
     """

@@ -501,7 +501,7 @@ class Jobs(LiveJobs):
         return sorted({array_of(job.id) for job in live})
 
     def until_gone(self) -> None:
-        """Waits until no job of the run is left in Slurm.
+        """Waits until Slurm has no job of the run left.
 
         Raises:
             SiteError: Some jobs remain after :data:`GONE_S` seconds.

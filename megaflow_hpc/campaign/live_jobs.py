@@ -52,7 +52,7 @@ REFILL_S = 180.0
 """Seconds after which another query is allowed. Each query sends two requests to slurmctld, for the user's jobs and
 for the partitions. An hour therefore has at most 2 x (8 + 3600 / 180) = 56 requests."""
 FUTURE_S = 60.0
-"""Answers dated further in the future than this many seconds are ignored. The clock of their host is wrong."""
+"""Ignore answers dated further in the future than this many seconds, because the clock of their host is wrong."""
 
 
 class QueueAnswer(msgspec.Struct):
@@ -229,7 +229,7 @@ class LiveJobs:
         return {policy: live[job] for policy, jobs in self.trainers().items() for job in jobs if job in live}
 
     def starving(self, training: Mapping[str, Any], max_age_s: float = ASK_SLURM_S) -> list[str]:
-        """Returns a warning if trainers are running although no pod is running or queued.
+        """Returns a warning if trainers are running without any pod running or queued.
 
         Args:
             training: The ``training`` section of the status.

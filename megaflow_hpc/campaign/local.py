@@ -62,7 +62,7 @@ def resolve_launcher(launcher: Launcher, slurm: SlurmConfig) -> Literal["local",
 
 
 def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
-    """Returns the directory of each of the run's live pods on this host that is not a Slurm job, by pod.
+    """Returns pod → directory, for the run's live pods on this host that are not Slurm jobs.
 
     Includes pods that other processes started. To drain a pod, create a file
     :data:`~megaflow_hpc.rundir.marks.DRAIN` in its directory.

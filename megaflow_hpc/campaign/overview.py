@@ -98,7 +98,7 @@ class _Look:
         self.owner = os.getuid()
         self.jobs: list[str] = []
         self._pods: list[dict[str, Any]] = []
-        """Leases of pods that are not marked as gone."""
+        """Leases of pods without a ``gone`` record in the ledger."""
         self._started = self._serves = self._waits = False
         try:
             self.owner = path.stat().st_uid

@@ -145,7 +145,7 @@ class Run:
         return 6 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
 
     def usage(self) -> dict[str, float]:
-        """Returns the core-seconds and GPU-seconds allocated to all jobs, and how many of them were idle.
+        """Returns the core-seconds and GPU-seconds allocated to all jobs, and the idle part of each.
 
         Raises:
             SiteError: Slurm accounting is missing or does not respond.
@@ -297,7 +297,7 @@ class Run:
     def stored_rollouts(self) -> dict[str, RolloutEvent]:
         """Returns every stored rollout by id. Call :meth:`Monitor.list_rollouts` before the first status.
 
-        Reads them from the trajectories if so many pod starts occurred that earlier events were condensed.
+        If pods have started so often that earlier events were condensed, reads the rollouts from the trajectories.
         """
         if not self.monitor.lists_all:
             self._recount()
@@ -354,7 +354,7 @@ class Run:
     # --- control ---
 
     def scale(self, pods: int) -> dict[str, list[str]]:
-        """Adds or removes pods until ``pods`` are queued or running; see :meth:`Jobs.scale`."""
+        """Adds or removes pods until ``pods`` are queued or running. See :meth:`Jobs.scale`."""
         if not site.has_slurm():
             raise SiteError("scale adds and removes Slurm jobs, but Slurm is not available here")
         self.dir.check_ours(to_run=True)

@@ -112,7 +112,7 @@ def _groups_of(words: Sequence[str]) -> Iterable[str]:
 
 
 def _help(arguments: argparse.Namespace) -> int:
-    """Prints the help. A bare command is no error, because new users start with it."""
+    """Prints the help and returns 0, because new users start with the bare command."""
     if arguments.json:
         arguments.root.error("missing: VERB")
     arguments.root.print_help()

@@ -169,7 +169,7 @@ def failure_lines(status: Mapping[str, Any], key: str = "first_failures") -> lis
 def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
     """Explains why pods ended before any rollout started, and names their logs.
 
-    Groups pods with the same cause in a line.
+    Pods with the same cause share a line.
     """
     causes: dict[str, list[dict[str, Any]]] = {}
     for pod in status["unstarted"]:
@@ -184,7 +184,7 @@ def unstarted_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def stop_lines(status: Mapping[str, Any]) -> list[str]:
-    """Explains why pods ended before their work was done. Groups pods with the same reason in a line."""
+    """Explains why pods ended before their work was done. Pods with the same reason share a line."""
     reasons: dict[str, list[str]] = {}
     for pod in status["pods"]:
         if pod.get("why") and pod["state"] in ("paused", "lost", "gone"):

@@ -88,7 +88,7 @@ def _prove(arguments: argparse.Namespace) -> int:
 
 
 def _trials(place: ProofSite, report: ProofReport, wanted: set[str], preempting: list[str]) -> Iterator[Finding]:
-    """Runs the selected trials. Queues all of their jobs at once, except those of the preemption trial."""
+    """Runs the selected trials. Submits all of their jobs at the start, except those of the preemption trial."""
     from megaflow_hpc.prove import trials
     from megaflow_hpc.prove.report import Finding
 

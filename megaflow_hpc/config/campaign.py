@@ -49,8 +49,8 @@ class CampaignConfig(Section):
     """Sources of tasks. A campaign without tasks and agent is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
     """Agent that works on the tasks, or a list of agents that each run every task. Without a model, each agent
-    becomes a policy with the agent's name. In training, each group is assigned to one of the agents, in proportion
-    to ``share``."""
+    becomes a policy with the agent's name. If the policy is trained, each group is assigned to one of the agents, in
+    proportion to ``share``."""
     samples: int = Field(1, ge=1)
     """Number of rollouts of each task under each policy. Raise it to measure pass@k or to train. Default: 1."""
     pass_threshold: float = 1.0
@@ -201,7 +201,7 @@ def _check_distinct(agents: Sequence[AgentConfig]) -> None:
 
 
 class Policy(Section):
-    """A set of agents and, if they need one, their model. Derived from the campaign file; users never write it."""
+    """A set of agents and, if they need one, their model. Derived from the campaign file. Users never write it."""
 
     agents: tuple[AgentConfig, ...]
     model: ModelConfig | None = None

@@ -92,7 +92,7 @@ class ModelConfig(Section):
     servers: Annotated[ServerCount, WithJsonSchema(SERVER_COUNT_SCHEMA)] = Field(
         ServerCount(), json_schema_extra={"default": 1}
     )
-    """Number of engine servers, or ``[min, max]``: ``min`` servers start with the campaign; more start while
+    """Number of engine servers, or ``[min, max]``. ``min`` servers start with the campaign. More servers start while
     requests wait, and stop when idle. Default: 1."""
     gpus: int = Field(1, ge=0)
     """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for ``scripted``

@@ -70,8 +70,8 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 class Method(Section):
-    """A function that replaces a built-in method, called with ``args`` as keyword arguments. May be written as the
-    name only."""
+    """A function that replaces a built-in method, called with ``args`` as keyword arguments. Users may write only
+    the name."""
 
     name: str
     """Function, ``package.module:function``. The module may be next to the campaign file."""
@@ -100,7 +100,7 @@ def as_list(value: Any) -> Any:
 
 
 class TaskSource(Section):
-    """A source of tasks. May be written as the path only."""
+    """A source of tasks. Instead of a mapping, users may write only the path."""
 
     path: str
     """Harbor task directories or ``*.jsonl`` files (a glob), or a Python class ``package.module:Class``."""
@@ -118,20 +118,20 @@ class TaskSource(Section):
 
 
 class AgentConfig(Section):
-    """The agent that works on the tasks, and its limits. May be written as the name only."""
+    """The agent that works on the tasks, and its limits. Instead of a mapping, users may write only the name."""
 
     name: str
     """Built-in agent (``mini-swe-agent``, ``oracle``, ``nop``, ``command``, ``replay``, …) or a Python class
     ``package.module:Class``."""
     max_turns: int | None = Field(None, ge=1)
-    """Maximum number of model calls per rollout. A rollout that reaches it is truncated and verified. Default: no
-    limit."""
+    """Maximum number of model calls per rollout. A rollout that reaches the limit is truncated and verified.
+    Default: no limit."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum number of sampled tokens per rollout. A rollout that reaches it is truncated and verified. Default: no
-    limit."""
+    """Maximum number of sampled tokens per rollout. A rollout that reaches the limit is truncated and verified.
+    Default: no limit."""
     timeout_s: float | None = Field(None, gt=0)
-    """Maximum run time of the agent in seconds. A rollout that reaches it is truncated and verified. Default: the
-    task's timeout."""
+    """Maximum run time of the agent in seconds. A rollout that reaches the limit is truncated and verified. Default:
+    the task's timeout."""
     args: dict[str, Any] = {}
     """Arguments of the agent, passed unchanged."""
     label: str | None = Field(None, alias="as")
@@ -232,7 +232,7 @@ class EnvironmentConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _only_mode(cls, value: Any) -> Any:
-        """Drops ``mode: ephemeral``, which older campaign files may contain. No other mode exists."""
+        """Drops ``mode: ephemeral``, the only valid mode, which older campaign files may contain."""
         if isinstance(value, dict) and value.get("mode") == "ephemeral":
             return {key: value[key] for key in value if key != "mode"}
         return value
@@ -261,8 +261,8 @@ class SchedulingConfig(Section):
 
 
 class LimitsConfig(Section):
-    """Limits on the campaign's total resource use. After reaching a limit, pods start no more rollouts. ``resume
-    --limit`` raises it."""
+    """Limits on the campaign's total resource use. Once a limit is reached, pods start no further rollouts. ``resume
+    --limit`` raises a limit."""
 
     core_hours: float | None = Field(None, gt=0)
     """Core-hours allocated to all pods, whether used or idle. Default: no limit."""

@@ -93,12 +93,12 @@ class PodsConfig(Section):
     partition: str | None = None
     """CPU partition, or a comma-separated list from which Slurm chooses. Default: the site's."""
     count: int = Field(1, ge=1, le=MAX_PODS)
-    """Number of pods. More pods finish sooner; all work on the same rollouts. Default: 1."""
+    """Number of pods. All pods work on the same rollouts, so more pods finish sooner. Default: 1."""
     nodes: int = Field(1, ge=1)
     """Number of nodes of each pod. Default: 1."""
     ranks_per_node: Annotated[int, Field(ge=1)] | Literal["fill"] = DEFAULT_RANKS
-    """Number of MPI ranks on each node. Rank 0 of a pod schedules; the others run rollouts. ``fill`` uses all CPUs
-    of a node, ``cpus_per_rank`` for each rank. Set it for partitions that allocate whole nodes. Default: 2."""
+    """Number of MPI ranks on each node. Rank 0 of a pod schedules, and the other ranks run rollouts. ``fill`` uses
+    all CPUs of a node, ``cpus_per_rank`` for each rank. Set it for partitions that allocate whole nodes. Default: 2."""
     slots_per_rank: int | None = Field(None, ge=1)
     """Number of concurrent rollouts of each worker rank. Raise it if rollouts mostly wait for the model. Default:
     ``cpus_per_rank``."""
@@ -211,8 +211,8 @@ class SlurmConfig(Section):
     """Run the engines and one pod in a single heterogeneous job instead of two arrays, so that they start at the
     same time. Default: false."""
     requeues: int = Field(3, ge=0)
-    """Maximum consecutive starts of an array element without progress. After that, it is not requeued. Raise it on
-    unreliable nodes. Default: 3."""
+    """Maximum number of consecutive starts of an array element that make no progress. After that, the element is not
+    requeued. Raise it on unreliable nodes. Default: 3."""
     lead_s: int = Field(LEAD_S, ge=MIN_LEAD_S)
     """Seconds before the end of the walltime at which a pod starts to drain. Running rollouts get all but the last
     35 s of it. Raise it if slurmctld responds slowly when many jobs end together. Default: 60."""

@@ -64,8 +64,8 @@ class LossConfig(Section):
     """Maximum number of sampled tokens in a rollout, by which ``dr_grpo`` divides. Required for ``dr_grpo``.
     Default: none."""
     clip: tuple[float, float] | None = None
-    """Clip range of ratios, as distances from 1: ``[below, above]``, or one number for both. Default: the paper's
-    values for each kind; 0.2 and 0.28 for ``dapo``."""
+    """Clip range of ratios, as distances from 1: ``[below, above]``, or a single number for both. Default: the
+    paper's values for each kind; 0.2 and 0.28 for ``dapo``."""
     entropy: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus. Raise it if the policy stops exploring. Default: 0."""
     epochs: int = Field(1, ge=1)
@@ -222,8 +222,8 @@ class PolicyTraining(Section):
     """Divide each group's samples among the policy's agents, so that advantages compare the agents too. Default:
     false; each group has one agent."""
     score: Method | None = None
-    """Function ``module:function`` that rewards stored rollouts, sequences or turns before their step is planned, such
-    as a judge. Default: none."""
+    """Function ``module:function``, such as a judge, that rewards stored rollouts, sequences or turns before their
+    step is planned. Default: none."""
     importance: Literal["none", "token", "sequence"] | Method | None = None
     """Importance weights that correct for the difference between the engine's and the trainer's probabilities
     (truncated importance sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL
@@ -233,7 +233,7 @@ class PolicyTraining(Section):
     """Name → function ``module:function`` that computes an extra value for each token, before a step's first update.
     A loss function can use these values. Default: none."""
     truncate: float = Field(2.0, ge=1)
-    """Maximum of importance weights. Default: 2."""
+    """Upper bound of importance weights. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning-rate schedule."""
     lora: LoraConfig | None = None
@@ -337,8 +337,8 @@ class DataStep(Section):
     """Maximum share of a step's groups that are replayed from earlier steps. Replays the newest groups, each at most
     once."""
     method: Method | None = None
-    """Function ``module:function`` that changes weights, penalties or rewards, or drops rollouts. In the list of
-    steps, may be written as the name only."""
+    """Function ``module:function`` that changes weights, penalties or rewards, or drops rollouts. Users may write
+    only its name as a step."""
 
     @model_validator(mode="after")
     def _one(self) -> DataStep:
@@ -427,7 +427,7 @@ class TrainingConfig(Section):
 
     @property
     def over_length(self) -> OverLengthConfig | None:
-        """Settings of the ``over_length`` step of ``data``. ``None`` if there is no such step."""
+        """Settings of the ``over_length`` step of ``data``. ``None`` if ``data`` has no such step."""
         return next((step.over_length for step in self.data if step.over_length), None)
 
     @field_validator("policies", mode="before")

@@ -33,7 +33,7 @@ class RolloutRow:
     state: str
     """``running``, ``silent`` if its pod is silent, or the status of a stored rollout."""
     place: AttemptPlace | None
-    """Where its latest attempt ran. ``None`` if unknown."""
+    """Pod, rank and node of the latest attempt. ``None`` if unknown."""
     seconds: float
     """Seconds since the start of the attempt, or the duration of a stored rollout."""
     live: LiveStatus | None = None

@@ -363,8 +363,7 @@ class Monitor:
         }
 
     def _lives(self, pod: PodView, jobs: Collection[str] | None, asked_at: float, silent_s: float) -> bool:
-        """Returns whether a pod is alive. Uses ``silent_s`` if neither Slurm nor the process table provides an
-        answer."""
+        """Returns whether a pod is alive. If neither Slurm nor the process table knows, decides by ``silent_s``."""
         if not pod.active:
             return False
         asked_wall = time.time() - (time.monotonic() - asked_at)  # another process may have queried Slurm, minutes ago

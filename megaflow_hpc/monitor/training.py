@@ -16,9 +16,9 @@ from megaflow_hpc.rundir.training import Commit, TrainingView
 NOTHING_SAMPLED = "nothing sampled"
 """Reason for dropping a rollout that has no tokens to train on (:mod:`megaflow_hpc.training.algorithms.choice`)."""
 SUSPICIOUS_Z = 6.0
-"""Absolute value of ``sampling_z``, averaged over the last steps, above which a warning is given."""
+"""Warn if the absolute value of ``sampling_z``, averaged over the last steps, exceeds this."""
 SUSPICIOUS_SHARE = 0.03
-"""Deviation of ``sampling_temperature`` from 1 below which no warning is given. In large samples, even harmless
+"""Warn only if ``sampling_temperature`` deviates from 1 by more than this. In large samples, even harmless
 deviations have a high z-score."""
 STEPS = 5
 """Number of latest steps to show. Metrics are averaged over these steps."""

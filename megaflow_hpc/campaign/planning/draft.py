@@ -296,7 +296,7 @@ def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:
 
 
 def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
-    """Returns the durations learned from earlier campaigns. ``None`` if the campaign names no earlier ones."""
+    """Returns the durations learned from earlier campaigns. ``None`` if the campaign names none."""
     from megaflow_hpc.trajectories.reading.durations import Durations
 
     earlier = config.scheduling.learn_from

@@ -59,7 +59,7 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
 def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: Where) -> list[str]:
     """Returns a message for each reason why engines or trainers cannot load their model on a node.
 
-    A missing engine is no error if ``slurm.setup`` or ``slurm.servers.setup`` may install it.
+    A missing engine is acceptable if ``slurm.setup`` or ``slurm.servers.setup`` may install it.
 
     Args:
         policies: Policies with absolute paths. Paths in ``config.training`` must be absolute too.

@@ -17,7 +17,7 @@ from megaflow_hpc.training.layout import Layout
 from megaflow_hpc.training.memory import ModelShape, Prediction, gpu_memory, predict
 
 SUSPICIOUS_GB = 80
-"""Peak in GB above which a warning is given if the GPU's memory is unknown."""
+"""If the GPU's memory is unknown, warn if the predicted peak exceeds this many GB."""
 MAX_REMEDIES = 4
 MIN_ROW = 1024
 """Minimum ``microbatch`` to suggest, in tokens."""
@@ -37,7 +37,7 @@ class Fit:
     """Memory per GPU in GB (10^9 bytes). ``None`` if unknown."""
 
     def predict(self, tokens: int | None = None) -> Prediction:
-        """Predicts the memory use, for rows of ``microbatch`` or of other numbers of tokens.
+        """Predicts the memory use, for rows of ``tokens`` tokens. Default: ``microbatch``.
 
         Raises:
             ConfigError: ``parallel`` does not divide the ranks or the model's heads.
@@ -124,7 +124,7 @@ def model_of(config: CampaignConfig, name: str, base: Path) -> Path:
     """Returns the directory of the model from which a policy's training starts.
 
     Raises:
-        ConfigError: The campaign names no such directory.
+        ConfigError: The campaign does not name such a directory.
     """
     assert config.training
     policy = config.policies().get(name)

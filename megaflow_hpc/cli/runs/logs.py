@@ -132,13 +132,10 @@ def _rollout(run: RunDir, arguments: argparse.Namespace, planned: bool) -> int:
 
 
 def _verifier_log(run: RunDir, rollout: str, known: bool) -> str | None:
-    """Returns the verifier log of a stored rollout.
+    """Returns the verifier log of a stored rollout. ``None`` if it has no log.
 
     Args:
-        known: The rollout exists. Return ``None`` if it is not stored yet.
-
-    Returns:
-        The log. ``None`` if the rollout has none or is not stored yet.
+        known: Whether the rollout exists. If so, also returns ``None`` if it is not stored yet.
 
     Raises:
         ConfigError: There is no such rollout.
