@@ -76,18 +76,18 @@ class Autoscaler:
         loads, asked = self._loads(), self._asked()
         if not asked:
             self._looked = now - POLL_INTERVAL_S + FIRST_POLL_INTERVAL_S  # pods are about to start
-        going: list[str] = []
+        released: list[str] = []
         for policy, count in self._counts.items():
             rollouts = asked.total() if policy in self._called else asked[policy]
             number = wanted(*count, loads.get(policy, ()), rollouts > 0)
             if number > len(loads.get(policy, ())):
                 try:
-                    going += self._jobs.release(policy, number)
+                    released += self._jobs.release(policy, number)
                 except SiteError as error:
                     print(f"engine servers cannot be released from here: {error}", file=sys.stderr, flush=True)
                     self._refused_at = now
                     self._lease.leave()
-        return going
+        return released
 
     def leave(self) -> None:
         """Releases the lease, so that another process can scale."""

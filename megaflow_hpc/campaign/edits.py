@@ -1,4 +1,4 @@
-"""Detects changes to a run's files since planning: ineffective edits, changed tasks and purged files."""
+"""Detects changes to a run's files since planning: edits without effect, changed tasks and purged files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Edits:
         return [*files]
 
     def warnings(self) -> list[str]:
-        """Returns a warning for each ineffective edit, and a warning about accepted changes of tasks."""
+        """Returns a warning for each edit without effect, and a warning about accepted changes of tasks."""
         return [*self._campaign_file(), *filter(None, [accepted_line(self._run)])]
 
     def _campaign_file(self) -> list[str]:
@@ -92,14 +92,14 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
         return []
     from megaflow_hpc.trajectories.journal.winners import journals
 
-    there = {path.name.removesuffix(".journal") for path in journals(run)}  # <pod>.<start>
+    existing = {path.name.removesuffix(".journal") for path in journals(run)}  # <pod>.<start>
     leases = ledger.leases()
-    lost = [stored_by(run, name, lease) for name, lease in leases.items() if name not in there]
+    lost = [stored_by(run, name, lease) for name, lease in leases.items() if name not in existing]
     lost = [count for count in lost if count]
     accounts = ledger.accounts(leases)
     # The leases of earlier starts were removed. We know how many journals there were, but not which are missing.
     earlier = sum(facts["journals"] for name, facts in accounts.items() if name not in leases)
-    missing = len(lost) + max(0, earlier - len(there - leases.keys()))
+    missing = len(lost) + max(0, earlier - len(existing - leases.keys()))
     if not missing:
         return []
     several = f" with {sum(lost)} stored rollouts" if len(lost) == missing else ""

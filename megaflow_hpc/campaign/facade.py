@@ -164,9 +164,9 @@ class Campaign:
     def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:
         """Checks this site. Returns a message for each missing resource and each refused request."""
         mistakes: list[str] = []
-        for one in chain([self._run_dir(None).check_place], self._preflight(draft, site.has_slurm(), watch)):
+        for check in chain([self._run_dir(None).check_place], self._preflight(draft, site.has_slurm(), watch)):
             try:
-                one()
+                check()
             except Mistakes as error:
                 mistakes += error.found
             except MegaflowError as error:

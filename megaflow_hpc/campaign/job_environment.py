@@ -53,7 +53,7 @@ def site_environment(setup: Sequence[str]) -> list[str]:
     # Same as address.unproxied, but in shell, because `setup` may set proxies.
     lines.append(f'no_proxy="{",".join(LOOPBACKS)},${{no_proxy:-${{NO_PROXY:-}}}}"')
     lines.append('export no_proxy="${no_proxy%,}" NO_PROXY="${no_proxy%,}"')
-    with contextlib.suppress(SiteError):  # compute nodes may have one even if this machine does not
+    with contextlib.suppress(SiteError):  # compute nodes may have Apptainer even if this machine does not
         lines.append(f'export PATH="$PATH:"{shlex.quote(os.path.dirname(find_apptainer()))}')
     return lines
 

@@ -139,9 +139,9 @@ def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> 
     if short:
         raise Mistakes(short)
     findings = []
-    for one in (lambda: site.check_site(config, where), lambda: check_resources(config, groups, where)):
+    for run_check in (lambda: site.check_site(config, where), lambda: check_resources(config, groups, where)):
         try:
-            one()
+            run_check()
         except (ConfigError, SiteError) as error:
             if config.slurm.check:
                 raise
@@ -190,17 +190,19 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
     jobs += [] if config.is_pool else [("pods", "", 0, script.pod_job(config, run, 1))]
     lines = {}
     for role, wanted_by, wanted, job in jobs:
-        found = limits.gpu_requests(job.options)
+        gpus_by_option = limits.gpu_requests(job.options)
         own: dict[str, Any] = getattr(slurm, role).extra
         names = [script.option_name(name) for name in own]
-        others = {name: count for name, count in found.items() if not (wanted_by and wanted and count == wanted)}
+        others = {
+            name: count for name, count in gpus_by_option.items() if not (wanted_by and wanted and count == wanted)
+        }
         if wanted_by and wanted and others:
-            found = {wanted_by: wanted, **others}
-        elif len(set(found.values())) < 2:
+            gpus_by_option = {wanted_by: wanted, **others}
+        elif len(set(gpus_by_option.values())) < 2:
             continue
-        first = next((name for name in found if name in names), "")
+        first = next((name for name in gpus_by_option if name in names), "")
         key = f"slurm.{role}.extra" if first else "slurm.extra"
-        asked = " and ".join(f"{name} ({count:g})" for name, count in found.items())
+        asked = " and ".join(f"{name} ({count:g})" for name, count in gpus_by_option.items())
         lines[role] = f"{where(key)}: {key}: {asked} request different numbers of GPUs per node; keep one of them"
     return list(lines.values())
 
@@ -222,8 +224,8 @@ def drain_window_s(config: CampaignConfig) -> int:
     jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
     try:
         times = [walltime_s(job.named) for job in jobs if not job.cluster]
-        known = [time_s for time_s in times if time_s]
-        return limits.requeue_window_s(pods.total, min(known, default=None))
+        walltimes_s = [time_s for time_s in times if time_s]
+        return limits.requeue_window_s(pods.total, min(walltimes_s, default=None))
     except SiteError:
         return 0
 
@@ -308,8 +310,8 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
 
 
 def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
-    known = [cpus for cpus in (cpus_per_gpu(config, run, group) for group in groups) if cpus]
-    cpus = min(known, default=None)
+    per_gpu = [cpus for cpus in (cpus_per_gpu(config, run, group) for group in groups) if cpus]
+    cpus = min(per_gpu, default=None)
     servers = [group for group in groups for _ in range(group.count)]
     gpus, types = [server.gpus for server in servers], [server.gpu_type for server in servers]
     return timed(script.together_job(config, run, gpus, cpus, types))

@@ -206,21 +206,21 @@ class Jobs(LiveJobs):
             return []
         self._brought_back = self.asked_at
         # A job with Requeue=0 would be refused again; top_up replaces it.
-        refused = {one for one in self._marks.refused() if DISABLED not in one.words} - self._asked_again
+        refused = {refusal for refusal in self._marks.refused() if DISABLED not in refusal.words} - self._asked_again
         room = self._config.slurm.pods.total - len(self.live_pods() or ())
-        going: list[str] = []
-        for one in sorted(refused, key=lambda one: (one.at, one.job)):
-            if one.job in live or (one.role == "pod" and room <= 0):  # the pod may have been replaced
+        requeued: list[str] = []
+        for refusal in sorted(refused, key=lambda refusal: (refusal.at, refusal.job)):
+            if refusal.job in live or (refusal.role == "pod" and room <= 0):  # the pod may have been replaced
                 continue
-            self._asked_again.add(one)
+            self._asked_again.add(refusal)
             with contextlib.suppress(SiteError):
-                site.ask("scontrol", *site.on(cluster_of(one.job)), "requeue", number(one.job))
-                going.append(one.job)
-                room -= one.role == "pod"
-        if going:
-            self._marks.forget_refused(going)
+                site.ask("scontrol", *site.on(cluster_of(refusal.job)), "requeue", number(refusal.job))
+                requeued.append(refusal.job)
+                room -= refusal.role == "pod"
+        if requeued:
+            self._marks.forget_refused(requeued)
             self.invalidate()
-        return going
+        return requeued
 
     def gather_later(self, servers: Sequence[str]) -> bool:
         """Queues another gather job if pods will be requeued. Called by the gather job.
@@ -247,7 +247,9 @@ class Jobs(LiveJobs):
         if states is None:
             return
         missing = {policy for policy in self.trainers() if policy not in states}
-        added = [job for one in trainer_jobs(self._config, self._run, missing) for job in self.arrays.queue(one)]
+        added = [
+            job for trainer in trainer_jobs(self._config, self._run, missing) for job in self.arrays.queue(trainer)
+        ]
         live = self.live(0) or {}
         for gather in self.arrays.ids("gather") if added else ():
             if live.get(gather, JobState(gather, "")).waits:
@@ -305,15 +307,15 @@ class Jobs(LiveJobs):
     def _remove(self, pods: Sequence[JobState], count: int) -> list[str]:
         queued = [pod.id for pod in pods if pod.state != "RUNNING"]
         running = [pod.id for pod in pods if pod.state == "RUNNING"]
-        going = sorted(queued, key=_age, reverse=True)[:count]
-        for pod in going:  # so that they are not replaced
+        cancelled = sorted(queued, key=_age, reverse=True)[:count]
+        for pod in cancelled:  # so that they are not replaced
             self._marks.leave(pod)
-        if going:
-            scancel(going)
-        drained = sorted(running, key=_age, reverse=True)[: count - len(going)]
+        if cancelled:
+            scancel(cancelled)
+        drained = sorted(running, key=_age, reverse=True)[: count - len(cancelled)]
         self.arrays.leave(drained)
         self.invalidate()
-        return [*going, *drained]
+        return [*cancelled, *drained]
 
     def release(self, policy: str, count: int) -> list[str]:
         """Releases held servers of a policy until ``count`` are queued or running. Idempotent.
@@ -329,11 +331,11 @@ class Jobs(LiveJobs):
             raise SiteError(f"{self._run}: Slurm does not say which engine servers there are; nothing was changed")
         own = {n: state for n, state in sorted(servers.items()) if self._servers[n].policy == policy}
         held = [state.id for state in own.values() if state.held]
-        going = held[: max(0, count - (len(own) - len(held)))]
-        if going:
-            site.ask("scontrol", "release", *going)
+        to_release = held[: max(0, count - (len(own) - len(held)))]
+        if to_release:
+            site.ask("scontrol", "release", *to_release)
             self.invalidate()
-        return going
+        return to_release
 
     def release_unlaunched(self) -> list[str]:
         """Releases jobs that Slurm holds because a node failed to launch them, and adds a notice for the user.
@@ -341,20 +343,20 @@ class Jobs(LiveJobs):
         Returns:
             Ids of the released jobs.
         """
-        going: list[str] = []
+        released: list[str] = []
         for job, state in sorted((self.live(0) or {}).items()):
             if state.unlaunched:
                 try:  # one at a time, because scontrol fails if any job has ended
                     site.ask("scontrol", *site.on(cluster_of(job)), "release", number(job))
-                    going.append(job)
+                    released.append(job)
                 except SiteError as error:
                     self.notices.append(f"{job}: not released: {error}")
-        if going:
-            shown = f"{', '.join(going[:3])}{', …' if len(going) > 3 else ''}"
-            count = f"{len(going)} jobs that their nodes" if len(going) > 1 else "a job that its node"
+        if released:
+            shown = f"{', '.join(released[:3])}{', …' if len(released) > 3 else ''}"
+            count = f"{len(released)} jobs that their nodes" if len(released) > 1 else "a job that its node"
             self.notices.append(f"released {count} could not launch: {shown}")
             self.invalidate()
-        return going
+        return released
 
     def top_up(self) -> None:
         """Adds pods that could not be queued at first, and replaces pods that Slurm ended while blocks remain.
@@ -382,7 +384,7 @@ class Jobs(LiveJobs):
                     live = self.live_pods(0) or live
                     count = plan.due(self._lasting(live), open_blocks, time.time())
                     if count and self._groups and not self.servers():
-                        # The gather job has ended the earlier ones.
+                        # The gather job has ended the earlier servers.
                         self._queue_servers(limits.allowance(pod_options(self._config)))
                     plan.added(self._add(count, plan.wanted) if count else [], time.time())
                 self._refused = 0
@@ -422,7 +424,10 @@ class Jobs(LiveJobs):
         plan.take_in(pods, {state.id for state in self._staying(live)}, ends, stored)
 
     def _vain(self, pod: str) -> bool:
-        """Returns whether more than ``slurm.requeues`` consecutive starts of a pod stored nothing (``pods.sh``)."""
+        """Returns whether a pod was given up because too many consecutive starts stored nothing.
+
+        ``pods.sh`` records these starts. The limit is ``slurm.requeues``.
+        """
         try:
             return (self._run.logs / f"pod-{number(pod)}.requeues").stat().st_size > self._config.slurm.requeues
         except OSError:

@@ -41,7 +41,7 @@ ASK_SLURM_S = 30.0
 """Seconds between queries while the budget in :class:`QueueAnswer` lasts."""
 
 DISABLED = "presently disabled"
-"""Part of Slurm's error message for requeueing a job that has Requeue=0."""
+"""Part of Slurm's error message about requeueing a job that has Requeue=0."""
 SOON_S = 8.0
 """Seconds between queries until Slurm reports why new jobs are pending."""
 
@@ -234,7 +234,7 @@ class LiveJobs:
         Args:
             training: The ``training`` section of the status.
         """
-        running = [policy for policy, found in training.items() if found["trainer"]["state"] == "running"]
+        running = [policy for policy, state in training.items() if state["trainer"]["state"] == "running"]
         if not running or not self.ids("pods") or self.live_pods(max_age_s) != []:  # some may be submitted by hand
             return []
         return [
@@ -248,16 +248,16 @@ class LiveJobs:
         refused = self._marks.refused()
         live = self.live(max_age_s) if refused else None
         pods = len(self.live_pods(max_age_s) or ())
-        for one in refused:
-            if one.role == "gather" and self._run.trajectories.exists():
+        for refusal in refused:
+            if refusal.role == "gather" and self._run.trajectories.exists():
                 continue
-            here = live is not None and one.job in live
-            if here or one.role != "pod" or pods < self._config.slurm.pods.total:  # otherwise it was replaced
-                causes.setdefault((one.role, one.words, here), []).append(one.job)
+            is_live = live is not None and refusal.job in live
+            if is_live or refusal.role != "pod" or pods < self._config.slurm.pods.total:  # otherwise it was replaced
+                causes.setdefault((refusal.role, refusal.words, is_live), []).append(refusal.job)
         lines = []
-        for (role, words, here), jobs in causes.items():
+        for (role, words, is_live), jobs in causes.items():
             who = f"{role} {jobs[0]}" if len(jobs) == 1 else f"{len(jobs)} {role}s (such as {jobs[0]})"
-            if here:
+            if is_live:
                 lines.append(f"Slurm has not requeued {who} yet: {words!r}; the request is repeated")
                 continue
             why = "it was submitted with Requeue=0, by slurm.extra or by the site; " if DISABLED in words else ""
@@ -321,7 +321,7 @@ def waiting_servers(
 
 
 def main(path: str) -> int:
-    """Prints the number of pods that are running or queued for the run at ``path``."""
+    """Prints the number of running and queued pods of the run at ``path``. Returns 1 if the number is unknown."""
     run = RunDir(path)
     run.check_ours()
     planned = read_run(run)

@@ -179,7 +179,7 @@ class LocalPod:
 
     @property
     def training(self) -> list[str]:
-        """Policies whose trainer is running."""
+        """Policies whose trainer process is running."""
         return [trainer.policy for trainer in self._trainers if trainer.process.poll() is None]
 
     def look(self) -> bool:

@@ -132,7 +132,11 @@ def write(
 
 
 def check_new(run: RunDir) -> None:
-    """Raises :class:`ConfigError` if the run directory was already planned, or if another user could replace it."""
+    """Checks that the run directory is new and safe.
+
+    Raises:
+        ConfigError: The run directory was already planned, or another user could replace it.
+    """
     if run.run_json.exists():
         raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
     run.check_place()

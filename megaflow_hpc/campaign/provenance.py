@@ -55,7 +55,7 @@ def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:
-    """Describes a model without starting it."""
+    """Describes a model from its files, without loading it."""
     facts: dict[str, Any] = {"engine": model.engine}
     for key in ("path", "script", "image", "base_url"):
         if getattr(model, key):

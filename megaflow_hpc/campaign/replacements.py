@@ -76,7 +76,7 @@ class Replacements(msgspec.Struct):
     last: list[str] = []
     """Pods of the last round of replacements. Empty once any of them has stored a rollout."""
     barren: int = 0
-    """Number of consecutive rounds of replacements that ended and stored nothing."""
+    """Number of consecutive rounds of replacements that have ended without storing a rollout."""
     again_at: float = 0.0
     """Earliest time of the next round, in Unix seconds."""
 
@@ -149,7 +149,7 @@ class Replacements(msgspec.Struct):
         self.again_at = now + PAUSE_S * 2**self.barren
 
     def forgive(self) -> None:
-        """Allows replacements again after the user has removed the cause."""
+        """Allows replacements again, after the user has removed the cause of failures."""
         self.last, self.vain, self.barren, self.again_at = [], [], 0, 0.0
 
 

@@ -86,5 +86,5 @@ def repeat(run: RunDir, ledger: Ledger, config: CampaignConfig, only: Sequence[s
         if rollout.id in again and wanted(rollout, only)
     }
     if rollouts:
-        whole = whole_groups(config)
-        write_blocks(run, list(rollouts.values()), config.slurm.pods.total, whole=whole)
+        in_whole_groups = whole_groups(config)
+        write_blocks(run, list(rollouts.values()), config.slurm.pods.total, whole=in_whole_groups)

@@ -183,7 +183,7 @@ class Run:
         ]
 
     def pods_live(self) -> bool | None:
-        """Returns whether a pod is queued or running. ``None`` if unknown."""
+        """Returns whether any pod is queued or running. ``None`` if unknown."""
         if self.local is not None:
             return self.local.look()
         live = self.slurm_jobs.live_pods(self._slurm_age_s)
@@ -231,7 +231,7 @@ class Run:
         progress: Callable[[dict[str, Any]], None] | None = None,
         interrupted: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Follows the campaign to its end (:meth:`follow`) and returns its results (:meth:`conclude`)."""
+        """Follows the campaign to its end (:meth:`follow`). Returns its results (:meth:`conclude`)."""
         self.follow(timeout_s, progress, interrupted)
         result = self.conclude()
         if progress:
@@ -416,7 +416,7 @@ class Run:
         requests: Changes | None = None,
         accept_changes: bool = False,
     ) -> bool:
-        """Runs all rollouts that are not stored yet. Returns false if there are none.
+        """Runs all rollouts that are not stored yet. Returns false if all rollouts are stored.
 
         Args:
             failed: Also repeat the failed rollouts.

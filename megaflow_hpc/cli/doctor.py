@@ -141,8 +141,10 @@ def _partition(part: Partition, absent: AbsentNodes | None) -> Finding:
     from megaflow_hpc.slurm import site
 
     gpus = "GPUs, " if part.gpus else ""
-    whole = "whole nodes, " if part.name in site.whole_nodes() else ""
-    shown = f"{part.name}: {part.nodes} nodes, {part.cpus} CPUs, {part.memory_mb} MB, {gpus}{whole}limit {part.time}"
+    allocation = "whole nodes, " if part.name in site.whole_nodes() else ""
+    shown = (
+        f"{part.name}: {part.nodes} nodes, {part.cpus} CPUs, {part.memory_mb} MB, {gpus}{allocation}limit {part.time}"
+    )
     elsewhere = "name another partition in the campaign file, or ask the site when it is back"
     if not part.up:
         return Finding("partition", "warn", f"{shown}; it is down: jobs wait in it", elsewhere)

@@ -179,7 +179,7 @@ def verbs_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentP
     return {}
 
 
-def _near(word: str, known: Iterable[Any]) -> str:
+def _near(word: str, valid_words: Iterable[Any]) -> str:
     """Returns ``; did you mean …?`` if a valid word is similar, otherwise an empty string."""
-    near = difflib.get_close_matches(word, map(str, known), 1, 0.6)
+    near = difflib.get_close_matches(word, map(str, valid_words), 1, 0.6)
     return f"; did you mean {near[0]}?" if near else ""

@@ -39,14 +39,14 @@ class CampaignConfig(Section):
     name: str
     """Name of the campaign. Slurm shows it as the name of every job."""
     site: str | None = None
-    """Name of the site profile that supplies missing keys, such as partitions and accounts. Default: none."""
+    """Name of the site profile that supplies omitted keys, such as partitions and accounts. Default: none."""
     run_dir: str = "runs"
     """Parent directory of the run directories. All nodes must be able to access it. Default: ``runs``."""
     share: Literal["user", "group"] = "user"
     """Access to the run directory: ``user`` for its owner only, ``group`` for the owner's group too. Files that
     contain keys are never shared. For an engine pool: access to its servers. Default: ``user``."""
     tasks: tuple[TaskSource, ...] = ()
-    """Sources of tasks. A campaign without tasks and agent is an engine pool."""
+    """Sources of tasks. A campaign with neither tasks nor agents is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
     """Agent that works on the tasks, or a list of agents that each run every task. Without a model, each agent
     becomes a policy with the agent's name. If the policy is trained, each group is assigned to one of the agents, in
@@ -65,17 +65,17 @@ class CampaignConfig(Section):
     pool: EnginePoolConfig | None = None
     """Rules for sharing the servers of this engine pool."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """Sandboxes: images, network, limits."""
+    """Settings of sandboxes: images, network and limits."""
     slurm: SlurmConfig = SlurmConfig()
     """Resources that jobs request from Slurm."""
     scheduling: SchedulingConfig = SchedulingConfig()
-    """Order and placement of rollouts."""
+    """Rules for the order and placement of rollouts."""
     limits: LimitsConfig = LimitsConfig()
     """Limits on total resource use. The campaign stops when it reaches any of them."""
     quotas: QuotasConfig = QuotasConfig()
     """Rate and concurrency limits of model calls."""
     training: TrainingConfig | None = None
-    """Training on rollouts as they arrive. Default: none; the campaign only collects rollouts."""
+    """Settings for training on rollouts as they arrive. Default: none; the campaign only collects rollouts."""
 
     @field_validator("name")
     @classmethod
@@ -163,7 +163,7 @@ class CampaignConfig(Section):
         return self.samples if model is None or model.samples is None else model.samples
 
     def policies(self) -> dict[str, Policy]:
-        """Returns the policies that run tasks, by name."""
+        """Returns the campaign's policies by name. In a campaign without a model, each agent is a policy."""
         if self.models:
             models: Mapping[str, ModelConfig | None] = self.models
         elif self.model:
@@ -241,9 +241,9 @@ def read(path: str | os.PathLike[str]) -> Loaded:
     if value is None:
         raise ConfigError(f"{path}: is empty; megaflow-hpc init writes a campaign file to begin with")
     if not isinstance(value, dict):
-        held = "a list" if isinstance(value, list) else repr(str(value)[:40])
+        kind = "a list" if isinstance(value, list) else repr(str(value)[:40])
         remedy = f"expected keys such as tasks: and agent:; {docs('tutorials/first-campaign.md')} shows a campaign file"
-        raise ConfigError(f"{path}: holds {held}; {remedy}")
+        raise ConfigError(f"{path}: holds {kind}; {remedy}")
     return parsed(value, str(path), node)
 
 
@@ -253,7 +253,7 @@ def parse(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node |
 
 
 def parsed(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node | None = None) -> Loaded:
-    """Builds a campaign from Python values, completed by its site profile.
+    """Builds a campaign from Python values and its site profile.
 
     Raises:
         Mistakes: Values are invalid. The message names file, line, value and remedy of each.

@@ -19,7 +19,7 @@ MAX_SERVERS = 10_000
 
 
 class ServerCount(NamedTuple):
-    """Number of engine servers of a policy."""
+    """Minimum and maximum number of engine servers of a policy."""
 
     min: int = 1
     max: int = 1
@@ -29,7 +29,7 @@ SERVER_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "ar
 
 
 class WeightsConfig(Section):
-    """Settings for loading newly published weights into running servers."""
+    """Rules for loading newly published weights into running servers."""
 
     update: Literal["rolling", "together"] = "rolling"
     """``rolling``: servers load one after another, so that some are always available. ``together``: all load at
@@ -46,17 +46,18 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0, le=2)
     """Divisor of the logits. 0 selects greedy decoding. Default: 1."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample only from the most likely tokens whose probabilities sum to this value. Default: 1, all tokens."""
+    """Sample only from the smallest set of most likely tokens whose probabilities sum to this value. Default: 1, all
+    tokens."""
     top_k: int = Field(-1, ge=-1)
     """Sample only from the k most likely tokens. -1 or 0: no limit. Default: -1."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Minimum probability of a token, as a fraction of that of the most likely token. Default: 0."""
+    """Minimum probability of a token, relative to the most likely token. Default: 0."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """Value subtracted once from the logit of each token that already occurs in the answer. Default: 0."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    """Value subtracted from a token's logit for each of its occurrences in the answer so far. Default: 0."""
+    """Value subtracted from the logit of a token for each earlier occurrence in the answer. Default: 0."""
     repetition_penalty: float = Field(1.0, gt=0, le=100)
-    """Factor that reduces the logits of tokens that already occur in the prompt or answer. Default: 1."""
+    """Factor that lowers the logits of tokens that already occur in the prompt or answer. Default: 1."""
 
     @field_validator("temperature")
     @classmethod
@@ -95,14 +96,14 @@ class ModelConfig(Section):
     """Number of engine servers, or ``[min, max]``. ``min`` servers start with the campaign. More servers start while
     requests wait, and stop when idle. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for ``scripted``
-    and ``replay``, else 1."""
+    """Number of GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for
+    ``scripted`` and ``replay``, else 1."""
     gpu_type: GpuType | None = None
     """Slurm's name for the type of these GPUs, such as ``a100``. ``sinfo -o %G`` prints the names. Default: any
     type."""
     nodes: int = Field(1, ge=1)
-    """Nodes of each server, for pipeline parallelism (``vllm`` only). Raise it for models that do not fit on one node.
-    Default: 1."""
+    """Number of nodes of each server, for pipeline parallelism (``vllm`` only). Raise it for models that do not fit
+    on one node. Default: 1."""
     weights: WeightsConfig = WeightsConfig()
     """Settings for loading published weights."""
     sampling: SamplingConfig = SamplingConfig()
@@ -153,8 +154,8 @@ class ModelConfig(Section):
         if isinstance(value, dict) and value.keys() <= {"min", "max"}:  # form used in older campaign files
             value = [value.get("min", 1), value.get("max", 1)]
         bounds = tuple(value) if isinstance(value, list | tuple) else (value, value)
-        whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
-        if len(bounds) != 2 or not whole or not 0 <= bounds[0] <= bounds[1] or bounds[1] < 1:
+        are_integers = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
+        if len(bounds) != 2 or not are_integers or not 0 <= bounds[0] <= bounds[1] or bounds[1] < 1:
             raise ValueError("expected a number of servers, or [min, max] such as [1, 4]")
         if bounds[1] > MAX_SERVERS:
             raise ValueError(f"expected at most {MAX_SERVERS} servers")

@@ -61,7 +61,7 @@ class _SiteFile(Section):
 
 
 def site_caps() -> tuple[Caps, str]:
-    """Returns the current user's caps and the path of the site file. Without a file, there are no caps.
+    """Returns the current user's caps and the path of the site file. Returns no caps if there is no site file.
 
     Raises:
         ConfigError: The file cannot be read or is invalid.
@@ -111,18 +111,23 @@ def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, sou
             raise ConfigError(f"{label}: {value} is more than this site allows a campaign ({cap}, {source})")
     limits = {name: getattr(caps, name) for name in QuotasConfig.model_fields}
     limits |= {name: value for name, value in quotas.model_dump().items() if value is not None}
-    held = QuotasConfig(**limits)
+    effective = QuotasConfig(**limits)
     count = gateways(pods)
-    if held.in_flight is not None and held.in_flight < count:
+    if effective.in_flight is not None and effective.in_flight < count:
         raise ConfigError(
-            f"quotas.in_flight: {held.in_flight} shared out over {count} worker ranks is less than one each; use fewer "
-            f"pods or ranks (slurm.pods.count, ranks_per_node), or raise it{f' (cap of {source})' if source else ''}"
+            f"quotas.in_flight: {effective.in_flight} shared out over {count} worker ranks is less than one each; "
+            "use fewer pods or ranks (slurm.pods.count, ranks_per_node), or raise it"
+            f"{f' (cap of {source})' if source else ''}"
         )
-    return held
+    return effective
 
 
 def check_scale(wanted: int, pods: PodsConfig, quotas: QuotasConfig) -> None:
-    """Raises :class:`ConfigError` if a running campaign may not scale to ``wanted`` pods."""
+    """Checks that the site allows a running campaign to scale to ``wanted`` pods.
+
+    Raises:
+        ConfigError: The site's caps or the campaign's quotas do not allow it.
+    """
     caps, source = site_caps()
     if caps.pods is not None and wanted > caps.pods:
         raise ConfigError(f"--pods {wanted}: more than this site allows a campaign ({caps.pods}, {source})")

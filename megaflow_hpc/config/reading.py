@@ -82,7 +82,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
-    """Returns the value and the node tree of a YAML file. The nodes have line numbers.
+    """Returns the value of a YAML file, and its nodes, which have line numbers.
 
     Raises:
         ConfigError: The file cannot be read or is not YAML.
@@ -125,10 +125,10 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
 
 
 def _require_small(root: yaml.Node) -> None:
-    """Rejects files whose aliases repeat values excessively or endlessly.
+    """Rejects files whose aliases multiply values excessively or form a cycle.
 
     Raises:
-        ConstructorError: The file has too many values or contains itself.
+        ConstructorError: The file has more than :data:`MAX_VALUES` values or contains itself.
     """
     sizes: dict[int, int] = {}
     stack = [(root, False)]

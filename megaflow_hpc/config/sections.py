@@ -74,9 +74,9 @@ class Method(Section):
     the name."""
 
     name: str
-    """Function, ``package.module:function``. The module may be next to the campaign file."""
+    """Function, ``package.module:function``. The module may be in the campaign file's directory."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the function."""
+    """Keyword arguments to pass to the function."""
 
     @model_validator(mode="before")
     @classmethod
@@ -109,7 +109,7 @@ class TaskSource(Section):
     exclude: tuple[str, ...] = ()
     """Shell patterns of the task ids to exclude, applied after ``include``. Default: none."""
     limit: int | None = Field(None, ge=1)
-    """Maximum number of tasks, in id order. Useful for a first try. Default: no limit."""
+    """Maximum number of tasks, in id order. Useful for a trial run. Default: no limit."""
 
     @model_validator(mode="before")
     @classmethod
@@ -185,7 +185,7 @@ class SandboxLimits(Section):
 
 
 class EnvironmentConfig(Section):
-    """Sandboxes: images, network, limits and verification."""
+    """Settings of sandboxes: images, network, limits and verification."""
 
     network: Network = "gateway"
     """Network access of sandboxes. ``none``: no network. ``gateway``: only the model. ``host``: everything that the
@@ -215,7 +215,7 @@ class EnvironmentConfig(Section):
 
     @property
     def network_of_builds(self) -> Literal["none", "host"]:
-        """Network access of build steps in Dockerfiles."""
+        """Network access of build steps in Dockerfiles, with the default resolved."""
         return self.build_network or ("host" if self.network == "host" else "none")
 
     def verification_of(self, task: Task) -> Verification:
@@ -239,7 +239,7 @@ class EnvironmentConfig(Section):
 
 
 class SchedulingConfig(Section):
-    """Order and placement of rollouts."""
+    """Rules for the order and placement of rollouts."""
 
     order: Literal["fifo", "longest", "fair"] = "fifo"
     """``fifo``: in planned order. ``longest``: longest expected duration first, which shortens the tail of a
@@ -253,7 +253,7 @@ class SchedulingConfig(Section):
     """Resources that a rank must have free before it starts a rollout, compared with the task's limits. Set it if
     tasks differ in memory or CPUs. Default: a free slot is enough."""
     spare: int = Field(0, ge=0)
-    """Number of extra samples in each group. Once ``samples`` rollouts of a group have a reward, the others are
+    """Number of extra samples in each group. Once ``samples`` rollouts of a group have a reward, the rest are
     cancelled. Use it if some rollouts hang or fail. Default: 0."""
     signal_after: int | None = Field(None, ge=2)
     """Cancel the remaining samples of a group once it has this many rewards and all are equal. Saves time on tasks

@@ -43,16 +43,16 @@ VARIABLE = "MEGAFLOW_PROFILES"
 SECTIONS = ("run_dir", "share", "model", "environment", "slurm", "scheduling", "limits", "quotas")
 """Keys that a profile may set."""
 SHIPPED = Path(__file__).resolve().parent / "sites"
-"""Profiles that the package ships."""
+"""Directory of the profiles that the package ships."""
 
 
 class Recognition(Section):
     """Patterns that identify a site for ``init``. All values are shell patterns. A single match is enough."""
 
     cluster: tuple[str, ...] = ()
-    """Slurm's ClusterName."""
+    """Patterns of Slurm's ClusterName."""
     host: tuple[str, ...] = ()
-    """Host name, with or without its domain."""
+    """Patterns of the host name, with or without its domain."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variable → pattern of its value."""
 
@@ -90,7 +90,7 @@ class Profile:
 
 
 def directories() -> list[Path]:
-    """Returns the profile directories: the user's first, then the group's, then the package's."""
+    """Returns the directories of profiles: the user's, then the group's, then the package's."""
     own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "megaflow-hpc" / "sites"
     return [own, *(Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part), SHIPPED]
 
@@ -118,7 +118,7 @@ def find(name: str, place: str) -> Profile:
             f"{place}: site {name!r}: no such profile in {looked} ({VARIABLE}) or in the package; {nearest}there are: "
             f"{', '.join(sorted(names()))}"
         )
-    # The user named the directory, so its owner is trusted, but no other user.
+    # The user named the directory, so its owner is trusted. Other users are not.
     if why := who_may_replace(path, path.parent.stat().st_uid, "this site profile, which holds shell"):
         raise ConfigError(why)
     fields, node = read_yaml(path)

@@ -22,7 +22,7 @@ LIFTED = " (no error because of slurm.check: false)"
 DEFAULT_RANKS = 2
 """Default of ``ranks_per_node``."""
 LEAST_GB = 0.001
-"""Minimum memory in GB. Slurm counts whole MB, and treats 0 as all memory of a node."""
+"""Minimum memory in GB. Slurm counts whole MB, and 0 requests all memory of a node."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
 _SRUN_OPTION = re.compile(r"-[\w.,:=/@%+-]+\Z", re.ASCII)
 """Matches srun options that need no shell quoting."""
@@ -36,7 +36,7 @@ OWN_SRUN_OPTIONS = frozenset(
 
 
 def _lines(value: Any) -> Any:
-    """Splits a multi-line text into shell lines."""
+    """Splits multi-line text into shell lines."""
     return value.splitlines() if isinstance(value, str) else value
 
 
@@ -88,7 +88,7 @@ class PodPoolConfig(Section):
 
 
 class PodsConfig(Section):
-    """The pods, a job array on CPU nodes. Each element is one pod: an MPI world whose ranks run sandboxes."""
+    """The pods, a job array on CPU nodes. Each array element is a pod, an MPI world whose ranks run sandboxes."""
 
     partition: str | None = None
     """CPU partition, or a comma-separated list from which Slurm chooses. Default: the site's."""
@@ -134,12 +134,12 @@ class PodsConfig(Section):
 
     @property
     def here(self) -> int:
-        """Number of pods on the cluster of the login node."""
+        """Number of pods on the login node's cluster."""
         return self.count + sum(pool.count for pool in self.pools if not pool.cluster)
 
 
 class ServersConfig(Section):
-    """The engine servers, a job array on GPU nodes. Each element is one server."""
+    """The engine servers, a job array on GPU nodes. Each array element is a server."""
 
     partition: str | None = None
     """GPU partition. Default: the site's default partition."""
@@ -220,11 +220,11 @@ class SlurmConfig(Section):
     """Additional options for every ``srun`` in a job: for pods, trainers and engines on several nodes. Example:
     ``[--network=job_vni]``."""
     pods: PodsConfig = PodsConfig()
-    """Pods, which run agents and sandboxes."""
+    """Resources of pods, which run agents and sandboxes."""
     servers: ServersConfig = ServersConfig()
-    """Engine servers, which run the model."""
+    """Resources of engine servers, which run the model."""
     trainer: TrainerConfig = TrainerConfig()
-    """Trainers of trained policies."""
+    """Resources of the trainers of trained policies."""
     gather: dict[str, Any] = Field(default_factory=dict)
     """sbatch options, by name, for the job that writes trajectories.h5 after the pods have ended. To get an email at
     that time, set ``mail-user`` and ``mail-type: END,FAIL``. Defaults: ``partition``, that of ``pods``; ``time``,

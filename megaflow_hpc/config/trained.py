@@ -62,8 +62,10 @@ def check_trained(
         where = key.format(name)
         model, agents, samples = policies.get(name, (None, (), 0))
         if model is None:
-            known = ", ".join(other for other, (found, *_) in policies.items() if found) or "none"
-            raise ValueError(f"training.policies: {name!r} is not a policy with a model; this campaign has: {known}")
+            with_models = ", ".join(other for other, (options, *_) in policies.items() if options) or "none"
+            raise ValueError(
+                f"training.policies: {name!r} is not a policy with a model; this campaign has: {with_models}"
+            )
         if model.judge:
             raise ValueError(f"training.policies.{name}: {where} is a judge, whose tokens are not recorded")
         if model.engine not in LOADS_WEIGHTS or model.pool:
@@ -81,8 +83,8 @@ def check_trained(
                 "8, for example"
             )
         args: list[tuple[str, Any]] = [("agent.args", agent.args) for agent in agents]
-        for at, found in (*args, (f"{where}.args", model.args), (f"{where}.also", model.also)):
-            for option, value in _sampling(found):
+        for at, options in (*args, (f"{where}.args", model.args), (f"{where}.also", model.also)):
+            for option, value in _sampling(options):
                 name = option.rpartition(".")[2].replace("-", "_")
                 _check_option(f"{at}.{option}", name, value, model.sampling, f"{where}.sampling.{name}")
         for kind in ({"engine": model.engine, "args": model.args}, *model.also):

@@ -106,7 +106,7 @@ class LossConfig(Section):
 
     @property
     def band(self) -> tuple[float, float]:
-        """Clip range of ratios, as distances below and above 1."""
+        """Clip range of ratios, as distances below and above 1, with the default resolved."""
         return self.clip or (CLIPS[self.kind] if isinstance(self.kind, str) else (math.inf, math.inf))
 
 
@@ -154,8 +154,8 @@ class OptimizerConfig(Section):
     """Learning rate. The default suits full training of models with a few billion parameters. LoRA and small models
     need a higher rate. Default: 1e-6."""
     schedule: Literal["constant", "linear"] | Method = "constant"
-    """``constant``; or ``linear``, which decays to 0 at the last step; or ``module:function``, called before each
-    update with its metrics. Default: ``constant``."""
+    """Learning-rate schedule. ``constant``. ``linear``: decays to 0 at the last step. Or ``module:function``, called
+    before each update with its metrics. Default: ``constant``."""
     warmup: int = Field(0, ge=0)
     """Number of steps over which the learning rate rises from 0. Default: 0."""
     weight_decay: float = Field(0.0, ge=0)
@@ -247,7 +247,7 @@ class PolicyTraining(Section):
     recompute: bool = True
     """Recompute activations in the backward pass. Saves memory but makes steps slower. Default: true."""
     parallel: ParallelConfig = ParallelConfig()
-    """Division of the model among several GPUs."""
+    """Division of the model among GPUs."""
 
     @model_validator(mode="after")
     def _whole_adapters(self) -> PolicyTraining:
@@ -277,7 +277,7 @@ class OverlongConfig(Section):
     """Penalty on the reward of long rollouts (soft overlong punishment: DAPO, arXiv 2503.14476, section 3.4)."""
 
     longest: int = Field(ge=1)
-    """Number of sampled tokens from which the full penalty applies."""
+    """Number of sampled tokens at which the full penalty applies."""
     buffer: int = Field(ge=1)
     """Number of tokens before ``longest`` over which the penalty grows from 0."""
     penalty: float = -1.0
@@ -332,7 +332,7 @@ class DataStep(Section):
     """Range of pass rates outside which groups are dropped: ``[from, to]``, or ``[from, to, exclusive]`` to exclude
     the bounds. A rollout passes if its reward is at least ``pass_threshold``."""
     staleness: int | None = Field(None, ge=0)
-    """Maximum age of a token, in weight versions. Drops rollouts with older tokens."""
+    """Maximum age of a token, in weight versions. Rollouts with older tokens are dropped."""
     replay: float | None = Field(None, ge=0, lt=1)
     """Maximum share of a step's groups that are replayed from earlier steps. Replays the newest groups, each at most
     once."""
@@ -381,7 +381,7 @@ class PromptsConfig(Section):
 
 
 class HeldOutConfig(Section):
-    """Evaluation on held-out tasks during training."""
+    """Settings for evaluation on held-out tasks during training."""
 
     tasks: tuple[TaskSource, ...]
     """Sources of the held-out tasks."""
@@ -394,7 +394,7 @@ class HeldOutConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Training on the campaign's rollouts as they arrive."""
+    """Settings for training on the campaign's rollouts as they arrive."""
 
     policies: dict[str, PolicyTraining]
     """Trained policies, by name, with their settings. The policy of ``model`` is called ``default``."""
@@ -409,7 +409,7 @@ class TrainingConfig(Section):
     requested once all live engines have loaded the newest weights. Rollouts that are too old, such as those of an
     engine that rejects the weights, are dropped as ``stale``. Default: 1."""
     data: tuple[DataStep, ...] = ()
-    """Processing steps that filter and shape rollouts before training, in order. Default: none."""
+    """Processing steps, applied in order, that filter and shape rollouts before training. Default: none."""
     prompts: PromptsConfig = PromptsConfig()
     """Selection of the tasks to request next."""
     trainer: Method | None = None

@@ -136,7 +136,8 @@ class RunSnapshot:
 
 @dataclass
 class Live:
-    """Follows a run. Not thread-safe, except that another thread may set :attr:`shown` and :attr:`opened`."""
+    """Builds snapshots of a run. Not thread-safe, except that another thread may set :attr:`shown` and
+    :attr:`opened`."""
 
     run: RunDir
     monitor: Monitor

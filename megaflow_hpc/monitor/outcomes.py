@@ -54,7 +54,7 @@ class Outcomes:
         self._digests: list[bytes] = []
 
     def apply(self, event: RolloutEvent) -> None:
-        """Adds a stored rollout."""
+        """Adds the outcome of a stored rollout."""
         self._recent[int(event.t)] += 1
         if event.status not in VERIFIED or self.limit is None:
             self._keep(event)

@@ -108,7 +108,7 @@ class PodView:
 
     @property
     def active(self) -> bool:
-        """True if the pod has started and not ended."""
+        """True if the pod has started but not ended."""
         return self.state in ("started", "draining")
 
     def adopt(self, summary: Summary) -> None:
@@ -130,7 +130,7 @@ class PodView:
             self.queued, self.tokens_per_s = progress.queued, progress.tokens_per_s
 
     def apply(self, event: AnyEvent) -> None:
-        """Adds the pod's next event."""
+        """Updates this view with the pod's next event."""
         self.seen_at, self.grown_at = event.t, time.monotonic()
         self.busy_at = busy_at(self.busy_at, event)
         match event:

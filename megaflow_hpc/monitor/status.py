@@ -53,7 +53,7 @@ STALE_S = 60.0
 
 
 class Monitor:
-    """Follows the status of a run directory."""
+    """Computes the status of a run from its directory. Reads only what was added since the last poll."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run

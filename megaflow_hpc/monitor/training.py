@@ -55,7 +55,7 @@ class TrainerJob:
 
 
 class Trainings:
-    """Follows the trained policies of a run."""
+    """Computes the training progress of a run's policies."""
 
     def __init__(self, run: RunDir, config: TrainingConfig) -> None:
         self._config, self._marks = config, Marks(run)

@@ -25,7 +25,7 @@ class JobUse:
     cores: int
     gpus: int
     job: str
-    """``<job>_<element>`` or ``<job>``."""
+    """Job id: ``<job>_<element>`` for an array element, otherwise ``<job>``."""
     role: str
     """Role in the run's job records: ``pods``, ``servers``, ``trainer``, ``gather``, …"""
     state: str = ""

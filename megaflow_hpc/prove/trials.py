@@ -213,12 +213,12 @@ def nodes_findings(folder: Path, expected: int, report: ProofReport) -> Iterator
             "nodes", "FAIL", f"{len(results)} of {expected} nodes reported; the job's log ends: {tail}", remedy
         )
         return
-    here = [result["here"] for result in results]
-    names = sorted({facts["node"] for facts in here})
+    nodes = [result["here"] for result in results]
+    names = sorted({facts["node"] for facts in nodes})
     yield Finding("nodes", "ok" if len(names) > 1 else "warn", f"{len(names)} nodes were tested", _one_node(names))
     for key in ("machine", "kernel", "python", "shared_file_system", "scratch_type", "scratch_gb", "gpus"):
-        report.facts[key] = ", ".join(sorted({str(facts.get(key)) for facts in here}))
-    for facts in here:
+        report.facts[key] = ", ".join(sorted({str(facts.get(key)) for facts in nodes}))
+    for facts in nodes:
         yield from _node(facts)
     yield from _between(results, report)
 
@@ -563,9 +563,9 @@ def check_image(image: str, campaign: Campaign) -> str:
     Raises:
         ConfigError: No image is given, and the campaign names none.
     """
-    found = image or next(iter(campaign.config.environment.images.values()), "")
-    if not found:
+    chosen = image or next(iter(campaign.config.environment.images.values()), "")
+    if not chosen:
         raise ConfigError(f"{campaign.where('environment.images')}: no image is named; give one with --image SIF")
-    if "://" not in found and not (campaign.base / found).exists():
-        raise ConfigError(f"{'--image' if image else campaign.where('environment.images')}: {found}: no such file")
-    return found
+    if "://" not in chosen and not (campaign.base / chosen).exists():
+        raise ConfigError(f"{'--image' if image else campaign.where('environment.images')}: {chosen}: no such file")
+    return chosen

@@ -180,7 +180,7 @@ def _intervals(values: Data, x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
 
 
 def _of_policies(runs: Named, name: str) -> Data:
-    """Flattens a list field of every policy's figures into data rows."""
+    """Flattens the list field ``name`` of every policy's figures into data rows."""
     rows = []
     for label, run in runs:
         for policy in run.policies:
@@ -400,7 +400,7 @@ def phases(runs: Named) -> Chart | None:
 
 
 def stages(runs: Named) -> Chart | None:
-    """Charts the mean seconds of each stage, from planning the campaign to the end of a rollout."""
+    """Charts the mean seconds of each stage between planning the campaign and the end of a rollout."""
     note = (
         "From the planning of the campaign to each rollout's end, in the four phases of the MegaFlow paper (arXiv "
         "2601.07526, figure 5). Scheduling: Slurm's queue, the start of pods and engines, the wait for a slot."
@@ -545,7 +545,7 @@ def charts_of(
     timelines = []
     for label, run, own in zip(labels, runs, bars, strict=True):
         timelines.append(timeline(label, run, own, several=len(runs) > 1))
-    found = (
+    charts = (
         pass_at(named),
         mean_differences(differences),
         rewards(named),
@@ -561,7 +561,7 @@ def charts_of(
         efficiency(named),
         *training(named),
     )
-    return [_printable(chart) for chart in found if chart]
+    return [_printable(chart) for chart in charts if chart]
 
 
 def _printable(chart: Chart) -> Chart:

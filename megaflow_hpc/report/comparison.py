@@ -75,24 +75,24 @@ def _means(run: RunFigures, policy: str) -> dict[str, float]:
 
 
 def _difference(named: tuple[str, RunFigures], policy: str, first: tuple[str, RunFigures], against: str) -> Difference:
-    here = _means(named[1], policy)
-    there = _means(first[1], against)
-    both = sorted(here.keys() & there.keys())
+    rewards = _means(named[1], policy)
+    first_rewards = _means(first[1], against)
+    both = sorted(rewards.keys() & first_rewards.keys())
     result = Difference(
         run=named[0],
         policy=policy,
         against_run=first[0],
         against_policy=against,
         tasks=len(both),
-        tasks_only_here=len(here.keys() - there.keys()),
-        tasks_only_there=len(there.keys() - here.keys()),
+        tasks_only_here=len(rewards.keys() - first_rewards.keys()),
+        tasks_only_there=len(first_rewards.keys() - rewards.keys()),
     )
     if not both:
         return result
-    by_task = {task: here[task] - there[task] for task in both}
+    by_task = {task: rewards[task] - first_rewards[task] for task in both}
     low, high = paired_interval(list(by_task.values()))
-    result.mean = significant(sum(here[task] for task in both) / len(both))
-    result.against_mean = significant(sum(there[task] for task in both) / len(both))
+    result.mean = significant(sum(rewards[task] for task in both) / len(both))
+    result.against_mean = significant(sum(first_rewards[task] for task in both) / len(both))
     result.difference = round(sum(by_task.values()) / len(both), 6)
     result.low = round(low, 6)
     result.high = round(high, 6)

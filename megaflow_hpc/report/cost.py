@@ -28,7 +28,7 @@ class Prices(msgspec.Struct, kw_only=True):
 
 
 class HeldHours(msgspec.Struct, kw_only=True):
-    """Hours held by jobs."""
+    """Core-hours and GPU-hours allocated to jobs, with the idle part and the price."""
 
     core_hours: float = 0.0
     gpu_hours: float = 0.0
@@ -39,7 +39,7 @@ class HeldHours(msgspec.Struct, kw_only=True):
 
 
 class RoleCost(HeldHours, kw_only=True):
-    """Hours held by the jobs of one role."""
+    """Hours allocated to the jobs of a role."""
 
     role: str
     """``pods``, ``servers``, ``trainer``, ``gather`` or ``build``."""
@@ -65,7 +65,7 @@ class JobFigures(msgspec.Struct, kw_only=True):
 
 class Cost(HeldHours, kw_only=True):
     source: str
-    """``accounting`` (Slurm), ``reports`` (pods and engine servers) or ``none``."""
+    """Source of the figures: ``accounting`` (Slurm), ``reports`` (pods and engine servers) or ``none``."""
     price_per_rollout: float | None = None
     price_per_passed: float | None = None
     currency: str = ""
@@ -166,9 +166,9 @@ def _figures(use: JobUse) -> JobFigures:
 
 def _mean(weighted: Sequence[tuple[float | None, float]]) -> float | None:
     """Returns the weighted mean of the known values. ``None`` if all are unknown."""
-    known = [(value, weight) for value, weight in weighted if value is not None]
-    total = sum(weight for _, weight in known)
-    return significant(sum(value * weight for value, weight in known) / total) if total else None
+    known_values = [(value, weight) for value, weight in weighted if value is not None]
+    total = sum(weight for _, weight in known_values)
+    return significant(sum(value * weight for value, weight in known_values) / total) if total else None
 
 
 def _of_reports(run: RunDir) -> Cost:

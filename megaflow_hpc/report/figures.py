@@ -219,7 +219,7 @@ def curves_of(run: RunDir, record: RunRecord) -> list[TrainingCurve]:
     curves = []
     for policy in record.config.training.policies:
         commits = TrainingView(run, policy).commits(MAX_COMMITS)
-        # (metric, its name, series): the rewards of each of several agents are series of their own
+        # (metric, name, series). If there are several agents, the rewards of each agent form a series.
         shown = [(metric, name, policy) for metric, name in SHOWN.items()]
         by_agent = sorted({metric for commit in commits for metric in commit.metrics if metric.startswith(BY_AGENT)})
         shown += [(metric, "reward", f"{policy}+{metric.removeprefix(BY_AGENT)}") for metric in by_agent]

@@ -97,7 +97,7 @@ class TaskFigures(msgspec.Struct, kw_only=True):
     mean: float | None
     """Mean reward. ``None`` if no sample has a reward."""
     seconds: float
-    """Median duration in seconds."""
+    """Median duration of the task's rollouts in seconds."""
 
 
 def policy_figures(rows: RolloutColumns, policy: str, threshold: float) -> PolicyFigures:
@@ -147,8 +147,7 @@ def phases_of(rows: RolloutColumns) -> list[RolloutPhase]:
         if not own.any():
             continue
         parts = {name: rows.phases[name][own] for name in PHASES}
-        # A rollout that was resumed in another allocation has the phases of both allocations, but the times of the
-        # last.
+        # A rollout resumed in another allocation has the phases of both allocations, but the duration of the last one.
         parts["other"] = np.maximum(0.0, rows.seconds[own] - sum(parts.values()))
         for name, seconds, share in _shares(parts):
             phases.append(RolloutPhase(policy=policy, phase=name, seconds=seconds, share=share))
@@ -198,10 +197,10 @@ def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))  # where each task and policy starts in the sorted order
     samples = np.diff(np.append(starts, len(order)))
     rewards = rows.reward[order]
-    known = ~np.isnan(rewards)
-    rated = np.add.reduceat(known.astype(np.int64), starts)
+    has_reward = ~np.isnan(rewards)
+    rated = np.add.reduceat(has_reward.astype(np.int64), starts)
     passed = np.add.reduceat((rewards >= threshold).astype(np.int64), starts)
-    sums = np.add.reduceat(np.where(known, rewards, 0.0), starts)
+    sums = np.add.reduceat(np.where(has_reward, rewards, 0.0), starts)
     seconds = seconds[order]
     medians = (seconds[starts + (samples - 1) // 2] + seconds[starts + samples // 2]) / 2
     return [

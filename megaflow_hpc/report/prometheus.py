@@ -19,7 +19,7 @@ NAMESPACE = "megaflow"
 
 
 def text(runs: Sequence[RunFigures]) -> str:
-    """Returns the metrics of all runs, grouped by name as the format requires."""
+    """Formats the metrics of all runs. Samples of the same metric are adjacent, as the format requires."""
     families: dict[str, list[str]] = {}
     names = [run.run for run in runs]
     for number, run in enumerate(runs, 1):

@@ -22,7 +22,7 @@ ERROR_CHARS = 300
 
 
 class Labels(NamedTuple):
-    """A categorical text column."""
+    """A categorical text column, stored as integer codes."""
 
     names: list[str]
     """Sorted distinct values."""
@@ -43,7 +43,7 @@ class RolloutColumns:
     """Columns of all rollouts of a campaign. Every array has shape (n)."""
 
     ids: NDArray[Any]
-    """Object array of ``str``."""
+    """Ids of the rollouts, as an object array of ``str``."""
     task: Labels
     policy: Labels
     """Name of the policy, followed by ``+`` and the agent if several agents ran rollouts of the policy."""

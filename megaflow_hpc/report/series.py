@@ -39,19 +39,19 @@ class Bin(msgspec.Struct, kw_only=True):
 
 def spread(values: Floats | Integers) -> Spread:
     """Summarises the distribution of numbers. Ignores NaN."""
-    known = np.asarray(values, np.float64)
-    known = known[np.isfinite(known)]
-    if not len(known):
+    finite = np.asarray(values, np.float64)
+    finite = finite[np.isfinite(finite)]
+    if not len(finite):
         return Spread()
-    p50, p90, p99 = np.quantile(known, (0.5, 0.9, 0.99)).tolist()
+    p50, p90, p99 = np.quantile(finite, (0.5, 0.9, 0.99)).tolist()
     return Spread(
-        n=len(known),
-        mean=significant(float(known.mean())),
+        n=len(finite),
+        mean=significant(float(finite.mean())),
         p50=significant(p50),
         p90=significant(p90),
         p99=significant(p99),
-        max=significant(float(known.max())),
-        total=round(float(known.sum()), 3),
+        max=significant(float(finite.max())),
+        total=round(float(finite.sum()), 3),
     )
 
 
@@ -63,11 +63,11 @@ def significant(value: float) -> float:
 def edges_of(values: Floats, bars: int = 30) -> Floats:
     """Returns the edges of at most ``bars`` histogram bins over finite numbers. A few distinct integers get a bin
     each."""
-    known = values[np.isfinite(values)]
-    if not len(known):
+    finite = values[np.isfinite(values)]
+    if not len(finite):
         return np.array([0.0, 1.0])
-    low, high = float(known.min()), float(known.max())
-    if high - low < bars and (known == np.round(known)).all():
+    low, high = float(finite.min()), float(finite.max())
+    if high - low < bars and (finite == np.round(finite)).all():
         return np.arange(low - 0.5, high + 1.0, 1.0)
     return np.linspace(low, high if high > low else low + 1.0, bars + 1)
 

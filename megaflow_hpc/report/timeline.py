@@ -26,7 +26,7 @@ from megaflow_hpc.rundir.summaries import Condensed
 MAX_BARS = 2500
 """Maximum number of rollouts in a timeline."""
 LONGEST_BARS = 100
-"""Number of longest rollouts that are always shown."""
+"""Number of longest rollouts that a timeline always shows."""
 MAX_POD_ROWS = 64
 """Maximum number of pods shown. The pods with the most rollouts are shown."""
 ALIVE = ("started", "draining")
@@ -220,7 +220,7 @@ def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool
     waiting = mean_level(np.full(len(rows), began), rows.started_at, edges) + (total - len(rows))
     spans = [span for pod in events.pods for span in pod.slot_spans]
     slots = _slots(spans, edges) if spans else None
-    held = float(slots.sum()) if slots is not None else 0.0
+    slot_total = float(slots.sum()) if slots is not None else 0.0
     counts, _ = np.histogram(rows.finished_at, edges)
     stretch_s = edges[1] - edges[0]
     return Concurrency(
@@ -230,7 +230,7 @@ def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool
         slots=[] if slots is None else _list(slots),
         ended=_list(counts / stretch_s * 3600),
         peak=peak_level(rows.started_at, rows.finished_at),
-        slot_use=significant(min(1.0, float(running.sum()) / held)) if held else None,
+        slot_use=significant(min(1.0, float(running.sum()) / slot_total)) if slot_total else None,
     )
 
 

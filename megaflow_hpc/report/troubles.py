@@ -22,10 +22,10 @@ class Failure(msgspec.Struct, kw_only=True):
 
     kind: str
     error: str
-    """Error of the first rollout."""
+    """Error of the first rollout in the group."""
     rollouts: int
     example: str
-    """Id of the first rollout."""
+    """Id of the first rollout in the group."""
     nodes: int
 
 

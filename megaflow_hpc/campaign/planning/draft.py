@@ -52,14 +52,11 @@ class PlanWatch(Protocol):
 class Silent:
     """A :class:`PlanWatch` that ignores all reports."""
 
-    def step(self, text: str) -> None:
-        """Ignores the step."""
+    def step(self, text: str) -> None: ...
 
-    def say(self, line: str) -> None:
-        """Ignores the line."""
+    def say(self, line: str) -> None: ...
 
-    def show(self, state: BuildProgress) -> None:
-        """Ignores the progress."""
+    def show(self, state: BuildProgress) -> None: ...
 
 
 SILENT = Silent()
@@ -104,7 +101,7 @@ class Draft:
 
     @property
     def server_groups(self) -> list[ServerGroup]:
-        """Consecutive servers with the same resources. Each group is one Slurm array."""
+        """Groups of consecutive servers with the same resources, one Slurm array each."""
         return group_servers(self.servers)
 
     @contextmanager
@@ -203,7 +200,7 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
 
 
 def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: PlanWatch, most: int) -> None:
-    """Reads the tasks, and determines their rollouts and the images they need."""
+    """Reads the tasks. Determines the rollouts and the required images."""
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
     from megaflow_hpc.tasks.loading import image_requests, load_tasks
 
@@ -329,7 +326,11 @@ def expand(
 
 
 def check_count(rollouts: int, most: int) -> None:
-    """Raises :class:`ConfigError` if there are more than ``most`` rollouts."""
+    """Checks that there are at most ``most`` rollouts.
+
+    Raises:
+        ConfigError: There are more rollouts.
+    """
     if rollouts > most:
         raise ConfigError(
             f"{rollouts:,} rollouts (tasks x policies x samples), expected at most {most:,}; lower samples, or allow "
@@ -338,7 +339,7 @@ def check_count(rollouts: int, most: int) -> None:
 
 
 def only_wanted(rollouts: RolloutGroups, only: Sequence[str]) -> RolloutGroups:
-    """Returns the rollouts that match a ``--only`` pattern."""
+    """Returns the rollouts that match any ``--only`` pattern. Without patterns, returns all."""
     if not only:
         return rollouts
     groups: dict[str, tuple[Rollout, list[int]]] = {}
@@ -349,7 +350,7 @@ def only_wanted(rollouts: RolloutGroups, only: Sequence[str]) -> RolloutGroups:
 
 
 def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
-    """Returns whether a ``--only`` pattern matches the rollout's id, group or task."""
+    """Returns whether any ``--only`` pattern matches the rollout's id, group or task."""
     names = (rollout.id, rollout.group_id, rollout.task_id)
     return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only for name in names)
 

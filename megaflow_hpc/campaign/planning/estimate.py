@@ -86,9 +86,9 @@ class Estimate:
     blocks: int
     """Number of blocks. 0 if a trainer requests the rollouts."""
     pods: int
-    """Number of pods that run concurrently."""
+    """Maximum number of concurrent pods."""
     slots: int
-    """Number of rollouts that run concurrently."""
+    """Maximum number of concurrent rollouts."""
     rollout_s: float
     """Mean rollout duration in seconds."""
     basis: str
@@ -110,7 +110,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class DurationEstimates:
-    """Assumed rollout durations in seconds."""
+    """Assumed durations of rollouts, in seconds."""
 
     mean_s: float
     longest_s: float

@@ -23,7 +23,7 @@ from megaflow_hpc.slurm import fits, site
 from megaflow_hpc.slurm.site import Partition
 
 WALLTIME_S = 4 * 3600
-"""Walltime of jobs, if the partition allows it."""
+"""Walltime of jobs in seconds, if the partition allows it."""
 RANKS = 4
 
 
@@ -33,7 +33,7 @@ class Starter:
 
     name: str
     tasks: str = ""
-    """Task source in the directory. Empty if there is none."""
+    """Source of tasks in the directory. Empty if no tasks were detected."""
     model: str = ""
     base: str = "docker://debian:12"
     """Source of the image ``base``, which tasks made by ``tasks new`` use. No registry has an image of this name."""
@@ -51,7 +51,7 @@ class Starter:
     whole_nodes: set[str] = field(default_factory=set)
     """Partitions that allocate whole nodes."""
     notices: list[str] = field(default_factory=list)
-    """Explanations of values that could not be detected."""
+    """Explanations for the user of values that could not be detected."""
 
     @classmethod
     def of(cls, directory: Path) -> Starter:

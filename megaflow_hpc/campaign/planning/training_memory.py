@@ -51,16 +51,16 @@ class Fit:
 
     def remedies(self) -> list[str]:
         """Returns changes of the campaign file, each of which would make the policy fit."""
-        found = []
+        fitting = []
         for family in self._changes():
             for words, changes in family:
                 try:
                     if self._with(changes).fits:
-                        found.append(words)
+                        fitting.append(words)
                         break
                 except ConfigError:
                     continue  # impossible with this model or these ranks
-        return found[:MAX_REMEDIES]
+        return fitting[:MAX_REMEDIES]
 
     def _changes(self) -> Iterator[list[tuple[str, dict[str, Any]]]]:
         """Yields lists of candidate changes, as (text, changed settings). Each list is sorted from the smallest
@@ -151,22 +151,22 @@ def check_memory(config: CampaignConfig, base: Path, where: Where) -> list[str]:
     trainer = config.slurm.trainer
     for name, settings in training.policies.items():
         key = f"training.policies.{name}"
-        fit = found = None
+        fit = prediction = None
         try:
             Layout(trainer.nodes * max(trainer.gpus, 1), **settings.parallel.model_dump())
             with contextlib.suppress(ConfigError):  # whether the model can be loaded is checked elsewhere
                 fit = fit_of(config, name, model_of(config, name, base))
-            found = fit.predict() if fit else None
+            prediction = fit.predict() if fit else None
         except ConfigError as error:
             mistakes.append(f"{where(f'{key}.parallel')}: {key}.{error}")
             continue
-        if fit and found and not fit.fits and trainer.gpus:
-            needs = f"{where(f'{key}.microbatch')}: {key}: {_needs(fit, found, settings.microbatch)}"
+        if fit and prediction and not fit.fits and trainer.gpus:
+            needs = f"{where(f'{key}.microbatch')}: {key}: {_needs(fit, prediction, settings.microbatch)}"
             if fit.gpu_gb is not None:
                 mistakes.append(f"{needs}; {_enough(fit)}")
-            elif found.peak > SUSPICIOUS_GB * 1e9:
+            elif prediction.peak > SUSPICIOUS_GB * 1e9:
                 warnings.append(f"{needs}; megaflow-hpc training fit shows its parts and remedies")
-        if found and trainer.mem_gb and (most := max(found.load, found.node) / 1e9) > trainer.mem_gb:
+        if prediction and trainer.mem_gb and (most := max(prediction.load, prediction.node) / 1e9) > trainer.mem_gb:
             warnings.append(
                 f"{where('slurm.trainer.mem_gb')}: slurm.trainer.mem_gb: {trainer.mem_gb:g}: policy {name!r} needs "
                 f"about {most:.0f} GB of a node, with the copy of a checkpoint that is being written; raise it"
@@ -192,10 +192,10 @@ def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where)
             continue
         memory = "it needs more memory than a GPU has"
         if fit and fit.gpu_gb is not None:
-            found = fit.predict(longest)
-            if found.peak <= fit.gpu_gb * 1e9:
+            prediction = fit.predict(longest)
+            if prediction.peak <= fit.gpu_gb * 1e9:
                 continue
-            memory = f"it does not fit: {_needs(fit, found, longest)}"
+            memory = f"it does not fit: {_needs(fit, prediction, longest)}"
         yield (
             f"{where(f'training.policies.{name}.microbatch')}: {settings.microbatch} tokens, but the servers allow "
             f"sequences of {longest}: a longer sequence is trained in a row of its own, and skipped if {memory}; "
@@ -203,9 +203,9 @@ def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where)
         )
 
 
-def _needs(fit: Fit, found: Prediction, tokens: int) -> str:
+def _needs(fit: Fit, prediction: Prediction, tokens: int) -> str:
     has = "unknown memory" if fit.gpu_gb is None else f"{fit.gpu_gb:g} GB"
-    return f"a row of {tokens} tokens needs {found.peak / 1e9:.0f} GB of each GPU, which has {has}"
+    return f"a row of {tokens} tokens needs {prediction.peak / 1e9:.0f} GB of each GPU, which has {has}"
 
 
 def _enough(fit: Fit) -> str:

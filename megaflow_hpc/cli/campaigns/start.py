@@ -295,8 +295,8 @@ def _lines(estimate: Estimate) -> list[str]:
         end = "no known end" if job.walltime_s is None else seconds(job.walltime_s)
         throttled = f", {job.at_once} at once" if job.at_once < job.elements else ""
         gpus = f", {_count(job.gpus, 'GPU')}" if job.gpus else ""
-        held = ", started on demand" if job.held else ""
-        each = f"{_count(job.nodes, 'node')}, {_count(job.cores, 'core')}{gpus}, {end}{held}"
+        on_demand = ", started on demand" if job.held else ""
+        each = f"{_count(job.nodes, 'node')}, {_count(job.cores, 'core')}{gpus}, {end}{on_demand}"
         lines.append(f"{job.role}: {job.elements}{throttled}, each {each}")
     if estimate.images.get("images"):
         lines.append(f"images: {estimate.images['images']}, {estimate.images['to_make'] or 'none'} missing")

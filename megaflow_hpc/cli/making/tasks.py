@@ -327,8 +327,10 @@ def run_validate(arguments: argparse.Namespace) -> int:
             async for result in validate(tasks, files, OracleAgent(), provider, environment, arguments.jobs):
                 done.append(result)
                 took_s = result.before.duration_s + result.after.duration_s
-                said = f"reward {result.before.reward} before, {result.after.reward} with its solution, {took_s:.1f} s"
-                note(f"{result.task}: {'ok' if result.valid else 'NOT VALID'} ({said})")
+                rewards = (
+                    f"reward {result.before.reward} before, {result.after.reward} with its solution, {took_s:.1f} s"
+                )
+                note(f"{result.task}: {'ok' if result.valid else 'NOT VALID'} ({rewards})")
                 for problem in result.problems[:10]:
                     note(f"  {problem}")
         return sorted(done, key=lambda result: result.task)

@@ -131,11 +131,11 @@ def _rollout(run: RunDir, arguments: argparse.Namespace, planned: bool) -> int:
     return 0
 
 
-def _verifier_log(run: RunDir, rollout: str, known: bool) -> str | None:
+def _verifier_log(run: RunDir, rollout: str, exists: bool) -> str | None:
     """Returns the verifier log of a stored rollout. ``None`` if it has no log.
 
     Args:
-        known: Whether the rollout exists. If so, also returns ``None`` if it is not stored yet.
+        exists: Whether the rollout exists. If so, also returns ``None`` if it is not stored yet.
 
     Raises:
         ConfigError: There is no such rollout.
@@ -143,7 +143,7 @@ def _verifier_log(run: RunDir, rollout: str, known: bool) -> str | None:
     from megaflow_hpc.trajectories import open_trajectories
 
     with open_trajectories(run.path) as store:
-        if known and rollout not in store:
+        if exists and rollout not in store:
             return None
         row = find(store, rollout)
         outputs = [artifact.data for artifact in row.artifacts if artifact.name == VERIFIER_LOG]

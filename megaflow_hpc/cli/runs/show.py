@@ -243,8 +243,8 @@ def artifact(row: Row, name: str) -> bytes:
     """
     by_name = {item.name: item.data for item in row.artifacts}
     if name not in by_name:
-        there = ", ".join(by_name) or "none"
-        raise ConfigError(f"{row.id}: no artifact {name!r}; there are: {there}")
+        existing = ", ".join(by_name) or "none"
+        raise ConfigError(f"{row.id}: no artifact {name!r}; there are: {existing}")
     return by_name[name]
 
 

@@ -63,7 +63,7 @@ class RunReader(threading.Thread):
         self._run, self._every_s, self._deliver = run, every_s, deliver
         self.live = Live(run.dir, run.monitor)
         self.wants_log = False
-        """Whether to read the log of the selected item."""
+        """True if polls also read the log of the selected item."""
         self._stored: Detail | None = None
         self._read = ("", 0.0)
         """(Id, storage time) of the last rollout read. A failed rollout may be stored again."""
