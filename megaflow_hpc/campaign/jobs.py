@@ -172,7 +172,7 @@ class Jobs(LiveJobs):
         return ["", *sorted({pool.cluster for pool in self._config.slurm.pods.pools if pool.cluster})]
 
     def _here(self) -> list[str]:
-        """Returns the pod arrays on this cluster. Only these can be dependencies of a job."""
+        """Returns the pod arrays on this cluster. Slurm accepts only these as dependencies."""
         return [array for array in self.arrays.ids("pods") if not cluster_of(array)]
 
     def until_pods_left(self) -> None:

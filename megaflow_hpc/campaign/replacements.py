@@ -47,8 +47,8 @@ START_S = 10.0
 TOGETHER_S = 15.0
 """Pods that are due within this many seconds get their successors in a single submission."""
 LARGEST_PART = 0.75
-"""Submit a successor at most this fraction of the walltime before its end. Otherwise short walltimes would multiply
-pods."""
+"""Submit a successor at most this fraction of the walltime before its end. Otherwise short walltimes would double
+the number of pods."""
 
 FINAL = {
     "leaving": "left by scale",
@@ -56,7 +56,7 @@ FINAL = {
     "CANCELLED": "cancelled by scancel",
     "COMPLETED": "ended in order",
 }
-"""Ends after which a pod is not replaced → description. All other ends are Slurm states."""
+"""Reason for a pod's end after which it is not replaced → description. All other reasons are Slurm states."""
 
 
 _ELEMENT = re.compile(r"\bArrayJobId=(\d+) ArrayTaskId=(\d+) .*?\bRequeue=(\d)")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.store import Row
 
 HEARD_S = 10.0
-"""Seconds after its last event for which a pod counts as running, whatever Slurm reports."""
+"""A pod counts as running until this many seconds after its last event, whatever Slurm reports."""
 
 
 @dataclass(frozen=True)

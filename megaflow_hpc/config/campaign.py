@@ -182,7 +182,7 @@ class CampaignConfig(Section):
 
 
 def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
-    """Returns the ``pass_threshold`` of a campaign that is stored in a run directory or trajectory file. Default: 1."""
+    """Returns the ``pass_threshold`` of a stored campaign, from a run directory or trajectory file. Default: 1."""
     value = campaign.get("pass_threshold")
     return float(value) if isinstance(value, int | float) else 1.0
 

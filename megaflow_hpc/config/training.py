@@ -111,7 +111,7 @@ class LossConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """How a rollout's reward is compared with the other rewards in its group."""
+    """Comparison of a rollout's reward with the other rewards in its group."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "median"] | Method = "dr_grpo"
     """``dr_grpo``: reward minus the group's mean. ``grpo``: the same, divided by the group's standard deviation.
@@ -217,7 +217,7 @@ class PolicyTraining(Section):
     loss: LossConfig = LossConfig()
     """Loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
-    """How advantages are computed from rewards."""
+    """Computation of advantages from rewards."""
     mix_agents: bool = False
     """Divide each group's samples among the policy's agents, so that advantages compare the agents too. Default:
     false; each group has one agent."""

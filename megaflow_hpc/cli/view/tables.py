@@ -57,7 +57,7 @@ class RolloutTable:
 
 
 def last_word(rollout: RolloutRow) -> str:
-    """Formats a rollout's outcome or, while it runs, its current activity and the duration of that."""
+    """Formats a rollout's outcome. While it runs, formats its current activity and how long that has lasted."""
     if rollout.stored is not None:
         reward = rollout.stored.reward
         outcome = "" if reward is None else f"reward {reward:g}"
