@@ -73,7 +73,7 @@ class Autoscaler:
         self._looked = now
         if not self._lease.hold():
             return []
-        loads, asked = self._loads(), self._asked()
+        loads, asked = self._loads(), self._remaining_rollouts()
         if not asked:
             self._looked = now - POLL_INTERVAL_S + FIRST_POLL_INTERVAL_S  # pods are about to start
         released: list[str] = []
@@ -99,7 +99,7 @@ class Autoscaler:
             loads.setdefault(server.policy, []).append(Load(server.in_flight, server.waiting, server.wait_s))
         return loads
 
-    def _asked(self) -> Counter[str]:
+    def _remaining_rollouts(self) -> Counter[str]:
         """Returns the number of remaining rollouts per policy. Empty while no pod is running."""
         pods = self._monitor.status()["pods"]
         if not any(pod["state"] == "started" for pod in pods):

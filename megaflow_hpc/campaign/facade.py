@@ -148,10 +148,10 @@ class Campaign:
             yield site.mpi_attempts
         if packages:
             watch.step("trying Python and MPI")
-            yield lambda: self._liftable(draft, lambda: check_packages(draft.config, slurm))
-        yield lambda: self._liftable(draft, lambda: try_sandboxes(draft, watch, slurm))
+            yield lambda: self._run_check(draft, lambda: check_packages(draft.config, slurm))
+        yield lambda: self._run_check(draft, lambda: try_sandboxes(draft, watch, slurm))
 
-    def _liftable(self, draft: Draft, check: Callable[[], None]) -> None:
+    def _run_check(self, draft: Draft, check: Callable[[], None]) -> None:
         """Runs a check. With ``slurm.check: false``, turns its error into a warning, because compute nodes may
         differ from this one."""
         try:

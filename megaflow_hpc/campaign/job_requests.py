@@ -147,8 +147,8 @@ def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> 
                 raise
             lines = error.found if isinstance(error, Mistakes) else [str(error)]
             findings += [line + LIFTED for line in lines]
-    findings += [_placed(line, where) for key, job in jobs for line in doubts(key, job.named)]
-    return findings + _unused(config, groups, where)
+    findings += [_with_location(line, where) for key, job in jobs for line in doubts(key, job.named)]
+    return findings + _idle_resources(config, groups, where)
 
 
 def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
@@ -160,7 +160,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
     """
     caps: dict[tuple[str, ...], tuple[limits.Cap, ...]] = {}
     jobs = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
-    refused = [_placed(line, where) for key, _, options in jobs for line in refusals(key, options)]
+    refused = [_with_location(line, where) for key, _, options in jobs for line in refusals(key, options)]
     refused += _gpu_contradictions(config, groups, where)
     if refused:
         raise Mistakes(refused)
@@ -246,12 +246,12 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
     return list(lines.values())
 
 
-def _placed(line: str, where: Any) -> str:
+def _with_location(line: str, where: Any) -> str:
     """Prefixes a message with ``file:line`` of the key that it starts with."""
     return f"{where(line.split()[0].rstrip(':'))}: {line}"
 
 
-def _unused(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+def _idle_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
     """Warns about jobs that leave CPUs or GPUs of their nodes idle and unavailable to other jobs."""
     lines = []
     remedies = {

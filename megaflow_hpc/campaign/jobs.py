@@ -64,9 +64,9 @@ class Jobs(LiveJobs):
         """Messages for the user about the most recent start."""
         self._asked_again: set[Refused] = set()
         """Refused requeues that :meth:`bring_back` has already requested again."""
-        self._brought_back = 0.0
+        self._brought_back_at = 0.0
         """:attr:`asked_at` of the last squeue answer that :meth:`bring_back` handled."""
-        self._topped = 0.0
+        self._topped_up_at = 0.0
         """:attr:`asked_at` of the last squeue answer that :meth:`top_up` handled."""
         self._try_at, self._refused, self._why_refused = 0.0, 0, ""
         self._successors = Successors(config.slurm.lead_s)
@@ -147,7 +147,7 @@ class Jobs(LiveJobs):
 
     def _queue_gather(self, servers: Sequence[str]) -> None:
         expected = self._journal_bytes()
-        self.arrays.queue(gather_job(self._config, self._run, self._all_over(), servers, expected))
+        self.arrays.queue(gather_job(self._config, self._run, self._gather_dependency(), servers, expected))
 
     def _journal_bytes(self) -> float:
         """Returns the expected total size of the journals in bytes: the current size, plus an estimate for open
@@ -162,16 +162,16 @@ class Jobs(LiveJobs):
         of_block = size / done if done else self._planned_rollouts * JOURNAL_BYTES / blocks
         return size + max(0, blocks - done) * of_block
 
-    def _all_over(self) -> str:
+    def _gather_dependency(self) -> str:
         """Returns the dependency of the gather job: all trainers, and all pods on this cluster, have ended."""
-        return "afterany:" + ":".join([*self._here(), *self.arrays.ids("trainer")])
+        return "afterany:" + ":".join([*self._local_arrays(), *self.arrays.ids("trainer")])
 
     @property
     def _clusters(self) -> list[str]:
         """Names of the clusters in use. The empty name stands for this cluster."""
         return ["", *sorted({pool.cluster for pool in self._config.slurm.pods.pools if pool.cluster})]
 
-    def _here(self) -> list[str]:
+    def _local_arrays(self) -> list[str]:
         """Returns the pod arrays on this cluster. Slurm accepts only these as dependencies."""
         return [array for array in self.arrays.ids("pods") if not cluster_of(array)]
 
@@ -202,9 +202,9 @@ class Jobs(LiveJobs):
             Ids of the requeued jobs.
         """
         live = self.live(max_age_s)
-        if live is None or self.asked_at == self._brought_back or self._marks.over:
+        if live is None or self.asked_at == self._brought_back_at or self._marks.over:
             return []
-        self._brought_back = self.asked_at
+        self._brought_back_at = self.asked_at
         # A job with Requeue=0 would be refused again; top_up replaces it.
         refused = {refusal for refusal in self._marks.refused() if DISABLED not in refusal.words} - self._asked_again
         room = self._config.slurm.pods.total - len(self.live_pods() or ())
@@ -253,7 +253,7 @@ class Jobs(LiveJobs):
         live = self.live(0) or {}
         for gather in self.arrays.ids("gather") if added else ():
             if live.get(gather, JobState(gather, "")).waits:
-                site.ask("scontrol", "update", f"jobid={gather}", f"dependency={self._all_over()}")
+                site.ask("scontrol", "update", f"jobid={gather}", f"dependency={self._gather_dependency()}")
         self.invalidate()
 
     def scale(self, pods: int) -> dict[str, list[str]]:
@@ -279,7 +279,7 @@ class Jobs(LiveJobs):
             live = self.live_pods(0)
             if live is None:
                 raise SiteError(f"{self._run}: Slurm does not say which pods there are; nothing was changed")
-            here = self._staying(live)
+            here = self._not_leaving(live)
             if self._ledger.finished:
                 return {"added": [], "leaving": []}
             plan = replacements.read(self._run, pods)
@@ -298,7 +298,7 @@ class Jobs(LiveJobs):
         for job in pod_jobs(self._config, self._run, allowed, fitting):
             added += self.arrays.queue(job)
         if gathers:  # it must wait for the new pods too
-            site.ask("scontrol", "update", f"jobid={gathers[-1]}", f"dependency={self._all_over()}")
+            site.ask("scontrol", "update", f"jobid={gathers[-1]}", f"dependency={self._gather_dependency()}")
         else:
             self._queue_gather(sorted({array_of(job) for job in self.arrays.ids("servers")}))
         self.invalidate()
@@ -365,24 +365,24 @@ class Jobs(LiveJobs):
         end. Ignores pods that were submitted by hand or run on this machine.
         """
         live = self.live_pods()
-        if live is None or (self.asked_at == self._topped and time.time() < self._try_at):
+        if live is None or (self.asked_at == self._topped_up_at and time.time() < self._try_at):
             return
         if self.bring_back():
             live = self.live_pods() or live
-        self._topped, self._try_at, self.replacing = self.asked_at, math.inf, False
+        self._topped_up_at, self._try_at, self.replacing = self.asked_at, math.inf, False
         pods = [record for record in self.arrays.records() if record.role == "pods"]
         if not pods or self._config.slurm.together or self._marks.over:
             return
         with self.arrays.alone():
             plan = replacements.read(self._run, self._config.slurm.pods.total)
             before = msgspec.to_builtins(plan)
-            self._take_in(plan, pods, live)
+            self._record_ends(plan, pods, live)
             open_blocks = len(set(numbers(self._run)) - self._ledger.marked_done())
             try:
-                if plan.due(self._lasting(live), open_blocks, time.time()):
+                if plan.due(self._lasting_count(live), open_blocks, time.time()):
                     self.arrays.adopt(self._config.name, self._clusters)
                     live = self.live_pods(0) or live
-                    count = plan.due(self._lasting(live), open_blocks, time.time())
+                    count = plan.due(self._lasting_count(live), open_blocks, time.time())
                     if count and self._groups and not self.servers():
                         # The gather job has ended the earlier servers.
                         self._queue_servers(limits.allowance(pod_options(self._config)))
@@ -394,13 +394,13 @@ class Jobs(LiveJobs):
                 self._why_refused = str(error)
             if msgspec.to_builtins(plan) != before:
                 replacements.write(self._run, plan)
-        staying = self._staying(live)
+        staying = self._not_leaving(live)
         self.replacing = self._refused < BARREN_ROUNDS and plan.due(len(staying), open_blocks, math.inf) > 0
         self._try_at = self._successors.next_at(staying, time.time())
         if self.replacing or plan.again_at > time.time():
             self._try_at = min(self._try_at, plan.again_at)
 
-    def _take_in(self, plan: Replacements, pods: Sequence[JobRecord], live: Sequence[JobState]) -> None:
+    def _record_ends(self, plan: Replacements, pods: Sequence[JobRecord], live: Sequence[JobState]) -> None:
         """Updates ``plan`` with the ends of pods that Slurm no longer has."""
         listed = {state.id for state in live}
         asked_at = time.time() - (time.monotonic() - self.asked_at)
@@ -414,16 +414,16 @@ class Jobs(LiveJobs):
             state = states[job].state if job in states else ""
             if job in leaving:
                 ends[job] = "leaving"
-            elif self._vain(job):
+            elif self._gave_no_results(job):
                 ends[job] = "vain"
             elif state not in accounting.LIVE:  # slurmdbd may be late
                 ends[job] = state
         # A start that stores nothing leaves no journal. Leases of ended pods are removed.
         journals = packs.sizes(self._run.journal) if ends or plan.last else ()
         stored = {name.removesuffix(packs.JOURNAL).rpartition(".")[0] for name in journals}
-        plan.take_in(pods, {state.id for state in self._staying(live)}, ends, stored)
+        plan.take_in(pods, {state.id for state in self._not_leaving(live)}, ends, stored)
 
-    def _vain(self, pod: str) -> bool:
+    def _gave_no_results(self, pod: str) -> bool:
         """Returns whether a pod was given up because too many consecutive starts stored nothing.
 
         ``pods.sh`` records these starts. The limit is ``slurm.requeues``.
@@ -433,12 +433,12 @@ class Jobs(LiveJobs):
         except OSError:
             return False
 
-    def _lasting(self, pods: Sequence[JobState]) -> int:
+    def _lasting_count(self, pods: Sequence[JobState]) -> int:
         """Returns the number of pods that are neither leaving nor due to be replaced."""
-        staying = self._staying(pods)
+        staying = self._not_leaving(pods)
         return len(staying) - len(self._successors.ending(staying, time.time()))
 
-    def _staying(self, pods: Sequence[JobState]) -> list[JobState]:
+    def _not_leaving(self, pods: Sequence[JobState]) -> list[JobState]:
         """Returns the pods that are not marked as leaving."""
         leaving = self._marks.leaving()
         return [pod for pod in pods if pod.id not in leaving]

@@ -156,10 +156,10 @@ class LiveJobs:
         # Once the budget is spent, a shared answer may be older than max_age_s. Do not read it again every second.
         if now - asked >= max_age_s and now - self._read_at >= min(max_age_s, SOON_S):
             self._read_at = now
-            self._live = self._look(max_age_s)
+            self._live = self._query(max_age_s)
         return self._live[1]
 
-    def _look(self, max_age_s: float) -> tuple[float, dict[str, JobState] | None]:
+    def _query(self, max_age_s: float) -> tuple[float, dict[str, JobState] | None]:
         """Returns the live jobs and the time of the squeue query on the monotonic clock. Uses another process's
         answer if possible."""
         ids, now = self.ids(), time.monotonic()

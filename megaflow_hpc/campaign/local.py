@@ -91,7 +91,7 @@ class LocalTrainer:
         self._run, self.policy, self._requeues, self._start = run, policy, requeues, start
         self._log = run.logs / f"trainer-{policy}-local.log"
         self._view = TrainingView(run, policy)
-        self._vain, self.word = 0, ""
+        self._vain_starts, self.word = 0, ""
         """Consecutive starts without a commit, and the final outcome of the trainer."""
         self._begin()
 
@@ -126,8 +126,8 @@ class LocalTrainer:
             return "done"
         if status in IN_VAIN:
             return "failed"
-        self._vain = 0 if self._steps() > self._before else self._vain + 1
-        return "lost" if self._vain > self._requeues else "requeued"
+        self._vain_starts = 0 if self._steps() > self._before else self._vain_starts + 1
+        return "lost" if self._vain_starts > self._requeues else "requeued"
 
     def stop(self) -> None:
         """Stops the trainer after its current step. ``resume`` continues from there."""

@@ -192,7 +192,7 @@ class Successors:
         if min(due_at.values(), default=math.inf) > now:
             return []
         for array in sorted({array_of(pod) for pod in due if pod not in self._requeued}):
-            self._ask(array)
+            self._query_requeue(array)
         return [pod for pod in due if not self._requeued.get(pod, True)]
 
     def next_at(self, pods: Sequence[JobState], now: float) -> float:
@@ -205,7 +205,7 @@ class Successors:
             return math.inf
         return pod.ends_at - min(self._lead_s, LARGEST_PART * (pod.ends_at - pod.starts_at))
 
-    def _ask(self, array: str) -> None:
+    def _query_requeue(self, array: str) -> None:
         """Queries which elements of an array Slurm requeues, in a single request. Elements missing from the answer
         count as requeued."""
         cluster = cluster_of(array)

@@ -107,7 +107,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """Returns the status in the format of ``status --json``."""
-        status = self._seen(self._slurm_age_s)
+        status = self._status(self._slurm_age_s)
         if servers := self.record.servers:
             registered = {server["server"] for server in status["servers"]}
             states = self.slurm_jobs.servers(self._slurm_age_s) or {}
@@ -126,7 +126,7 @@ class Run:
             status["warnings"] += pool_warnings(self.dir)
         return status
 
-    def _seen(self, slurm_age_s: float) -> dict[str, Any]:
+    def _status(self, slurm_age_s: float) -> dict[str, Any]:
         """Returns the status from the run's files and from Slurm data of at most ``slurm_age_s`` seconds."""
         live = self.slurm_jobs.live(slurm_age_s)
         pending = [job for job, state in (live or {}).items() if state.waits]
@@ -283,7 +283,7 @@ class Run:
             self.local.stop()
         self.gather()
         self._recount()
-        status = self._seen(0)
+        status = self._status(0)
         status["warnings"] = self.monitor.warnings([])
         if status["state"] not in ("finished", "cancelled"):
             status["warnings"] += self.slurm_jobs.refused()

@@ -52,7 +52,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         _mpi,
         _apptainer,
         _scratch,
-        _runs,
+        _run_directory,
         _engines,
         _trainer,
     ]
@@ -306,7 +306,7 @@ def _scratch() -> Iterator[Finding]:
         yield Finding("scratch", "warn", warning, "set MEGAFLOW_SCRATCH to a node-local directory")
 
 
-def _runs() -> Iterator[Finding]:
+def _run_directory() -> Iterator[Finding]:
     """Checks the file system of the current directory, in which runs are created by default."""
     from megaflow_hpc.host.mounts import MAX_CACHED_S, mount_of, why_no_links
 

@@ -64,10 +64,10 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Parses like ``argparse``, but rejects unknown options in the parser of the verb, so that the error names
         the verb."""
-        for word in self._own(args or ()):
+        for word in self._own_words(args or ()):
             name = word.partition("=")[0]
             if name.startswith("--") and name != "--" and name not in self._option_string_actions:
-                self.error(f"{name}: no such option{_near(name, self._option_string_actions)}")
+                self.error(f"{name}: no such option{_suggestion(name, self._option_string_actions)}")
         words = sys.argv[1:] if args is None else args
         parsed, unknown = super().parse_known_args(words if verbs_of(self) else self._options_first(words), namespace)
         if unknown:
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{unknown[0]}: {what}")
         return parsed, []
 
-    def _own(self, words: Sequence[str]) -> Iterable[str]:
+    def _own_words(self, words: Sequence[str]) -> Iterable[str]:
         """Yields the words that this parser handles itself, up to a subcommand or ``--``."""
         verbs = verbs_of(self)
         for word in words:
@@ -128,11 +128,11 @@ class Parser(argparse.ArgumentParser):
             return
         if isinstance(action, argparse._SubParsersAction):
             what = f"no such {(action.metavar or 'verb').lower()}"  # type: ignore[union-attr]
-            hint = _near(value, action.choices)
+            hint = _suggestion(value, action.choices)
             raise argparse.ArgumentError(None, f"{value}: {what}{hint}")
         *others, last = map(str, action.choices)
         raise argparse.ArgumentError(
-            action, f"{value}: expected {', '.join(others)} or {last}{_near(value, action.choices)}"
+            action, f"{value}: expected {', '.join(others)} or {last}{_suggestion(value, action.choices)}"
         )
 
 
@@ -179,7 +179,7 @@ def verbs_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentP
     return {}
 
 
-def _near(word: str, valid_words: Iterable[Any]) -> str:
+def _suggestion(word: str, valid_words: Iterable[Any]) -> str:
     """Returns ``; did you mean …?`` if a valid word is similar, otherwise an empty string."""
     near = difflib.get_close_matches(word, map(str, valid_words), 1, 0.6)
     return f"; did you mean {near[0]}?" if near else ""

@@ -105,7 +105,7 @@ class PlanProgress:
         with self._guard:
             self._step, self._detail, self._since = text, "", time.monotonic()
             if self._live is not None:
-                self._now(text)
+                self._show_line(text)
 
     def detail(self, text: str) -> None:
         """Sets the progress within the current step. May be called often."""
@@ -130,7 +130,7 @@ class PlanProgress:
 
     def _show_images(self, state: BuildProgress) -> None:
         if state.looked_up < state.total:
-            self._now(f"images: {state.looked_up} of {state.total} looked up")
+            self._show_line(f"images: {state.looked_up} of {state.total} looked up")
             return
         if not self._is_building:
             self._is_building = True
@@ -143,7 +143,7 @@ class PlanProgress:
         figures += f", {state.failed} failed" if state.failed else ""
         if done < state.to_make:
             left = f", {seconds(state.left_s)} left" if state.left_s is not None else ""
-            self._now(f"images: {done}/{state.to_make} made, {state.at_work} under way, {figures}{left}")
+            self._show_line(f"images: {done}/{state.to_make} made, {state.at_work} under way, {figures}{left}")
         else:
             self._is_building = False
             self._take_down()
@@ -161,7 +161,7 @@ class PlanProgress:
         command = shlex.join(["sbatch", f"--array=1-{min(images, self.MAX_SHARES)}", str(script), campaign])
         self.say(f"the images are built here; to build them on compute nodes, press Ctrl-C and run: {command}")
 
-    def _now(self, line: str) -> None:
+    def _show_line(self, line: str) -> None:
         """Updates the live line. In a log, prints the line if nothing was printed for two seconds."""
         if self._terminal:
             if self._live is None:
@@ -190,7 +190,7 @@ class PlanProgress:
             with self._guard:
                 silent = time.monotonic() - self._printed_at >= self.EVERY_S
                 if silent and self._step and not self._over.is_set():
-                    self._now(f"{self._step}{self._detail}: {seconds(time.monotonic() - self._since)}")
+                    self._show_line(f"{self._step}{self._detail}: {seconds(time.monotonic() - self._since)}")
 
 
 @contextmanager

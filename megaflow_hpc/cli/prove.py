@@ -124,7 +124,7 @@ def _trials(place: ProofSite, report: ProofReport, wanted: set[str], preempting:
     else:
         yield Finding("preemption", "skip", "not asked for", "give sbatch options of a job that preempts: --preempt")
     if place.nodes_used:
-        yield from _left(place)
+        yield from _leftover_processes(place)
 
 
 def _nodes(place: ProofSite, report: ProofReport, nodes: int) -> Iterator[Finding]:
@@ -144,7 +144,7 @@ def _nodes(place: ProofSite, report: ProofReport, nodes: int) -> Iterator[Findin
     yield from trials.nodes_findings(folder, nodes, report)
 
 
-def _left(place: ProofSite) -> Iterator[Finding]:
+def _leftover_processes(place: ProofSite) -> Iterator[Finding]:
     """Searches the nodes that the campaigns used for leftover processes."""
     from megaflow_hpc.prove import trials
 

@@ -220,7 +220,7 @@ def nodes_findings(folder: Path, expected: int, report: ProofReport) -> Iterator
         report.facts[key] = ", ".join(sorted({str(facts.get(key)) for facts in nodes}))
     for facts in nodes:
         yield from _node(facts)
-    yield from _between(results, report)
+    yield from _findings_between_nodes(results, report)
 
 
 def _results(folder: Path) -> list[dict[str, Any]]:
@@ -261,7 +261,7 @@ def _node(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("Slurm in jobs", "warn", f"{node}: squeue does not answer: pods cannot be requeued", remedy)
 
 
-def _between(results: list[dict[str, Any]], report: ProofReport) -> Iterator[Finding]:
+def _findings_between_nodes(results: list[dict[str, Any]], report: ProofReport) -> Iterator[Finding]:
     """Evaluates the tests that involve several nodes."""
     if broken := [result["error"] for result in results if "error" in result]:
         remedy = "use a run directory on a file system that all nodes mount"
@@ -279,7 +279,7 @@ def _between(results: list[dict[str, Any]], report: ProofReport) -> Iterator[Fin
         if errors:
             yield Finding(step.replace("_", " "), "FAIL", errors[0], remedies[step])
     if not any(_error(result["new_files"]) for result in results):
-        yield from _visible(results, report, remedies["rewritten"])
+        yield from _visibility_findings(results, report, remedies["rewritten"])
     if not any(_error(result["links"]) for result in results):
         taken = sum(result["links"] for result in results)
         good = taken == NAMES
@@ -295,7 +295,7 @@ def _between(results: list[dict[str, Any]], report: ProofReport) -> Iterator[Fin
         yield Finding("network", "ok", "every node reaches every other at its published address")
 
 
-def _visible(results: list[dict[str, Any]], report: ProofReport, remedy: str) -> Iterator[Finding]:
+def _visibility_findings(results: list[dict[str, Any]], report: ProofReport, remedy: str) -> Iterator[Finding]:
     """Evaluates how quickly changes become visible on other nodes, and how much the clocks differ."""
     delays = {"a new file": results[0]["new_files"]["visible_s"]}
     for what, step in (("appended bytes", "appended"), ("an overwritten file", "rewritten")):

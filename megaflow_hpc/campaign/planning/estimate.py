@@ -186,7 +186,7 @@ def estimate(
         notes.append(
             f"training requests {rollouts} rollouts in {training.steps} steps; the time of the trainer is not counted"
         )
-    listed = [part for job in jobs for part in _listed(job)]
+    listed = [part for job in jobs for part in _components(job)]
     if local_ranks:
         gpus = sum(server.model["gpus"] * server.model["nodes"] for server in draft.servers)
         listed = [JobEstimate("local", 1, 1, 1, len(os.sched_getaffinity(0)), gpus, None)]
@@ -226,7 +226,7 @@ def _slots(draft: Draft, pods: int, local_ranks: int) -> int:
     return max(1, round(gateways(section) * slots_per_rank * running_share))
 
 
-def _listed(job: Job) -> list[JobEstimate]:
+def _components(job: Job) -> list[JobEstimate]:
     """Returns the components of a job: the pod and the engines of a heterogeneous job, otherwise the job itself."""
     parts = []
     for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:

@@ -82,7 +82,7 @@ def _report(arguments: argparse.Namespace) -> int:
         runs: list[LoadedRun] = []
         for path in paths:
             watch.step(f"report: reading {path}")
-            runs.append(stack.enter_context(LoadedRun(path, _uses(path), prices)))
+            runs.append(stack.enter_context(LoadedRun(path, _job_uses(path), prices)))
         figures = [run.figures for run in runs]
         differences = compare(figures)
         if arguments.prometheus:
@@ -101,7 +101,7 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _uses(path: Path) -> Sequence[JobUse]:
+def _job_uses(path: Path) -> Sequence[JobUse]:
     """Returns the Slurm accounting data of a run's jobs. Empty if unavailable."""
     if not path.is_dir():
         return ()

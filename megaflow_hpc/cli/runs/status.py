@@ -115,7 +115,7 @@ def _list(arguments: argparse.Namespace) -> int:
     elif shown:
         rows = [
             (
-                _place(glance.path),
+                _short_path(glance.path),
                 glance.name,
                 glance.state,
                 "?" if glance.total is None else f"{glance.done}/{glance.total}",
@@ -136,7 +136,7 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _place(path: Path) -> str:
+def _short_path(path: Path) -> str:
     """Returns the path relative to the working directory if it is inside, otherwise unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
