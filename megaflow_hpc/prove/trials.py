@@ -561,7 +561,7 @@ def check_image(image: str, campaign: Campaign) -> str:
     """Returns ``image`` if given, otherwise the first image of the campaign.
 
     Raises:
-        ConfigError: No image is given, and the campaign names none.
+        ConfigError: No image is given, and the campaign does not name any.
     """
     chosen = image or next(iter(campaign.config.environment.images.values()), "")
     if not chosen:

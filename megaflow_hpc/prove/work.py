@@ -88,7 +88,8 @@ def first(mark: str) -> bool:
 
 
 def own_rank() -> Identity | None:
-    """Returns the MPI rank of this worker, its topmost ancestor that runs this package. ``None`` if not found."""
+    """Returns the process of this worker's MPI rank, the topmost ancestor that runs this package. ``None`` if not
+    found."""
     rank, pid = None, os.getpid()
     while pid and b"megaflow_hpc" in read_proc(f"/proc/{pid}/cmdline"):
         rank, pid = Identity.of(pid), parent(pid)

@@ -14,7 +14,7 @@ from megaflow_hpc.report.series import Integers, significant
 
 MAX_STRAGGLERS = 25
 MAX_FAILURES = 40
-"""Maximum number of distinct failures to report. Also applies to causes and nodes."""
+"""Maximum number of failures, causes or nodes to list."""
 
 
 class Failure(msgspec.Struct, kw_only=True):
