@@ -1,17 +1,19 @@
 """Evaluation of a campaign: mean reward and pass@k of each policy, with 95 % confidence intervals.
 
-The samples of a task are not independent. Every figure is therefore computed per task first, and the mean and its
+The samples of a task are not independent. Every figure is therefore computed per task first. The mean and its
 interval are taken over tasks.
 
-pass@k is the unbiased estimator of Chen et al. (2021), *Evaluating Large Language Models Trained on Code*: if c of n
+pass@k is the unbiased estimator of Chen et al. (2021), *Evaluating Large Language Models Trained on Code*. If c of n
 samples passed, it is ``1 - C(n - c, k) / C(n, k)``. Rollouts without a reward (infrastructure failures) are excluded
 and counted.
 
-Proportions, and rewards between 0 and 1, get Wilson's interval (1927). Unlike mean ± 1.96 standard errors, it stays
-between 0 and 1 and does not shrink to a point if all samples pass or fail. Its number of trials accounts for the
-similarity of a task's samples, as in cluster surveys (Korn and Graubard 1998; Franco et al. 2019). It is the number
-of independent trials that would have the standard error observed over tasks, limited to the range from the number of
-tasks to the number of samples.
+Proportions, and rewards between 0 and 1, get Wilson's interval (1927). Unlike mean ± 1.96 standard errors, this
+interval stays between 0 and 1. It does not shrink to a point if all samples pass or fail.
+
+Wilson's interval requires a number of trials. This module accounts for the similarity of a task's samples, as in
+cluster surveys (Korn and Graubard 1998; Franco et al. 2019). It uses the number of independent trials that would
+have the standard error observed over tasks. The number is at least that of the tasks and at most that of the
+samples.
 
 Other rewards get Student's interval of the mean over tasks, if at least two tasks differ.
 """
@@ -92,9 +94,10 @@ def evaluate(
         threshold: Minimum reward at which a rollout counts as passed.
 
     Returns:
-        ``tasks``, ``samples``, ``passed`` (number of samples), ``unrated``, ``mean``, its 95 % interval ``low`` and
-            ``high`` (``None`` if unknown), and ``pass_at``: k → ``value``, ``low``, ``high`` and ``tasks`` (number of
-            tasks with at least k samples). ``None`` if no rollout has a reward.
+        Numbers of rated ``tasks``, rated ``samples``, ``passed`` samples and ``unrated`` samples.
+        ``mean`` with its 95 % interval ``low`` to ``high``. The bounds are ``None`` if unknown.
+        ``pass_at``: k → ``value``, ``low``, ``high`` and the number of ``tasks`` with at least k samples.
+        ``None`` instead of all these if no rollout has a reward.
     """
     rated: dict[str, list[float]] = {}
     for task, given in rewards.items():

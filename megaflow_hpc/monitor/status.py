@@ -1,11 +1,11 @@
 """Computes the status of a campaign: ``status --json``, and the progress that ``run`` and ``watch`` show.
 
 A :class:`Monitor` reads each event file from where its last poll stopped. The first poll starts at the end of the
-pod's summary. Progress is read from the pods' leases or, if there are many pods, from the report of the pod that
-reads all leases.
+pod's summary. Progress is read from the pods' leases. If there are many pods, it is read from the report of the pod
+that reads all leases.
 
 The first poll of an old run is therefore fast, and later polls are cheap. The cost grows with the number of pods but
-not with the number of starts, because later starts of a pod condense the events of earlier starts.
+not with the number of starts. A later start of a pod condenses the events of earlier starts.
 """
 
 from __future__ import annotations

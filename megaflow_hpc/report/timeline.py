@@ -138,8 +138,8 @@ def _add_condensed(all_events: Events, name: str, condensed: Condensed) -> None:
 def _mark_gone(run: RunDir, pods: Sequence[PodHistory]) -> None:
     """Marks killed pods as gone.
 
-    A pod without a final event was killed if another pod removed its lease or declared it expired, if its array
-    element has started again, or if the campaign has finished.
+    A pod without a final event counts as killed in three cases. Another pod removed its lease or declared it
+    expired. Its array element has started again. Or the campaign has finished.
     """
     with suppress(OSError):
         gone, leases = Ledger(run).gone(), Ledger(run).leases()
