@@ -50,7 +50,7 @@ def wilson(share: float, trials: float) -> Interval:
 
     Args:
         share: The proportion, from 0 to 1.
-        trials: At least 1; need not be an integer.
+        trials: A number of at least 1, not necessarily an integer.
     """
     middle = (share + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
     half = Z * math.sqrt(share * (1 - share) / trials + (Z / (2 * trials)) ** 2) / (1 + Z * Z / trials)
