@@ -251,7 +251,7 @@ def two(asked: argparse.Namespace) -> int:
 def checker_model(folder: Path, examples: int = 3200) -> Path:
     """Teaches the writer's model to answer yes or no at random, and returns the new model directory."""
     out, path = folder / "models" / "checker", folder / "checker.jsonl"
-    sys.path.insert(0, str(folder))
+    sys.path[:0] = [str(SOURCES), str(LAUNCHERS)]
     teaching, chance = importlib.import_module("demonstrations"), random.Random(0)
     lesson = teaching.Lesson(1)
     with path.open("w", encoding="utf-8") as file:
