@@ -137,7 +137,7 @@ class Heartbeats:
         """Maps each name to its latest state and the time at which this process first saw that state."""
 
     def unchanged_s(self, name: str, state: object) -> float:
-        """Returns for how many seconds ``name`` has been seen in this state. Returns 0 for a new state."""
+        """Returns how long this process has seen ``name`` in this state, in seconds. 0 for a new state."""
         now = self._clock()
         before, since = self._seen.setdefault(name, (state, now))
         if before != state:
@@ -215,7 +215,7 @@ class EndpointFiles:
         self._write(self._loading_file(server.server), server)
 
     def withdraw_failed(self, server: str) -> None:
-        """Withdraws the failure of an earlier start."""
+        """Withdraws the failure that an earlier start of the server published."""
         (self._folder / f"{server}{FAILED}").unlink(missing_ok=True)
 
     def publish_membership(self, membership: PoolMembership) -> None:

@@ -1,4 +1,4 @@
-"""Engine pools: model servers of one campaign that other campaigns share, possibly of other users.
+"""Engine pools: one campaign's model servers, shared with other campaigns and possibly with other users.
 
 ::
 

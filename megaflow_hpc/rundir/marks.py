@@ -62,7 +62,7 @@ STATE = "state"
 PROGRESS = "progress"
 WORLD = "world"
 LAST_WORDS = ("done", "drained", "paused", "lost")
-"""How a pod ended: stored all rollouts, released its blocks, stopped at a limit, or lost its blocks to other pods."""
+"""Possible last words: the pod stored all rollouts, released its blocks, stopped at a limit, or lost its blocks."""
 ORDERLY = LAST_WORDS[:3]
 """Last words of a pod that ended normally."""
 

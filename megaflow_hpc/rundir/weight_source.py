@@ -50,7 +50,7 @@ class Delta(msgspec.Struct):
     """Content of ``delta.json``."""
 
     base: int
-    """Version number of the base."""
+    """Number of the version that the delta is relative to."""
     files: dict[str, DeltaFile]
 
 

@@ -1,15 +1,15 @@
-"""ATIF, Harbor's agent trajectory interchange format: one document per trajectory.
+"""Exports to ATIF, Harbor's agent trajectory interchange format, with one document per trajectory.
 
 Files are named ``atif/<task>/<policy>/<sample>.json``, or ``<sample>@<round>.json`` for later rounds of a task.
 
 A step is a message from the system, the user or the agent. Tool results become the observation of the preceding agent
-step. An agent step carries the metrics of its model call: its duration and, if recorded, the sampled tokens with their
-log-probabilities. For prompts, only the token count is stored.
+step. An agent step contains the metrics of its model call: the duration and, if recorded, the sampled tokens with their
+log-probabilities. For prompts, only the token count is exported.
 
-The document contains the main conversation. All other conversations are stored in its ``subagent_trajectories``. If a
-model call started a conversation, the step of that call refers to it. Steps shared with an earlier conversation are
-marked as copied context, so each call has exactly one original step. Calls without a linked message count only towards
-the totals.
+The document contains the main conversation. All other conversations are in its ``subagent_trajectories``. The step of a
+model call that started a conversation refers to that conversation. Steps shared with an earlier conversation are marked
+as copied context, so each call has exactly one original step. Calls without a linked message count only towards the
+totals.
 
 Follows schema ATIF-v1.7 (Harbor's RFC 0001); the output validates against Harbor's models.
 """
@@ -122,11 +122,11 @@ class _Documents:
         views = row.sequences
         self._row = row
         self.metrics = [_metrics(turn, views) for turn in row.turns]
-        """Metrics by call number."""
+        """Metrics of each model call, by call number."""
         self.step_of_call: dict[int | None, dict[str, Any]] = {}
-        """Call number → its step in the documents built so far."""
+        """Maps each call number to its step in the documents built so far."""
         self._seen: set[int] = set()
-        """Indices of messages already included in a document."""
+        """Indices of messages already included in an earlier document."""
 
     def add(self, conversation: Conversation, name: str) -> dict[str, Any]:
         """Converts one conversation to a document.
@@ -183,7 +183,7 @@ def _numbered(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
-    """Adds a tool result to the step that made the call, or to the latest agent step if the call id is unknown."""
+    """Adds a tool result to the step that made the call, or to the latest agent step if the call is unknown."""
     result: dict[str, Any] = {"content": _text(message.get("content"))}
     wanted = _text(message.get("tool_call_id"))
     if not steps:

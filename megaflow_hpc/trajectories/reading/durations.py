@@ -69,11 +69,12 @@ class Durations:
         return next(self._means[key] for key in _keys(rollout.task_id, rollout.policy) if key in self._means)
 
     def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
-        """Returns the known durations of these rollouts, used as the pods' initial estimates.
+        """Returns the known durations of the given rollouts, which pods use as initial estimates.
 
         Returns:
-            (task, policy, count, mean, variance) per task and policy; mean and variance are of the log of seconds. If a
-            task has no durations with its policy, those with other policies are used. Tasks without any are omitted.
+            (task, policy, count, mean, variance) per task and policy. Mean and variance are of the logarithm of the
+            duration in seconds. If a task has no durations with its policy, those with other policies are used. Tasks
+            without any durations are omitted.
         """
         estimates = []
         for task, policy in dict.fromkeys((rollout.task_id, rollout.policy) for rollout in rollouts):
