@@ -1,4 +1,4 @@
-"""Masks secrets in stored verification results, in plain form and in encodings that tools print."""
+"""Masks secrets in stored verification results, both verbatim and in encodings that tools print."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megaflow_hpc.types import Verdict
 
 MASK = b"[masked]"
 MIN_SECRET_LENGTH = 6
-"""Minimum length of a secret in characters. Masking shorter values would make the tests' output unreadable."""
+"""Minimum length of a secret in characters. Masking shorter values would make test output unreadable."""
 
 
 class Mask:
     """Masks secrets in bytes, strings and verdicts.
 
     Args:
-        values: the secrets to mask.
+        values: The secrets to mask.
     """
 
     def __init__(self, values: Iterable[str]) -> None:
