@@ -145,8 +145,8 @@ class EventReader:
         """Replaces a pod's earlier events with ``condensed``. Returns False if the reader must begin again."""
         read = {start: size for start, size in self._offsets.get(pod, {}).items() if start_number(start) <= number}
         before = self._covered.get(pod, -1)
-        known = before >= 0 or any(read.values())
-        if known:
+        has_read = before >= 0 or any(read.values())
+        if has_read:
             sizes = {start: size for start, size in condensed.sizes.items() if size}
             condensed.seen = condensed.after == before and sizes == {s: size for s, size in read.items() if size}
             if not condensed.seen and self._restart is not None:

@@ -1,4 +1,4 @@
-"""Typed reading and writing of JSON files in a run directory. File content is untrusted."""
+"""Reads and writes typed JSON files in a run directory. File content is untrusted."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ RENEW_S = 10.0
 POLL_INTERVAL_S = 3.0
 """Seconds between two polls for viewers. Short, because a person is waiting."""
 STALE_S = 45.0
-"""Ignore a viewer after its counter has not changed for this many seconds."""
+"""Ignore a viewer whose counter has not changed for this many seconds."""
 STALE_VIEWER_CLEANUP_S = 600.0
 """Delete a vanished viewer's file after this many seconds."""
 MAX_ROLLOUTS = 128

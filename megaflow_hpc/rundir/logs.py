@@ -159,7 +159,7 @@ class Tail:
     before: int
     """Number of bytes before these lines."""
     offset: int = 0
-    """Size of the log when it was read."""
+    """Size of the log in bytes when it was read."""
 
 
 def tail(path: Path, lines: int, most: int = TAIL_BYTES) -> Tail:

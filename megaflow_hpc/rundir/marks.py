@@ -104,7 +104,7 @@ class Refused:
     at: float
     """Unix timestamp of the last requeue request, in seconds."""
     role: str
-    """``pod``, ``server``, ``trainer`` or ``gather``."""
+    """Role of the job: ``pod``, ``server``, ``trainer`` or ``gather``."""
     log: str
     words: str
     """Slurm's error message, on one line."""

@@ -106,7 +106,7 @@ class JobRecord(msgspec.Struct):
     """A job submitted to Slurm, as stored in ``RUN/ledger/jobs/<array>.json``."""
 
     role: str
-    """``pods``, ``servers``, ``trainer`` or ``gather``."""
+    """Role of the job: ``pods``, ``servers``, ``trainer`` or ``gather``."""
     id: Annotated[str, Meta(pattern=rf"\A[0-9]{{1,20}}{_CLUSTER}\Z")]
     """Id of the job or array; ``123@name`` on another cluster."""
     elements: int | None = None

@@ -80,9 +80,9 @@ def latest(under: str | os.PathLike[str] = ".") -> Path:
         raise ConfigError(
             f"{LATEST}: too many files in {directory} to search; name the run, or its parent directory as DIR/{LATEST}"
         )
-    whole = [path for path in search.runs if path.joinpath("run.json").exists()]
-    ours = [path for path in whole if path.stat().st_uid == os.getuid()]
-    for path in ours or whole:
+    complete = [path for path in search.runs if path.joinpath("run.json").exists()]
+    ours = [path for path in complete if path.stat().st_uid == os.getuid()]
+    for path in ours or complete:
         return path
     raise ConfigError(f"{LATEST}: no run directory in {directory} or {DEPTH} levels below; name one")
 

@@ -107,15 +107,15 @@ async def remember(sandbox: ApptainerSandbox, workdir: str | None, make: Sequenc
     """
     note = Path(sandbox.directory, NOTE)
     write_json(note, None)
-    script, place = _LOOK, workdir
+    script, cwd = _LOOK, workdir
     if make:
-        first, place = shlex.quote(workdir or "/"), "/"
+        first, cwd = shlex.quote(workdir or "/"), "/"
         script = f"mkdir -p {first} {shlex.join(make)} || exit {EXIT_NO_DIRECTORY}\ncd {first} || exit 1\n{_LOOK}"
-    seen = await sandbox.exec(script, cwd=place, timeout_s=LOOK_TIMEOUT_S)
-    if make and seen.exit_code == EXIT_NO_DIRECTORY:
-        raise SandboxError(f"{workdir or '/'} and {', '.join(make)} cannot be created: {seen.stderr.strip()[-300:]}")
-    words = seen.stdout_bytes.decode("utf-8", "surrogateescape").split("\0")[:-1]
-    if seen.exit_code or len(words) < 4 or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", words[0]):
+    result = await sandbox.exec(script, cwd=cwd, timeout_s=LOOK_TIMEOUT_S)
+    if make and result.exit_code == EXIT_NO_DIRECTORY:
+        raise SandboxError(f"{workdir or '/'} and {', '.join(make)} cannot be created: {result.stderr.strip()[-300:]}")
+    words = result.stdout_bytes.decode("utf-8", "surrogateescape").split("\0")[:-1]
+    if result.exit_code or len(words) < 4 or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", words[0]):
         return None
     start = Start(words[0], words[1], words[2], words[3], words[4:])
     write_json(note, asdict(start))

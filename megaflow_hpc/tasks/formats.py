@@ -38,7 +38,7 @@ path."""
 
 @dataclass(frozen=True)
 class VerificationContext:
-    """How to verify a task: the campaign's settings, the agent's patch, and a function to start another sandbox."""
+    """Inputs of a verification: the campaign's settings, the agent's patch, and a function to start another sandbox."""
 
     fresh: bool = False
     """Keep only the agent's changes in the working directory and in declared artifacts."""

@@ -62,7 +62,7 @@ def _forms(value: str) -> Iterator[bytes]:
         yield text.encode("utf-8", "surrogatepass")
     for offset in range(3):  # the base64 form depends on the value's byte offset modulo 3
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
-            whole = encode(bytes(offset) + raw)
-            form = whole[-(-offset * 8 // 6) : (offset + len(raw)) * 8 // 6]
+            encoded = encode(bytes(offset) + raw)
+            form = encoded[-(-offset * 8 // 6) : (offset + len(raw)) * 8 // 6]
             if len(form) >= MIN_SECRET_LENGTH:
                 yield form

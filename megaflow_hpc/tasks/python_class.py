@@ -153,7 +153,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         given := [key for key in SETTINGS if key in IN_SANDBOX and values[key] is not None]
     ):
         raise ConfigError(f"{where}: {given[0]}: a task with image {NONE!r} has no sandbox; leave {given[0]} out")
-    place = ClassSource(source, base, keywords, _file(cls), "judge" in _wanted(task.score))
+    class_source = ClassSource(source, base, keywords, _file(cls), "judge" in _wanted(task.score))
     made = Task(
         id=name,
         instruction=instruction,
@@ -167,7 +167,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         verifier_timeout_s=float(values["score_timeout_s"] or 600),
         limits=Limits(values["memory_mb"], values["cpus"], values["disk_mb"], values["processes"] or 512),
         network=values["network"],
-        metadata={"python": msgspec.to_builtins(place)},
+        metadata={"python": msgspec.to_builtins(class_source)},
     )
     SandboxSpec(made.image or NONE, made.env, made.workdir, network=made.network or "none").check()
     return made

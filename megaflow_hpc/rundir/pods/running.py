@@ -18,7 +18,7 @@ class AttemptPlace(msgspec.Struct, frozen=True, gc=False):
     id: str
     """Id of the rollout."""
     pod: str
-    """``<pod>.<start>``."""
+    """Start of the pod, ``<pod>.<start>``."""
     rank: int
     node: str
     attempt: int

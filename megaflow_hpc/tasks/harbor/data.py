@@ -63,7 +63,7 @@ class VerifierRules(Struct, frozen=True, omit_defaults=True):
 
 
 class Judging(Struct, frozen=True, omit_defaults=True):
-    """How a task or step is verified: test and solution directories, artifacts and verifier."""
+    """Settings for verifying a task or step: test and solution directories, artifacts and verifier."""
 
     tests: list[str] = field(default_factory=list)
     solution: str = ""

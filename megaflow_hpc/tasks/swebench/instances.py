@@ -180,8 +180,8 @@ def _instance(line: Line, raw: dict[str, Any]) -> Instance:
         if not values.get(key, "").strip():
             raise line.error(key, fields.get(key), "a text that is not empty")
     if not values.get("problem_statement", "").strip():
-        found = line.error("problem_statement", fields.get("problem_statement"), "a text that is not empty")
-        raise NoStatementError(f"{found}; leave such lines out with: megaflow-hpc tasks import {line.path} -o DIR")
+        error = line.error("problem_statement", fields.get("problem_statement"), "a text that is not empty")
+        raise NoStatementError(f"{error}; leave such lines out with: megaflow-hpc tasks import {line.path} -o DIR")
     failing = _names(line, "FAIL_TO_PASS", fields.get("FAIL_TO_PASS"))
     if not failing:
         raise line.error("FAIL_TO_PASS", fields.get("FAIL_TO_PASS"), "at least one test")

@@ -29,7 +29,7 @@ from megaflow_hpc.texts import parse_json
 from megaflow_hpc.types import ExecResult, Task, Verdict
 
 MAX_LOG_BYTES = 32 << 20
-"""Maximum bytes of test output to keep."""
+"""Maximum size of stored test output in bytes."""
 GIT_TIMEOUT_S = 300.0
 """Timeout of git commands in seconds."""
 OWN_FILES = "/.megaflow-swebench"

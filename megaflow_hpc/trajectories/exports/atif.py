@@ -63,19 +63,19 @@ def document(row: Row, campaign: str) -> dict[str, Any]:
         first = main(conversations, row.policy)
         order = [first, *(number for number in order if number != first)]
     documents = _Documents(row)
-    made = [documents.add(conversations[number], f"{row.id}#{number}") for number in order]
-    for number, started in zip(order, made, strict=True):
+    built = [documents.add(conversations[number], f"{row.id}#{number}") for number in order]
+    for number, started in zip(order, built, strict=True):
         step = documents.step_of_call.get(conversations[number].started_by)
         if step is not None:
             results = step.setdefault("observation", {"results": []})["results"]
             results.append({"subagent_trajectory_ref": [{"trajectory_id": started["trajectory_id"]}]})
-    if made:
-        steps = made[0]["steps"]
+    if built:
+        steps = built[0]["steps"]
     else:
         reason = row.error or f"no conversation was recorded ({row.status})"
         steps = _numbered([{"source": "system", "message": reason}])
     steps[0]["timestamp"] = _iso(row.started_at)
-    whole: dict[str, Any] = {
+    root: dict[str, Any] = {
         **_head(row),
         "session_id": row.id,
         "trajectory_id": row.id,
@@ -96,9 +96,9 @@ def document(row: Row, campaign: str) -> dict[str, Any]:
             "calls_without_a_step": sum(turn.message < 0 for turn in row.turns),
         },
     }
-    if made[1:]:
-        whole["subagent_trajectories"] = made[1:]
-    return whole
+    if built[1:]:
+        root["subagent_trajectories"] = built[1:]
+    return root
 
 
 def _head(row: Row) -> dict[str, Any]:

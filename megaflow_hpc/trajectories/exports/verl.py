@@ -106,14 +106,14 @@ def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def _schema(pa: Any) -> Any:
-    text, whole = pa.string(), pa.int64()
+    text, integer = pa.string(), pa.int64()
     return pa.schema(
         [
             ("data_source", text),
             ("prompt", pa.list_(pa.struct({"role": text, "content": text}))),
             ("ability", text),
             ("reward_model", pa.struct({"style": text, "ground_truth": text})),
-            ("extra_info", pa.struct({"index": whole, "sequence": whole, "task_id": text, "trajectory": text})),
+            ("extra_info", pa.struct({"index": integer, "sequence": integer, "task_id": text, "trajectory": text})),
             ("uid", text),
             ("prompts", pa.list_(pa.int32())),
             ("responses", pa.list_(pa.int32())),

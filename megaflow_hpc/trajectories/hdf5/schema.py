@@ -325,10 +325,10 @@ MAX_REWARDS = 4096
 """Maximum number of reward columns. Verifiers choose the names, and each column takes space in every row."""
 
 MEASURED = ("setup_s", "agent_s", "verify_s", "cpu_s", "memory_peak_mb", "disk_peak_mb")
-"""Measurements of a rollout; any of them may be unknown."""
+"""Measurements of a rollout, any of which may be unknown."""
 
 UNKNOWN_AS_NAN = ("reward", *MEASURED)
-"""Numbers of a rollout that may be unknown: NaN in a column, ``None`` in a trajectory."""
+"""Numeric fields of a rollout that may be unknown: NaN in a column, ``None`` in a trajectory."""
 
 OPTIONAL: dict[str, Any] = {
     "trajectories/rank": -1,

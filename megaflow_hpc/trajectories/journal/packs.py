@@ -168,9 +168,9 @@ def sizes(folder: Path) -> dict[str, int | None]:
     catalog = _catalog(folder)
     catalog.update(names)
     files = {name for name in names if name.endswith(JOURNAL) and not name.startswith(".")}
-    found: dict[str, int | None] = {name: packed.size for name, packed in catalog.journals.items()}
-    found.update(dict.fromkeys(files))
-    return dict(sorted(found.items()))
+    size_by_name: dict[str, int | None] = {name: packed.size for name, packed in catalog.journals.items()}
+    size_by_name.update(dict.fromkeys(files))
+    return dict(sorted(size_by_name.items()))
 
 
 def size_of(path: Path) -> int:
@@ -195,8 +195,8 @@ def is_packed_by_later_start(path: Path) -> bool:
     """
     pod, _, start = path.name.removesuffix(JOURNAL).rpartition(".")
     later = re.compile(rf"{re.escape(pod)}\.([0-9]+)\.[0-9]+\.pack")
-    found = (later.fullmatch(name) for name in os.listdir(path.parent)) if start.isdigit() else ()
-    return any(match is not None and int(match[1]) > int(start) for match in found)
+    matches = (later.fullmatch(name) for name in os.listdir(path.parent)) if start.isdigit() else ()
+    return any(match is not None and int(match[1]) > int(start) for match in matches)
 
 
 def open_packed(path: Path) -> PackedJournal | None:
@@ -298,10 +298,10 @@ class _Packing:
 
     def _is_in_later(self, pack: str, journal: str) -> bool:
         """Returns whether a later pack contains an identical copy of a journal."""
-        place = self._packs[pack][journal]
+        location = self._packs[pack][journal]
         for later in self._later_than(pack):
             table = self._packs[later]
-            if journal in table and _equal(self._folder / pack, *place, self._folder / later, *table[journal]):
+            if journal in table and _equal(self._folder / pack, *location, self._folder / later, *table[journal]):
                 return True
         return False
 

@@ -85,7 +85,7 @@ class Index:
     """The valid records of a run."""
 
     root: Path
-    """``RUN/journal``."""
+    """The journal directory, ``RUN/journal``."""
     winners: list[RecordEntry] = field(default_factory=list)
     """One record per rollout, in commit order."""
     losers: dict[str, list[RecordEntry]] = field(default_factory=dict)
@@ -195,7 +195,7 @@ def index(run: RunDir, seals: Seals) -> Index:
 
 
 def decide(valid: Iterable[RecordEntry]) -> tuple[dict[str, RecordEntry], dict[str, list[RecordEntry]]]:
-    """Returns the winner of each rollout by id, and the losing entries of each rollout that has any."""
+    """Returns each rollout's winning entry and, if it has any, its losing entries, both by rollout id."""
     best: dict[str, RecordEntry] = {}
     losers: dict[str, list[RecordEntry]] = {}
     for entry in valid:
@@ -207,7 +207,7 @@ def decide(valid: Iterable[RecordEntry]) -> tuple[dict[str, RecordEntry], dict[s
 
 
 def in_commit_order(of_journals: Iterable[RecordEntry]) -> list[RecordEntry]:
-    """Sorts entries from several journals."""
+    """Sorts entries of several journals into commit order."""
     return sorted(of_journals, key=lambda e: (e.time_ns, e.journal, e.start))
 
 
@@ -302,7 +302,7 @@ class StoredBlock(NamedTuple):
 
     epoch: int
     owner: str
-    """``<pod>.<start>``."""
+    """Pod start that owned the block, ``<pod>.<start>``."""
     sealed: int
     """Length in bytes at which the owner's journal was sealed. Later records are void."""
 

@@ -185,7 +185,7 @@ class DiskShare:
 
 
 def usage_of_run(path: Path) -> list[DiskShare]:
-    """Returns the usage of each top-level directory and file of a run directory, largest first."""
+    """Returns the disk usage of each top-level directory and file of a run directory, largest first."""
     sizes: dict[str, list[int]] = {}
     for directory, _, names in os.walk(path):
         for name in names:

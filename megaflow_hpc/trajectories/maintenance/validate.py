@@ -95,9 +95,9 @@ def _sequences(file: h5py.File) -> Iterator[str]:
         names = ("sequences/expert_layers", "sequences/experts_per_token")
         tokens = np.diff(read(file["sequences/token_offset"]))
         entries = tokens * np.prod([read_column(file, name).astype(np.int64) for name in names], axis=0)
-        found = np.diff(read(file["sequences/expert_offset"]))
-        for row in _first((found != entries) & (found != 2 * entries)):
-            yield f"/sequences/expert_offset: row {row}: {found[row]} bytes, expected {entries[row]} or twice as many"
+        sizes = np.diff(read(file["sequences/expert_offset"]))
+        for row in _first((sizes != entries) & (sizes != 2 * entries)):
+            yield f"/sequences/expert_offset: row {row}: {sizes[row]} bytes, expected {entries[row]} or twice as many"
 
 
 def _turns(file: h5py.File) -> Iterator[str]:

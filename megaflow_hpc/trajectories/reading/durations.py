@@ -1,4 +1,4 @@
-"""Reads rollout durations from the ``trajectories.h5`` of earlier campaigns, for the estimates of plans and pods."""
+"""Reads rollout durations from earlier campaigns. Planning and pods use them for estimates."""
 
 from __future__ import annotations
 

@@ -230,8 +230,8 @@ class _Evaluation:
 
     def _reward(self, node: ast.expr, name: str) -> Array:
         if name not in self._table.rewards:
-            known = ", ".join(self._table.rewards) or "none"
-            raise self._fault(node, f"no reward named {name!r}; there are: {known}")
+            names = ", ".join(self._table.rewards) or "none"
+            raise self._fault(node, f"no reward named {name!r}; there are: {names}")
         return self._table.reward(name)
 
     def _logical(self, node: ast.BoolOp) -> Any:

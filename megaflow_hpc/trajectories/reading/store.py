@@ -324,8 +324,8 @@ class Row:
     def messages(self) -> list[dict[str, Any]]:
         """The main conversation (see :func:`~megaflow_hpc.trajectories.reading.conversations.main`), as OpenAI
         messages."""
-        found = self.conversations
-        return found[main(found, self.policy)].messages if found else []
+        all_conversations = self.conversations
+        return all_conversations[main(all_conversations, self.policy)].messages if all_conversations else []
 
     @property
     def conversations(self) -> list[Conversation]:
@@ -347,8 +347,10 @@ class Row:
             ``messages``, or to ``tree`` if there are several conversations. ``tree`` has all ``messages`` and their
             ``parents``.
         """
-        found = self.conversations
-        record: dict[str, Any] = {"messages": found[main(found, self.policy)].messages if found else []}
+        all_conversations = self.conversations
+        record: dict[str, Any] = {
+            "messages": all_conversations[main(all_conversations, self.policy)].messages if all_conversations else []
+        }
         record["conversations"] = [
             {
                 "messages": conversation.nodes,
@@ -358,7 +360,7 @@ class Row:
                 "started_by": conversation.started_by,
                 "turns": conversation.turns,
             }
-            for conversation in found
+            for conversation in all_conversations
         ]
         messages = self._source.messages(self.index)
         parents = self._source.parents(self.index)
