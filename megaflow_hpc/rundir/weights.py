@@ -171,7 +171,7 @@ def current(run: RunDir, policy: str) -> Version:
 
 
 def newest(run: RunDir, policy: str) -> Version:
-    """Returns a policy's newest version, which may be newer than the pointer's if a publisher was killed.
+    """Returns a policy's newest version. The pointer may still name an older version if a publisher was killed.
 
     Lists ``RUN/weights`` and reads one small file for each version above the pointer's.
 

@@ -69,7 +69,7 @@ class BugFile(Section):
     image: str = Field("megaflow-bugs", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the image in the tasks."""
     requires: tuple[str, ...] = ("pytest>=8,<9",)
-    """Requirements shared by all tasks. pytest 9 reports subtests as separate tests."""
+    """Requirements shared by all tasks. pytest 9 is excluded, because it reports subtests as separate tests."""
     bugs: tuple[Bug, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -106,7 +106,7 @@ def _locator(path: str, content: BugFile, node: yaml.Node | None) -> Callable[[s
 
 
 def select(bugs: Iterable[Bug], only: Sequence[str]) -> list[Bug]:
-    """Returns the bugs whose ids are in ``only``. Returns all bugs if ``only`` is empty."""
+    """Returns the bugs whose ids are in ``only``, or all bugs if ``only`` is empty."""
     by_id = {bug.id: bug for bug in bugs}
     unknown = [name for name in only if name not in by_id]
     if unknown:

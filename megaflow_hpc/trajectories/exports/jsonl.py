@@ -41,7 +41,7 @@ _RAGGED = ("rewards", "messages", "parents", "sequences", "turns", "attempts", "
 
 
 def write(job: ExportJob) -> list[Path]:
-    """Writes ``trajectories.jsonl``, with a suffix for the compression."""
+    """Writes ``trajectories.jsonl``, with an additional suffix if it is compressed."""
     path = job.directory / f"trajectories{_SUFFIX[job.compress]}"
     with published(path) as temporary, writing(temporary, job.compress) as file:
         for row in job.rows():

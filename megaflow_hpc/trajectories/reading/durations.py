@@ -64,8 +64,10 @@ class Durations:
         self._means = {key: mean(seconds) for key, seconds in self._seconds.items()}
 
     def expected_s(self, rollout: Rollout) -> float:
-        """Returns the mean duration in seconds for the rollout's task and policy, or else its task, its policy, or
-        all rollouts."""
+        """Returns the mean duration, in seconds, of rollouts with the same task and policy.
+
+        Falls back to rollouts of the same task, then of the same policy, then to all rollouts.
+        """
         return next(self._means[key] for key in _keys(rollout.task_id, rollout.policy) if key in self._means)
 
     def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
