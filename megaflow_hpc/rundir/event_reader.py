@@ -20,7 +20,7 @@ PIECE = 16 << 20
 """Number of bytes to read from an event file at a time. Pods never write longer lines."""
 PASSES = 5
 """Maximum number of directory listings per read. More than one is needed only while a pod condenses events."""
-_LAST = re.compile(rb'"event": "pod".*"state": "(done|drained|paused)"')
+_FINAL_EVENT = re.compile(rb'"event": "pod".*"state": "(done|drained|paused)"')
 """Matches the final event of a pod. Nothing is appended to its file afterwards."""
 
 
@@ -205,7 +205,7 @@ class EventReader:
             if events:
                 offsets.pop(start)  # use a summary only together with the events after it
             raise
-        if lines and _LAST.search(lines[-1]):
+        if lines and _FINAL_EVENT.search(lines[-1]):
             self._close(path)
             self._ended.add(path)
         for line in lines:

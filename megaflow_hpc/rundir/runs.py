@@ -29,9 +29,9 @@ RUNS = "runs"
 TASK = "task.toml"
 """File that marks a task directory, whose subdirectories are not searched."""
 
-_ROOMS = {"ledger", "tasks", "journal"}
+_SUBDIRECTORIES = {"ledger", "tasks", "journal"}
 """Subdirectories that every run directory has from the start."""
-_HEAD = 4096
+_FORMAT_BYTES = 4096
 """Number of bytes at the beginning of run.json in which its format name must occur."""
 
 
@@ -152,11 +152,11 @@ def _planned_at(path: Path, names: dict[str, bool]) -> int | None:
     """Returns when a run was planned, in Unix nanoseconds. ``None`` if the directory is not a run."""
     try:
         if "run.json" not in names:
-            return path.stat().st_mtime_ns if names.keys() >= _ROOMS else None
+            return path.stat().st_mtime_ns if names.keys() >= _SUBDIRECTORIES else None
         record = path / "run.json"
-        if not names.keys() >= _ROOMS:
+        if not names.keys() >= _SUBDIRECTORIES:
             with open_regular(record) as file:
-                if f'"{FORMAT}"'.encode() not in file.read(_HEAD):
+                if f'"{FORMAT}"'.encode() not in file.read(_FORMAT_BYTES):
                     return None
         return record.stat().st_mtime_ns
     except OSError:

@@ -279,7 +279,7 @@ def prune(run: RunDir, policy: str, keep: int) -> list[int]:
         (run.weights / f".removing.{number}").touch(mode=0o600)
     for mark in run.weights.glob(".removing.*"):  # including those of publishers that were killed
         if (name := mark.name.removeprefix(".removing.")).isdecimal():
-            _empty(run.weights / name)
+            _remove_files(run.weights / name)
         remove_tree(mark, ignore_errors=True)
     return old
 
@@ -376,7 +376,7 @@ def _add(
                 (staged / added).unlink(missing_ok=True)
             os.rename(staged, source)
         remove_tree(staged, ignore_errors=True)
-        _sweep(run, host)
+        _remove_killed(run, host)
 
 
 def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Version:
@@ -419,7 +419,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
         return new
 
 
-def _empty(folder: Path) -> None:
+def _remove_files(folder: Path) -> None:
     """Removes a version's files but keeps its number and metadata, so that ordinals never change."""
     about = _about(folder)
     if about is None:
@@ -437,7 +437,7 @@ def _place() -> str:
     return hashlib.sha256(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
 
 
-def _sweep(run: RunDir, host: str) -> None:
+def _remove_killed(run: RunDir, host: str) -> None:
     """Removes the staging directories of killed publishers."""
     for path in run.weights.glob(".publishing.*"):
         fields = path.name.split(".")

@@ -129,7 +129,7 @@ async def remember_new(sandbox: ApptainerSandbox, workdir: str | None) -> None:
         SandboxError: The sandbox was lost.
     """
     try:
-        if _noted(sandbox) is not None:
+        if _recorded_start(sandbox) is not None:
             return
     except FileNotFoundError:
         pass
@@ -158,7 +158,7 @@ async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | 
         SandboxError: The sandbox was lost.
     """
     try:
-        start = _noted(sandbox)
+        start = _recorded_start(sandbox)
     except FileNotFoundError:
         start = await remember(sandbox, workdir)
     if start is None:
@@ -210,7 +210,7 @@ def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
     return [Artifact(prefix + name, data) for name, data in parts.items() if data]
 
 
-def _noted(sandbox: ApptainerSandbox) -> Start | None:
+def _recorded_start(sandbox: ApptainerSandbox) -> Start | None:
     """Reads the record of :func:`remember`. Raises FileNotFoundError if there is none."""
     note = json.loads(Path(sandbox.directory, NOTE).read_bytes())
     return Start(**note) if note else None

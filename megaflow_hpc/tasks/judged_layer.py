@@ -95,8 +95,8 @@ class JudgedLayer:
         self._put_back(paths)
         if not self._context.as_left:
             self._sifted = upperdir.sift(paths.upper, paths.image, self._rules())
-            taken = upperdir.keep_only(paths.upper, _aside(paths), self._sifted.kept, paths.image)
-            _note(paths).write_text(json.dumps(taken))
+            taken = upperdir.keep_only(paths.upper, _hidden_layer(paths), self._sifted.kept, paths.image)
+            _hidden_list(paths).write_text(json.dumps(taken))
         self._prepare(paths)
 
     def leave(self, paths: LayerPaths) -> None:
@@ -107,9 +107,9 @@ class JudgedLayer:
 
     @staticmethod
     def _put_back(paths: LayerPaths) -> None:
-        if _note(paths).exists():
-            upperdir.put_back(paths.upper, _aside(paths), json.loads(_note(paths).read_text()))
-            _note(paths).unlink()
+        if _hidden_list(paths).exists():
+            upperdir.put_back(paths.upper, _hidden_layer(paths), json.loads(_hidden_list(paths).read_text()))
+            _hidden_list(paths).unlink()
 
     @property
     def note(self) -> str:
@@ -148,11 +148,11 @@ def home_of(spec: SandboxSpec) -> str:
     return spec.env.get("HOME", usual).rstrip("/")
 
 
-def _aside(paths: LayerPaths) -> Path:
+def _hidden_layer(paths: LayerPaths) -> Path:
     return paths.upper.with_name("agent")
 
 
-def _note(paths: LayerPaths) -> Path:
+def _hidden_list(paths: LayerPaths) -> Path:
     """Returns the path of the file that lists the paths hidden from the tests."""
     return paths.upper.with_name("agent.json")
 

@@ -153,7 +153,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         given := [key for key in SETTINGS if key in IN_SANDBOX and values[key] is not None]
     ):
         raise ConfigError(f"{where}: {given[0]}: a task with image {NONE!r} has no sandbox; leave {given[0]} out")
-    class_source = ClassSource(source, base, keywords, _file(cls), "judge" in _wanted(task.score))
+    class_source = ClassSource(source, base, keywords, _file(cls), "judge" in _extras_of(task.score))
     made = Task(
         id=name,
         instruction=instruction,
@@ -253,7 +253,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         await _start_judged(task, sandbox, context)
     instance = _instance(task, sandbox)
     del _instances[sandbox]
-    wanted = _wanted(instance.score)
+    wanted = _extras_of(instance.score)
     more: dict[str, Any] = {}
     if "messages" in wanted:
         more["messages"] = context.messages()
@@ -289,7 +289,7 @@ async def _start_judged(task: Task, sandbox: ApptainerSandbox, context: Verifica
         await layer.start(sandbox.spec)
 
 
-def _wanted(score: Callable[..., Any]) -> frozenset[str]:
+def _extras_of(score: Callable[..., Any]) -> frozenset[str]:
     """Returns the names in :data:`EXTRAS` that are parameters of a ``score`` method."""
     return EXTRAS & set(inspect.signature(score).parameters)
 

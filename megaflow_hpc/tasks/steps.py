@@ -110,7 +110,7 @@ async def run_steps(
         else:
             _, why = await _on_kept_state(partial(begin, step, sandbox), step, context)
             if why:  # later steps cannot run either
-                lost = _not_begun(verdicts, why)
+                lost = _setup_failed(verdicts, why)
                 verdicts += [StepVerdict(task_format.step_name(missed), lost) for missed in steps[number:]]
                 break
         under_way = False
@@ -124,7 +124,7 @@ async def run_steps(
     return task_format.combine(task, verdicts)
 
 
-def _not_begun(before: Sequence[StepVerdict], why: str) -> Verdict:
+def _setup_failed(before: Sequence[StepVerdict], why: str) -> Verdict:
     """Returns the verdict on a step that cannot be set up on the agent's files, be it by accident or on purpose."""
     names = [name for step in before for name in step.verdict.rewards]
     why = f"the step cannot be set up on the files of the earlier steps: {why}"
@@ -173,12 +173,12 @@ async def verify(
             patches.append(await _difference(sandbox, step))
         return await task_format.verify(step, sandbox, replace(context, patch=patches[0]), stay=stay)
 
-    verdict = _settled(*await _on_kept_state(judge, step, context), names)
+    verdict = _zero_if_failed(*await _on_kept_state(judge, step, context), names)
     kept = checkout.to_artifacts(patches[0], f"steps/{name}/" if name else "") if patches else []
     return replace(verdict, artifacts=[*kept, *verdict.artifacts])
 
 
-def _settled(verdict: Verdict | None, why: str, names: Sequence[str]) -> Verdict:
+def _zero_if_failed(verdict: Verdict | None, why: str, names: Sequence[str]) -> Verdict:
     """Returns the verdict, with reward 0 if the verifier failed. If there is no verdict, ``why`` becomes its error."""
     verdict = verdict or Verdict(error=why)
     if not verdict.error:
@@ -200,7 +200,7 @@ async def run_conversation(
     await run_agent(0, task)
     with verifying():
         judge = partial(task_format.verify, task, none, context, stay=False)
-        return _settled(*await _on_kept_state(judge, task, replace(context, start=None)), [])
+        return _zero_if_failed(*await _on_kept_state(judge, task, replace(context, start=None)), [])
 
 
 async def _difference(sandbox: ApptainerSandbox, step: Task) -> checkout.Patch | None:
@@ -246,11 +246,11 @@ async def _on_kept_state(
             return None, f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}"
         if pause_s is not None:
             await asyncio.sleep(pause_s)
-            node_works = await _starts(step, context)
+            node_works = await _can_start(step, context)
     raise failure
 
 
-async def _starts(step: Task, context: VerificationContext) -> bool:
+async def _can_start(step: Task, context: VerificationContext) -> bool:
     """Checks that a sandbox of the task's image starts on this node and runs a command."""
     if context.start is None:
         return True

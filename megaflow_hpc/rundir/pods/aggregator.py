@@ -106,7 +106,7 @@ class EventAggregator:
         self._number += 1
         match event:
             case PodEvent():
-                self._pod = self._number, _merged(self._pod[1], event) if self._pod else event
+                self._pod = self._number, _merge_events(self._pod[1], event) if self._pod else event
             case WorkerEvent():
                 self._workers.append((self._number, event))
             case StartEvent(id=rollout) | AttemptEvent(id=rollout):
@@ -149,7 +149,7 @@ class EventAggregator:
         if period := self._period():
             self._slots.append(period)
         while len(self._slots) > MAX_PERIODS:
-            self._slots = [_joined(*self._slots[n : n + 2]) for n in range(0, len(self._slots), 2)]
+            self._slots = [_merge_periods(*self._slots[n : n + 2]) for n in range(0, len(self._slots), 2)]
         for rollout, events in self._open.items():
             attempts = [one for one in events if isinstance(one[1], AttemptEvent)]
             if attempts:
@@ -263,13 +263,13 @@ class EventAggregator:
             )
 
 
-def _joined(*periods: tuple[float, float, float]) -> tuple[float, float, float]:
+def _merge_periods(*periods: tuple[float, float, float]) -> tuple[float, float, float]:
     """Merges neighbouring periods into one period with the same slot-seconds."""
     begin, end = periods[0][0], max(period[1] for period in periods)
     return begin, end, sum((until - since) * slots for since, until, slots in periods) / (end - begin)
 
 
-def _merged(before: PodEvent, event: PodEvent) -> PodEvent:
+def _merge_events(before: PodEvent, event: PodEvent) -> PodEvent:
     """Returns the later event, with its missing fields filled in from the earlier one."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     return PodEvent(**{name: getattr(before, name) if value is None else value for name, value in fields.items()})

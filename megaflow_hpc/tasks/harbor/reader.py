@@ -213,7 +213,7 @@ def read_environment(
     Raises:
         ConfigError: A value is invalid. The message names file, line, value and remedy.
     """
-    _refuse(table, directory)
+    _reject_unsupported(table, directory)
     dockerfile = inside(root, directory / "Dockerfile")
     named = table.text("docker_image")
     parsed = dockerfiles.read(dockerfile) if named is None and dockerfile.is_file() else None
@@ -280,7 +280,7 @@ def inside(root: Path, path: Path) -> Path:
     return path
 
 
-def _refuse(table: TomlTable, directory: Path) -> None:
+def _reject_unsupported(table: TomlTable, directory: Path) -> None:
     """Rejects settings that a single rootless container cannot support."""
     if (directory / COMPOSE).is_file():
         raise ConfigError(f"{directory / COMPOSE}: tasks of several services cannot run here; leave this task out")

@@ -134,7 +134,7 @@ async def _judge(
 
     layer = JudgedLayer(sandbox, context, kept, rules.env, make_way)
     try:
-        await asyncio.to_thread(_lay_out, home, sources, TaskFiles(task.path))
+        await asyncio.to_thread(_create_directories, home, sources, TaskFiles(task.path))
         binds = [f"{logs}:/logs/verifier", *([f"{tests}:/tests"] if sources else [])]
         await layer.start(_spec(before, rules, context, binds))
         result = await sandbox.exec(
@@ -191,8 +191,8 @@ def _command(sources: Sequence[Path]) -> list[str]:
     return ["/bin/sh", "-c", _SHELL]
 
 
-def _lay_out(home: Path, sources: Sequence[Path], files: TaskFiles) -> None:
-    """Creates the directories ``tests`` and ``logs`` in ``home``. Later sources overwrite files of the same name."""
+def _create_directories(home: Path, sources: Sequence[Path], files: TaskFiles) -> None:
+    """Creates ``tests`` and ``logs`` in ``home``, and copies the sources to ``tests``. Later sources take precedence."""
     remove_tree(home)
     for directory in (home, home / "tests", home / "logs"):
         directory.mkdir(mode=0o755, parents=True)

@@ -151,7 +151,7 @@ def _unresolved(output: str, error: str = "") -> Verdict:
     return Verdict(reward=0.0, rewards=rewards, output=output, error=error)
 
 
-def _cut_off(task: Task, done: ExecResult) -> Verdict | None:
+def _unfinished_verdict(task: Task, done: ExecResult) -> Verdict | None:
     """Returns the verdict if the tests timed out or exceeded a limit. ``None`` if they finished."""
     if not done.timed_out and not done.breach:
         return None
@@ -175,10 +175,10 @@ async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox)
     planned = await asyncio.to_thread(ask, {"op": "plan", "instances": [request_fields(instance)]})
     [plan] = planned["plans"]
     plan["log_parser"] = plan["log_parser"] or "parse_log_pytest"
-    script = _marked(instance.eval_script) or plan["eval_script"] or _script(instance)
+    script = _with_exit_status(instance.eval_script) or plan["eval_script"] or _script(instance)
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch})
     done = await _run(task, instance, sandbox, f"bash {OWN_FILES}/eval.sh")
-    if (verdict := _cut_off(task, done)) is not None:
+    if (verdict := _unfinished_verdict(task, done)) is not None:
         return verdict
     with tempfile.NamedTemporaryFile() as log:
         # the package reads the log as strict UTF-8
@@ -231,7 +231,7 @@ async def _run(task: Task, instance: Instance, sandbox: ApptainerSandbox, comman
     )
 
 
-def _marked(eval_script: str) -> str:
+def _with_exit_status(eval_script: str) -> str:
     """Returns an ``eval_script`` that also prints the test command's exit status, which version 5 compares with the
     log."""
     if not eval_script or MARKERS[2] in eval_script:
@@ -270,7 +270,7 @@ def _script(instance: Instance) -> str:
     if alone and "\n" not in command:
         command = " ".join([command, *map(shlex.quote, files)])
     lines = ["#!/bin/bash", "set -uxo pipefail", *_place_tests(instance), f": '{MARKERS[0]}'", command]
-    return _marked("\n".join([*lines, f": '{MARKERS[1]}'"]) + "\n")
+    return _with_exit_status("\n".join([*lines, f": '{MARKERS[1]}'"]) + "\n")
 
 
 async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) -> Verdict:
@@ -282,7 +282,7 @@ async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) 
     recorder = Path(named_tests.__file__).read_text()
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch, "named_tests.py": recorder})
     done = await _run(task, instance, sandbox, f"bash {OWN_FILES}/eval.sh")
-    if (verdict := _cut_off(task, done)) is not None:
+    if (verdict := _unfinished_verdict(task, done)) is not None:
         return verdict
     read = await sandbox.exec(["cat", f"{OWN_FILES}/outcomes.json"], cwd="/", timeout_s=60, output_limit=MAX_LOG_BYTES)
     try:

@@ -120,7 +120,7 @@ def checked(trajectory: Trajectory) -> Trajectory:
         raise ValueError(f"reward {trajectory.reward} though {trajectory.status}")
     _check_rewards(trajectory.rewards)
     msgspec.convert(trajectory.messages, list[dict[Any, Any]])
-    trajectory.parents = _linked(trajectory.parents, len(trajectory.messages))
+    trajectory.parents = _checked_parents(trajectory.parents, len(trajectory.messages))
     for number, sequence in enumerate(trajectory.sequences):
         _check_sequence(number, sequence)
     for number, turn in enumerate(trajectory.turns):
@@ -153,7 +153,7 @@ def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
         pass
     try:
         messages = msgspec.convert(data.get("messages"), list[dict[Any, Any]])
-        kept["parents"] = _linked(data.get("parents", ()), len(messages))
+        kept["parents"] = _checked_parents(data.get("parents", ()), len(messages))
         kept["messages"] = messages
     except ValueError:  # without parents, the order of messages is unknown
         pass
@@ -190,7 +190,7 @@ def _check_rewards(rewards: Any) -> None:
         _check_size(f"reward {name}", value)
 
 
-def _linked(parents: Any, count: int) -> list[int]:
+def _checked_parents(parents: Any, count: int) -> list[int]:
     """Returns the parent of each message.
 
     Raises:

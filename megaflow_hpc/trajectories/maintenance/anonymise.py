@@ -25,13 +25,15 @@ from megaflow_hpc.trajectories.hdf5.schema import MAX_DEPTH
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectory import Attempt, Trajectory
 
-_OWNED = re.compile(r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)")
+_HOME_PATH = re.compile(
+    r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)"
+)
 """Matches a directory that contains home directories, and the user name that follows it."""
-_MAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]++@[A-Za-z0-9-]++(?:\.[A-Za-z0-9-]++)++")
+_EMAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]++@[A-Za-z0-9-]++(?:\.[A-Za-z0-9-]++)++")
 """Matches an email address. Possessive quantifiers prevent backtracking, which would take quadratic time on a long
 word."""
 _COMMON = frozenset({"", "user", "root", "localhost", "agent", "main", "default"})
-_WITH_IDS = "engine.jsonl"
+_TOKEN_ID_ARTIFACT = "engine.jsonl"
 """Artifact in which earlier versions stored a duplicate of the sampled token ids."""
 _MIN_NAME_LENGTH = 3
 """Minimum length of a name to replace. Shorter names also occur as ordinary words."""
@@ -63,8 +65,8 @@ class Scrubber:
 
     def text(self, text: str) -> str:
         """Replaces all known names, directory owners and email addresses in a text."""
-        text = _OWNED.sub(r"\1user", text)
-        text = _MAIL.sub("user@example.org", text)
+        text = _HOME_PATH.sub(r"\1user", text)
+        text = _EMAIL.sub("user@example.org", text)
         if self._pattern is None:
             names = sorted(self.users | self.hosts, key=len, reverse=True)
             words = [rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])" for name in names]
@@ -131,7 +133,7 @@ def anonymise(
                 if changed and trajectory.sequences and not keep_tokens:
                     counts["without_tokens"] += 1
                     trajectory.sequences = []
-                    trajectory.artifacts = [a for a in trajectory.artifacts if a.name != _WITH_IDS]
+                    trajectory.artifacts = [a for a in trajectory.artifacts if a.name != _TOKEN_ID_ARTIFACT]
                     for turn in trajectory.turns:
                         turn.sequence, turn.token_start, turn.token_end = -1, 0, 0
                 writer.append(trajectory)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_INDEX_S = 5.0
 """An index that took at least this many seconds to build is kept for the next gather."""
-_IDS = 1 << 16
+_ID_BATCH = 1 << 16
 """Number of ids to compare at a time, to bound memory."""
 
 
@@ -80,7 +80,7 @@ def gather(
     winners = _index(run, seals, now)
     total = len(winners.winners)
     with published(run.trajectories) as temporary:
-        done = _take_up(unfinished(run.trajectories), temporary, now, winners)
+        done = _resume(unfinished(run.trajectories), temporary, now, winners)
         with TrajectoryWriter(temporary, campaign_name(run), now, root_attributes(run), append=done > 0) as writer:
             for trajectory in winners.trajectories(done):
                 writer.append(trajectory)
@@ -123,7 +123,7 @@ def _kept_index(run: RunDir) -> Path:
     return run.trajectories.with_name(f".{run.trajectories.name}.index")
 
 
-def _take_up(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -> int:
+def _resume(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -> int:
     """Renames the unfinished file of a stopped gather to ``temporary``, and returns its number of rows.
 
     Removes the file and returns 0 if it does not match the journals.
@@ -147,9 +147,9 @@ def _rows_that_fit(kept: Path, now: dict[str, Any], winners: Index) -> int:
             if attribute(file, "sources") != now or attribute_text(file, "software") != SOFTWARE:
                 return 0
             ids = file["trajectories/id"]
-            for first in range(0, len(ids), _IDS):
-                expected = [escape(entry.id).encode() for entry in winners.winners[first : first + _IDS]]
-                if ids[first : first + _IDS].tolist() != expected[: len(ids) - first]:
+            for first in range(0, len(ids), _ID_BATCH):
+                expected = [escape(entry.id).encode() for entry in winners.winners[first : first + _ID_BATCH]]
+                if ids[first : first + _ID_BATCH].tolist() != expected[: len(ids) - first]:
                     return 0
             return 0 if any(offset_faults(file)) else len(ids)
     except (ConfigError, OSError, LookupError, ValueError) as error:

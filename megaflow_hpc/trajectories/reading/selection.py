@@ -276,7 +276,7 @@ class _Evaluation:
         if _is_text(a) != _is_text(b):
             raise self._fault(node, f"{ast.unparse(node)!r} compares text with a number")
         if _is_text(a):
-            a, b = _alike(a, b)
+            a, b = _common_form(a, b)
         return _COMPARE[type(op)](a, b)
 
     def _operand(self, node: ast.expr, other: ast.expr) -> Any:
@@ -296,13 +296,13 @@ class _Evaluation:
         column = self.of(value)
         if not _is_text(column) or isinstance(column, str):
             raise self._fault(node, f"{ast.unparse(value)!r} is no column of text")
-        return _each(column, lambda item: _STRING_TESTS[name](item, text))
+        return _map_distinct(column, lambda item: _STRING_TESTS[name](item, text))
 
     def _fault(self, node: ast.expr, what: str) -> ConfigError:
         return ConfigError(f"selection: {self._text!r}: column {node.col_offset + 1}: {what}")
 
 
-def _each(column: Array, test: Callable[[str], bool]) -> NDArray[np.bool_]:
+def _map_distinct(column: Array, test: Callable[[str], bool]) -> NDArray[np.bool_]:
     """Applies ``test`` to every entry, calling it once per distinct string."""
     results: dict[Any, bool] = {}
     mask = np.empty(len(column), np.bool_)
@@ -317,7 +317,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, np.ndarray) and value.dtype.kind in "SUOT")
 
 
-def _alike(a: Any, b: Any) -> tuple[Any, Any]:
+def _common_form(a: Any, b: Any) -> tuple[Any, Any]:
     """Converts two text arrays to a common form: bytes if either is a fixed-width column."""
     if not (_is_fixed_width(a) or _is_fixed_width(b)):
         return a, b

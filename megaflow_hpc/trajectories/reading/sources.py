@@ -46,7 +46,7 @@ from megaflow_hpc.types import Artifact
 
 TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
 
-_WHOLE = 1 << 16
+_MAX_WHOLE_ENTRIES = 1 << 16
 """Maximum length of a column that is read whole when a single entry is needed. Longer columns are read in windows."""
 
 
@@ -246,7 +246,7 @@ class Hdf5Source:
             return self._columns[path][start:end]
         first, window = self._windows.get(path, (0, np.empty(0)))
         if not first <= start <= end <= first + len(window):
-            if path in self.file and len(self._dataset(path)) <= _WHOLE:
+            if path in self.file and len(self._dataset(path)) <= _MAX_WHOLE_ENTRIES:
                 return self.column(path)[start:end]
             first = start - start % 1024
             window = self._read(path, first, max(end, first + 4096))
@@ -378,7 +378,7 @@ class Hdf5Source:
 _CACHED = 8
 """Number of decoded trajectories to cache. The parts of a row are usually read together."""
 _TIMES = ("model_s", "sandbox_s", "agent_s", "wait_s")
-_OF_JOURNALS = (
+_JOURNAL_COLUMNS = (
     *(column.path for column in COLUMNS.values() if column.group in ("trajectories", "sequences")),
     *(f"turns/{name}" for name in ("sequence", "token_start", "token_end", *_TIMES)),
     *(f"attempts/{name}" for name in ("job_id", "started_at", "finished_at")),
@@ -491,7 +491,7 @@ class JournalSource:
 
     @cached_property
     def _columns(self) -> dict[str, Array]:
-        lists = ColumnLists(_OF_JOURNALS)
+        lists = ColumnLists(_JOURNAL_COLUMNS)
         columns: dict[str, Array] = {}
         for row, trajectory in enumerate(self._index.trajectories()):
             self._keep(self._index.winners[row], trajectory)
