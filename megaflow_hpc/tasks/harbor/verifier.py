@@ -192,7 +192,7 @@ def _command(sources: Sequence[Path]) -> list[str]:
 
 
 def _create_directories(home: Path, sources: Sequence[Path], files: TaskFiles) -> None:
-    """Creates ``tests`` and ``logs`` in ``home``, and copies the sources to ``tests``. Later sources take precedence."""
+    """Creates ``tests`` and ``logs`` in ``home``, and copies sources to ``tests``. Later sources take precedence."""
     remove_tree(home)
     for directory in (home, home / "tests", home / "logs"):
         directory.mkdir(mode=0o755, parents=True)
