@@ -26,13 +26,11 @@ from megaflow_hpc.types import ModelEndpoint
 T = TypeVar("T")
 Message = Mapping[str, Any]
 MAX_SHOWN = 60_000
-"""Maximum number of characters of a conversation that a rubric shows to a judge. Longer conversations lose their
-middle."""
+"""Maximum number of characters of a conversation to show to a judge. The middle of longer conversations is omitted."""
 MAX_VOTES_AT_ONCE = 16
 """Maximum number of concurrent calls for a rubric. The gateway also serves other rollouts."""
 MAX_ANSWER_TOKENS = 1024
-"""Default ``max_tokens`` of a judge's answer to a rubric. Without a limit, a conversation could make it answer
-forever."""
+"""Default ``max_tokens`` of a judge's answer to a rubric. Otherwise a conversation could provoke an endless one."""
 REFUSED = (400, 413, 422)
 """HTTP statuses that mean the request is at fault. For any other failure, the judge is at fault."""
 

@@ -55,7 +55,7 @@ def grade(
 
 
 def selection(entries: Iterable[str]) -> list[str]:
-    """Returns the arguments for pytest: the entries without parameter sets, and without entries contained in others."""
+    """Returns arguments for pytest: the entries without parameter sets, and without entries inside other entries."""
     plain = list(dict.fromkeys(entry.split("[", 1)[0] for entry in entries))
     return [entry for entry in plain if not any(other != entry and matches(other, entry) for other in plain)]
 

@@ -251,7 +251,7 @@ async def _on_kept_state(
 
 
 async def _can_start(step: Task, context: VerificationContext) -> bool:
-    """Checks that a sandbox of the task's image starts on this node and runs a command."""
+    """Returns whether a sandbox of the task's image starts on this node and runs a command."""
     if context.start is None:
         return True
     try:

@@ -18,8 +18,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 
 ALLOWED_VARIABLES = "MEGAFLOW_TASK_ENV"
-"""Name of the environment variable with the allowlist of variables that ``${NAME}`` in a task may read, separated by
-commas."""
+"""Environment variable that lists, separated by commas, the variables that ``${NAME}`` in a task may read."""
 
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _SIZES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}

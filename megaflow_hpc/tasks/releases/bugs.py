@@ -67,7 +67,7 @@ class BugFile(Section):
     """A list of bugs, and the image in which their tests run."""
 
     image: str = Field("megaflow-bugs", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the image in the tasks."""
+    """Name by which the tasks refer to the image."""
     requires: tuple[str, ...] = ("pytest>=8,<9",)
     """Requirements shared by all tasks. pytest 9 is excluded, because it reports subtests as separate tests."""
     bugs: tuple[Bug, ...] = Field(min_length=1)

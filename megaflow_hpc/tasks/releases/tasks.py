@@ -43,7 +43,7 @@ from megaflow_hpc.tasks.releases.sdists import (
 )
 
 MAX_LINES = 400
-"""Maximum number of changed lines in a fix. Larger differences contain more than one change."""
+"""Maximum number of changed lines in a fix. Larger differences usually contain several changes."""
 WORKDIR = "/testbed"
 BUILD_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 """File names in ``environment/`` that Harbor treats as build instructions."""
