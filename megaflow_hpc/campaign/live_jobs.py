@@ -49,8 +49,8 @@ SOON_S = 8.0
 BURST = 8.0
 """Maximum number of queries in a burst."""
 REFILL_S = 180.0
-"""Seconds after which another query is allowed. Each query sends two requests to slurmctld, for the user's jobs and
-for the partitions. An hour therefore has at most 2 x (8 + 3600 / 180) = 56 requests."""
+"""The next query is allowed after this many seconds. Each query sends two requests to slurmctld, for the user's jobs
+and for the partitions. An hour therefore has at most 2 x (8 + 3600 / 180) = 56 requests."""
 FUTURE_S = 60.0
 """Ignore answers dated further in the future than this many seconds, because the clock of their host is wrong."""
 

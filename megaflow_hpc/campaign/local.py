@@ -31,7 +31,7 @@ Launcher = Literal["auto", "local", "slurm"]
 STOP_S = 60.0
 """Grace period in seconds for trainers, pod and servers to exit."""
 IN_VAIN = (ConfigError.exit_status, StarvedError.exit_status)
-"""Exit statuses after which a trainer is not restarted: a configuration error, or no pods."""
+"""Exit statuses of a trainer that is not restarted: a configuration error, or no pods."""
 
 Start = Callable[[list[str], str, dict[str, str]], "subprocess.Popen[bytes]"]
 """Function that starts a command, given its arguments, the name of its log, and additional environment variables."""

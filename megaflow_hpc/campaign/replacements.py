@@ -35,7 +35,7 @@ PAUSE_S = 60.0
 PROBE = 10
 """After a round that stored nothing, replace only one of this many missing pods, to test whether the cause is gone."""
 BARREN_ROUNDS = 3
-"""Consecutive rounds that stored nothing after which replacing is given up."""
+"""Replacing stops after this many consecutive rounds that stored nothing."""
 LISTED_S = 5.0
 """squeue may omit jobs that were submitted less than this many seconds before the query."""
 

@@ -69,7 +69,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def say_finding(finding: Finding, width: int) -> None:
-    """Prints a finding and its remedy. ``width`` is the width in characters of the column with the names of checks."""
+    """Prints a finding and its remedy. ``width`` is the width of the check-name column, in characters."""
     say(f"{finding.level:4}  {finding.check:{width}}  {finding.found}")
     if finding.remedy:
         say(f"      {'':{width}}  -> {finding.remedy}")

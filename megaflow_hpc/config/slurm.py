@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from megaflow_hpc.config.sections import Section
 
 TRAINER_REQUEUES = 20
-"""Consecutive requeues without a committed step after which a trainer is given up."""
+"""A trainer is not requeued again after this many consecutive requeues without a committed step."""
 LEAD_S = 60
 """Default of ``lead_s``, in seconds."""
 CPUS_PER_RANK = 2

@@ -153,7 +153,7 @@ class OpenLease:
         self._thread.start()
 
     def leave(self) -> None:
-        """Stops renewing the lease but does not remove it. The campaign stays open for the consumer's return."""
+        """Stops renewing the lease without removing it, so that the campaign stays open and the consumer can reconnect."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

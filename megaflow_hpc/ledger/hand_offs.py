@@ -61,7 +61,11 @@ class HandOffs:
         return self._counts.get(block, 0)
 
     def made_of(self, block: int, blocks: Iterable[int]) -> Steps[list[int]]:
-        """Returns those of ``blocks`` that were handed off from ``block``. Raises NotYet."""
+        """Returns the numbers in ``blocks`` that were handed off from ``block``.
+
+        Raises:
+            NotYet: a hand-off record is not readable yet.
+        """
         handed_off = []
         for number in blocks:
             if number >= FIRST_HANDED_OFF:

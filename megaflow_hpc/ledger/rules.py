@@ -65,7 +65,7 @@ from megaflow_hpc.types import Rollout
 T = TypeVar("T")
 
 MAX_REFUSALS = 3
-"""Number of refused claims after which the claims are listed again."""
+"""The claims are listed again after this many refused ones."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megaflow_hpc.rundir.pods.running import AttemptPlace
 from megaflow_hpc.types import VERIFIED
 
 STUCK_S = 300.0
-"""Seconds without an answer from the model after which a running rollout counts as stuck."""
+"""A running rollout counts as stuck after this many seconds without an answer from the model."""
 PRESENT = ("started", "draining", "silent")
 """Pod states in which rollouts may be running."""
 

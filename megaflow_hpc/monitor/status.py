@@ -41,7 +41,7 @@ from megaflow_hpc.rundir.record import read_jobs, read_run
 from megaflow_hpc.rundir.summaries import Condensed, Summary
 
 IDLE_S = 60.0
-"""Seconds without work after which a pod is shown as idle."""
+"""A pod is shown as idle after this many seconds without work."""
 ENGINES_INTERVAL_S = 10.0
 """Seconds between reads of the engine files, if there are many, and between reads of a lost pod's log."""
 LISTED = 10_000
@@ -49,7 +49,7 @@ LISTED = 10_000
 CLOCKS_DIFFER_S = 2.0
 """Tolerated difference between the clocks of two hosts, in seconds."""
 STALE_S = 60.0
-"""Seconds since its last event after which a pod is shown as silent."""
+"""A pod is shown as silent after this many seconds without an event."""
 
 
 class Monitor:

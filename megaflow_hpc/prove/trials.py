@@ -43,7 +43,7 @@ WAIT_S = 15.0
 REFUSAL_INTERVAL_S = 15.0
 """Seconds between two polls for refused requeues."""
 SLOW_VISIBLE_S = 10.0
-"""Seconds after which a change is reported as slow to become visible on another node."""
+"""A change is reported as slow if another node sees it only after this many seconds."""
 CLOCK_S = 5.0
 """Clock difference in seconds above which logs of two nodes become confusing."""
 OWN_OPTIONS = ("time", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task")

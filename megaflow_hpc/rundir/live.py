@@ -124,7 +124,7 @@ class LiveFiles:
             write_atomic(folder / self._own, msgspec.json.encode(ask))
 
     def leave(self) -> None:
-        """Withdraws this viewer's request. Raises OSError."""
+        """Stops requesting live status for this viewer. Raises OSError."""
         if self._counter:
             (self._folder / self._own).unlink(missing_ok=True)
 
@@ -191,7 +191,7 @@ class Viewers:
                 self._files.publish(self._pod, status)
 
     def leave(self) -> None:
-        """Withdraws this pod's live status."""
+        """Stops publishing this pod's live status."""
         self.show(PodLiveStatus())
 
     def clear_earlier(self) -> None:

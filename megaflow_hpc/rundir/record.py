@@ -145,7 +145,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     source: str = ""
     """SHA-256 of the campaign file, which is copied to ``RUN/campaign.yaml``."""
     beside: str = ""
-    """Directory of the campaign file. Agents not found in ``RUN/code`` are imported from it. Empty if there is none."""
+    """Directory of the campaign file, from which agents are imported that are not in ``RUN/code``. Empty if the run has
+    no campaign file."""
     policies: dict[str, PolicyRecord] = {}
     packed: PackedTasks | None = None
     """Describes the task file. ``None`` if the run has no tasks."""

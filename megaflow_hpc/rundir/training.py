@@ -38,7 +38,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 _NUMBERED = re.compile(r"(\d{6,})\.json")
 """Matches the file name of a numbered record."""
 FOR_GOOD = ("failed", "lost")
-"""Last words after which the trainer is not restarted: an error, or too many starts without a commit."""
+"""Last words of a trainer that is not restarted: an error, or too many starts without a commit."""
 
 
 def numbered(folder: Path) -> list[int]:

@@ -46,7 +46,7 @@ MAX_CACHED_TOKENS = 16 << 20
 MAX_SCORED_AT_ONCE = 64
 """Maximum number of rollouts to pass to a scorer at once, because their whole records are in memory then."""
 LOST_AFTER_S = MAX_CACHE_AGE_S
-"""Seconds after which a record that is missing in a done block counts as lost. Caches may hide it until then."""
+"""A record that is missing from a done block counts as lost after this many seconds. Caches may hide it until then."""
 LOST = "unreadable record"
 """Error kind of a rollout whose record is lost."""
 

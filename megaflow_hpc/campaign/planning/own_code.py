@@ -79,7 +79,7 @@ def _check(agent: AgentConfig, has_model: bool, made: ProbeResult | None, networ
 
 @dataclass
 class Tried:
-    """Result of trying a campaign's functions."""
+    """Result of a trial call of a campaign's own functions."""
 
     code: tuple[str, ...] = ()
     """Names of the functions' files and directories next to the campaign file."""

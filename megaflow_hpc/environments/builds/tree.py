@@ -120,7 +120,7 @@ def _print(packer: Packer) -> None:
 
 
 def lay(target: str, *layers: str) -> None:
-    """Merges copies of layers into the tree ``target``. If the tree is missing, the first layer becomes the tree."""
+    """Copies layers into the directory ``target`` and merges them. Creates the directory if it does not exist."""
     if not os.path.lexists(target):
         _copy(os.path.realpath(layers[0]), target)
         layers = layers[1:]

@@ -90,7 +90,7 @@ def _parts() -> tuple[tuple[str, str], ...]:
 
 
 def why_not() -> str:
-    """Returns why helpers cannot run in every container, or an empty string if they can."""
+    """Returns the reason why helpers cannot run in containers, or an empty string if they can."""
     try:
         _parts()
     except (OSError, subprocess.SubprocessError) as error:

@@ -35,7 +35,7 @@ NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 """Initial and maximum seconds between retries if an external endpoint is unavailable. The pause doubles each time."""
 TEMPORARY = frozenset({408, 425, 429})
-"""HTTP statuses below 500 after which a request to an external endpoint is retried."""
+"""HTTP statuses below 500 for which a request to an external endpoint is retried."""
 QUESTION = "Are you ready?"
 """Prompt of the first completion."""
 Ask = Callable[[str, dict[str, Any] | None, float], Awaitable[tuple[int, str]]]

@@ -23,7 +23,7 @@ from megaflow_hpc.types import Sampling
 
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 20.0
-"""Seconds after which an idle connection is closed. Servers keep idle connections open longer."""
+"""Idle connections are closed after this many seconds. Servers keep idle connections open longer."""
 MAX_ANSWER = 32 * 2**20
 """Maximum size of a response body, in bytes."""
 SMALL_ANSWER = 2**20
@@ -34,7 +34,7 @@ _HEADERS_LEFT_OUT = ("Accept", "Accept-Encoding", "User-Agent")
 Gate = Callable[[], Awaitable[None]]
 """Coroutine function that returns once a large response may be read."""
 _SERVER_AT_FAULT = frozenset({401, 403, 408, 429})
-"""HTTP statuses below 500 after which a call is tried at another server."""
+"""HTTP statuses below 500 for which a call is retried at another server."""
 _FORBIDDEN = frozenset({401, 403})
 """HTTP statuses that mean a forbidden request if the engine sends them, and a wrong key if its proxy does."""
 _MAX_REFUSAL = 64 * 2**10
@@ -208,7 +208,7 @@ class UnusableAnswer(Exception):
         self.retry = retry
         """True if a retry at the same server may succeed."""
         self.by_request = by_request
-        """True if the request itself caused the response. Then the service is not at fault."""
+        """True if the request, not the service, is at fault."""
 
 
 class EngineRequest(NamedTuple):

@@ -41,8 +41,7 @@ T = TypeVar("T")
 RETRY_S = 0.5
 """Seconds before a call is retried after an unusable response. The pause doubles each time."""
 MAX_UNUSABLE, MAX_UNUSABLE_OF_ONE = 6, 3
-"""Number of unusable responses after which a call fails: in total, and from a single server that answers the
-control."""
+"""A call fails after this many unusable responses: in total, and from a single server that answers the control."""
 CONTROL_TIMEOUT_S = 30.0
 CONTROL_SERVERS = 4
 """Maximum number of servers, least busy first, that receive a control at the same time."""

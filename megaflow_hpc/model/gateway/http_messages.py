@@ -23,7 +23,7 @@ TOO_MANY_CONNECTIONS = "too_many_connections"
 SEND_TIMEOUT_S = 60.0
 """Seconds within which an agent must read a response. Other calls of its rollout may be waiting for it."""
 PING_INTERVAL_S = 20.0
-"""Seconds of silence after which a comment is sent in a stream."""
+"""A stream sends a comment after this many seconds without data."""
 MAX_BODY = 32 * 2**20
 """Maximum size of a request body, in bytes."""
 MAX_BODY_OF_UNKNOWN_SIZE = 8 * 2**20

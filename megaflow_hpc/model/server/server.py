@@ -54,15 +54,15 @@ POLL_S = 5.0
 """Seconds between polls of the run directory and of the idle time."""
 IDLE_S = 300.0
 MAX_MISSING_POLLS = 5
-"""Number of consecutive polls without a run directory after which the directory is considered deleted."""
+"""The run directory counts as deleted after this many consecutive polls that do not find it."""
 DRAIN_S = 25.0
 """Seconds that an exiting server waits for requests in flight. Slurm sends SIGKILL 30 s after preemption (KillWait)."""
 MAX_STARTS = 3
-"""Number of consecutive failed starts after which the server gives up."""
+"""The server gives up after this many consecutive failed starts."""
 BACKOFF_S = 1.0
 """Seconds before the second start. The third start waits five times as long."""
 STEADY_S = 60.0
-"""Seconds of serving after which the count of failed starts is reset."""
+"""The count of failed starts is reset after this many seconds of serving."""
 RESTART_DRAIN_S = 900.0
 """Seconds given to requests in flight before a working engine is restarted with new weights."""
 IDLE_STATUS = 75

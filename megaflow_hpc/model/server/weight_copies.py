@@ -62,7 +62,7 @@ HOLD_S = 1.0
 REPLY_TIMEOUT_S = 10.0
 """Timeout in seconds for a complete reply. A peer below 0.4 MB/s exceeds it."""
 STALL_TIMEOUT_S = 60.0
-"""Seconds without new bytes after which the server stops using a peer, even if the peer still replies."""
+"""The server stops using a peer after this many seconds without new bytes, even if the peer still replies."""
 POLL_INTERVAL_S = 0.01
 COMPLETE, RECEIVED = "X-Megaflow-Path", "X-Megaflow-Received"
 """Response headers: the file's path once its version is complete, and the bytes of the version received so far."""

@@ -22,7 +22,7 @@ SIGNAL_S = 1.0
 PATIENCE_S = 12.0
 """Seconds that agents may wait for a pending model response before they are suspended."""
 HURRIED = ("now", "cancelled")
-"""Words in the drain file after which Slurm soon kills the step."""
+"""Reasons in the drain file that mean that Slurm is about to kill the step."""
 STUCK_S = 120.0
 """The pod ends and is restarted if the run directory fails or hangs for this many seconds."""
 

@@ -58,7 +58,7 @@ class Ranks:
 
     @property
     def everyone(self) -> list[int]:
-        """Worker ranks that are ready or awaited, and ranks that run an engine server."""
+        """Worker ranks that are ready or still expected to join, and ranks that run an engine server."""
         return [*self.all, *self._engines]
 
     def tell(self, message: Message | bytes) -> None:

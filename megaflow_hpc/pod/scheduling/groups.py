@@ -23,7 +23,7 @@ class GroupRules:
     wanted: Mapping[str, int] = field(default_factory=dict)
     """Policy → number of rewards that a group needs. Empty if the campaign plans no spare samples."""
     signal_after: int = 0
-    """Number of equal rewards after which a group counts as without signal. 0 disables the rule."""
+    """A group counts as without signal after this many equal rewards. 0 disables the rule."""
 
     @property
     def idle(self) -> bool:

@@ -40,7 +40,7 @@ MAX_REDIRECTS = 5
 MAX_TOKEN_BYTES = 1 << 20
 _CHUNK = 1 << 18
 _BUSY = (429, 500, 502, 503, 504)
-"""HTTP status codes after which a request is retried."""
+"""HTTP status codes that cause a retry."""
 _BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem")
 
 DIGEST = r"sha256:[0-9a-f]{64}"

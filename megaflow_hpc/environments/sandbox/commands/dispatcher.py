@@ -45,7 +45,7 @@ KILL_GRACE_S = 10.0
 """Timeout in seconds for a killed command to end. One of its processes may be in uninterruptible sleep."""
 
 _LOST_WORKER_S = 1.0
-"""Seconds after which a worker is considered lost, if its killed command has no processes but has not ended."""
+"""A worker counts as lost this many seconds after its killed command has no process left but has not ended."""
 
 _LEFT_OVER_READS = 32
 """Maximum number of reads (64 KiB each) per stream after a command ends. A background process may print forever."""

@@ -26,7 +26,7 @@ QUIET_INTERVAL_S = 30.0
 QUIET_BYTES = 100_000
 """Smaller writes count as idle. Commands and the runner print that many bytes without using the disk."""
 MANY_FILES = 1000
-"""Number of new inodes on the file system after which files are also counted. Counting takes as long as measuring
+"""Files are also counted once the file system has this many new inodes. Counting takes as long as measuring
 bytes."""
 
 _WITH_FILES = 'du -s -x -c --block-size=1 -- "$@" | tail -n 1; du -s -x -c --inodes -- "$@" | tail -n 1'
