@@ -153,7 +153,7 @@ class OpenLease:
         self._thread.start()
 
     def leave(self) -> None:
-        """Stops renewing the lease without removing it, so that the campaign stays open and the consumer can reconnect."""
+        """Stops renewing the lease without removing it. The campaign stays open, so that the consumer can return."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
