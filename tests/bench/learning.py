@@ -272,6 +272,7 @@ def team(asked: argparse.Namespace) -> int:
     campaign["models"] = {"author": model, "second": {**copy.deepcopy(model), "path": "models/checker"}}
     campaign["team"] = {"roles": {"writer": "author", "checker": {"policy": "second", "reward": "right"}}}
     both = {name: copy.deepcopy(policies["default"]) for name in campaign["models"]}
+    both["second"]["loss"]["entropy"] = 0.1  # a checker who only says no to a bad writer could not change its mind
     if asked.shuffle:
         both["second"]["advantage"] = {"kind": "tests.bench.shell_team:of_another"}
     campaign["training"]["policies"] = both
