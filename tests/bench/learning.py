@@ -251,6 +251,8 @@ def two(asked: argparse.Namespace) -> int:
 def checker_model(folder: Path, examples: int = 3200) -> Path:
     """Teaches the writer's model to answer yes or no at random, and returns the new model directory."""
     out, path = folder / "models" / "checker", folder / "checker.jsonl"
+    if out.exists():
+        return out
     sys.path[:0] = [str(SOURCES), str(LAUNCHERS)]
     teaching, chance = importlib.import_module("demonstrations"), random.Random(0)
     lesson = teaching.Lesson(1)
