@@ -28,7 +28,7 @@ from megaflow_hpc.tasks.judging import Judge, Message, Rubric, rubric_files
 from megaflow_hpc.tasks.python_class import code_of, named_rewards, origin
 from megaflow_hpc.types import TURN_REWARD, Task
 
-PARAMETERS = ("messages", "patch", "artifacts", "task", "judge", "trajectory", "reward", "rewards", "sandbox")
+PARAMETERS = ("messages", "roles", "patch", "artifacts", "task", "judge", "trajectory", "reward", "rewards", "sandbox")
 """Parameters that a scorer may have. ``reward`` and ``rewards`` are those of the campaign's own verification."""
 BATCH = "rollouts"
 """First parameter of a function that scores many rollouts in one call."""
@@ -139,7 +139,7 @@ def check_turns(rewards: Mapping[str, float], turns: int) -> None:
     """
     for name in rewards:
         number = name.removeprefix(TURN_REWARD)
-        if number != name and not (number.isascii() and number.isdecimal() and int(number) < turns):
+        if number != name and number.isascii() and number.isdecimal() and int(number) >= turns:
             raise UserCodeError(
                 f"reward {name!r}: the rollout made {turns} model calls; expected "
                 + (f"{TURN_REWARD}0 to {TURN_REWARD}{turns - 1}" if turns else "no rewards of turns")

@@ -1,4 +1,4 @@
-"""The campaign's judges, opened for the verification of one rollout. Their calls become an artifact."""
+"""Access to the campaign's judges while one rollout is verified. The calls to judges are stored as an artifact."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megaflow_hpc.trajectory import Recording, Trajectory, linked, path_to
 from megaflow_hpc.types import Artifact
 
 JUDGE_FILE = "judge.json"
-"""Artifact with the calls of judges: model, messages and token counts."""
+"""Name of the artifact that lists all calls to judges, with model, messages and token counts."""
 MAX_JUDGE_BYTES = 1 << 20
-"""Maximum size of the artifact in bytes. Omit the messages if it would be larger."""
+"""Maximum size of the artifact in bytes. A larger artifact is stored without the messages."""
 
 
 class Judges:
-    """The judges of one rollout.
+    """The campaign's judges, as used to verify one rollout.
 
     Args:
         gateway: The gateway that serves the rollout.
         rollout: Id of the rollout.
-        models: Names of the campaign's judges. Empty if it has none.
+        models: Names of the campaign's judges. Empty if the campaign has none.
         prices: Judge → price of its tokens, for judges that have one.
         reward_models: Those of ``models`` that are reward models.
     """
@@ -49,13 +49,13 @@ class Judges:
 
     @asynccontextmanager
     async def open(self, listener: socket.socket | None = None) -> AsyncIterator[Judge]:
-        """Yields access to the judges until the context ends.
+        """Context manager that gives access to the judges.
 
         Args:
             listener: A socket that listens in a sandbox, at which the judges answer too.
 
         Raises:
-            ModelServiceError: The judges' engines were down. Replaces any error from inside the context.
+            ModelServiceError: The judges' engines were down. Replaces any error raised inside the block.
         """
         in_words = [model for model in self.models if model not in self._reward_models]
         first = (in_words or self.models)[0]
@@ -79,7 +79,7 @@ class Judges:
         return [call for recording in self._recordings for call in self._calls(recording)]
 
     def artifacts(self) -> list[Artifact]:
-        """Returns the artifact with all calls, or an empty list without any call."""
+        """Returns a list with the artifact that contains all calls. Empty if no judge was called."""
         calls = self.calls()
         if not calls:
             return []
@@ -124,8 +124,17 @@ def _counted(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
     return {number: tuple(call["tokens"]) for number, call in calls if call.get("tokens")}
 
 
+def by_role(trajectory: Trajectory) -> dict[str, list[dict[str, Any]]]:
+    """Returns the latest conversation of each role; empty without a team."""
+    parents = linked(trajectory.parents, len(trajectory.messages))
+    found = [one for one in conversations(trajectory.messages, parents, trajectory.turns) if one.role]
+    found.sort(key=lambda one: max((call for call in one.turns if call is not None), default=-1))
+    return {one.role: one.messages for one in found}
+
+
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Returns a rollout's main conversation: the one of its policy with the most calls."""
+    """Returns the messages of a rollout's main conversation, which is the conversation of its policy with the most
+    calls."""
     parents = linked(trajectory.parents, len(trajectory.messages))
     candidates = conversations(trajectory.messages, parents, trajectory.turns)
     return candidates[main(candidates, trajectory.policy)].messages if candidates else list(trajectory.messages)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, cast
 from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import LimitError, MegaflowError, UnscoredError, UserCodeError
-from megaflow_hpc.pod.rollout.judges import JUDGE_FILE, Judges, conversation
+from megaflow_hpc.pod.rollout.judges import JUDGE_FILE, Judges, by_role, conversation
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
@@ -75,6 +75,7 @@ class Rescoring:
         stored = {artifact.name: artifact.data for artifact in trajectory.artifacts}
         known: dict[str, Any] = {
             "messages": conversation(trajectory),
+            "roles": by_role(trajectory),
             "patch": stored.get(PATCH, b"").decode("utf-8", "replace"),
             "artifacts": stored,
             "task": task,
@@ -118,6 +119,7 @@ class Rescoring:
             sandboxes.start,
             lambda: conversation(trajectory),
             judges.open if judges.models else None,
+            lambda: by_role(trajectory),
             lambda: {name: data for name, data in stored.items() if name not in (JUDGE_FILE, LOG)},
         )
         if not task.image:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
-from megaflow_hpc.pod.rollout.rollout import _add
+from megaflow_hpc.pod.rollout.rollout import _add, _of_existing_turns
 from megaflow_hpc.trajectories.reading.conversations import conversations
 from megaflow_hpc.trajectory import Recording, Trajectory
-from megaflow_hpc.types import AgentResult
+from megaflow_hpc.types import AgentResult, Verdict
 
 
 def recording(word: str) -> Recording:
@@ -38,6 +38,22 @@ def test_an_agents_own_account_counts_only_without_a_call() -> None:
     ]
     assert [c.messages[-1]["content"] for c in found] == ["one!", "sub", "two!", "sub", "I never said that."]
     assert [trajectory.turns[c.turns[-1]].sequence for c in found[:4] if c.turns[-1] is not None] == [0, 1, 2, 3]
+
+
+def test_rewards_of_calls_that_were_not_made_are_left_out_with_an_error() -> None:
+    trajectory = Trajectory("t/p/0", "t", "t/p", "p", "a", "completed")
+    _add(trajectory, AgentResult(turn_rewards=[0.5] * 4), recording("one"))
+    assert (trajectory.rewards, trajectory.error_kind) == ({}, "agent")
+    assert "reward 'turn.3': the rollout made 3 model calls; expected turn.0 to turn.2" in trajectory.error
+    _add(trajectory, AgentResult(turn_rewards=[0.25]), recording("two"))
+    assert trajectory.rewards == {"turn.3": 0.25}
+
+
+def test_a_verdict_on_calls_that_were_not_made_is_reward_0() -> None:
+    verdict = _of_existing_turns(Verdict.of({"reward": 1.0, "style": 1.0, "turn.2": 1.0}), 2)
+    assert (verdict.reward, verdict.rewards) == (0.0, {"reward": 0.0, "style": 0.0})
+    assert "reward 'turn.2': the rollout made 2 model calls" in verdict.error
+    assert _of_existing_turns(Verdict.of({"turn.1": 1.0}), 2).rewards == {"turn.1": 1.0}
 
 
 def test_rewards_of_turns_are_numbered_over_all_steps() -> None:
