@@ -264,7 +264,7 @@ def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "none.py": "none.py: no such file",
         "wrong_scorers.py": "has no score; define it, or name another",
         "wrong_scorers.py:RUN": "RUN is int; expected a function, or a class with score",
-        "wrong_scorers.py:odd": r"wrong_scorers.py:3: parameter 'colour' is unknown; expected messages, patch",
+        "wrong_scorers.py:odd": r"wrong_scorers.py:3: parameter 'colour' is unknown; expected messages, roles, patch",
         "wrong_scorers": "expected FILE.py",
         "wrong_syntax.py": r"wrong_syntax.py:1: SyntaxError",
         "json.py": "a module of this name is already imported",
