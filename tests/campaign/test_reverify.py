@@ -18,6 +18,7 @@ import yaml
 
 from megaflow_hpc.config import Policy, resolved
 from megaflow_hpc.config.sections import Method
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.errors import ConfigError, UnscoredError
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.pod.rollout.rescoring import Rescoring
@@ -25,12 +26,17 @@ from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.rewards import GivenReward, RewardLog, check_name, given_as, given_rewards
+from megaflow_hpc.tasks.formats import format_of
+from megaflow_hpc.tasks.harbor.artifacts import collect, to_artifacts
+from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.scoring import load_scorer
+from megaflow_hpc.tasks.steps import prepare
 from megaflow_hpc.training.algorithms.rewards import scores
 from megaflow_hpc.training.buffer import stored_rollout
 from megaflow_hpc.trajectories import open_trajectories
 from megaflow_hpc.types import Task
 from tests.support.campaigns import cli, run_local
+from tests.support.harbor_tasks import write_task
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -313,3 +319,40 @@ def test_an_unknown_or_damaged_line_is_skipped_and_the_earliest_counts(tmp_path:
     os.symlink(tmp_path / "elsewhere", run.rewards / "linked")
     with pytest.raises(Exception, match="is a symbolic link"):
         RewardLog(run, "linked").add(GivenReward(id="a/p/0", at=1.0, digest="x", reward=1.0))
+
+
+ARTIFACTS = """\
+artifacts = ["/data"]
+[environment]
+docker_image = "base"
+workdir = "/app"
+[verifier]
+environment_mode = "separate"
+"""
+
+
+def test_artifacts_are_restored_with_their_programs_or_not_at_all(rootfs: str, scratch: Path, tmp_path: Path) -> None:
+    """Collect the artifacts of one sandbox, and put what is stored of them into another."""
+    task = read_harbor_task(write_task(tmp_path, toml=ARTIFACTS))
+
+    async def main() -> tuple[bool, str]:
+        async def stored(sandbox: ApptainerSandbox, number: int) -> dict[str, bytes]:
+            collected = await collect(task, sandbox, tmp_path / str(number))
+            return {artifact.name: artifact.data for artifact in to_artifacts(collected)}
+
+        async with ApptainerProvider(scratch) as provider:
+            spec = SandboxSpec(rootfs, workdir=task.workdir)
+            async with await provider.start(spec) as one, await provider.start(spec) as other:
+                await prepare(task, one)
+                await prepare(task, other)
+                await one.exec("mkdir -p /data/a && echo x >/data/a/b")
+                await one.exec("(echo '#!/bin/sh'; echo echo ran) >/data/made; chmod 755 /data/made")
+                await one.exec("echo log >/logs/artifacts/log")
+                alone = await format_of(task).put_back(task, other, await stored(one, 0))
+                seen = await other.exec("cat /data/a/b /logs/artifacts/log && test ! -x /data/a/b && /data/made")
+                await one.exec("ln -s b /data/a/c")
+                with pytest.raises(UnscoredError, match="not all files of its artifact /data are stored"):
+                    await format_of(task).put_back(task, other, await stored(one, 1))
+                return alone, seen.stdout
+
+    assert asyncio.run(main()) == (True, "x\nlog\nran\n")
