@@ -249,7 +249,7 @@ def two(asked: argparse.Namespace) -> int:
 
 
 def team_models(folder: Path, examples: int = 3200) -> None:
-    """Makes the models ``writer``, which solves some four tasks of ten, and ``checker``, which says yes or no at random.
+    """Makes the models ``writer``, which solves some four tasks of ten, and ``checker``, which answers at random.
 
     The writer is better than that of ``curve``: a checker of bad commands learns to say no before it sees good ones.
     """
