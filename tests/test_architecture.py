@@ -20,10 +20,10 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 BUDGETS = {
     "campaign keys": 210,
     "environment variables": 28,
-    "modules": 454,
+    "modules": 455,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 8,
-    "thousand tokens of agents": 11,
+    "thousand tokens of agents": 14,
     "thousand tokens of at the top": 5,
     "thousand tokens of campaign": 34,
     "thousand tokens of cli": 43,

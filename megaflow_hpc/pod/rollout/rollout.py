@@ -19,13 +19,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 from megaflow_hpc.agents import create
-from megaflow_hpc.agents.remote import forked
+from megaflow_hpc.agents.remote import Job, ProcessLostError, forked
 from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import (
@@ -146,6 +146,15 @@ class AgentRun:
             await asyncio.sleep(SETTLE_S)
 
     async def _run_agent(self, task: Task, resumed: Checkpoint | None) -> tuple[AgentResult, Recording]:
+        """Runs the agent. Without a sandbox, it runs again if its process ended, which other agents may have caused."""
+        if not task.image and forked(self._agent.name):
+            with suppress(ProcessLostError):
+                return await self._run_agent_once(task, resumed, shared=True)
+        return await self._run_agent_once(task, resumed, shared=False)
+
+    async def _run_agent_once(
+        self, task: Task, resumed: Checkpoint | None, shared: bool
+    ) -> tuple[AgentResult, Recording]:
         """Runs the agent within its time limit. Keeps the gateway's recording even if the agent is cut off.
 
         The work of an agent that ended by itself is verified, even after an error. A model call without a response
@@ -159,6 +168,7 @@ class AgentRun:
             NoProgramError: The agent's program in the sandbox could not be started.
             UserCodeError: The agent's code failed before the model's first response.
             LostError: The sandbox was lost in the first attempt. In later attempts, that is the agent's failure.
+            ProcessLostError: The process that the agent shared with others ended.
         """
         services, rollout, settings = self._services, self._rollout, self._agent
         agent = create(settings)
@@ -175,7 +185,11 @@ class AgentRun:
             try:
                 if forked(settings.name):
                     in_sandbox = partial(services.gateway.in_sandbox, rollout.id)
-                    work = services.agents.run(settings, task, self._sandbox, endpoint, state, rollout.id, in_sandbox)
+                    job = Job(settings, task, self._sandbox, endpoint, state, rollout.id, in_sandbox)
+                    if task.image:
+                        work = services.agents.run(job)
+                    else:
+                        work = services.conversing.run(job) if shared else services.conversing.run_alone(job)
                 else:
                     if state is not None:
                         cast(ResumableAgent, agent).resume(state)
@@ -191,6 +205,8 @@ class AgentRun:
                     raise
                 result = AgentResult(exit_code=KILLED[0], error=str(error))
             except (UserCodeError, ModelServiceError) as error:
+                if shared and isinstance(error, ProcessLostError):
+                    raise
                 result, raised = AgentResult(), error  # perhaps because the gateway refused a call
             if endpoint:
                 suspended = services.gateway.suspended(rollout.id)
