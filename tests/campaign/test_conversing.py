@@ -69,7 +69,8 @@ def conversing(tmp_path: Path, agent: Any = "asks:Asks", task: str = "Sum", coun
 
 
 @pytest.mark.slow
-def test_a_campaign_without_images(tmp_path: Path) -> None:
+def test_a_campaign_without_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAFLOW_APPTAINER", "/nowhere/apptainer")  # any look for it would be an error
     result, done = run_local(conversing(tmp_path))
     assert done.returncode == 0, done.stderr
     with open_trajectories(result["run"]) as store:

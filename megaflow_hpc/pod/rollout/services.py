@@ -28,7 +28,8 @@ class Services:
     policies: Mapping[str, Policy]
     images: dict[str, str]
     """Image name in the tasks → SIF file or directory. Each rollout adds its task's images when it starts."""
-    provider: ApptainerProvider
+    provider: ApptainerProvider | None
+    """Starts sandboxes. ``None`` if no task has one, so that this node needs no Apptainer."""
     gateway: ModelGateway
     agents: Zygote = field(default_factory=lambda: Zygote(()))
     """Runs Python agents in separate processes."""
@@ -48,12 +49,14 @@ class Services:
         policies: Mapping[str, Policy],
         checkpoints: Path,
         code_places: tuple[str, str] = ("", ""),
+        sandboxes: bool = True,
     ) -> Services:
         """Starts the gateway, the process that forks agents, and the sandbox provider.
 
         Args:
             checkpoints: Directory for checkpoints.
             code_places: Directories with the campaign's own agents: the run's copy, and the campaign file's directory.
+            sandboxes: False if no task has a sandbox.
         """
         code.look_in(*code_places)
         models = {name: policy.model for name, policy in policies.items() if policy.model is not None}
@@ -68,13 +71,15 @@ class Services:
         )
         await gateway.start()
         agents = Zygote([agent.name for policy in policies.values() for agent in policy.agents], *code_places)
-        return cls(config, policies, {}, ApptainerProvider(), gateway, agents, checkpoints)
+        provider = ApptainerProvider() if sandboxes else None
+        return cls(config, policies, {}, provider, gateway, agents, checkpoints)
 
     async def close(self) -> None:
         """Stops all services and all sandboxes."""
         self.conversing.close()
         self.agents.close()
-        await self.provider.close()
+        if self.provider is not None:
+            await self.provider.close()
         await self.gateway.stop()
 
 
