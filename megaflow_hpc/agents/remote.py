@@ -345,6 +345,7 @@ class Zygote:
                 self._process.kill()
                 self._process.wait()
         self._process = self._control = None
+        self._fail()
 
     def _started(self) -> socket.socket:
         if self._control is not None and self._process is not None and self._process.poll() is None:
@@ -362,13 +363,17 @@ class Zygote:
         asyncio.get_running_loop().add_reader(ours, self._on_packet, ours)
         return ours
 
+    def _fail(self) -> None:
+        """Treats all forked processes as killed, because they end with the zygote."""
+        for future in list(self._ended.values()):
+            if not future.done():
+                future.set_result(signal.SIGKILL)
+
     def _on_packet(self, control: socket.socket) -> None:
         data = control.recv(4096, socket.MSG_DONTWAIT)
         if not data:  # the zygote and all its agents are gone
             asyncio.get_running_loop().remove_reader(control)
-            for future in list(self._ended.values()):
-                if not future.done():
-                    future.set_result(signal.SIGKILL)
+            self._fail()
             return
         message = json.loads(data)
         if (waiting := self._ended.get(message["ended"])) is not None and not waiting.done():

@@ -45,7 +45,7 @@ class Odd:
             await until(lambda: len(os.listdir(self.place)) > 3)
             os._exit(3)
         if self.what == "fill memory":
-            self.held = [bytearray(1 << 28) for _ in range(64)]
+            self.held = bytearray(9 << 30)  # reserved, but not touched
         if self.what == "persist":
             Path(self.place, f"{task.id}.{os.getpid()}").touch()
             while True:

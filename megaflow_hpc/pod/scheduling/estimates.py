@@ -1,10 +1,10 @@
 """Expected durations of rollouts, learned as rollouts end. Pure, without a clock.
 
 Durations of agents are roughly log-normal: many are short, and a few are very long. :class:`Estimates` tracks mean and
-variance of the logarithm (Welford) on three levels: all rollouts, each policy, and each task of a policy. A level with
-few observations is shrunk towards the level above it. The level above counts as ``PRIOR`` observations. So the first
-sample of a new task is estimated from its policy, and the eighth mostly from the previous seven. Earlier campaigns can
-provide initial estimates.
+variance of the logarithm (Welford) on three levels: all rollouts, each arm (:attr:`.Rollout.arm`), and each task of an
+arm. A level with few observations is shrunk towards the level above it. The level above counts as ``PRIOR``
+observations. So the first sample of a new task is estimated from its arm, and the eighth mostly from the previous
+seven. Earlier campaigns can provide initial estimates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PRIOR = 2.0
 PRIOR_DEVIATION = 1.0
 """Prior standard deviation of the logarithm: a factor of 2.7 either way."""
 MAX_LEARNED = 8
-"""Maximum weight of all earlier campaigns together, in observations, for a task or a policy."""
+"""Maximum weight of all earlier campaigns together, in observations, for a task or an arm."""
 SHORTEST_S = 1e-3
 MAX_TASKS = 16_384
 """Maximum number of this campaign's tasks to remember (about 7 MB). The oldest are dropped first."""
@@ -48,34 +48,34 @@ class _Moments:
 
 
 class Estimates:
-    """Expected durations in seconds, by task and policy."""
+    """Expected durations in seconds, by task and arm."""
 
     def __init__(self) -> None:
         self._levels: dict[tuple[str, ...], _Moments] = {}
-        """Moments by ``()`` for all rollouts, ``(policy,)``, and ``(policy, task)`` for tasks of earlier campaigns."""
+        """Moments by ``()`` for all rollouts, ``(arm,)``, and ``(arm, task)`` for tasks of earlier campaigns."""
         self._tasks: dict[tuple[str, ...], _Moments] = {}
-        """Moments by ``(policy, task)`` for tasks that only this pod has seen."""
+        """Moments by ``(arm, task)`` for tasks that only this pod has seen."""
 
-    def observe(self, task: str, policy: str, seconds: float) -> None:
-        """Records that a rollout of ``task`` under ``policy`` took ``seconds``."""
+    def observe(self, task: str, arm: str, seconds: float) -> None:
+        """Records that a rollout of ``task`` in ``arm`` took ``seconds``."""
         value = math.log(max(seconds, SHORTEST_S))
-        for key in ((), (policy,)):
+        for key in ((), (arm,)):
             self._levels.setdefault(key, _Moments()).add(1, value, 0.0)
-        of_task = self._of_task((policy, task))
+        of_task = self._of_task((arm, task))
         if of_task is None:
-            of_task = self._tasks[policy, task] = _Moments()
+            of_task = self._tasks[arm, task] = _Moments()
             if len(self._tasks) > MAX_TASKS:
                 del self._tasks[next(iter(self._tasks))]
         of_task.add(1, value, 0.0)
 
-    def expect(self, task: str, policy: str, quantile: float = 0.5) -> float | None:
+    def expect(self, task: str, arm: str, quantile: float = 0.5) -> float | None:
         """Returns a quantile of the duration of such rollouts in seconds. ``None`` before any rollout has ended."""
         every = self._levels.get(())
         if every is None:
             return None
         mean = every.mean
         variance = (every.squares + PRIOR * PRIOR_DEVIATION**2) / (every.n + PRIOR)
-        for level in (self._levels.get((policy,)), self._of_task((policy, task))):
+        for level in (self._levels.get((arm,)), self._of_task((arm, task))):
             if level is None:
                 break
             weight = level.n + PRIOR
@@ -94,10 +94,10 @@ class Estimates:
         machine.
 
         Args:
-            rows: Task, policy, count, and mean and variance of the logarithm of seconds.
+            rows: Task, arm, count, and mean and variance of the logarithm of seconds.
         """
-        for task, policy, n, mean, variance in rows:
-            for key in ((), (policy,), (policy, task)):
+        for task, arm, n, mean, variance in rows:
+            for key in ((), (arm,), (arm, task)):
                 self._levels.setdefault(key, _Moments()).add(n, mean, variance)
         for level in self._levels.values():
             level.fade(MAX_LEARNED)
