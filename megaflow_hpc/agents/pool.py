@@ -14,7 +14,7 @@ import asyncio
 import os
 from collections import deque
 
-from megaflow_hpc.agents.remote import AgentProcess, Job, Zygote
+from megaflow_hpc.agents.remote import AgentProcess, AgentJob, Zygote
 from megaflow_hpc.errors import UserCodeError
 from megaflow_hpc.host.process import stat_fields
 from megaflow_hpc.types import AgentResult
@@ -31,7 +31,7 @@ STALL_S = 20.0
 """Kill a process with several agents if one of them blocks it for so long, or does not end after it was cancelled."""
 
 
-class Pool:
+class AgentPool:
     """Runs agents in shared processes. Bound to one event loop."""
 
     def __init__(self, zygote: Zygote) -> None:
@@ -49,7 +49,7 @@ class Pool:
         self._looking: asyncio.TimerHandle | None = None
         self._checking: asyncio.TimerHandle | None = None
 
-    async def run(self, job: Job) -> AgentResult:
+    async def run(self, job: AgentJob) -> AgentResult:
         """Runs one agent to completion. Cancelling the call cancels the agent.
 
         Raises:
@@ -66,7 +66,7 @@ class Pool:
             process = await self._wait()
         return await process.run(job)
 
-    async def run_alone(self, job: Job) -> AgentResult:
+    async def run_alone(self, job: AgentJob) -> AgentResult:
         """Runs one agent in a process of its own, with the limits of shared ones. Raises the errors of :meth:`run`."""
         return await self._zygote.run(job, limited=True)
 

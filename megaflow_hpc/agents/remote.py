@@ -134,7 +134,7 @@ class ProcessLostError(UserCodeError):
 
 
 @dataclass
-class Job:
+class AgentJob:
     """What an agent's process is asked to do."""
 
     agent: AgentSpec
@@ -173,7 +173,7 @@ class AgentProcess:
     ) -> None:
         self._number, self._control, self._writer = number, control, writer
         self._ended, self._prints = ended, prints
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, AgentJob] = {}
         self._work: set[asyncio.Task[None]] = set()
         self.taken = 0
         """Number of jobs so far."""
@@ -200,7 +200,7 @@ class AgentProcess:
         """Returns the names of the agents in this process."""
         return {job.agent.name for job in self._jobs.values()}
 
-    async def run(self, job: Job) -> AgentResult:
+    async def run(self, job: AgentJob) -> AgentResult:
         """Runs one agent to completion. Cancelling the call cancels the agent.
 
         Raises:
@@ -287,7 +287,7 @@ class Zygote:
         self._ended: dict[int, asyncio.Future[int]] = {}
         self._count = 0
 
-    async def run(self, job: Job, limited: bool = False) -> AgentResult:
+    async def run(self, job: AgentJob, limited: bool = False) -> AgentResult:
         """Runs one agent to completion in a process of its own. Cancelling the call kills that process.
 
         Raises:

@@ -13,17 +13,17 @@ import asyncio
 import re
 import secrets
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import yaml
 
 from megaflow_hpc.errors import ConfigError, ModelServiceError, UserCodeError
+from megaflow_hpc.host.loop import blocking
 from megaflow_hpc.types import ModelEndpoint
 
-T = TypeVar("T")
 Message = Mapping[str, Any]
 MAX_SHOWN = 60_000
 """Maximum number of characters of a conversation that a rubric shows to the judge. Its middle is left out."""
@@ -127,20 +127,6 @@ class WaitingJudge:
     def ask(self, messages: str | Sequence[Message], model: str = "", **options: Any) -> str:
         """Returns the text of a judge's answer. The arguments are those of :meth:`Judge.ask`."""
         return blocking(self.judge.ask(messages, model, **options), self._loop)
-
-
-def blocking(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """Waits in a thread for work in an event loop.
-
-    Raises:
-        UserCodeError: called in the loop's own thread, where it would wait for itself.
-    """
-    try:
-        here = asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
-    work.close()
-    raise UserCodeError(f"a call that blocks was made in {here}; write the method as async def, and await the call")
 
 
 class Criterion(msgspec.Struct, forbid_unknown_fields=True):

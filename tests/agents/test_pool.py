@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.agents import pool
-from megaflow_hpc.agents.pool import Pool
-from megaflow_hpc.agents.remote import Job, ProcessLostError, Zygote
+from megaflow_hpc.agents.pool import AgentPool
+from megaflow_hpc.agents.remote import AgentJob, ProcessLostError, Zygote
 from megaflow_hpc.errors import UserCodeError
 from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.types import Task
@@ -37,9 +37,9 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def opened() -> AsyncIterator[Pool]:
+async def opened() -> AsyncIterator[AgentPool]:
     zygote = Zygote([NAME])
-    found = Pool(zygote)
+    found = AgentPool(zygote)
     try:
         yield found
     finally:
@@ -47,10 +47,10 @@ async def opened() -> AsyncIterator[Pool]:
         zygote.close()
 
 
-def job(what: str, place: Path | str = "", task: str = "t") -> Job:
+def job(what: str, place: Path | str = "", task: str = "t") -> AgentJob:
     agent = SimpleNamespace(name=NAME, max_turns=None, timeout_s=None, args={"what": what, "place": str(place)})
     it = replace(TASK, id=task)
-    return Job(agent, it, NoSandbox(it), label=f"{task}/p/0")  # type: ignore[arg-type]
+    return AgentJob(agent, it, NoSandbox(it), label=f"{task}/p/0")  # type: ignore[arg-type]
 
 
 def pids(place: Path) -> dict[str, str]:
@@ -65,7 +65,7 @@ async def begun(place: Path, count: int) -> dict[str, str]:
     return pids(place)
 
 
-def started(it: Pool, jobs: Iterable[Job]) -> list[asyncio.Task[Any]]:
+def started(it: AgentPool, jobs: Iterable[AgentJob]) -> list[asyncio.Task[Any]]:
     return [asyncio.create_task(it.run(one)) for one in jobs]
 
 

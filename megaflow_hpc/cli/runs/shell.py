@@ -118,8 +118,8 @@ def _agent(run: RunDir, policy: Policy, rollout: str, scaffold: str) -> AgentCon
                 return policy.agent(planned.agent)
     names = ", ".join(agent.short_title for agent in policy.agents)
     raise ConfigError(
-        f"{run}: no rollout {rollout!r} is planned, and its policy has several agents: {names}; give the id of a planned "
-        "rollout, or with an agent: <task>/<policy>+<agent>/<sample>"
+        f"{run}: no rollout {rollout!r} is planned, and its policy has several agents: {names}; give the id of a "
+        "planned rollout, or with an agent: <task>/<policy>+<agent>/<sample>"
     )
 
 

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, cast
 
 from megaflow_hpc.agents import create
-from megaflow_hpc.agents.remote import Job, ProcessLostError, forked
+from megaflow_hpc.agents.remote import AgentJob, ProcessLostError, forked
 from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import (
@@ -185,7 +185,7 @@ class AgentRun:
             try:
                 if forked(settings.name):
                     in_sandbox = partial(services.gateway.in_sandbox, rollout.id)
-                    job = Job(settings, task, self._sandbox, endpoint, state, rollout.id, in_sandbox)
+                    job = AgentJob(settings, task, self._sandbox, endpoint, state, rollout.id, in_sandbox)
                     if task.image:
                         work = services.agents.run(job)
                     else:

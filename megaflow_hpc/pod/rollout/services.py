@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaflow_hpc.agents import code
-from megaflow_hpc.agents.pool import Pool
+from megaflow_hpc.agents.pool import AgentPool
 from megaflow_hpc.agents.remote import Zygote
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.quotas import gateways
@@ -38,7 +38,7 @@ class Services:
 
     def __post_init__(self) -> None:
         max_rank_bytes = MAX_CAMPAIGN_BYTES / gateways(self.config.slurm.pods)
-        self.conversing = Pool(self.agents)
+        self.conversing = AgentPool(self.agents)
         """Runs Python agents of tasks without a sandbox, many in one process."""
         self.preemption = Preemption(self.gateway, self.checkpoints, MAX_CHECKPOINT_BYTES, max_rank_bytes)
 

@@ -65,7 +65,7 @@ class Durations:
 
     def expected_s(self, rollout: Rollout) -> float:
         """Returns the mean duration in seconds for the rollout's task and arm, or else its task, its arm, or all
-         rollouts."""
+        rollouts."""
         return next(self._means[key] for key in _keys(rollout.task_id, rollout.arm) if key in self._means)
 
     def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
