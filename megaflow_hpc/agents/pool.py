@@ -14,7 +14,7 @@ import asyncio
 import os
 from collections import deque
 
-from megaflow_hpc.agents.remote import AgentProcess, AgentJob, Zygote
+from megaflow_hpc.agents.remote import AgentJob, AgentProcess, Zygote
 from megaflow_hpc.errors import UserCodeError
 from megaflow_hpc.host.process import stat_fields
 from megaflow_hpc.types import AgentResult
@@ -28,7 +28,8 @@ MAX_CORES = 8
 GROW_S = 0.05
 """A process that has not responded for so long, and sleeps, is blocked by its agent."""
 STALL_S = 20.0
-"""Kill a process with several agents if one of them blocks it for so long, or does not end after it was cancelled."""
+"""Kill a process with several agents if one of them blocks it for so long, or does not end after it was cancelled. A
+process that lacks CPU time does not count as blocked."""
 
 
 class AgentPool:
@@ -42,8 +43,8 @@ class AgentPool:
         self._waiting: deque[asyncio.Future[AgentProcess]] = deque()
         self._unanswered: dict[AgentProcess, int] = {}
         """Processes that had not responded at the latest :meth:`_look` → their number of jobs then."""
-        self._checked: dict[AgentProcess, tuple[int, frozenset[int]]] = {}
-        """Process → its number of jobs, and its cancelled jobs, at the latest :meth:`_check`."""
+        self._checked: dict[AgentProcess, tuple[int, frozenset[int], float]] = {}
+        """Process → its number of jobs, its cancelled jobs, and its CPU seconds at the latest :meth:`_check`."""
         self._blocking: set[str] = set()
         """Agents that blocked a process while others shared it. They now get processes of their own."""
         self._looking: asyncio.TimerHandle | None = None
@@ -164,17 +165,18 @@ class AgentPool:
         """Kills processes that one agent withholds from others, and processes that are no longer needed."""
         before, self._checked = self._checked, {}
         for process in list(self._processes):
-            cancelled = process.cancelled()
-            taken, jobs = before.get(process, (-1, frozenset()))
+            cancelled, cpu_s, asleep = process.cancelled(), _cpu_s(process), _asleep(process)
+            taken, jobs, cpu_s_before = before.get(process, (-1, frozenset(), 0.0))
             stalled = process.running > 1 and not process.ready and process.taken == taken
+            stalled = stalled and (asleep or cpu_s - cpu_s_before > STALL_S / 2)
             if stalled or cancelled & jobs:
-                if stalled and _asleep(process):
+                if stalled and asleep:
                     self._blocking |= process.agents()
                 self._remove(process)
             elif not process.running and len(self._processes) > self._cores:
                 self._remove(process)
             else:
-                self._checked[process] = process.taken, cancelled
+                self._checked[process] = process.taken, cancelled, cpu_s
                 if process.ready:
                     process.send({"ping": True})
         self._checking = asyncio.get_running_loop().call_later(STALL_S, self._check) if self._processes else None
@@ -188,3 +190,9 @@ def _asleep(process: AgentProcess) -> bool:
     """Returns whether a process that does not respond waits for something, rather than computes."""
     fields = stat_fields(process.pid)
     return not fields or fields[0] in "SD"
+
+
+def _cpu_s(process: AgentProcess) -> float:
+    """Returns the CPU seconds that a process has used."""
+    fields = stat_fields(process.pid)
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if fields else 0.0

@@ -214,6 +214,7 @@ class AgentProcess:
         number = self.taken
         job.result = asyncio.get_running_loop().create_future()
         self._jobs[number] = job
+        self._prints.refill()
         self.send(job.message(number))
         try:
             return await job.result
@@ -252,12 +253,7 @@ class AgentProcess:
                 continue
             else:
                 del self._jobs[message["job"]]
-                if job.result.done():  # cancelled meanwhile
-                    pass
-                elif "result" in message:
-                    job.result.set_result(AgentResult(**message["result"]))
-                else:
-                    job.result.set_exception(decode_error(message))
+                _complete(job, message)
             self.changed(self)
         self.lost = True
         why = "it does not end"
@@ -269,6 +265,19 @@ class AgentProcess:
         self._jobs.clear()
         self.kill()
         self.changed(self)
+
+
+def _complete(job: AgentJob, message: dict[str, Any]) -> None:
+    """Sets the result of a job from the last message about it, unless the job was cancelled meanwhile."""
+    if job.result.done():
+        return
+    try:
+        if "result" in message:
+            job.result.set_result(AgentResult(**message["result"]))
+        else:
+            job.result.set_exception(decode_error(message))
+    except (TypeError, KeyError) as error:  # the agent added an attribute to its result
+        job.result.set_exception(UserCodeError(f"agent {job.agent.name}: its result is invalid: {error!r}"))
 
 
 class Zygote:
@@ -412,7 +421,8 @@ def _describe_exit(status: int) -> str:
 
 
 MAX_SHOWN_BYTES = 64 * 1024
-"""Maximum bytes of output to show per agent. Further output is read and discarded, so that the agent does not block."""
+"""Maximum bytes of output to show per agent. If agents share a process, each new one refills what all may print.
+Further output is read and discarded, so that the agent does not block."""
 MAX_LINE_BYTES = 4096
 """Maximum length of a line in bytes. Longer lines are split."""
 DRAIN_S = 5.0
@@ -457,6 +467,10 @@ class Prints(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._flush()
+
+    def refill(self) -> None:
+        """Shows up to :data:`MAX_SHOWN_BYTES` more, for the next agent in this process."""
+        self._left = MAX_SHOWN_BYTES
 
     def end(self) -> None:
         """Closes the pipe shortly after the agent has ended."""

@@ -149,21 +149,22 @@ async def test_an_agent_that_survives_its_time_limit_costs_its_process(
             await other
 
 
+@pytest.mark.parametrize("what", ["wait, then block", "wait, then spin"])
 @in_loop
-async def test_an_agent_that_blocks_others_gets_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_agent_that_holds_up_others_costs_its_process(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "STALL_S", 0.3)
     async with opened() as it:
         others = started(it, (job("share", tmp_path, f"t{n}") for n in range(3)))
         await begun(tmp_path, 3)
-        (blocks,) = started(it, [job("wait, then block", tmp_path, "blocks")])
+        (blocks,) = started(it, [job(what, tmp_path, "blocks")])
         for one in (*others, blocks):
             with pytest.raises(ProcessLostError, match="SIGKILL"):
                 await one
         running = started(it, (job("share", tmp_path, f"n{n}") for n in range(2)))
         used = await begun(tmp_path, 6)
-        assert used["n0"] != used["n1"]
+        assert (used["n0"] != used["n1"]) == (what == "wait, then block"), "an agent that blocks may do so again"
         (tmp_path / "end").touch()
         await asyncio.gather(*running)
 

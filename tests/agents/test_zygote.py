@@ -45,7 +45,9 @@ def spec(what: str, **args: Any) -> Any:
 async def blocked(zygote: Zygote, folder: Path) -> tuple[asyncio.Task[Any], int]:
     """Start an agent that never answers; return it and the pid of its process."""
     place = folder / "pid"
-    running = asyncio.create_task(zygote.run(AgentJob(spec("block", place=str(place)), TASK, LocalSandbox(folder / "a"))))
+    running = asyncio.create_task(
+        zygote.run(AgentJob(spec("block", place=str(place)), TASK, LocalSandbox(folder / "a")))
+    )
     while not place.exists() or not place.read_text():
         await asyncio.sleep(0.02)
     return running, int(place.read_text())

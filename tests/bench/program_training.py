@@ -33,7 +33,8 @@ CONTEXT = 131_072
 MAX_MISMATCH = 1e-4
 """Largest mean difference between the engine's and the trainer's log-probabilities, both float32."""
 TASK = {
-    "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 3000\n[environment]\ndocker_image = "base"\nworkdir = "/app"\n',
+    "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 3000\n'
+    '[environment]\ndocker_image = "base"\nworkdir = "/app"\n',
     "instruction.md": "Write a poem into the file poem.\n",
     "tests/test.sh": "echo 0.$(od -An -N2 -tu2 /dev/urandom | tr -d ' ') > /logs/verifier/reward.txt\n",
 }

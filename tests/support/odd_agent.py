@@ -51,9 +51,11 @@ class Odd:
             while True:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(60)
-        if self.what == "wait, then block":
+        if self.what in ("wait, then block", "wait, then spin"):
             Path(self.place, f"{task.id}.{os.getpid()}").touch()
             await until(lambda: len(os.listdir(self.place)) > 3)
+            while self.what == "wait, then spin":
+                pass
             time.sleep(600)
         if self.what == "block shortly":
             Path(self.place, f"{task.id}.{os.getpid()}").touch()

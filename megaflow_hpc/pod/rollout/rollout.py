@@ -18,15 +18,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.remote import AgentJob, ProcessLostError, forked
-from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import (
     ConfigError,
@@ -95,24 +94,14 @@ class AgentRun:
     """Runs the agent of one attempt on each step, and adds its work to the trajectory.
 
     Args:
-        has_model: True if the policy has a model. The agent calls it through the gateway.
+        sandbox: The sandbox, or its stand-in if the task has none.
         resumed: The checkpoint to continue from, if any.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        rollout: Rollout,
-        agent: AgentConfig,
-        has_model: bool,
-        sandbox: ApptainerSandbox,
-        sandboxes: Sandboxes,
-        trajectory: Trajectory,
-        resumed: Checkpoint | None,
-    ) -> None:
-        self._services, self._rollout, self._agent, self._has_model = services, rollout, agent, has_model
-        self._sandbox, self._sandboxes = sandbox, sandboxes
-        self._trajectory, self._resumed = trajectory, resumed
+    def __init__(self, attempt: RunningAttempt, sandbox: ApptainerSandbox, resumed: Checkpoint | None = None) -> None:
+        self._services, self._rollout, self._agent = attempt.services, attempt.rollout, attempt.agent
+        self._has_model, self._sandboxes = attempt.has_model, attempt.sandboxes
+        self._trajectory, self._sandbox, self._resumed = attempt.trajectory, sandbox, resumed
         self.verdicts: list[StepVerdict] = resumed.verdicts if resumed else []
         """Verdicts of the completed steps."""
 
@@ -315,7 +304,7 @@ async def run_attempt(
     ended = AttemptResult(blank(rollout, attempt))
     trajectory = ended.trajectory
     try:
-        await _run(services, rollout, task, trajectory, checkpoint)
+        await RunningAttempt(services, rollout, task, trajectory, checkpoint).run()
         if services.preemption.preempted:
             raise asyncio.CancelledError
     except CutShort as cut:
@@ -355,94 +344,101 @@ def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
     trajectory.reward, trajectory.rewards = None, {}
 
 
-async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory, checkpoint: str) -> None:
-    policy = services.policies[rollout.policy]
-    agent = policy.agent(rollout.agent)
-    if policy.model is not None and services.config.seed is not None:
-        trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
-    await asyncio.to_thread(check_unchanged, task)
-    sandboxes = Sandboxes(services.provider)
-    judges = Judges(services.gateway, rollout.id, services.config.judges())
-    context = verification_context(
-        task,
-        services.config.environment,
-        services.images,
-        sandboxes.start,
-        lambda: conversation(trajectory),
-        judges.open if judges.models else None,
-    )
-    run_agent = partial(AgentRun, services, rollout, agent, policy.model is not None)
-    verifying = partial(timed, trajectory, "verify_s")
-    if task.image:
-        verdict = await _run_in_sandbox(services, sandboxes, task, agent, trajectory, checkpoint, context, run_agent)
-    else:
-        none = NoSandbox(task)
-        conversing = run_agent(cast(ApptainerSandbox, none), sandboxes, trajectory, None)
-        verdict = await run_conversation(task, none, context, conversing.run, verifying)
-    await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
-    output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
-    trajectory.artifacts += [*verdict.artifacts, *judges.artifacts(), Artifact("verifier.log", output)]
-    trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
-    if verdict.agent_error or verdict.error:
-        trajectory.error_kind = "verifier" if verdict.error else "agent"
-        trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
+class RunningAttempt:
+    """One attempt under way: its task and agent, and what its steps share.
 
+    Args:
+        trajectory: The trajectory to complete.
+        checkpoint: Checkpoint to resume from. Empty if there is none.
+    """
 
-async def _run_in_sandbox(
-    services: Services,
-    sandboxes: Sandboxes,
-    task: Task,
-    agent: AgentConfig,
-    trajectory: Trajectory,
-    checkpoint: str,
-    context: VerificationContext,
-    run_agent: Callable[..., AgentRun],
-) -> Verdict:
-    """Starts a sandbox, runs the steps of a task in it, and stops it."""
-    with timed(trajectory, "setup_s"):
-        sandbox, resumed = await _start_sandbox(services, sandboxes, task, agent, checkpoint)
-    try:
-        with timed(trajectory, "setup_s"):
-            if resumed is None:
-                await prepare(task, sandbox)
-            else:
-                checkout.write_note(sandbox, resumed.note)
-        if resumed is not None:
-            resumed.carry_over(trajectory)
-        in_sandbox = run_agent(sandbox, sandboxes, trajectory, resumed)
-        return await run_steps(
+    def __init__(
+        self, services: Services, rollout: Rollout, task: Task, trajectory: Trajectory, checkpoint: str
+    ) -> None:
+        policy = services.policies[rollout.policy]
+        self.services, self.rollout, self.task, self.trajectory = services, rollout, task, trajectory
+        self.agent, self.has_model = policy.agent(rollout.agent), policy.model is not None
+        """The agent, and whether it has a model, which it calls through the gateway."""
+        self.sandboxes = Sandboxes(services.provider)
+        self._checkpoint = checkpoint
+        self._judges = Judges(services.gateway, rollout.id, services.config.judges())
+
+    async def run(self) -> None:
+        """Runs the attempt to its verdict. Raises every error that ends it without one."""
+        task, trajectory, config = self.task, self.trajectory, self.services.config
+        if self.has_model and config.seed is not None:
+            trajectory.seed = self.rollout.seed(config.seed, trajectory.attempt)
+        await asyncio.to_thread(check_unchanged, task)
+        context = verification_context(
             task,
-            sandbox,
-            context,
-            in_sandbox.run,
-            verdicts=in_sandbox.verdicts,
-            under_way=resumed is not None,
-            verifying=lambda: timed(trajectory, "verify_s"),
+            config.environment,
+            self.services.images,
+            self.sandboxes.start,
+            lambda: conversation(trajectory),
+            self._judges.open if self._judges.models else None,
         )
-    finally:
+        verdict = await (self._run_in_sandbox(context) if task.image else self._converse(context))
+        await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
+        output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
+        trajectory.artifacts += [*verdict.artifacts, *self._judges.artifacts(), Artifact("verifier.log", output)]
+        trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
+        if verdict.agent_error or verdict.error:
+            trajectory.error_kind = "verifier" if verdict.error else "agent"
+            trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
+
+    def _verifying(self) -> AbstractContextManager[None]:
+        return timed(self.trajectory, "verify_s")
+
+    async def _converse(self, context: VerificationContext) -> Verdict:
+        none = NoSandbox(self.task)
+        conversing = AgentRun(self, cast(ApptainerSandbox, none))
+        return await run_conversation(self.task, none, context, conversing.run, self._verifying)
+
+    async def _run_in_sandbox(self, context: VerificationContext) -> Verdict:
+        """Starts a sandbox, runs the steps of the task in it, and stops it."""
+        trajectory = self.trajectory
+        with timed(trajectory, "setup_s"):
+            sandbox, resumed = await self._start_sandbox()
         try:
-            await sandbox.stop()
-        except Exception as error:  # the verdict stays valid, and the janitor cleans up
-            print(printable(f"{trajectory.id}: {error}"), file=sys.stderr)
-        sandboxes.add_usage(trajectory)
-
-
-async def _start_sandbox(
-    services: Services, sandboxes: Sandboxes, task: Task, agent: AgentConfig, checkpoint: str
-) -> tuple[ApptainerSandbox, Checkpoint | None]:
-    """Starts a rollout's sandbox, restoring the files of its checkpoint if there is one."""
-    try:
-        spec = rollout_spec(task, agent, services.images, services.config.environment)
-        resumed = await services.preemption.load(checkpoint)
-        if resumed is not None:
+            with timed(trajectory, "setup_s"):
+                if resumed is None:
+                    await prepare(self.task, sandbox)
+                else:
+                    checkout.write_note(sandbox, resumed.note)
+            if resumed is not None:
+                resumed.carry_over(trajectory)
+            in_sandbox = AgentRun(self, sandbox, resumed)
+            return await run_steps(
+                self.task,
+                sandbox,
+                context,
+                in_sandbox.run,
+                verdicts=in_sandbox.verdicts,
+                under_way=resumed is not None,
+                verifying=self._verifying,
+            )
+        finally:
             try:
-                return await sandboxes.start(spec, resumed.layer), resumed
-            except SandboxError as error:
-                print(printable(f"{error}; the rollout starts anew"), file=sys.stderr)
-            finally:
-                services.preemption.remove(checkpoint)
-        return await sandboxes.start(spec), None
-    except SandboxError as error:
-        raise NoSandboxError(str(error)) from error
-    except OSError as error:
-        raise NoSandboxError(f"no sandbox could be made: {error}") from error
+                await sandbox.stop()
+            except Exception as error:  # the verdict stays valid, and the janitor cleans up
+                print(printable(f"{trajectory.id}: {error}"), file=sys.stderr)
+            self.sandboxes.add_usage(trajectory)
+
+    async def _start_sandbox(self) -> tuple[ApptainerSandbox, Checkpoint | None]:
+        """Starts the sandbox, restoring the files of the checkpoint if there is one."""
+        services, start = self.services, self.sandboxes.start
+        try:
+            spec = rollout_spec(self.task, self.agent, services.images, services.config.environment)
+            resumed = await services.preemption.load(self._checkpoint)
+            if resumed is not None:
+                try:
+                    return await start(spec, resumed.layer), resumed
+                except SandboxError as error:
+                    print(printable(f"{error}; the rollout starts anew"), file=sys.stderr)
+                finally:
+                    services.preemption.remove(self._checkpoint)
+            return await start(spec), None
+        except SandboxError as error:
+            raise NoSandboxError(str(error)) from error
+        except OSError as error:
+            raise NoSandboxError(f"no sandbox could be made: {error}") from error
