@@ -18,21 +18,21 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 210,
+    "campaign keys": 218,
     "environment variables": 28,
-    "modules": 456,
+    "modules": 459,
     "public class names that exist twice": 0,
-    "hard phrases in 1,000 docstrings": 8,
-    "thousand tokens of agents": 14,
+    "hard phrases in 1,000 docstrings": 6,
+    "thousand tokens of agents": 16,
     "thousand tokens of at the top": 5,
     "thousand tokens of campaign": 34,
     "thousand tokens of cli": 43,
-    "thousand tokens of config": 15,
+    "thousand tokens of config": 16,
     "thousand tokens of environments": 91,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 2,
     "thousand tokens of ledger": 19,
-    "thousand tokens of model": 58,
+    "thousand tokens of model": 59,
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 35,
     "thousand tokens of prove": 8,
@@ -40,7 +40,7 @@ BUDGETS = {
     "thousand tokens of rundir": 27,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 39,
-    "thousand tokens of training": 64,
+    "thousand tokens of training": 65,
     "thousand tokens of trajectories": 47,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""

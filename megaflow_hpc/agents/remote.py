@@ -27,7 +27,7 @@ from megaflow_hpc.texts import in_one_line
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 IN_RUNNER = frozenset({"oracle", "nop", "replay", "command", "claude-code", "codex", "qwen-code"})
-"""Built-in agents that mostly wait, and therefore run in the runner's event loop."""
+"""Built-in agents that run in the runner's event loop, because they mostly wait."""
 _OPERATIONS = frozenset({"exec", "upload", "download", "kill_processes"})
 
 
@@ -52,7 +52,7 @@ async def read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 
 def encode_error(error: BaseException) -> dict[str, str]:
-    """Encodes an exception for :func:`decode_error` on the other side."""
+    """Encodes an exception for :func:`decode_error` in the other process."""
     if isinstance(error, MegaflowError):
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": UserCodeError.__name__, "text": repr(error)}
@@ -281,7 +281,8 @@ def _complete(job: AgentJob, message: dict[str, Any]) -> None:
 
 
 class Zygote:
-    """The zygote process, started with the first agent, and the processes forked from it. Bound to one event loop.
+    """The zygote process, started with the first agent, and the processes forked from it. Use it from a single event
+    loop.
 
     Args:
         names: Agents to import once in the zygote.
@@ -300,7 +301,7 @@ class Zygote:
         """Runs one agent to completion in a process of its own. Cancelling the call kills that process.
 
         Raises:
-            MegaflowError: Raised by the agent.
+            MegaflowError: The agent raised this error.
             UserCodeError: The agent raised another exception, or its process crashed.
         """
         process = await self.fork(job.label, limited)
@@ -421,16 +422,16 @@ def _describe_exit(status: int) -> str:
 
 
 MAX_SHOWN_BYTES = 64 * 1024
-"""Maximum bytes of output to show per agent. If agents share a process, each new one refills what all may print.
-Further output is read and discarded, so that the agent does not block."""
+"""Maximum bytes of output to print per agent. If agents share a process, each new agent refills what all may print.
+Further output is read and discarded, so that the agents do not block."""
 MAX_LINE_BYTES = 4096
 """Maximum length of a line in bytes. Longer lines are split."""
 DRAIN_S = 5.0
-"""Grace period in seconds after an agent's end, during which its remaining processes may still print."""
+"""Seconds after an agent's end during which its remaining processes may still print."""
 
 
 class Prints(asyncio.Protocol):
-    """Prints the output of one pipe to standard error, line by line. Created by :meth:`open`.
+    """Prints the output of one pipe to standard error, line by line. Use :meth:`open` to create an instance.
 
     Args:
         name: Prefix for each line.

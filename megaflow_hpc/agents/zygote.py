@@ -2,9 +2,9 @@
 
 ``python -m megaflow_hpc.agents.zygote FD KEPT BESIDE [NAME…]`` imports the named agents once, also from the directories
 KEPT and BESIDE (:mod:`~megaflow_hpc.agents.code`). Each packet on its control socket passes a socket for one process.
-The fork that serves it shares the imported modules' memory. It runs one agent, so that an agent that blocks, leaks or
-crashes harms only its own rollout, or several agents without a sandbox (:mod:`~megaflow_hpc.agents.pool`). End-of-file
-on the control socket ends the zygote and all its agents.
+The zygote forks the process, which shares the memory of the imported modules. It runs one agent, so that an agent that
+blocks, leaks or crashes harms only its own rollout, or several agents without a sandbox
+(:mod:`~megaflow_hpc.agents.pool`). End-of-file on the control socket ends the zygote and all its agents.
 
 Packets are JSON. The runner sends ``{"run": N, "limited": BOOL}`` with the descriptors, and ``{"kill": N}``. The zygote
 replies ``{"ended": N, "status": S}`` with the wait status. Only the zygote signals its children, so a recycled pid is
@@ -50,7 +50,7 @@ _label: ContextVar[str] = ContextVar("label", default="")
 
 
 def preload(names: list[str]) -> None:
-    """Imports the named agents. Failures are ignored here and reported by the rollouts that use the agent."""
+    """Imports the named agents. Ignores failures, which the rollouts that use the agent will report."""
     for name in names:
         module = NAMES.get(name, name).partition(":")[0]
         with contextlib.suppress(Exception):
@@ -116,7 +116,7 @@ def _reap(control: socket.socket, children: dict[int, int]) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """Kills an agent's process that is not reaped yet, and all processes in its group."""
+    """Kills all processes in an agent's process group. The agent's own process must not be reaped yet."""
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Waits in a thread for work of an event loop."""
+"""Runs coroutines in an event loop from another thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def blocking(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """Waits in a thread for work in an event loop.
+    """Runs a coroutine in an event loop, and blocks the calling thread until it is done.
 
     Raises:
-        UserCodeError: called in the loop's own thread, where it would wait for itself.
+        UserCodeError: Called in the loop's own thread, which would deadlock.
     """
     try:
         here = asyncio.get_running_loop()

@@ -26,12 +26,12 @@ def load_tasks(
     """Returns all tasks of all sources, ordered by source, then by id.
 
     Args:
-        sources: ``{path, include, exclude, limit}`` as in the campaign file; a bare string is a path. Paths are globs
-            relative to ``base_dir``. ``include`` and ``exclude`` are shell patterns matched against ids.
-        dockerfiles: reads the tasks' Dockerfiles, so that their images can be resolved later.
+        sources: ``{path, include, exclude, limit}`` as in the campaign file. A bare string is a path. Paths are globs
+            relative to ``base_dir``. ``include`` and ``exclude`` are shell patterns for task ids.
+        dockerfiles: Reads the tasks' Dockerfiles, so that their images can be resolved later.
 
     Raises:
-        Mistakes: a source has no tasks, a task is invalid, or ids are duplicated.
+        Mistakes: A source has no tasks, a task is invalid, or an id is duplicated.
     """
     dockerfiles = dockerfiles or Dockerfiles()
     tasks: dict[str, Task] = {}
@@ -85,7 +85,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def image_requests(tasks: Sequence[Task]) -> list[ImageRequest]:
-    """Returns the images of tasks: agents' images in task order, then those of separate verifiers."""
+    """Returns the images of tasks: the agents' images in task order, followed by those of separate verifiers."""
     wanted = [format_of(task).images(task) for task in tasks]
     agents = [request for requests in wanted for request in requests[:1]]
     return agents + [request for requests in wanted for request in requests[1:]]
@@ -97,13 +97,14 @@ def in_image_directories(
     images: Images,
     mapping: ImageMapping,
 ) -> list[Task]:
-    """Sets missing working directories of tasks from their images, or from the base image if the image is built.
+    """Sets missing working directories of tasks from their images, or from the base images of images that will be
+    built.
 
     Args:
-        tasks: the tasks.
-        files: the result of :meth:`Images.resolve_all` for ``mapping``.
-        images: the image store.
-        mapping: ``environment.images``.
+        tasks: The tasks to complete.
+        files: Result of :meth:`Images.resolve_all` for ``mapping``.
+        images: The image store.
+        mapping: ``environment.images`` of the campaign.
     """
     placed = []
     for task in tasks:

@@ -1,18 +1,18 @@
-"""A socket that listens inside a sandbox's private network and is served from outside.
+"""Creates sockets that listen inside a sandbox's private network and are served from the host.
 
-A helper binds 127.0.0.1:PORT in the container's network namespace and passes the listening descriptor out. Nothing is
-added to the image, no process stays behind, and the namespace has no other way out. The helper enters the namespace in
-one of two ways:
+A helper binds 127.0.0.1:PORT in the container's network namespace and passes the listening descriptor to the host.
+The image is not changed, no helper process remains, and the namespace has no other connection. The helper enters the
+namespace in one of two ways:
 
 =======  ======================================================  ==============================================
-way      how                                                     where
+way      method                                                  used if
 =======  ======================================================  ==============================================
 nsenter  it enters the container's namespaces from outside       user namespaces work (setuid Apptainer or not)
 helper   it runs as a command of the sandbox, and passes the     only root can start containers: namespaces are
          descriptor over a Unix socket in the control directory  root's, and no other user may enter them
 =======  ======================================================  ==============================================
 
-The second way needs no Python in the image (:mod:`.helper_python`).
+The second way does not need Python in the image (:mod:`.helper_python`).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _FROM_WITHIN = (
 
 
 def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
-    """Returns the way to use on this node. If neither works, returns an empty string and the reason.
+    """Returns how a helper can listen on this node, or the reason why it cannot. The other string is empty.
 
     Args:
-        no_namespaces: Why user namespaces are unavailable; empty if they are available.
+        no_namespaces: Reason why user namespaces are unavailable. Empty if they are available.
     """
     if is_without("nsenter"):
         not_from_outside = f"{WITHOUT_VARIABLE} names nsenter"
@@ -74,8 +74,8 @@ async def listen(
     """Returns a non-blocking socket that listens on 127.0.0.1:``port`` inside a container.
 
     Args:
-        interpreter: Prepares the interpreter of a helper inside the container. If ``None``, the socket is bound from
-            outside.
+        interpreter: Prepares the interpreter of a helper inside the container. If ``None``, a process outside the
+            container binds the socket.
     """
     if interpreter is not None:
         home = await asyncio.to_thread(interpreter)
@@ -100,7 +100,7 @@ async def listen(
 
 
 def _listen_from_outside(pid: int, port: int) -> int:
-    """Returns the descriptor of a listening socket in the network namespace of process ``pid``."""
+    """Opens a listening socket in the network namespace of process ``pid``. Returns its descriptor."""
     nsenter = shutil.which("nsenter")
     if nsenter is None:
         raise SandboxError(

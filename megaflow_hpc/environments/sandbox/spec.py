@@ -1,4 +1,4 @@
-"""Describes a sandbox (the input of :meth:`ApptainerProvider.start`), and lists features that can be disabled."""
+"""Defines the specification of a sandbox, and the features that can be disabled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SandboxSpec:
     workdir: str | None = None
     """Directory in which commands start. Created if it is missing. Default: ``/``."""
     user: str | None = None
-    """``None``, ``root`` and ``0`` mean uid 0 of a user namespace; any other name means an ordinary uid."""
+    """``None``, ``root`` and ``0`` mean uid 0 of a user namespace. Any other name means an ordinary uid."""
     binds: tuple[str, ...] = ()
     """``SRC:DEST[:ro]``, in Apptainer's syntax."""
     network: Network = "none"
@@ -50,8 +50,8 @@ class SandboxSpec:
     wall_s: float | None = None
     """Wall-clock limit in seconds, applied to the agent and to the verifier separately."""
     nested: bool = False
-    """Allow commands to create user namespaces (bubblewrap, containers). In-memory file systems there are not
-    counted by any limit."""
+    """Allow commands to create user namespaces (bubblewrap, containers). No limit counts in-memory file systems in
+    them."""
     fakeroot: bool = False
     """Use the host's ``fakeroot`` program to simulate other uids, for builds that only have uid 0."""
 
@@ -64,7 +64,7 @@ class SandboxSpec:
         check_variables(self.env)
 
     def parsed_binds(self) -> list[Bind]:
-        """Returns ``binds`` in parsed form."""
+        """Parses ``binds``. The target of a bind defaults to its source path."""
         parsed = []
         for bind in self.binds:
             source, _, rest = bind.partition(":")
