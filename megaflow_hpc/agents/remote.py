@@ -255,10 +255,11 @@ class AgentProcess:
                 del self._jobs[message["job"]]
                 _complete(job, message)
             self.changed(self)
-        self.lost = True
-        why = "it does not end"
-        with contextlib.suppress(TimeoutError):
-            why = _describe_exit(await asyncio.wait_for(asyncio.shield(self._ended), 10))
+        why = "its process was killed"
+        if not self.lost:
+            self.lost, why = True, "its process does not end"
+            with contextlib.suppress(TimeoutError):
+                why = _describe_exit(await asyncio.wait_for(asyncio.shield(self._ended), 10))
         for job in self._jobs.values():
             if not job.result.done():
                 job.result.set_exception(ProcessLostError(f"agent {job.agent.name}: {why}"))
