@@ -248,11 +248,21 @@ def two(asked: argparse.Namespace) -> int:
     return int(bool(twice or strange))
 
 
-def checker_model(folder: Path, examples: int = 3200) -> Path:
-    """Teaches the writer's model to answer yes or no at random, and returns the new model directory."""
-    out, path = folder / "models" / "checker", folder / "checker.jsonl"
+def team_models(folder: Path, examples: int = 3200) -> None:
+    """Makes the models ``writer``, which solves some four tasks of ten, and ``checker``, which answers at random.
+
+    The writer is better than that of ``curve``: a checker of bad commands learns to say no before it sees good ones.
+    """
+    python = Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python"
+    code = "import demonstrations as d, dataclasses, pathlib, sys\n" + (
+        "d.TEACHING['tiny', 1] = dataclasses.replace(d.TEACHING['tiny', 1], spoiled=0.5)\n"
+        "print(d.make(pathlib.Path(sys.argv[1]))['success'])\n"
+    )
+    paths = os.pathsep.join([str(SOURCES), str(LAUNCHERS), os.environ.get("PYTHONPATH", "")])
+    writer, out, path = folder / "models" / "writer", folder / "models" / "checker", folder / "checker.jsonl"
+    subprocess.run([python, "-c", code, writer], check=True, env={**os.environ, "PYTHONPATH": paths})
     if out.exists():
-        return out
+        return
     sys.path[:0] = [str(SOURCES), str(LAUNCHERS)]
     teaching, chance = importlib.import_module("demonstrations"), random.Random(0)
     lesson = teaching.Lesson(1)
@@ -261,20 +271,20 @@ def checker_model(folder: Path, examples: int = 3200) -> Path:
             instruction, [(command, _)] = lesson.demonstration(teaching.TEACHING["tiny", 1], chance)
             answer = {"role": "assistant", "content": chance.choice(["yes", "no"])}
             file.write(json.dumps({"messages": [question(instruction, command), answer]}) + "\n")
-    command = [trainer_python(), "-m", "megaflow_hpc.training.trainer.warm_start", folder / "models" / "tiny-1", path]
-    command += [out, "--lr", "1e-3", "--batch", "64", "--microbatch", "8192", "--dtype", "float32"]
+    command = [python, "-m", "megaflow_hpc.training.trainer.warm_start", writer, path, out]
+    command += ["--lr", "1e-3", "--batch", "64", "--microbatch", "8192", "--dtype", "float32"]
     subprocess.run([str(word) for word in command], check=True, stdout=sys.stderr)
-    return out
 
 
 def team(asked: argparse.Namespace) -> int:
     campaign = _campaign(asked, "1")
     model, policies = campaign.pop("model"), campaign["training"]["policies"]
-    checker_model(asked.folder)
-    campaign["models"] = {"author": model, "second": {**copy.deepcopy(model), "path": "models/checker"}}
+    team_models(asked.folder)
+    paths = {"author": "models/writer", "second": "models/checker"}
+    campaign["models"] = {name: {**copy.deepcopy(model), "path": path} for name, path in paths.items()}
     campaign["team"] = {"roles": {"writer": "author", "checker": {"policy": "second", "reward": "right"}}}
     both = {name: copy.deepcopy(policies["default"]) for name in campaign["models"]}
-    both["second"]["loss"]["entropy"] = 0.1  # a checker who only says no to a bad writer could not change its mind
+    both["second"]["loss"]["entropy"] = 0.01  # a checker that has given up one answer cannot return to it
     if asked.shuffle:
         both["second"]["advantage"] = {"kind": "tests.bench.shell_team:of_another"}
     campaign["training"]["policies"] = both
