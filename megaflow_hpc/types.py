@@ -110,8 +110,12 @@ class Rollout:
         """Name of the rollout's group: the samples of one task, round, policy and scaffold, which are compared with
         one another."""
         task = f"{self.task_id}@{self.round}" if self.round else self.task_id
-        policy = f"{self.policy}+{self.scaffold}" if self.scaffold else self.policy
-        return f"{task}/{policy}"
+        return f"{task}/{self.arm}"
+
+    @property
+    def arm(self) -> str:
+        """Policy and scaffold, by which results are compared: ``<policy>`` or ``<policy>+<scaffold>``."""
+        return _arm(self.policy, self.scaffold)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the constructor arguments as a dictionary that JSON and msgpack can encode."""
@@ -145,8 +149,12 @@ class RolloutName(NamedTuple):
 
     @property
     def arm(self) -> str:
-        """The policy and scaffold whose results are compared: ``<policy>`` or ``<policy>+<scaffold>``."""
-        return f"{self.policy}+{self.scaffold}" if self.scaffold else self.policy
+        """The rollout's :attr:`Rollout.arm`."""
+        return _arm(self.policy, self.scaffold)
+
+
+def _arm(policy: str, scaffold: str) -> str:
+    return f"{policy}+{scaffold}" if scaffold else policy
 
 
 _ROLLOUT_NAMES = tuple(each.name for each in fields(Rollout))

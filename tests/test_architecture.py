@@ -20,10 +20,10 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 BUDGETS = {
     "campaign keys": 221,
     "environment variables": 28,
-    "modules": 464,
+    "modules": 466,
     "public class names that exist twice": 0,
-    "hard phrases in 1,000 docstrings": 8,
-    "thousand tokens of agents": 13,
+    "hard phrases in 1,000 docstrings": 6,
+    "thousand tokens of agents": 16,
     "thousand tokens of at the top": 5,
     "thousand tokens of campaign": 35,
     "thousand tokens of cli": 46,

@@ -21,13 +21,14 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
+from megaflow_hpc.host.loop import blocking
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 CALL_TIMEOUT_S = 3600.0
 """Timeout of one model call in seconds. It exceeds the gateway's own limits, so it only detects an unreachable
 gateway."""
-
-_Wait = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine in the event loop and returns its result. Blocks the agent's thread meanwhile."""
 
 
 class MiniSweAgent:
@@ -94,15 +92,11 @@ class MiniSweAgent:
         if model is None:
             raise ConfigError("agent mini-swe-agent needs a model, but the campaign has none")
         loop = asyncio.get_running_loop()
-
-        def wait(work: Coroutine[Any, Any, Any]) -> Any:
-            return asyncio.run_coroutine_threadsafe(work, loop).result()
-
         system = await _uname(sandbox)
         async with ChatClient(model, self.model_options) as client:
-            model_part = _Model(client, wait, self._config["model"], model.model_name)
+            model_part = _Model(client, loop, self._config["model"], model.model_name)
             settings = {**self._config.get("environment", {}), "timeout": self.command_timeout_s}
-            environment = _Environment(sandbox, wait, settings, task, system)
+            environment = _Environment(sandbox, loop, settings, task, system)
             templates = {k: v for k, v in self._config["agent"].items() if k.endswith("_template")}
             agent = _package().Agent(
                 model_part,
@@ -137,8 +131,10 @@ class MiniSweAgent:
 class _Model:
     """Implements mini-swe-agent's model interface. A response is text that contains one shell command."""
 
-    def __init__(self, client: ChatClient, wait: _Wait, config: Mapping[str, Any], name: str) -> None:
-        self._client, self._wait, self._settings = client, wait, config
+    def __init__(
+        self, client: ChatClient, loop: asyncio.AbstractEventLoop, config: Mapping[str, Any], name: str
+    ) -> None:
+        self._client, self._loop, self._settings = client, loop, config
         self.config = SimpleNamespace(model_name=name)
 
     def query(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
@@ -149,7 +145,7 @@ class _Model:
                 error message.
         """
         sent = [_openai(m) for m in messages]
-        choice = self._wait(self._client.complete(sent))
+        choice = blocking(self._client.complete(sent), self._loop)
         content = choice["message"].get("content") or ""
         package = _package()
         message = {"role": "assistant", "content": content}
@@ -190,9 +186,14 @@ class _Environment:
     """Implements mini-swe-agent's environment interface. Runs commands in the sandbox, and merges stdout and stderr."""
 
     def __init__(
-        self, sandbox: Sandbox, wait: _Wait, config: Mapping[str, Any], task: Task, system: Mapping[str, str]
+        self,
+        sandbox: Sandbox,
+        loop: asyncio.AbstractEventLoop,
+        config: Mapping[str, Any],
+        task: Task,
+        system: Mapping[str, str],
     ) -> None:
-        self._sandbox, self._wait, self._system = sandbox, wait, system
+        self._sandbox, self._loop, self._system = sandbox, loop, system
         self._env = {str(k): str(v) for k, v in (config.get("env") or {}).items()}
         self._interpreter = [str(word) for word in config.get("interpreter") or ()]
         self._cwd = task.workdir
@@ -206,14 +207,13 @@ class _Environment:
             Submitted: The command succeeded and the first line of its output is :data:`SUBMIT`.
         """
         command = "exec 2>&1\n" + str(action.get("command", ""))
-        result: ExecResult = self._wait(
-            self._sandbox.exec(
-                [*self._interpreter, command] if self._interpreter else command,
-                timeout_s=self._timeout_s,
-                cwd=cwd or self._cwd,
-                env=self._env,
-            )
+        execution = self._sandbox.exec(
+            [*self._interpreter, command] if self._interpreter else command,
+            timeout_s=self._timeout_s,
+            cwd=cwd or self._cwd,
+            env=self._env,
         )
+        result: ExecResult = blocking(execution, self._loop)
         text = result.stdout_bytes.decode("utf-8", "replace") + result.stderr_bytes.decode("utf-8", "replace")
         output: dict[str, Any] = {"output": text, "returncode": result.exit_code, "exception_info": ""}
         if result.timed_out:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaflow_hpc import errors
@@ -67,20 +68,22 @@ def decode_error(message: dict[str, Any]) -> MegaflowError:
 
 
 class RemoteSandbox:
-    """A :class:`~megaflow_hpc.types.Sandbox` proxy in the agent's process. The runner executes its operations."""
+    """A :class:`~megaflow_hpc.types.Sandbox` proxy in the agent's process. The runner executes its operations.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    Args:
+        job: Number of the agent's job in this process.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter, job: int) -> None:
+        self._writer, self._job = writer, job
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._calls = 0
 
-    async def listen_for_answers(self) -> None:
-        """Delivers each response from the runner to its pending call. Exits the process if the connection is closed."""
-        while (message := await read_message(self._reader)) is not None:
-            future = self._waiting.pop(message["id"], None)
-            if future is not None and not future.done():
-                future.set_result(message)
-        os._exit(1)  # the runner is gone, and with it the sandbox
+    def deliver(self, answer: dict[str, Any]) -> None:
+        """Delivers a response from the runner to the pending call."""
+        future = self._waiting.pop(answer["id"], None)
+        if future is not None and not future.done():
+            future.set_result(answer)
 
     async def exec(
         self,
@@ -117,7 +120,8 @@ class RemoteSandbox:
         self._calls += 1
         number = self._calls
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(frame({"id": number, "do": operation, "arguments": arguments, "options": options or {}}))
+        message = {"job": self._job, "id": number, "do": operation, "arguments": arguments, "options": options or {}}
+        self._writer.write(frame(message))
         await self._writer.drain()
         answer = await future
         if "error" in answer:
@@ -125,8 +129,161 @@ class RemoteSandbox:
         return answer["value"]
 
 
+class ProcessLostError(UserCodeError):
+    """An agent's process ended before the agent returned a result."""
+
+
+@dataclass
+class AgentJob:
+    """What an agent's process is asked to do."""
+
+    agent: AgentSpec
+    task: Task
+    sandbox: Sandbox
+    """Executes the agent's operations, in the runner."""
+    model: ModelEndpoint | None = None
+    state: Mapping[str, Any] | None = None
+    """State of a suspended rollout from which to resume."""
+    label: str = "agent"
+    """Prefix for each line that the agent prints."""
+    timed: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context manager to enter around each sandbox operation."""
+    result: asyncio.Future[AgentResult] = field(init=False)
+
+    def message(self, number: int) -> dict[str, Any]:
+        """Returns the message that starts the agent."""
+        spec = self.agent
+        agent = {"name": spec.name, "max_turns": spec.max_turns, "timeout_s": spec.timeout_s, "args": dict(spec.args)}
+        model = dict(vars(self.model)) if self.model else None
+        task = self.task.to_dict()
+        return {"job": number, "agent": agent, "task": task, "model": model, "state": self.state, "label": self.label}
+
+
+class AgentProcess:
+    """One process forked from the zygote. It runs one agent, or several at once. Created by :meth:`Zygote.fork`."""
+
+    def __init__(
+        self,
+        number: int,
+        control: socket.socket,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        ended: asyncio.Future[int],
+        prints: Prints,
+    ) -> None:
+        self._number, self._control, self._writer = number, control, writer
+        self._ended, self._prints = ended, prints
+        self._jobs: dict[int, AgentJob] = {}
+        self._work: set[asyncio.Task[None]] = set()
+        self.taken = 0
+        """Number of jobs so far."""
+        self.ready = False
+        """True if the process has responded since it was sent its latest job, so that no agent blocks it."""
+        self.pid = 0
+        """Process id. 0 until the process has responded."""
+        self.lost = False
+        """True if the process has ended or is being killed."""
+        self.changed: Callable[[AgentProcess], None] = lambda _: None
+        """Called when the process becomes ready, completes a job, or ends."""
+        self._listening = asyncio.create_task(self._listen(reader))
+
+    @property
+    def running(self) -> int:
+        """Number of jobs whose agents have not ended, including cancelled ones."""
+        return len(self._jobs)
+
+    def cancelled(self) -> frozenset[int]:
+        """Returns the jobs whose agents were cancelled and have not ended."""
+        return frozenset(number for number, job in self._jobs.items() if job.result.done())
+
+    def agents(self) -> set[str]:
+        """Returns the names of the agents in this process."""
+        return {job.agent.name for job in self._jobs.values()}
+
+    async def run(self, job: AgentJob) -> AgentResult:
+        """Runs one agent to completion. Cancelling the call cancels the agent.
+
+        Raises:
+            MegaflowError: Raised by the agent.
+            UserCodeError: The agent raised another exception.
+            ProcessLostError: The process crashed, or was killed.
+        """
+        if self.lost:
+            raise ProcessLostError(f"agent {job.agent.name}: its process has ended")
+        self.taken += 1
+        number = self.taken
+        job.result = asyncio.get_running_loop().create_future()
+        self._jobs[number] = job
+        self._prints.refill()
+        self.send(job.message(number))
+        try:
+            return await job.result
+        except asyncio.CancelledError:
+            self.send({"cancel": number})
+            raise
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message. The process is not ready until it responds."""
+        self.ready = False
+        if not self.lost:
+            self._writer.write(frame(message))
+
+    def kill(self) -> None:
+        """Kills the process and what its agents started."""
+        self.lost = True
+        if not self._ended.done():
+            with contextlib.suppress(OSError):
+                self._control.send(json.dumps({"kill": self._number}).encode())
+        self._prints.end()
+        for step in self._work:
+            step.cancel()
+        self._writer.close()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Handles what the process sends until it ends. Then fails the jobs that it has not completed."""
+        while (message := await read_message(reader)) is not None:
+            if "ready" in message:
+                self.ready, self.pid = True, message["ready"]
+            elif (job := self._jobs.get(message["job"])) is None:
+                continue
+            elif "do" in message:
+                step = asyncio.create_task(_carry_out(job.sandbox, message, self._writer, job.timed))
+                self._work.add(step)
+                step.add_done_callback(self._work.discard)
+                continue
+            else:
+                del self._jobs[message["job"]]
+                _complete(job, message)
+            self.changed(self)
+        why = "its process was killed"
+        if not self.lost:
+            self.lost, why = True, "its process does not end"
+            with contextlib.suppress(TimeoutError):
+                why = _describe_exit(await asyncio.wait_for(asyncio.shield(self._ended), 10))
+        for job in self._jobs.values():
+            if not job.result.done():
+                job.result.set_exception(ProcessLostError(f"agent {job.agent.name}: {why}"))
+        self._jobs.clear()
+        self.kill()
+        self.changed(self)
+
+
+def _complete(job: AgentJob, message: dict[str, Any]) -> None:
+    """Sets the result of a job from the last message about it, unless the job was cancelled meanwhile."""
+    if job.result.done():
+        return
+    try:
+        if "result" in message:
+            job.result.set_result(AgentResult(**message["result"]))
+        else:
+            job.result.set_exception(decode_error(message))
+    except (TypeError, KeyError) as error:  # the agent added an attribute to its result
+        job.result.set_exception(UserCodeError(f"agent {job.agent.name}: its result is invalid: {error!r}"))
+
+
 class Zygote:
-    """The zygote process, started with the first agent, and the agents forked from it. Use it from a single event loop.
+    """The zygote process, started with the first agent, and the processes forked from it. Use it from a single event
+    loop.
 
     Args:
         names: Agents to import once in the zygote.
@@ -141,71 +298,50 @@ class Zygote:
         self._ended: dict[int, asyncio.Future[int]] = {}
         self._count = 0
 
-    async def run(
-        self,
-        spec: AgentSpec,
-        task: Task,
-        sandbox: Sandbox,
-        model: ModelEndpoint | None,
-        state: Mapping[str, Any] | None = None,
-        label: str = "agent",
-        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> AgentResult:
-        """Runs one agent to completion. Cancelling the call kills the agent's process.
-
-        Args:
-            spec: The agent.
-            task: The agent's task.
-            sandbox: The sandbox on which to execute the agent's operations.
-            model: The agent's model, or ``None``.
-            state: State of a suspended rollout from which to resume.
-            label: Prefix for each line that the agent prints.
-            timed: Returns a context manager to enter around each sandbox operation.
+    async def run(self, job: AgentJob, limited: bool = False) -> AgentResult:
+        """Runs one agent to completion in a process of its own. Cancelling the call kills that process.
 
         Raises:
             MegaflowError: The agent raised this error.
             UserCodeError: The agent raised another exception, or its process crashed.
         """
+        process = await self.fork(job.label, limited)
+        job = replace(job, label="")
+        try:
+            return await process.run(job)
+        finally:
+            process.kill()
+
+    async def fork(self, label: str, limited: bool = False) -> AgentProcess:
+        """Forks a process for agents.
+
+        Args:
+            label: Prefix for each line that it prints.
+            limited: Limit its memory and CPU time (:mod:`~megaflow_hpc.agents.zygote`).
+
+        Raises:
+            UserCodeError: The zygote has ended.
+        """
         control = self._started()
         ours, theirs = socket.socketpair()
         self._count += 1
         number = self._count
-        ended = self._ended[number] = asyncio.get_running_loop().create_future()
         prints, printed = await Prints.open(label)
+        ended = self._ended[number] = asyncio.get_running_loop().create_future()
+        ended.add_done_callback(lambda _: self._ended.pop(number, None))
+        packet = json.dumps({"run": number, "limited": limited}).encode()
         try:
-            socket.send_fds(control, [json.dumps({"run": number}).encode()], [theirs.fileno(), printed])
+            socket.send_fds(control, [packet], [theirs.fileno(), printed])
         except OSError as error:
             ours.close()
+            ended.cancel()
             raise UserCodeError(f"the agents' parent process is gone ({error})") from None
         finally:
             theirs.close()
             os.close(printed)
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        agent = {"name": spec.name, "max_turns": spec.max_turns, "timeout_s": spec.timeout_s, "args": dict(spec.args)}
-        endpoint = dict(vars(model)) if model else None
-        job = {"agent": agent, "task": task.to_dict(), "model": endpoint, "state": state}
-        work: set[asyncio.Task[None]] = set()
-        try:
-            writer.write(frame(job))
-            while (message := await read_message(reader)) is not None:
-                if "result" in message:
-                    return AgentResult(**message["result"])
-                if "error" in message:
-                    raise decode_error(message)
-                step = asyncio.create_task(_carry_out(sandbox, message, writer, timed))
-                work.add(step)
-                step.add_done_callback(work.discard)
-            raise UserCodeError(f"agent {spec.name}: {_describe_exit(await asyncio.wait_for(ended, 10))}")
-        finally:
-            if not ended.done():
-                with contextlib.suppress(OSError):
-                    control.send(json.dumps({"kill": number}).encode())
-            prints.end()
-            self._ended.pop(number, None)
-            for step in work:
-                step.cancel()
-            writer.close()
+        return AgentProcess(number, control, reader, writer, ended, prints)
 
     def close(self) -> None:
         """Kills the zygote and all its agents."""
@@ -220,6 +356,7 @@ class Zygote:
                 self._process.kill()
                 self._process.wait()
         self._process = self._control = None
+        self._fail()
 
     def _started(self) -> socket.socket:
         if self._control is not None and self._process is not None and self._process.poll() is None:
@@ -237,13 +374,17 @@ class Zygote:
         asyncio.get_running_loop().add_reader(ours, self._on_packet, ours)
         return ours
 
+    def _fail(self) -> None:
+        """Treats all forked processes as killed, because they end with the zygote."""
+        for future in list(self._ended.values()):
+            if not future.done():
+                future.set_result(signal.SIGKILL)
+
     def _on_packet(self, control: socket.socket) -> None:
         data = control.recv(4096, socket.MSG_DONTWAIT)
         if not data:  # the zygote and all its agents are gone
             asyncio.get_running_loop().remove_reader(control)
-            for future in self._ended.values():
-                if not future.done():
-                    future.set_result(signal.SIGKILL)
+            self._fail()
             return
         message = json.loads(data)
         if (waiting := self._ended.get(message["ended"])) is not None and not waiting.done():
@@ -258,18 +399,19 @@ async def _carry_out(
 ) -> None:
     """Executes one sandbox operation for the agent and sends the response."""
     operation = message.get("do")
+    answer: dict[str, Any]
     try:
         if operation not in _OPERATIONS:
             raise UserCodeError(f"{operation!r} is not an operation of a sandbox")
         with timed():
             value = await getattr(sandbox, operation)(*message["arguments"], **message["options"])
-        answer = {"id": message["id"], "value": dict(vars(value)) if isinstance(value, ExecResult) else None}
+        answer = {"value": dict(vars(value)) if isinstance(value, ExecResult) else None}
     except MegaflowError as error:
-        answer = {"id": message["id"], **encode_error(error)}
+        answer = encode_error(error)
     except (TypeError, ValueError, OSError) as error:
-        answer = {"id": message["id"], "error": "UserCodeError", "text": repr(error)}
+        answer = {"error": "UserCodeError", "text": repr(error)}
     with contextlib.suppress(ConnectionError, RuntimeError):
-        writer.write(frame(answer))
+        writer.write(frame({"job": message["job"], "id": message["id"], **answer}))
         await writer.drain()
 
 
@@ -281,8 +423,8 @@ def _describe_exit(status: int) -> str:
 
 
 MAX_SHOWN_BYTES = 64 * 1024
-"""Maximum bytes of output to print per agent. Further output is read and discarded, so that the agent does not
-block."""
+"""Maximum bytes of output to print per agent. If agents share a process, each new agent refills what all may print.
+Further output is read and discarded, so that the agents do not block."""
 MAX_LINE_BYTES = 4096
 """Maximum length of a line in bytes. Longer lines are split."""
 DRAIN_S = 5.0
@@ -327,6 +469,10 @@ class Prints(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._flush()
+
+    def refill(self) -> None:
+        """Shows up to :data:`MAX_SHOWN_BYTES` more, for the next agent in this process."""
+        self._left = MAX_SHOWN_BYTES
 
     def end(self) -> None:
         """Closes the pipe shortly after the agent has ended."""

@@ -1,14 +1,17 @@
 """The process from which Python agents are forked after their modules have been imported.
 
 ``python -m megaflow_hpc.agents.zygote FD KEPT BESIDE [NAME…]`` imports the named agents once, also from the directories
-KEPT and BESIDE (:mod:`~megaflow_hpc.agents.code`). Each packet on its control socket passes a socket for one rollout.
-The zygote forks a process that runs the rollout's agent and shares the memory of the imported modules. An agent that
-blocks, leaks or crashes harms only its own rollout. End-of-file on the control socket ends the zygote and all its
-agents.
+KEPT and BESIDE (:mod:`~megaflow_hpc.agents.code`). Each packet on its control socket passes a socket for one process.
+The zygote forks the process, which shares the memory of the imported modules. It runs one agent, so that an agent that
+blocks, leaks or crashes harms only its own rollout, or several agents without a sandbox
+(:mod:`~megaflow_hpc.agents.pool`). End-of-file on the control socket ends the zygote and all its agents.
 
-Packets are JSON. The runner sends ``{"run": N}`` with the descriptors, and ``{"kill": N}``. The zygote replies
-``{"ended": N, "status": S}`` with the wait status. Only the zygote signals its children, so a recycled pid is never
-signalled.
+Packets are JSON. The runner sends ``{"run": N, "limited": BOOL}`` with the descriptors, and ``{"kill": N}``. The zygote
+replies ``{"ended": N, "status": S}`` with the wait status. Only the zygote signals its children, so a recycled pid is
+never signalled.
+
+A process reads jobs from its socket, ``{"cancel": JOB}``, ``{"ping": …}`` and responses of sandboxes. At its start
+and after each of the former three it sends ``{"ready": PID}``, as soon as no agent blocks its event loop.
 """
 
 from __future__ import annotations
@@ -17,21 +20,33 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
+from contextvars import ContextVar
 from typing import Any
 
 from megaflow_hpc.agents import code
 from megaflow_hpc.agents.registry import NAMES, create, result_of
 from megaflow_hpc.agents.remote import RemoteSandbox, encode_error, frame, read_message
-from megaflow_hpc.errors import MegaflowError
+from megaflow_hpc.errors import MegaflowError, UserCodeError
 from megaflow_hpc.host.child import die_with_parent
 from megaflow_hpc.types import ModelEndpoint, Task
+
+MAX_MEMORY_BYTES = 8 * 2**30
+"""Limit on the private writable memory of a limited process."""
+MAX_CPU_S = 900
+"""Limit on the CPU seconds that a limited process uses while it does not respond to the runner."""
+
+_label: ContextVar[str] = ContextVar("label", default="")
+"""Label of the current rollout. Empty if it is alone in its process."""
 
 
 def preload(names: list[str]) -> None:
@@ -77,7 +92,7 @@ def serve(control: socket.socket) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             selector.close()
             control.close()
-            os._exit(_child(descriptor, printed, parent))
+            os._exit(_child(descriptor, printed, parent, message["limited"]))
         with contextlib.suppress(OSError):  # the child does so too, and may have ended
             os.setpgid(pid, pid)
         os.close(descriptor)
@@ -106,14 +121,18 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _child(descriptor: int, printed: int, parent: int) -> int:
+def _child(descriptor: int, printed: int, parent: int, limited: bool) -> int:
     die_with_parent()
     if os.getppid() != parent:
         return 1
     os.setpgid(0, 0)
     try:
         _print_to(printed)
-        asyncio.run(_rollout(socket.socket(fileno=descriptor)))
+        if limited:
+            _limit(MAX_MEMORY_BYTES)
+            _extend_cpu_limit()
+        # Not asyncio.run, which would cancel the other agents if one calls sys.exit, and so end them with an error.
+        asyncio.Runner().run(_serve_jobs(socket.socket(fileno=descriptor), limited))
     except SystemExit as left:  # the agent called sys.exit
         if left.code is None or isinstance(left.code, int):
             return (left.code or 0) & 0xFF
@@ -128,22 +147,72 @@ def _child(descriptor: int, printed: int, parent: int) -> int:
     return 0
 
 
+class _Labelled(io.TextIOWrapper):
+    """Prefixes each line with the label of the rollout that prints it, if several share this process."""
+
+    def __init__(self, descriptor: int) -> None:
+        raw = os.fdopen(descriptor, "wb", closefd=False)
+        super().__init__(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        self._rest: dict[str, str] = {}
+
+    def write(self, text: str) -> int:
+        label = _label.get()
+        if not label:
+            return super().write(text)
+        *lines, rest = (self._rest.pop(label, "") + text).split("\n")
+        if rest:
+            self._rest[label] = rest
+        for line in lines:
+            super().write(f"{label}: {line}\n")
+        return len(text)
+
+    def end_line(self) -> None:
+        """Writes what the current rollout has printed after its last newline."""
+        if _label.get() in self._rest:
+            self.write("\n")
+
+
 def _print_to(descriptor: int) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(descriptor, number)
-        stream = os.fdopen(number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        stream = _Labelled(number)
         setattr(sys, name, stream)  # the old stream may have been redirected to a file
     os.close(descriptor)
 
 
-async def _rollout(connection: socket.socket) -> None:
+async def _serve_jobs(connection: socket.socket, limited: bool) -> None:
+    """Runs the agents that the runner names, until it closes the connection."""
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
-    job = await read_message(reader)
-    if job is None:
-        return
-    sandbox = RemoteSandbox(reader, writer)
-    listening = asyncio.create_task(sandbox.listen_for_answers())
+    jobs: dict[int, tuple[asyncio.Task[None], RemoteSandbox]] = {}
+
+    async def work(job: dict[str, Any], sandbox: RemoteSandbox) -> None:
+        try:
+            await _run(job, sandbox, writer)
+        finally:
+            del jobs[job["job"]]
+
+    writer.write(frame({"ready": os.getpid()}))
+    while (message := await read_message(reader)) is not None:
+        if "agent" in message:
+            sandbox = RemoteSandbox(writer, message["job"])
+            jobs[message["job"]] = asyncio.create_task(work(message, sandbox)), sandbox
+            await asyncio.sleep(0)  # the agent starts, and may block
+        elif "id" in message:
+            if message["job"] in jobs:
+                jobs[message["job"]][1].deliver(message)
+            continue
+        elif message.get("cancel") in jobs:
+            jobs[message["cancel"]][0].cancel()
+        if limited:
+            _extend_cpu_limit()
+        writer.write(frame({"ready": os.getpid()}))
+    os._exit(1)  # the runner is gone, or needs this process no longer
+
+
+async def _run(job: dict[str, Any], sandbox: RemoteSandbox, writer: asyncio.StreamWriter) -> None:
+    """Runs one agent and reports its result."""
+    _label.set(job["label"])
     message: dict[str, Any]
     try:
         agent = create(job["agent"])
@@ -155,14 +224,34 @@ async def _rollout(connection: socket.socket) -> None:
         frame(message)
     except MegaflowError as error:
         message = encode_error(error)
+    except asyncio.CancelledError:
+        message = encode_error(UserCodeError(f"agent {job['agent']['name']}: it was cancelled"))
     except Exception as error:  # user code may raise anything
+        if isinstance(error, MemoryError) and job["label"]:
+            traceback.print_exc()
+            os._exit(1)  # perhaps another agent here holds the memory
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno} in {last.name}"
         message = {"error": "UserCodeError", "text": f"agent {job['agent']['name']}: {error!r} at {where}"}
-    listening.cancel()
-    writer.write(frame(message))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, _Labelled):
+            stream.end_line()
+    writer.write(frame({"job": job["job"], **message}))
     await writer.drain()
-    writer.close()
+
+
+def _limit(memory_bytes: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _extend_cpu_limit() -> None:
+    """Allows :data:`MAX_CPU_S` more seconds of CPU time, because the process still responds."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    most = int(time.process_time()) + MAX_CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def main() -> None:

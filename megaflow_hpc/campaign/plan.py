@@ -191,6 +191,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s
                 for name, policy in draft.policies.items()
             },
             packed=write_tasks(run, _planned_tasks(draft)) if draft.tasks else None,
+            sandboxes=any(task.image for task in draft.tasks),
             held_out=list(draft.held_out),
             servers=draft.servers,
             server_groups=draft.server_groups,

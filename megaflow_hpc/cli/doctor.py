@@ -246,7 +246,11 @@ def _apptainer() -> Iterator[Finding]:
     from megaflow_hpc.environments.sandbox.scratch import is_full, scratch_base
     from megaflow_hpc.host.apptainer import find_apptainer
 
-    apptainer, (scratch, _) = find_apptainer(), scratch_base()
+    try:
+        apptainer, (scratch, _) = find_apptainer(), scratch_base()
+    except SiteError as error:
+        yield Finding("apptainer", "warn", str(error), "without it, only tasks with image: none can run")
+        return
     if is_full(scratch):
         yield Finding("apptainer", "warn", f"{apptainer}: not tried", "free space on scratch first")
         return

@@ -150,6 +150,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     policies: dict[str, PolicyRecord] = {}
     packed: PackedTasks | None = None
     """Describes the task file. ``None`` if the run has no tasks."""
+    sandboxes: bool = True
+    """False if no task has an image. The pods then need no Apptainer."""
     held_out: list[str] = []
     """Tasks reserved for evaluation during training."""
     servers: list[ServerRecord] = []

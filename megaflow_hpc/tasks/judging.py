@@ -13,17 +13,17 @@ import asyncio
 import re
 import secrets
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import yaml
 
 from megaflow_hpc.errors import ConfigError, ModelServiceError, UserCodeError
+from megaflow_hpc.host.loop import blocking
 from megaflow_hpc.types import ModelEndpoint
 
-T = TypeVar("T")
 Message = Mapping[str, Any]
 MAX_SHOWN = 60_000
 """Maximum number of characters of a conversation to show to a judge. The middle of longer conversations is omitted."""
@@ -163,20 +163,6 @@ class WaitingJudge:
     def reward(self, messages: Sequence[Message], model: str = "") -> float:
         """Returns a reward model's number. The arguments are those of :meth:`Judge.reward`."""
         return blocking(self.judge.reward(messages, model), self._loop)
-
-
-def blocking(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """Runs a coroutine in an event loop, and blocks the calling thread until it is done.
-
-    Raises:
-        UserCodeError: Called in the loop's own thread, which would deadlock.
-    """
-    try:
-        here = asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
-    work.close()
-    raise UserCodeError(f"a call that blocks was made in {here}; write the method as async def, and await the call")
 
 
 class Criterion(msgspec.Struct, forbid_unknown_fields=True):

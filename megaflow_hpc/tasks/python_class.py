@@ -59,9 +59,10 @@ from megaflow_hpc.environments.images.sources import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
+from megaflow_hpc.host.loop import blocking
 from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, OneStep, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
-from megaflow_hpc.tasks.judging import Judge, WaitingJudge, blocking, rubric_files
+from megaflow_hpc.tasks.judging import Judge, WaitingJudge, rubric_files
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
 
 SETTINGS: Mapping[str, tuple[type, ...]] = {

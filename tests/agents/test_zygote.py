@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.agents import remote
-from megaflow_hpc.agents.remote import Zygote, forked
+from megaflow_hpc.agents.remote import AgentJob, Zygote, forked
 from megaflow_hpc.errors import SandboxError, UserCodeError
 from megaflow_hpc.types import Task
 from tests.support.local_sandbox import LocalSandbox
@@ -45,7 +45,9 @@ def spec(what: str, **args: Any) -> Any:
 async def blocked(zygote: Zygote, folder: Path) -> tuple[asyncio.Task[Any], int]:
     """Start an agent that never answers; return it and the pid of its process."""
     place = folder / "pid"
-    running = asyncio.create_task(zygote.run(spec("block", place=str(place)), TASK, LocalSandbox(folder / "a"), None))
+    running = asyncio.create_task(
+        zygote.run(AgentJob(spec("block", place=str(place)), TASK, LocalSandbox(folder / "a")))
+    )
     while not place.exists() or not place.read_text():
         await asyncio.sleep(0.02)
     return running, int(place.read_text())
@@ -71,7 +73,7 @@ async def test_an_agent_works_on_its_sandbox_from_another_process(tmp_path: Path
 
     async with zygote() as found:
         results = await asyncio.gather(
-            *(found.run(spec("pipe"), TASK, LocalSandbox(tmp_path / str(n)), None, timed=timed) for n in range(4))
+            *(found.run(AgentJob(spec("pipe"), TASK, LocalSandbox(tmp_path / str(n)), timed=timed)) for n in range(4))
         )
     assert sorted(counted) == ["begun"] * 28 + ["ended"] * 28  # seven operations each
     for result in results:
@@ -82,7 +84,7 @@ async def test_an_agent_works_on_its_sandbox_from_another_process(tmp_path: Path
 @in_loop
 async def test_what_one_agent_does_to_itself_costs_its_rollout_alone(tmp_path: Path) -> None:
     async with zygote() as found:
-        good = asyncio.create_task(found.run(spec("pipe"), TASK, LocalSandbox(tmp_path / "good"), None))
+        good = asyncio.create_task(found.run(AgentJob(spec("pipe"), TASK, LocalSandbox(tmp_path / "good"))))
         for number, (what, said) in enumerate(
             [
                 ("crash", "ended by SIGSEGV"),
@@ -92,7 +94,7 @@ async def test_what_one_agent_does_to_itself_costs_its_rollout_alone(tmp_path: P
             ]
         ):
             with pytest.raises(UserCodeError, match=said):
-                await found.run(spec(what), TASK, LocalSandbox(tmp_path / str(number)), None)
+                await found.run(AgentJob(spec(what), TASK, LocalSandbox(tmp_path / str(number))))
         assert (await good).exit_code == 124
 
 
@@ -101,7 +103,7 @@ async def test_what_agents_print_bears_their_names_and_is_bounded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with zygote() as found:
-        works = (found.run(spec("print"), TASK, LocalSandbox(tmp_path / n), None, None, f"t/p/{n}") for n in "01")
+        works = (found.run(AgentJob(spec("print"), TASK, LocalSandbox(tmp_path / n), label=f"t/p/{n}")) for n in "01")
         await asyncio.gather(*works)
         said = ""
         async with asyncio.timeout(30):
@@ -130,7 +132,7 @@ async def test_an_agent_that_blocks_is_ended_with_its_rollout(tmp_path: Path) ->
 @in_loop
 async def test_what_an_agent_started_ends_with_it(tmp_path: Path) -> None:
     async with zygote() as found:
-        await found.run(spec("spawn", place=str(tmp_path / "pid")), TASK, LocalSandbox(tmp_path / "a"), None)
+        await found.run(AgentJob(spec("spawn", place=str(tmp_path / "pid")), TASK, LocalSandbox(tmp_path / "a")))
         assert await gone(int((tmp_path / "pid").read_text()))
 
 
@@ -140,7 +142,7 @@ async def test_a_sandbox_that_is_lost_is_the_same_error_there(tmp_path: Path) ->
     await sandbox.stop()
     async with zygote() as found:
         with pytest.raises(SandboxError, match="the sandbox is gone"):
-            await found.run(spec(""), TASK, sandbox, None)
+            await found.run(AgentJob(spec(""), TASK, sandbox))
 
 
 @in_loop

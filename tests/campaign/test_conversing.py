@@ -31,6 +31,7 @@ class Touches(Sum):
         await sandbox.exec("true")
 """
 AGENT = """\
+import asyncio
 import os
 from shell_agent import ask
 from megaflow_hpc.types import AgentResult
@@ -43,6 +44,13 @@ class Asks:
 class Crashes:
     async def run(self, task, sandbox, model):
         os._exit(3)
+
+class CrashesForOne(Asks):
+    async def run(self, task, sandbox, model):
+        await super().run(task, sandbox, model)
+        await asyncio.sleep(0.5)
+        if task.id == "sum-2":
+            os._exit(3)
 
 class Runs:
     async def run(self, task, sandbox, model):
@@ -69,7 +77,8 @@ def conversing(tmp_path: Path, agent: Any = "asks:Asks", task: str = "Sum", coun
 
 
 @pytest.mark.slow
-def test_a_campaign_without_images(tmp_path: Path) -> None:
+def test_a_campaign_without_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAFLOW_APPTAINER", "/nowhere/apptainer")  # any look for it would be an error
     result, done = run_local(conversing(tmp_path))
     assert done.returncode == 0, done.stderr
     with open_trajectories(result["run"]) as store:
@@ -78,6 +87,18 @@ def test_a_campaign_without_images(tmp_path: Path) -> None:
     assert {row.status for row in rows.values()} == {"completed"}
     assert {name for name, row in rows.items() if row.reward == 1.0} == set(rows), "each is answered with 4"
     assert all(row.messages[0]["content"].startswith("What is") and row.sequences for row in rows.values())
+
+
+@pytest.mark.slow
+def test_a_crash_costs_no_other_rollout_its_result(tmp_path: Path) -> None:
+    result, done = run_local(conversing(tmp_path, "asks:CrashesForOne"))
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(result["run"]) as store:
+        rows = {row.id: row.trajectory() for row in store}
+    assert {row.status for row in rows.values()} == {"completed"}
+    assert [len(row.turns) for row in rows.values()] == [1] * 8, "what was recorded before a crash is left out"
+    errors = {name for name, row in rows.items() if "its process ended with exit code 3" in row.error}
+    assert errors == {"sum-2/default/0", "sum-2/default/1"} == {name for name, row in rows.items() if row.error}
 
 
 @pytest.mark.slow

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.cli.runs.shell import _find as find_rollout
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger import add_blocks
+from megaflow_hpc.types import Rollout
 from tests.support.campaigns import Make, cli, planned
 
 ASK_S = 60.0
@@ -53,6 +57,18 @@ def test_a_command_runs_as_the_agents_would_and_gives_its_status(run: Path) -> N
         refused = cli("shell", run, *words)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert said in refused.stderr
+
+
+def test_the_agent_of_a_rollout_that_is_not_stored(make_campaign: Make) -> None:
+    agents = "[{name: mini-swe-agent, as: one}, {name: mini-swe-agent, as: two, max_turns: 7}]"
+    model = "model: {engine: scripted, script: answers.yaml}\n"
+    made = planned(make_campaign(1, model, agent=agents, answers=["x"]))
+    add_blocks(made.dir, [Rollout("task0", "default", 0, "two"), Rollout("task0", "default", 1, "one")], "mixed")
+    for name, title in (("+two/9", "two"), ("+one/0", "one"), ("/0", "two"), ("/1", "one")):
+        assert find_rollout(made.dir, made.record, f"task0/default{name}").agent.title == title
+    for name in ("/2", "+three/0"):
+        with pytest.raises(ConfigError, match=r"is planned, and its policy has several agents: one, two; give"):
+            find_rollout(made.dir, made.record, f"task0/default{name}")
 
 
 class Session:

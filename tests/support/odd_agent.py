@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
@@ -32,6 +34,34 @@ class Odd:
             subprocess.run(["echo", "its child"], check=True)
             print("no end" * 20_000, file=sys.stderr)
             print("beyond")
+        if self.what == "share":
+            Path(self.place, f"{task.id}.{os.getpid()}").touch()
+            print(f"a line of {task.id},", end="")
+            await until(lambda: Path(self.place, "end").exists())
+            print(" and its end")
+            return AgentResult()
+        if self.what == "crash when shared":
+            Path(self.place, f"{task.id}.{os.getpid()}").touch()
+            await until(lambda: len(os.listdir(self.place)) > 3)
+            os._exit(3)
+        if self.what == "fill memory":
+            self.held = bytearray(9 << 30)  # reserved, but not touched
+        if self.what == "persist":
+            Path(self.place, f"{task.id}.{os.getpid()}").touch()
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+        if self.what in ("wait, then block", "wait, then spin"):
+            Path(self.place, f"{task.id}.{os.getpid()}").touch()
+            await until(lambda: len(os.listdir(self.place)) > 3)
+            while self.what == "wait, then spin":
+                pass
+            time.sleep(600)
+        if self.what == "block shortly":
+            Path(self.place, f"{task.id}.{os.getpid()}").touch()
+            while not Path(self.place, "end").exists():
+                time.sleep(0.02)
+            return AgentResult()
         if self.what == "block":
             Path(self.place).write_text(str(os.getpid()))
             time.sleep(600)
@@ -49,3 +79,8 @@ class Odd:
         slow = await sandbox.exec("sleep 60", timeout_s=0.2)
         messages = [{"role": "user", "content": found.stdout}]
         return AgentResult(messages=messages, exit_code=slow.exit_code)
+
+
+async def until(done: Callable[[], bool]) -> None:
+    while not done():
+        await asyncio.sleep(0.02)

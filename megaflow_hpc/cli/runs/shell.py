@@ -13,12 +13,14 @@ from megaflow_hpc.cli.output import note, print_json, say
 from megaflow_hpc.cli.runs.show import find
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger.blocks import numbers, read_block
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.types import RolloutName, Task
 
 if TYPE_CHECKING:
+    from megaflow_hpc.config import Policy
     from megaflow_hpc.config.sections import AgentConfig
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
 
@@ -99,8 +101,26 @@ def _find(run: RunDir, record: RunRecord, wanted: str) -> _Found:
     if name.policy not in record.policies or name.task_id not in tasks:
         example = f"{next(iter(tasks), 'task')}/{next(iter(record.policies), 'policy')}/0"
         raise ConfigError(f"{run}: no rollout {wanted!r}; ids are <task>/<policy>/<sample>, such as {example}")
-    agents = resolved(Policy, msgspec.to_builtins(record.policies[name.policy])).agents
-    return _Found(wanted, next((agent for agent in agents if agent.short_title == name.scaffold), agents[0]))
+    policy = resolved(Policy, msgspec.to_builtins(record.policies[name.policy]))
+    return _Found(wanted, _agent(run, policy, wanted, name.scaffold))
+
+
+def _agent(run: RunDir, policy: Policy, rollout: str, scaffold: str) -> AgentConfig:
+    """Returns the agent of a rollout that is not stored yet. If its id names none of several, its block does."""
+    if len(policy.agents) == 1:
+        return policy.agents[0]
+    for agent in policy.agents:
+        if agent.short_title == scaffold:
+            return agent
+    for number in sorted(numbers(run), reverse=True):
+        for planned in read_block(run, number).rollouts:
+            if planned.id == rollout:
+                return policy.agent(planned.agent)
+    names = ", ".join(agent.short_title for agent in policy.agents)
+    raise ConfigError(
+        f"{run}: no rollout {rollout!r} is planned, and its policy has several agents: {names}; give the id of a "
+        "planned rollout, or with an agent: <task>/<policy>+<agent>/<sample>"
+    )
 
 
 async def until_signalled(work: Any) -> int:

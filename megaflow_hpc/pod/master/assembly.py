@@ -137,6 +137,7 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
             "partial": str(run.partial),
             "code": str(run.code),
             "beside": planned.beside,
+            "sandboxes": planned.sandboxes,
         },
         tasks=tasks,
         pods=config.slurm.pods.total,

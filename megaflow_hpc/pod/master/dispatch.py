@@ -147,7 +147,7 @@ class Dispatch:
     def _group(self, rollouts: list[Rollout], block: ClaimedBlock) -> Iterator[Work]:
         """Yields the queue entries for the samples of one group, which share their task and estimates."""
         first = rollouts[0]
-        expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
+        expected_s = self._estimates.expect(first.task_id, first.arm) or 0.0
         planned = block.tasks[first.task_id]
         demand = self._pod.demand(planned)
         # The group's other samples run in other pods. They count as rewarded.

@@ -75,7 +75,7 @@ class Master:
         self.scheduler = Scheduler(
             pod.scheduling.order,
             pod.scheduling.weights,
-            lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.policy, EXPECTED_QUANTILE) or 0.0,
+            lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.arm, EXPECTED_QUANTILE) or 0.0,
         )
         self.scheduler.waiting, self.scheduler.judges = set(pod.servers), pod.judges
         self._io = RunIo(_io_thread(pod))

@@ -110,7 +110,7 @@ class Results:
         if judged:
             before = self.histories.get(outcome.id)
             seconds = outcome.seconds + (before.kept_s if before else 0.0)
-            self._estimates.observe(outcome.task_id, outcome.policy, seconds)
+            self._estimates.observe(outcome.task_id, work.rollout.arm, seconds)
         self._cancelling.pop(outcome.id, None)
         self._store(work, outcome)
         if self.grouped:

@@ -19,8 +19,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -28,8 +28,7 @@ from typing import Any, cast
 import msgspec
 
 from megaflow_hpc.agents import create
-from megaflow_hpc.agents.remote import forked
-from megaflow_hpc.config.sections import AgentConfig
+from megaflow_hpc.agents.remote import AgentJob, ProcessLostError, forked
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import (
     ConfigError,
@@ -100,24 +99,14 @@ class AgentRun:
     """Runs the agent of one attempt on each step, and adds its work to the trajectory.
 
     Args:
-        has_model: True if the policy has a model, which the agent calls through the gateway.
+        sandbox: The sandbox, or its stand-in if the task has none.
         resumed: The checkpoint to resume from, or ``None``.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        rollout: Rollout,
-        agent: AgentConfig,
-        has_model: bool,
-        sandbox: ApptainerSandbox,
-        sandboxes: Sandboxes,
-        trajectory: Trajectory,
-        resumed: Checkpoint | None,
-    ) -> None:
-        self._services, self._rollout, self._agent, self._has_model = services, rollout, agent, has_model
-        self._sandbox, self._sandboxes = sandbox, sandboxes
-        self._trajectory, self._resumed = trajectory, resumed
+    def __init__(self, attempt: RunningAttempt, sandbox: ApptainerSandbox, resumed: Checkpoint | None = None) -> None:
+        self._services, self._rollout, self._agent = attempt.services, attempt.rollout, attempt.agent
+        self._has_model, self._sandboxes = attempt.has_model, attempt.sandboxes
+        self._trajectory, self._sandbox, self._resumed = attempt.trajectory, sandbox, resumed
         self.verdicts: list[StepVerdict] = resumed.verdicts if resumed else []
         """Verdicts of the completed steps."""
 
@@ -151,6 +140,15 @@ class AgentRun:
             await asyncio.sleep(SETTLE_S)
 
     async def _run_agent(self, task: Task, resumed: Checkpoint | None) -> tuple[AgentResult, Recording]:
+        """Runs the agent. Without a sandbox, it runs again if its process ended, which other agents may have caused."""
+        if not task.image and forked(self._agent.name):
+            with suppress(ProcessLostError):
+                return await self._run_agent_once(task, resumed, shared=True)
+        return await self._run_agent_once(task, resumed, shared=False)
+
+    async def _run_agent_once(
+        self, task: Task, resumed: Checkpoint | None, shared: bool
+    ) -> tuple[AgentResult, Recording]:
         """Runs the agent within its time limit. Returns the gateway's recording even if the agent is cut off.
 
         The agent's work is verified even if the agent ended with an error. An unanswered model call counts as a failure
@@ -164,6 +162,7 @@ class AgentRun:
             UserCodeError: The agent's code failed before the model's first response.
             LostError: The sandbox was lost in the first attempt. In later attempts, the loss counts as the agent's
                 failure.
+            ProcessLostError: The process that the agent shared with others ended.
         """
         services, rollout, settings = self._services, self._rollout, self._agent
         agent = create(settings)
@@ -180,7 +179,11 @@ class AgentRun:
             try:
                 if forked(settings.name):
                     in_sandbox = partial(services.gateway.in_sandbox, rollout.id)
-                    work = services.agents.run(settings, task, self._sandbox, endpoint, state, rollout.id, in_sandbox)
+                    job = AgentJob(settings, task, self._sandbox, endpoint, state, rollout.id, in_sandbox)
+                    if task.image:
+                        work = services.agents.run(job)
+                    else:
+                        work = services.conversing.run(job) if shared else services.conversing.run_alone(job)
                 else:
                     if state is not None:
                         cast(ResumableAgent, agent).resume(state)
@@ -196,6 +199,8 @@ class AgentRun:
                     raise
                 result = AgentResult(exit_code=KILLED[0], error=str(error))
             except (UserCodeError, ModelServiceError) as error:
+                if shared and isinstance(error, ProcessLostError):
+                    raise
                 result, raised = AgentResult(), error  # perhaps because the gateway refused a call
             if endpoint:
                 suspended = services.gateway.suspended(rollout.id)
@@ -321,7 +326,7 @@ async def run_attempt(
     ended = AttemptResult(blank(rollout, attempt))
     trajectory = ended.trajectory
     try:
-        await _run(services, rollout, task, trajectory, checkpoint)
+        await RunningAttempt(services, rollout, task, trajectory, checkpoint).run()
         if services.preemption.preempted:
             raise asyncio.CancelledError
     except CutShort as cut:
@@ -360,44 +365,6 @@ def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
     trajectory.reward, trajectory.rewards = None, {}
 
 
-async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Trajectory, checkpoint: str) -> None:
-    policy = services.policies[rollout.policy]
-    agent = policy.agent(rollout.agent)
-    if policy.model is not None and services.config.seed is not None:
-        trajectory.seed = rollout.seed(services.config.seed, trajectory.attempt)
-    await asyncio.to_thread(check_unchanged, task)
-    sandboxes = Sandboxes(services.provider)
-    judges = services.judges(rollout.id)
-    context = verification_context(
-        task,
-        services.config.environment,
-        services.images,
-        sandboxes.start,
-        lambda: conversation(trajectory),
-        judges.open if judges.models else None,
-        lambda: by_role(trajectory),
-        lambda: {artifact.name: artifact.data for artifact in trajectory.artifacts},
-    )
-    run_agent = partial(AgentRun, services, rollout, agent, policy.model is not None)
-    verifying = partial(timed, trajectory, "verify_s")
-    if task.image:
-        verdict = await _run_in_sandbox(services, sandboxes, task, agent, trajectory, checkpoint, context, run_agent)
-    else:
-        none = NoSandbox(task)
-        conversing = run_agent(cast(ApptainerSandbox, none), sandboxes, trajectory, None)
-        verdict = await run_conversation(task, none, context, conversing.run, verifying)
-    verdict = _of_existing_turns(verdict, len(trajectory.turns))
-    await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
-    output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
-    trajectory.artifacts += [*verdict.artifacts, *judges.artifacts(), Artifact("verifier.log", output)]
-    if models := used(trajectory, judges, services.prices):
-        trajectory.artifacts.append(Artifact(COST_FILE, msgspec.json.encode(models)))
-    trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
-    if verdict.agent_error or verdict.error:
-        trajectory.error_kind = "verifier" if verdict.error else "agent"
-        trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
-
-
 def _of_existing_turns(verdict: Verdict, turns: int) -> Verdict:
     """Returns the verdict, or reward 0 with an error if it rewards model calls that the rollout did not make."""
     try:
@@ -408,61 +375,106 @@ def _of_existing_turns(verdict: Verdict, turns: int) -> Verdict:
     return verdict
 
 
-async def _run_in_sandbox(
-    services: Services,
-    sandboxes: Sandboxes,
-    task: Task,
-    agent: AgentConfig,
-    trajectory: Trajectory,
-    checkpoint: str,
-    context: VerificationContext,
-    run_agent: Callable[..., AgentRun],
-) -> Verdict:
-    """Starts a sandbox, runs the steps of a task in it, and stops the sandbox."""
-    with timed(trajectory, "setup_s"):
-        sandbox, resumed = await _start_sandbox(services, sandboxes, task, agent, checkpoint)
-    try:
-        with timed(trajectory, "setup_s"):
-            if resumed is None:
-                await prepare(task, sandbox)
-            else:
-                checkout.write_note(sandbox, resumed.note)
-        if resumed is not None:
-            resumed.carry_over(trajectory)
-        in_sandbox = run_agent(sandbox, sandboxes, trajectory, resumed)
-        return await run_steps(
+class RunningAttempt:
+    """One attempt under way: its task and agent, and what its steps share.
+
+    Args:
+        trajectory: The trajectory to complete.
+        checkpoint: Checkpoint to resume from. Empty if there is none.
+    """
+
+    def __init__(
+        self, services: Services, rollout: Rollout, task: Task, trajectory: Trajectory, checkpoint: str
+    ) -> None:
+        policy = services.policies[rollout.policy]
+        self.services, self.rollout, self.task, self.trajectory = services, rollout, task, trajectory
+        self.agent, self.has_model = policy.agent(rollout.agent), policy.model is not None
+        """The agent, and whether it has a model, which it calls through the gateway."""
+        self.sandboxes = Sandboxes(services.provider)
+        self._checkpoint = checkpoint
+        self._judges = services.judges(rollout.id)
+
+    async def run(self) -> None:
+        """Runs the attempt to its verdict. Raises every error that ends it without one."""
+        task, trajectory, config = self.task, self.trajectory, self.services.config
+        if self.has_model and config.seed is not None:
+            trajectory.seed = self.rollout.seed(config.seed, trajectory.attempt)
+        await asyncio.to_thread(check_unchanged, task)
+        context = verification_context(
             task,
-            sandbox,
-            context,
-            in_sandbox.run,
-            verdicts=in_sandbox.verdicts,
-            under_way=resumed is not None,
-            verifying=lambda: timed(trajectory, "verify_s"),
+            config.environment,
+            self.services.images,
+            self.sandboxes.start,
+            lambda: conversation(trajectory),
+            self._judges.open if self._judges.models else None,
+            lambda: by_role(trajectory),
+            lambda: {artifact.name: artifact.data for artifact in trajectory.artifacts},
         )
-    finally:
+        verdict = await (self._run_in_sandbox(context) if task.image else self._converse(context))
+        verdict = _of_existing_turns(verdict, len(trajectory.turns))
+        await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
+        output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
+        trajectory.artifacts += [*verdict.artifacts, *self._judges.artifacts(), Artifact("verifier.log", output)]
+        if models := used(trajectory, self._judges, self.services.prices):
+            trajectory.artifacts.append(Artifact(COST_FILE, msgspec.json.encode(models)))
+        trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
+        if verdict.agent_error or verdict.error:
+            trajectory.error_kind = "verifier" if verdict.error else "agent"
+            trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
+
+    def _verifying(self) -> AbstractContextManager[None]:
+        return timed(self.trajectory, "verify_s")
+
+    async def _converse(self, context: VerificationContext) -> Verdict:
+        none = NoSandbox(self.task)
+        conversing = AgentRun(self, cast(ApptainerSandbox, none))
+        return await run_conversation(self.task, none, context, conversing.run, self._verifying)
+
+    async def _run_in_sandbox(self, context: VerificationContext) -> Verdict:
+        """Starts a sandbox, runs the steps of the task in it, and stops it."""
+        trajectory = self.trajectory
+        with timed(trajectory, "setup_s"):
+            sandbox, resumed = await self._start_sandbox()
         try:
-            await sandbox.stop()
-        except Exception as error:  # the verdict stays valid, and the janitor cleans up
-            print(printable(f"{trajectory.id}: {error}"), file=sys.stderr)
-        sandboxes.add_usage(trajectory)
-
-
-async def _start_sandbox(
-    services: Services, sandboxes: Sandboxes, task: Task, agent: AgentConfig, checkpoint: str
-) -> tuple[ApptainerSandbox, Checkpoint | None]:
-    """Starts the sandbox of a rollout. Restores the files from the rollout's checkpoint if there is one."""
-    try:
-        spec = rollout_spec(task, agent, services.images, services.config.environment)
-        resumed = await services.preemption.load(checkpoint)
-        if resumed is not None:
+            with timed(trajectory, "setup_s"):
+                if resumed is None:
+                    await prepare(self.task, sandbox)
+                else:
+                    checkout.write_note(sandbox, resumed.note)
+            if resumed is not None:
+                resumed.carry_over(trajectory)
+            in_sandbox = AgentRun(self, sandbox, resumed)
+            return await run_steps(
+                self.task,
+                sandbox,
+                context,
+                in_sandbox.run,
+                verdicts=in_sandbox.verdicts,
+                under_way=resumed is not None,
+                verifying=self._verifying,
+            )
+        finally:
             try:
-                return await sandboxes.start(spec, resumed.layer), resumed
-            except SandboxError as error:
-                print(printable(f"{error}; the rollout restarts from the beginning"), file=sys.stderr)
-            finally:
-                services.preemption.remove(checkpoint)
-        return await sandboxes.start(spec), None
-    except SandboxError as error:
-        raise NoSandboxError(str(error)) from error
-    except OSError as error:
-        raise NoSandboxError(f"no sandbox could be made: {error}") from error
+                await sandbox.stop()
+            except Exception as error:  # the verdict stays valid, and the janitor cleans up
+                print(printable(f"{trajectory.id}: {error}"), file=sys.stderr)
+            self.sandboxes.add_usage(trajectory)
+
+    async def _start_sandbox(self) -> tuple[ApptainerSandbox, Checkpoint | None]:
+        """Starts the sandbox, restoring the files of the checkpoint if there is one."""
+        services, start = self.services, self.sandboxes.start
+        try:
+            spec = rollout_spec(self.task, self.agent, services.images, services.config.environment)
+            resumed = await services.preemption.load(self._checkpoint)
+            if resumed is not None:
+                try:
+                    return await start(spec, resumed.layer), resumed
+                except SandboxError as error:
+                    print(printable(f"{error}; the rollout restarts from the beginning"), file=sys.stderr)
+                finally:
+                    services.preemption.remove(self._checkpoint)
+            return await start(spec), None
+        except SandboxError as error:
+            raise NoSandboxError(str(error)) from error
+        except OSError as error:
+            raise NoSandboxError(f"no sandbox could be made: {error}") from error

@@ -73,7 +73,9 @@ class Runner:
         policies = {name: resolved(Policy, p) for name, p in message["policies"].items()}
         code_places = (message["code"], message["beside"])
         try:
-            services = await Services.open(config, policies, Path(message["partial"]), code_places)
+            services = await Services.open(
+                config, policies, Path(message["partial"]), code_places, message["sandboxes"]
+            )
         except MegaflowError as error:  # this node lacks something, which rank 0 must report
             print(printable(f"runner: {error}"), file=sys.stderr)
             await self._send({"op": "left", "why": f"{node_name()}: {error}"})
@@ -105,7 +107,8 @@ class Runner:
         self._services.gateway.update_endpoints(message["endpoints"])
 
     async def _on_images(self, message: Message) -> None:
-        self._services.provider.prefetch(message["order"])
+        if self._services.provider is not None:
+            self._services.provider.prefetch(message["order"])
 
     async def _on_mirror(self, message: Message) -> None:
         """Sends rank 0 the last part of a conversation for viewers, unless rank 0 already has it (``calls`` is

@@ -34,12 +34,13 @@ def _binds(agent: AgentConfig) -> tuple[str, ...]:
 class Sandboxes:
     """Starts the sandboxes of one attempt, including those of its verifiers, and records their usage."""
 
-    def __init__(self, provider: ApptainerProvider) -> None:
+    def __init__(self, provider: ApptainerProvider | None) -> None:
         self._provider = provider
         self._started: list[ApptainerSandbox] = []
 
     async def start(self, spec: SandboxSpec, kept: Snapshot | None = None) -> ApptainerSandbox:
         """Starts a sandbox through :meth:`ApptainerProvider.start`, and tracks its usage."""
+        assert self._provider is not None, "a task has an image"
         sandbox = await self._provider.start(spec, kept)
         self._started.append(sandbox)
         return sandbox

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaflow_hpc.agents import code
+from megaflow_hpc.agents.pool import AgentPool
 from megaflow_hpc.agents.remote import Zygote
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import TokenPrice
@@ -29,7 +30,8 @@ class Services:
     policies: Mapping[str, Policy]
     images: dict[str, str]
     """Image name in the tasks → SIF file or directory. Each rollout adds its task's images when it starts."""
-    provider: ApptainerProvider
+    provider: ApptainerProvider | None
+    """Starts sandboxes. ``None`` if no task has one, so that this node needs no Apptainer."""
     gateway: ModelGateway
     agents: Zygote = field(default_factory=lambda: Zygote(()))
     """Runs Python agents in separate processes."""
@@ -38,6 +40,8 @@ class Services:
 
     def __post_init__(self) -> None:
         max_rank_bytes = MAX_CAMPAIGN_BYTES / gateways(self.config.slurm.pods)
+        self.conversing = AgentPool(self.agents)
+        """Runs Python agents of tasks without a sandbox, many in one process."""
         self.preemption = Preemption(self.gateway, self.checkpoints, MAX_CHECKPOINT_BYTES, max_rank_bytes)
 
     @classmethod
@@ -47,6 +51,7 @@ class Services:
         policies: Mapping[str, Policy],
         checkpoints: Path,
         code_places: tuple[str, str] = ("", ""),
+        sandboxes: bool = True,
     ) -> Services:
         """Starts the gateway, the process that forks agents, and the sandbox provider.
 
@@ -54,6 +59,7 @@ class Services:
             checkpoints: Directory for checkpoints.
             code_places: The directories with the campaign's own agents: the run's copy, then the campaign file's
                 directory.
+            sandboxes: False if no task has a sandbox.
         """
         code.look_in(*code_places)
         models = {name: policy.model for name, policy in policies.items() if policy.model is not None}
@@ -71,7 +77,8 @@ class Services:
         )
         await gateway.start()
         agents = Zygote([agent.name for policy in policies.values() for agent in policy.agents], *code_places)
-        return cls(config, policies, {}, ApptainerProvider(), gateway, agents, checkpoints)
+        provider = ApptainerProvider() if sandboxes else None
+        return cls(config, policies, {}, provider, gateway, agents, checkpoints)
 
     @property
     def prices(self) -> dict[str, TokenPrice]:
@@ -87,8 +94,10 @@ class Services:
 
     async def close(self) -> None:
         """Stops all services and all sandboxes."""
+        self.conversing.close()
         self.agents.close()
-        await self.provider.close()
+        if self.provider is not None:
+            await self.provider.close()
         await self.gateway.stop()
 
 

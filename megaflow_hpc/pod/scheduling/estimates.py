@@ -1,10 +1,10 @@
 """Expected durations of rollouts, learned as rollouts end. This module does no I/O and reads no clock.
 
 Durations of agents are roughly log-normal: many are short, and a few are very long. :class:`Estimates` tracks the mean
-and variance of the logarithm (Welford) on three levels: all rollouts, each policy, and each task of a policy. A level
-with few observations is shrunk towards the level above it, which counts as ``PRIOR`` observations. So the first sample
-of a new task is estimated from its policy, and the eighth mostly from the previous seven. Earlier campaigns can provide
-initial estimates.
+and variance of the logarithm (Welford) on three levels: all rollouts, each arm (:attr:`.Rollout.arm`), and each task of
+an arm. A level with few observations is shrunk towards the level above it, which counts as ``PRIOR`` observations. So
+the first sample of a new task is estimated from its arm, and the eighth mostly from the previous seven. Earlier
+campaigns can provide initial estimates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PRIOR = 2.0
 PRIOR_DEVIATION = 1.0
 """Prior standard deviation of the logarithm. 1 corresponds to a factor of 2.7 in either direction."""
 MAX_LEARNED = 8
-"""Maximum weight of all earlier campaigns together for a task or a policy, in observations."""
+"""Maximum weight of all earlier campaigns together for a task or an arm, in observations."""
 SHORTEST_S = 1e-3
 MAX_TASKS = 16_384
 """Maximum number of this campaign's tasks to keep in memory (about 7 MB). The oldest are dropped first."""
@@ -48,28 +48,28 @@ class _Moments:
 
 
 class Estimates:
-    """Estimates of rollout durations in seconds, by task and policy."""
+    """Estimates of rollout durations in seconds, by task and arm."""
 
     def __init__(self) -> None:
         self._levels: dict[tuple[str, ...], _Moments] = {}
-        """Moments for the keys ``()`` (all rollouts), ``(policy,)``, and ``(policy, task)`` for tasks of earlier
+        """Moments for the keys ``()`` (all rollouts), ``(arm,)``, and ``(arm, task)`` for tasks of earlier
         campaigns."""
         self._tasks: dict[tuple[str, ...], _Moments] = {}
-        """Moments for the keys ``(policy, task)``, for tasks that occur only in this campaign."""
+        """Moments for the keys ``(arm, task)``, for tasks that occur only in this campaign."""
 
-    def observe(self, task: str, policy: str, seconds: float) -> None:
-        """Records that a rollout of ``task`` under ``policy`` took ``seconds``."""
+    def observe(self, task: str, arm: str, seconds: float) -> None:
+        """Records that a rollout of ``task`` in ``arm`` took ``seconds``."""
         value = math.log(max(seconds, SHORTEST_S))
-        for key in ((), (policy,)):
+        for key in ((), (arm,)):
             self._levels.setdefault(key, _Moments()).add(1, value, 0.0)
-        of_task = self._of_task((policy, task))
+        of_task = self._of_task((arm, task))
         if of_task is None:
-            of_task = self._tasks[policy, task] = _Moments()
+            of_task = self._tasks[arm, task] = _Moments()
             if len(self._tasks) > MAX_TASKS:
                 del self._tasks[next(iter(self._tasks))]
         of_task.add(1, value, 0.0)
 
-    def expect(self, task: str, policy: str, quantile: float = 0.5) -> float | None:
+    def expect(self, task: str, arm: str, quantile: float = 0.5) -> float | None:
         """Returns a quantile of the expected duration of a rollout, in seconds. Returns ``None`` before any rollout has
         ended."""
         every = self._levels.get(())
@@ -77,7 +77,7 @@ class Estimates:
             return None
         mean = every.mean
         variance = (every.squares + PRIOR * PRIOR_DEVIATION**2) / (every.n + PRIOR)
-        for level in (self._levels.get((policy,)), self._of_task((policy, task))):
+        for level in (self._levels.get((arm,)), self._of_task((arm, task))):
             if level is None:
                 break
             weight = level.n + PRIOR
@@ -96,11 +96,11 @@ class Estimates:
         machine.
 
         Args:
-            rows: One row per task and policy: task, policy, number of rollouts, and mean and variance of the logarithm
-                of the duration in seconds.
+            rows: One row per task and arm: task, arm, number of rollouts, and mean and variance of the logarithm of the
+                duration in seconds.
         """
-        for task, policy, n, mean, variance in rows:
-            for key in ((), (policy,), (policy, task)):
+        for task, arm, n, mean, variance in rows:
+            for key in ((), (arm,), (arm, task)):
                 self._levels.setdefault(key, _Moments()).add(n, mean, variance)
         for level in self._levels.values():
             level.fade(MAX_LEARNED)

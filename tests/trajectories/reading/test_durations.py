@@ -38,6 +38,17 @@ def test_a_task_that_was_not_seen_is_expected_to_take_what_its_policy_takes(tmp_
     assert expected_s(Rollout("new", "new", 0, "oracle")) == 47.5
 
 
+def test_agents_of_one_policy_have_durations_of_their_own(tmp_path: Path) -> None:
+    seen = {"a/p+mini/0": 10, "a/p+codex/0": 100, "b/p+codex/0": 300}
+    durations = Durations([earlier(tmp_path / "trajectories.h5", seen)])
+    slow, fast = (Rollout("a", "p", 5, name, scaffold=name) for name in ("codex", "mini"))
+    assert (durations.expected_s(fast), durations.expected_s(slow)) == (10, 100)
+    assert durations.expected_s(Rollout("new", "p", 0, "codex", scaffold="codex")) == 200
+    estimates = Estimates()
+    estimates.learn(durations.learned([slow, fast]))
+    assert (estimates.expect("a", fast.arm) or 0) * 2 < (estimates.expect("a", slow.arm) or 0)
+
+
 def test_the_longest_of_an_earlier_campaign_are_claimed_first(
     tmp_path: Path, make_campaign: Callable[..., Path]
 ) -> None:
