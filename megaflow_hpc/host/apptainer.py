@@ -82,11 +82,11 @@ def only_by_root() -> bool:
 
 
 def last_line(output: str) -> str:
-    """Extracts the error from Apptainer's output: the last ``FATAL`` or ``ERROR`` line without colour and timestamp,
-    else the last line."""
+    """Extracts the error from Apptainer's output: the last ``FATAL`` or ``ERROR`` line without colour and timestamp, or
+    the line about a wrong option, else the last line."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line]
-    for level in ("FATAL", "ERROR"):
+    for level in ("FATAL", "ERROR", "Error for command"):
         for line in reversed(lines):
             if line.startswith(level):
                 return line.partition(":")[2].strip() or line

@@ -7,9 +7,8 @@
 Runs the test of each scene of :data:`SCENES` in a process of its own, and writes ``recorded/SCENE.txt``: each different
 answer to each of the product's queries, in order. A scene ends once the test's jobs have ended. Answers about the site
 that equal those of the scene ``finished`` are left out. So are answers that fixtures got before the test asked the
-same about the site, and jobs of earlier tests, which ``squeue`` lists for some minutes. A line
-``$ WORDS`` is a call, ``! STATUS`` its exit status unless 0, ``? LINE`` a line of standard error, and every other line
-a line of output. Names of users, paths and clusters are neutral.
+same about the site, and jobs of earlier tests, which ``squeue`` lists for some minutes. :mod:`tests.support.calls`
+describes the form of the files. Names of users, paths and clusters are neutral.
 
 :class:`Slurm` answers the same calls in a test from one scene.
 """
@@ -26,12 +25,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.calls import Call, read_calls
 from tests.support.places import ROOT
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -114,30 +114,9 @@ CONFIGURATION = re.compile(
 """Lines kept of ``scontrol show config``."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of a Slurm command and its answer."""
-
-    words: str
-    """Quoted as in a shell."""
-    status: int
-    out: str
-    err: str
-
-    def text(self) -> str:
-        lines = [f"$ {self.words}"]
-        lines += [f"! {self.status}"] if self.status else []
-        return "\n".join([*lines, *(f"? {line}" for line in self.err.splitlines()), *self.out.splitlines()])
-
-
 def read(scene: str) -> Iterator[Call]:
     """Yields the calls of a recorded scene in order."""
-    for part in re.split(r"^\$ ", (RECORDED / f"{scene}.txt").read_text(), flags=re.MULTILINE)[1:]:
-        words, *lines = part.splitlines()
-        status = sum(int(line[2:]) for line in lines if line.startswith("! "))
-        err = "".join(f"{line[2:]}\n" for line in lines if line.startswith("? "))
-        out = "".join(f"{line}\n" for line in lines if not line.startswith(("! ", "? ")))
-        yield Call(words, status, out, err)
+    return read_calls(RECORDED / f"{scene}.txt")
 
 
 class Slurm:

@@ -113,7 +113,7 @@ def _make(
         name = f"{call['source']}: apptainer {call['verb']}"
         status, output_text = _run(request, environment, name, timeout_s, stopped)
         if not _is_whole(result, status):
-            tail = "\n".join(f"  {line}" for line in output_text.splitlines()[-_ERROR_LINES:])
+            tail = "\n".join(f"  {line}" for line in output_text.rstrip().splitlines()[-_ERROR_LINES:])
             raise SiteError(f"{name} failed: {last_line(output_text)}\n{tail}")
         os.replace(result, target)
     finally:

@@ -22,7 +22,7 @@ CAUSES: tuple[tuple[str, str, bool], ...] = (
     (r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|not initialized from checkpoint",
      "its weights cannot be read", True),
     (r"^error: invalid script: ", "its script cannot be used", True),
-    (r"^FATAL:", "its image cannot be started", False),
+    (r"^FATAL( ERROR)?:", "its image cannot be started", False),
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit", True),
 )  # fmt: skip
 """Tuples of (pattern of a log line, cause, True if another start would fail too). The first match applies."""

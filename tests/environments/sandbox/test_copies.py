@@ -247,19 +247,6 @@ def test_on_scratch_that_takes_no_overlay_sandboxes_are_copies(tmp_path: Path, b
     assert why_no_copy == ""
 
 
-def test_doctor_says_that_sandboxes_are_copies(tmp_path: Path) -> None:
-    done = restricted(
-        mount_overlay(tmp_path), "-m", "megaflow_hpc", "doctor", "--json", MEGAFLOW_SCRATCH=str(tmp_path / "m")
-    )
-    remove_tree(tmp_path / "w")
-    findings = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
-    if fuse_overlay():
-        assert findings["overlay"]["found"] == "writable layers by fuse-overlayfs"
-    else:
-        assert findings["overlay"]["level"] == "warn"
-        assert "every sandbox is a copy of its image" in findings["overlay"]["found"]
-
-
 async def test_no_path_of_the_host_stands_in_an_environment(small_rootfs: str, scratch: Path) -> None:
     async with ApptainerProvider(scratch) as provider:
         async with await provider.start(SandboxSpec(small_rootfs)) as sandbox:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from megaflow_hpc.environments.sandbox.scratch import file_system, kind_of, scra
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.files import remove_tree
-from tests.support.namespaces import fuse_overlay, mount_overlay, restricted
+from tests.support.namespaces import restricted
 
 MOUNTS = """\
 21 1 259:1 / / rw,relatime - ext4 /dev/sda1 rw
@@ -106,15 +105,6 @@ PROBE = (
 )
 
 
-def test_this_node_is_asked_by_a_real_container_and_nothing_is_left(tmp_path: Path) -> None:
-    found = probe.probe(tmp_path)
-    assert (found.container, found.overlay, found.private_network, found.gateway) == ("", "", "", "")
-    assert found.overlay_by == "kernel"
-    assert not found.setuid
-    assert [found.refuses(network) for network in ("none", "gateway", "host")] == ["", "", ""]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_node_is_asked_once_and_again_when_apptainer_changed(tmp_path: Path) -> None:
     found = probe.cached(tmp_path)
     place = tmp_path / "site.json"
@@ -127,31 +117,6 @@ def test_a_node_is_asked_once_and_again_when_apptainer_changed(tmp_path: Path) -
     assert probe.cached(tmp_path) == found
     place.write_text("{half a fi")
     assert probe.cached(tmp_path) == found
-
-
-def test_a_kernel_without_network_namespaces_is_found_out(tmp_path: Path) -> None:
-    done = restricted(NO_NETWORKS, "-c", PROBE, str(tmp_path))
-    found = probe.Site(**json.loads(done.stdout))
-    assert "max_net_namespaces" in found.private_network
-    assert found.refuses("gateway")
-    assert found.refuses("host") == ""
-
-
-def test_scratch_that_takes_no_overlay_is_found_out_and_copies_are_left(tmp_path: Path) -> None:
-    """An overlay cannot be on an overlay. Without FUSE, sandboxes are copies of their images."""
-    done = restricted(mount_overlay(tmp_path), "-c", PROBE, str(tmp_path / "m"))
-    found = probe.Site(**json.loads(done.stdout))
-    remove_tree(tmp_path / "w")
-    assert found.container == ""
-    assert found.overlay_by != "kernel"
-    if fuse_overlay():
-        assert (found.overlay, found.overlay_by) == ("", "fuse-overlayfs")
-    else:  # Apptainer's last line is about its last attempt
-        assert ("fuse" if shutil.which("fuse-overlayfs") else "mounting overlay") in found.overlay
-        assert (found.copy, found.refuses("host")) == ("", "")
-        without = replace(found, copy="scratch is read-only")
-        assert without.refuses("host").startswith("no writable layer: ")
-        assert without.refuses("host").endswith("no copy of an image: scratch is read-only")
 
 
 @pytest.mark.slow

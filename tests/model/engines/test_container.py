@@ -17,7 +17,6 @@ from megaflow_hpc.campaign import plan
 from megaflow_hpc.config import parse
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines import adapters, container
-from megaflow_hpc.model.engines.failure import cause
 from tests.support.serving import Servers, conversation, descendants, in_loop
 
 SOURCES = Path(megaflow_hpc.__file__).parents[1]
@@ -127,9 +126,7 @@ def test_the_drivers_of_the_nodes_gpus_are_brought_in(
     assert container.gpu_flags({"gpus": gpus}, tmp_path) == flags
 
 
-def test_an_image_that_does_not_start_is_the_cause() -> None:
-    log = "INFO: Converting\nFATAL:   While checking container encryption: could not open image /x.sif: not a SIF\n"
-    assert cause(log, 255).startswith("its image cannot be started: FATAL:")
+def test_an_external_engine_has_no_image() -> None:
     with pytest.raises(ConfigError, match="image: engine external starts nothing"):
         parse({"name": "x", "model": {"engine": "external", "base_url": "http://x/v1", "image": "/x"}, "pool": {}})
 
