@@ -50,14 +50,14 @@ def batch(
         pad_token_id: the tokenizer's padding token.
         multiple: add masked rows until B is divisible by this number (``DataProto.chunk``).
         bypass: add the engine's log-probabilities as ``old_log_probs``, as in verl's bypass mode. Otherwise verl's
-            ``_compute_old_log_prob`` adds them. Engine and trainer round differently, so their ratios exceed narrow
-            clip ranges before any update.
+            ``_compute_old_log_prob`` adds them. Engine and trainer round differently, so in bypass mode the ratios
+            exceed narrow clip ranges before any update.
 
     Returns:
         The tensors, and the other columns (B): ``uid`` (the group), ``__num_turns__``, ``min_global_steps`` and
-        ``max_global_steps`` (ordinals of the versions that sampled). Tensors of (B, responses): int64 ``responses`` and
-        ``response_mask``; float32 ``rollout_log_probs``, ``advantages``, ``returns`` (equal to the advantages),
-        ``token_level_scores``, ``token_level_rewards`` and ``rm_scores`` (the reward, on the last token),
+        ``max_global_steps`` (ordinals of the oldest and newest versions that sampled). Tensors of (B, responses): int64
+        ``responses`` and ``response_mask``; float32 ``rollout_log_probs``, ``advantages``, ``returns`` (equal to the
+        advantages), ``token_level_scores``, ``token_level_rewards`` and ``rm_scores`` (the reward, on the last token),
         ``rollout_is_weights`` if a weight is not 1, ``old_log_probs`` with ``bypass``. int64 ``prompts`` (B, prompts);
         ``input_ids``, ``attention_mask``, ``position_ids`` (B, prompts + responses).
 
