@@ -1,5 +1,5 @@
-"""Chooses the groups of one training step by applying the ``data`` operations in order. Records every drop and its
-cause.
+"""Chooses the groups of one training step: applies the ``data`` operations in order and records the cause of every
+drop.
 
 A step settles ``want`` groups: it trains on them or drops them. The same number is requested for each step. So dropped
 groups make a step smaller, but no later step waits for groups that were never requested. With ``refill``, the planner
@@ -152,8 +152,7 @@ def choose(
 
 
 def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
-    """Sorts groups by their oldest version. Groups without sampled tokens come first, because they can only be
-    dropped."""
+    """Sorts groups by their oldest version. Groups without sampled tokens, which can only be dropped, come first."""
     return sorted(groups, key=lambda group: (group.oldest, group.time_ns, group.id))
 
 

@@ -189,8 +189,7 @@ def role_config(config: AdvantageConfig, name: str | None) -> AdvantageConfig:
 
 
 def role_rewards(sample: Sample, roles: RoleRewards) -> dict[str, float]:
-    """Returns the reward of each role that the policy played in a rollout, without penalties; NaN if the rollout is not
-    verified."""
+    """Returns the reward of each role that the policy played, without penalties; NaN if the rollout is not verified."""
     return {role: reward(sample, roles[role]) for role in dict.fromkeys(sample.roles) if role in roles}
 
 
@@ -242,7 +241,7 @@ def advantages(
 
 
 def _by_sequence(sample: Sample, own: Mapping[str, float]) -> Values:
-    """Combines the advantages of a sample's roles: one number if all sequences have the same role, otherwise one per
+    """Combines the advantages of a sample's roles: one number if all its sequences have the same role, else one per
     sequence."""
     if len(own) == 1 and ("" in own or len({*sample.roles}) == 1):
         return next(iter(own.values()))
@@ -331,7 +330,7 @@ def _tokens(sample: Sample, count: int) -> NDArray[np.float64]:
 
 
 def whitened(values: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Shifts and scales values (n) to mean 0 and standard deviation 1, weighting each value by its number of tokens
+    """Shifts and scales values (n) to mean 0 and standard deviation 1 over tokens, given each value's number of tokens
     (n)."""
     if not tokens.sum():
         return values

@@ -80,8 +80,7 @@ class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     mm_kwargs: Any = None
     mm_token_type_ids: list[int] | None = None
     rl_weights: list[float] | None = None
-    """Loss factor of each token, shape (T). Tokens with factor 0 are not counted. ``None`` means that all factors are
-    1."""
+    """Loss factor of each token, shape (T); tokens with factor 0 are not counted. ``None`` stands for all ones."""
     ce_weights: list[float] | None = None
     ref_kl_weights: list[float] | None = None
 

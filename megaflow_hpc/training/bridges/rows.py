@@ -18,8 +18,7 @@ UNLIMITED_TOKENS = 2**62
 
 @dataclass(frozen=True)
 class TrainerRow:
-    """One sequence of L tokens with at least one token to train on. Its columns have the same meaning as those of a
-    micro-batch."""
+    """One sequence of L tokens with at least one token to train on. Its columns are those of a micro-batch."""
 
     rollout: PlannedRollout
     tokens: NDArray[np.int32]

@@ -2,7 +2,7 @@
 
 VeOmni (ByteDance Seed) creates the model, divides it among the ranks (FSDP2, experts) and reads its weights. Loss,
 optimizer, checkpoints and publishing are those of this package's trainer, and parameters have the same names. So the
-trainer continues from a checkpoint of either kind.
+trainer can continue from a checkpoint of either kind of trainer.
 
 On GPUs, mixtures of experts use its grouped Triton kernel, and norms, activations and rotary embeddings those of
 liger-kernel if that is installed. On CPUs everything is plain PyTorch.
@@ -47,8 +47,8 @@ class VeOmniModel(PolicyModel):
             self.forward = causal.forward_row  # type: ignore[method-assign]
 
     def shares(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns tensors as shares of whole ones. With several groups of experts, VeOmni's parameters are shares of
-        one group's."""
+        """Returns tensors as shares of unsharded tensors. With several expert groups, VeOmni's parameters are shares of
+        one group's tensors."""
         from veomni.checkpoint.dcp_checkpointer import ModelState  # type: ignore[import-not-found]
 
         if not getattr(self.causal, "_fqn2spec_info", None):
@@ -92,7 +92,7 @@ def read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Polic
 
 
 def divided(config: Any, source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> VeOmniModel:
-    """Creates a model from transformers' ``config``, divides it, and reads its weights from ``source``.
+    """Creates a model from a transformers ``config``, shards it, and loads its weights from ``source``.
 
     Raises:
         ConfigError: the layout does not suit the model.

@@ -25,9 +25,9 @@ from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.texts import printable
 
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
-"""Endings of files that hold weights. Others are copied from MODEL."""
+"""File name endings of weight files. All other files are copied from MODEL."""
 Example = tuple[list[int], list[int]]
-"""Tokens of a conversation, and the indices of those that the assistant wrote."""
+"""Tokens of a conversation, and the indices of the tokens that the assistant wrote."""
 
 
 def main(argv: list[str] | None = None) -> int:
