@@ -111,16 +111,16 @@ class Buffer:
         """Unsettled group of each rollout, by rollout id."""
         self._blocks: dict[int, set[str]] = {}
         """Unsettled groups by block number. An empty entry is kept until all earlier blocks are settled."""
-        self._named: dict[int, frozenset[str]] = {}
+        self._groups_in: dict[int, frozenset[str]] = {}
         """All groups of the policy by block number."""
         self._first_block, self._settled = settled.first_block, set(settled.groups)
         self.arrived: dict[str, Arrived] = {}
         self._done: set[int] = set()
         """Blocks that were done at the last check."""
-        self._looked_at = -math.inf
+        self._done_read_at = -math.inf
         self._missing: dict[str, float] = {}
         """Monotonic time at which a rollout of a done block was first found without a record, by rollout id."""
-        self._look_for_blocks()
+        self._read_new_blocks()
         for place in settled.waiting:
             self._add(place)
 
@@ -134,7 +134,7 @@ class Buffer:
         done = self._done_blocks()  # listed first, so that the poll covers all of their records
         self._unread.extend(self._follower.entries())
         if self._unread:
-            self._look_for_blocks()
+            self._read_new_blocks()
         added = 0
         while self._unread:
             entry = self._unread[0]
@@ -164,7 +164,7 @@ class Buffer:
     @property
     def open_groups(self) -> int:
         """Number of unsettled groups, complete or not."""
-        self._look_for_blocks()
+        self._read_new_blocks()
         return len(self._groups)
 
     def settle(self, groups: Iterable[str]) -> None:
@@ -178,7 +178,7 @@ class Buffer:
                 self.arrived.pop(rollout, None)
         while self._first_block in self._blocks and not self._blocks[self._first_block]:
             del self._blocks[self._first_block]
-            self._settled -= self._named.pop(self._first_block)
+            self._settled -= self._groups_in.pop(self._first_block)
             self._first_block += 1
 
     def read_groups(self, plan: StepPlan) -> list[tuple[SampleGroup, dict[str, Arrived]]]:
@@ -214,7 +214,7 @@ class Buffer:
             groups=sorted(self._settled),
         )
 
-    def _look_for_blocks(self) -> None:
+    def _read_new_blocks(self) -> None:
         for number in numbers(self._run):
             if number < self._first_block or number in self._blocks or number >= FIRST_HANDED_OFF:
                 continue
@@ -226,9 +226,9 @@ class Buffer:
                     group = self._groups.setdefault(name, _Collected(rollout.task_id, number, rollout.round))
                     group.expected[rollout.id] = number, rollout
                     self._group_of[rollout.id] = name
-            self._named[number] = frozenset(rollout.group_id for rollout in ours)
+            self._groups_in[number] = frozenset(rollout.group_id for rollout in ours)
             self._blocks[number] = {
-                name for name in self._named[number] if name in self._groups and self._groups[name].block == number
+                name for name in self._groups_in[number] if name in self._groups and self._groups[name].block == number
             }
 
     def _is_ours(self, rollout: Rollout) -> bool:
@@ -237,8 +237,8 @@ class Buffer:
     def _done_blocks(self) -> set[int]:
         """Returns the blocks that are done. Rereads the list at intervals, and only while a rollout is missing."""
         now = time.monotonic()
-        if now - self._looked_at >= LOST_AFTER_S / 4 and any(map(_lacking, self._groups.values())):
-            self._done, self._looked_at = Ledger(self._run).done(), now
+        if now - self._done_read_at >= LOST_AFTER_S / 4 and any(map(_lacking, self._groups.values())):
+            self._done, self._done_read_at = Ledger(self._run).done(), now
         return self._done
 
     def _give_up_lost(self, done: set[int]) -> int:
@@ -251,7 +251,7 @@ class Buffer:
             if block in done
         ]
         self._missing = {rollout.id: before.get(rollout.id, now) for rollout, *_ in missing}
-        lost = [found for found in missing if now - self._missing[found[0].id] >= LOST_AFTER_S]
+        lost = [entry for entry in missing if now - self._missing[entry[0].id] >= LOST_AFTER_S]
         for rollout, name, group in lost:
             logger.warning("%s: rollout %s has no readable record; it counts as failed", self._run, rollout.id)
             group.samples[rollout.id] = Sample(
@@ -311,11 +311,11 @@ class Buffer:
                     stored.append(StoredRollout(sample, self._sequences.read(arrived.place)[0]))
                 except DamagedRecord as error:
                     logger.warning("%s; skipped", error)
-            found = scores(self._score, stored) if stored else {}
+            rewards = scores(self._score, stored) if stored else {}
             del self._unscored[: len(waiting)]
             for sample, arrived in waiting:
-                if sample.id in found:
-                    self._take(scored(sample, found[sample.id]), arrived)
+                if sample.id in rewards:
+                    self._take(scored(sample, rewards[sample.id]), arrived)
 
 
 def _lacking(group: _Collected) -> list[tuple[int, Rollout]]:
@@ -465,6 +465,6 @@ def check_experts(sequence: TokenSequence, routing: Routing) -> None:
             f"its record has {experts.shape[1]} layers with {experts.shape[2]} experts for each token, but the "
             f"trainer's model has {layers} with {per_token}"
         )
-    known = experts[(experts != np.iinfo(experts.dtype).max).any((1, 2))]
-    if len(known) and known.max() >= count:
-        raise DamagedRecord(f"its record names expert {known.max()}, but the trainer's model has {count}")
+    recorded = experts[(experts != np.iinfo(experts.dtype).max).any((1, 2))]
+    if len(recorded) and recorded.max() >= count:
+        raise DamagedRecord(f"its record names expert {recorded.max()}, but the trainer's model has {count}")

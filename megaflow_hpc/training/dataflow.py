@@ -448,15 +448,15 @@ class Dataflow:
         return self._step(plan, step.wait_s, step.plan_s)
 
     def _step(self, plan: StepPlan, wait_s: float, plan_s: float) -> Step:
-        known, amendments = self._amend(plan.step)
-        return Step(self, amended(plan, amendments), wait_s, plan_s, known)
+        count, amendments = self._amend(plan.step)
+        return Step(self, amended(plan, amendments), wait_s, plan_s, count)
 
     def _amend(self, step: int) -> tuple[int, list[Amendment]]:
         """Applies the amended settings of a step. Returns the number of amendments recorded, and those in force."""
         commit = self.files.read(Commit, step)
-        known = commit.amendments if commit else None
-        in_force = self._amendments.in_force(step, known)
-        known, in_force = self._agree((len(self._amendments.read()) if known is None else known, in_force))
+        count = commit.amendments if commit else None
+        in_force = self._amendments.in_force(step, count)
+        count, in_force = self._agree((len(self._amendments.read()) if count is None else count, in_force))
         config, policy = self._planned_as
         changed = settings(in_force)
         optimizer = policy.optimizer.model_copy(update={k: v for k, v in changed.items() if k == "lr"})
@@ -464,7 +464,7 @@ class Dataflow:
         self.trained = replace(self.trained, settings=policy.model_copy(update={"optimizer": optimizer, **rows}))
         self.config = config.model_copy(update={k: v for k, v in changed.items() if k == "steps"})
         self.planning.control.steps = self.config.steps
-        return known, in_force
+        return count, in_force
 
     def _check_records(self, plan: StepPlan) -> None:
         """Amends a step that an earlier start planned, leaving out rollouts whose records are damaged."""

@@ -37,14 +37,14 @@ OURS = "megaflow_hpc"
 
 def methods_of(training: TrainingConfig) -> dict[str, Method]:
     """Returns the user functions in the section ``training``, by their keys in the campaign file."""
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "training.trainer": training.trainer,
         "training.prompts.order": training.prompts.order,
         **{f"training.data.{number}": step.method for number, step in enumerate(training.data)},
     }
     for name, policy in training.policies.items():
-        found |= {f"training.policies.{name}.{key}": value for key, value in _of_policy(policy).items()}
-    return {key: method for key, method in found.items() if isinstance(method, Method)}
+        values |= {f"training.policies.{name}.{key}": value for key, value in _of_policy(policy).items()}
+    return {key: method for key, method in values.items() if isinstance(method, Method)}
 
 
 def _of_policy(policy: PolicyTraining) -> dict[str, Any]:

@@ -295,7 +295,7 @@ class Planning:
         """Requests the batches that are due.
 
         Args:
-            committed: number of the last step that is committed.
+            committed: number of the last committed step.
 
         Raises:
             OSError: the run directory is unavailable; the next call continues.

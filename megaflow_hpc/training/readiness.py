@@ -93,12 +93,12 @@ class PodWatch:
         """Time of the next poll, and time at which a pod was last known to be alive."""
         self._gone_at: float | None = None
         """Time at which pods were first found to be missing; ``None`` if any pod is alive or queued."""
-        self._said = ""
+        self._message = ""
 
     def begin(self) -> None:
         """Starts a new wait. Assumes that a pod is alive now."""
         self._next_at = self._alive_at = self._clock()
-        self._gone_at, self._said = None, ""
+        self._gone_at, self._message = None, ""
 
     def look(self) -> str:
         """Returns a message if no pod is alive, otherwise an empty string. Polls at most every :data:`POLL_INTERVAL_S`.
@@ -109,9 +109,9 @@ class PodWatch:
         """
         now = self._clock()
         if now >= self._next_at:
-            self._said = self._describe_absence(now)
+            self._message = self._describe_absence(now)
             self._next_at = now + max(POLL_INTERVAL_S, len(self._seen) / LEASE_READS_PER_S)
-        return self._said
+        return self._message
 
     def _describe_absence(self, now: float) -> str:
         leases = {name: lease.get("counter") for name, lease in self._ledger.leases().items() if not lease.get("ended")}

@@ -82,7 +82,7 @@ def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, f
 def pairs(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Gives advantage 1 to a group's best rollout, −1 to its worst and 0 to the others: a preference pair for DPO.
 
-    Among equal rewards, the first counts. A group with equal rewards gives no pair (Rafailov et al. 2023, DPO, arXiv
+    Ties go to the first rollout. A group with equal rewards gives no pair (Rafailov et al. 2023, DPO, arXiv
     2305.18290).
     """
     advantages = {s.id: 0.0 for group in groups for s in group.samples}

@@ -85,7 +85,7 @@ class StalenessControl:
         """
         bound = self._config.staleness
         records = {self._record_of(round) for round in rounds}
-        return bound is not None and any(version - self._version_of(*one) >= bound for one in records)
+        return bound is not None and any(version - self._version_of(*record) >= bound for record in records)
 
     def due(self, complete: Sequence[SampleGroup], version: int) -> set[str]:
         """Returns the complete groups that the next step must use because helpers sampled them too.

@@ -186,10 +186,10 @@ def survivors(
     _check_names(verified, advantage.rewards, "training: advantage.rewards")
     for role, name in (roles or {}).items():
         _check_names(verified, [name] if name else [], f"team.roles.{role}.reward")
-    return _samples(groups, _lack, drops)
+    return _keep_samples(groups, _drop_reason, drops)
 
 
-def _lack(sample: Sample) -> str:
+def _drop_reason(sample: Sample) -> str:
     """Returns the reason to drop a sample, or an empty string to keep it."""
     if sample.status == "failed":
         return f"failed: {sample.error_kind}" if sample.error_kind else "failed"
@@ -213,10 +213,10 @@ def varied(
     """Keeps groups whose samples differ in at least one compared value."""
     compared = {role: role_config(advantage, name) for role, name in (roles or {"": None}).items()}
 
-    def lack(group: SampleGroup) -> str:
+    def reason(group: SampleGroup) -> str:
         return "" if any(varies(group, config, role) for role, config in compared.items()) else ZERO_VARIANCE
 
-    return _whole(groups, lack, drops)
+    return _keep_groups(groups, reason, drops)
 
 
 def varies(group: SampleGroup, advantage: AdvantageConfig, role: str = "") -> bool:
@@ -235,11 +235,11 @@ def within_pass_rates(
 ) -> list[SampleGroup]:
     """Keeps groups whose pass rate is within the bounds."""
 
-    def lack(group: SampleGroup) -> str:
+    def reason(group: SampleGroup) -> str:
         passed = sum(reward(sample) >= pass_threshold for sample in group.samples)
         return "" if inside(passed / len(group.samples), bounds) else PASS_RATE
 
-    return _whole(groups, lack, drops)
+    return _keep_groups(groups, reason, drops)
 
 
 def inside(rate: float, bounds: Range) -> bool:
@@ -251,10 +251,10 @@ def inside(rate: float, bounds: Range) -> bool:
 def fresh(groups: Iterable[SampleGroup], most: int, version: int, drops: Drops) -> list[SampleGroup]:
     """Keeps samples whose oldest token is at most ``most`` versions behind ``version``."""
 
-    def lack(sample: Sample) -> str:
+    def reason(sample: Sample) -> str:
         return STALE if sample.oldest >= 0 and version - sample.oldest > most else ""
 
-    return _samples(groups, lack, drops)
+    return _keep_samples(groups, reason, drops)
 
 
 def by_method(
@@ -301,32 +301,32 @@ def by_method(
     for group in groups:
         added = [s for s in kept.values() if s.group == group.id and s.id not in own]
         changed.append(group.only((*(kept.get(s.id, s) for s in group.samples), *added)))
-    return _samples(changed, lambda sample: "" if sample.id in kept else method.name, drops)
+    return _keep_samples(changed, lambda sample: "" if sample.id in kept else method.name, drops)
 
 
 def short(groups: Iterable[SampleGroup], longest: int, drops: Drops) -> list[SampleGroup]:
     """Drops samples with a sequence longer than ``longest`` tokens."""
-    return _samples(groups, lambda sample: OVER_LENGTH if sample.longest > longest else "", drops)
+    return _keep_samples(groups, lambda sample: OVER_LENGTH if sample.longest > longest else "", drops)
 
 
-def _whole(groups: Iterable[SampleGroup], lack: Callable[[SampleGroup], str], drops: Drops) -> list[SampleGroup]:
+def _keep_groups(groups: Iterable[SampleGroup], reason: Callable[[SampleGroup], str], drops: Drops) -> list[SampleGroup]:
     kept = []
     for group in groups:
-        if cause := lack(group):
+        if cause := reason(group):
             drops[group.id] = cause
         else:
             kept.append(group)
     return kept
 
 
-def _samples(groups: Iterable[SampleGroup], lack: Callable[[Sample], str], drops: Drops) -> list[SampleGroup]:
+def _keep_samples(groups: Iterable[SampleGroup], reason: Callable[[Sample], str], drops: Drops) -> list[SampleGroup]:
     kept = []
     for group in groups:
         remaining = []
         for sample in group.samples:
-            if cause := lack(sample):
+            if cause := reason(sample):
                 drops[sample.id] = cause
             else:
                 remaining.append(sample)
         kept.append(group.only(tuple(remaining)))
-    return _whole(kept, lambda group: ALONE if len(group.samples) < MIN_SAMPLES else "", drops)
+    return _keep_groups(kept, lambda group: ALONE if len(group.samples) < MIN_SAMPLES else "", drops)

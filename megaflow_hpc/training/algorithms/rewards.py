@@ -262,14 +262,14 @@ def _compared(
 ) -> tuple[list[Sample], NDArray[np.float64]]:
     """Returns the samples that have a reward, and their advantages within their groups."""
     values, weights = columns([sample for sample, _ in numbered], config)
-    there: NDArray[np.bool_] = np.asarray(~np.isnan(values).any(axis=1))
-    samples = [sample for (sample, _), is_there in zip(numbered, there, strict=True) if is_there]
+    has_reward: NDArray[np.bool_] = np.asarray(~np.isnan(values).any(axis=1))
+    samples = [sample for (sample, _), present in zip(numbered, has_reward, strict=True) if present]
     if not samples:
         return [], np.zeros(0)
-    number = np.array([number for _, number in numbered])[there]
+    number = np.array([number for _, number in numbered])[has_reward]
     kind = KINDS[str(config.kind)]
     with np.errstate(over="ignore", invalid="ignore"):  # the check below reports it
-        parts = [relative(column, number, kind).astype(np.float64) for column in values[there].T]
+        parts = [relative(column, number, kind).astype(np.float64) for column in values[has_reward].T]
         advantage = np.stack(parts, axis=1) @ weights
     if not np.isfinite(advantage).all():
         worst = samples[int(np.argmin(np.isfinite(advantage)))]

@@ -101,7 +101,7 @@ def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Ra
         ConfigError: a sequence has more than ``tokens`` tokens.
     """
     encoded = [_encoded(_micro_batch(batch, name, step.temperature)) for batch in step.minibatch().microbatches(tokens)]
-    encoded += [_encoded(_nothing(name))] * (max(-(-len(encoded) // ranks), 1) * ranks - len(encoded))
+    encoded += [_encoded(_empty_batch(name))] * (max(-(-len(encoded) // ranks), 1) * ranks - len(encoded))
     return [encoded[rank::ranks] for rank in range(ranks)]
 
 
@@ -126,7 +126,7 @@ def _micro_batch(batch: microbatch.MicroBatch, name: str, temperature: float) ->
     )
 
 
-def _nothing(name: str) -> PrimeMicroBatch:
+def _empty_batch(name: str) -> PrimeMicroBatch:
     """Returns a batch of two masked tokens. With a single token, ``squeeze`` in prime-rl's loss would drop the
     dimension."""
     zeros = [0.0, 0.0]
@@ -180,7 +180,7 @@ class Broadcast:
             for name in state:
                 if name != "STABLE":
                     shutil.copyfile(self._folder / name, target / name)
-            return _state(self._folder) == state and _whole(target)
+            return _state(self._folder) == state and _is_complete(target)
         except FileNotFoundError:  # the trainer removed its directory, or a later bridge removed ``target``
             return False
 
@@ -205,7 +205,7 @@ def _marked_last(state: _State) -> bool:
     return state["STABLE"][2] >= max(changed for _, _, changed in state.values())
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """Returns whether every tensor file matches its header and every file listed in the index exists."""
     try:
         return bool(read_directory(folder))
@@ -239,7 +239,7 @@ class PrimeBridge:
             )
         if (last := flow.restore()) is not None:
             self._check(flow.checkpoint(last) / NOTE_FILE)
-            self._forget(below=last.step)  # left by a bridge that was killed after its last commit
+            self._remove_notes(below=last.step)  # left by a bridge that was killed after its last commit
 
     def _check(self, path: Path) -> None:
         try:
@@ -297,9 +297,9 @@ class PrimeBridge:
         make_directory(folder)
         write_json(folder / NOTE_FILE, self._note)
         step.commit(folder, {"trainer_s": waited})
-        self._forget(below=step.number)
+        self._remove_notes(below=step.number)
 
-    def _forget(self, below: int) -> None:
+    def _remove_notes(self, below: int) -> None:
         """Removes the notes of earlier steps, including those that a killed bridge removed only partly."""
         for path in self._flow.files.checkpoints.iterdir():
             earlier = path.name.isdecimal() and int(path.name) < below

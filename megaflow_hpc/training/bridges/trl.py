@@ -10,10 +10,10 @@
 ``GRPOTrainer`` normally samples and scores completions. With this bridge it does neither. Each optimizer step is one
 minibatch of the dataflow, cut into micro-batches. It receives ids, masks, proximal log-probabilities and advantages.
 The advantages include the sample weights and the importance weights of proximal over engine, which equals weighting the
-loss. TRL averages over each batch that it receives. Its losses with row means average per row, while this package
-averages per rollout. So the loss of a micro-batch is scaled by its share of the minibatch, and a row's advantages by
-its share of the rollout. The sum equals the loss of this package's own trainer. After the last minibatch of a step, the
-model is published and the step committed.
+loss. TRL averages over each batch that it receives. For losses that this package averages per rollout, TRL averages per
+row. So the loss of a micro-batch is scaled by its share of the minibatch, and a row's advantages by its share of the
+rollout. The sum equals the loss of this package's own trainer. After the last minibatch of a step, the model is
+published and the step committed.
 
 The bridge depends on private parts of TRL: ``_compute_loss`` and its inputs, ``_prepare_inputs``,
 ``_get_per_token_logps_and_entropies``, and ``_save_checkpoint`` of transformers. So the version is checked on import.
@@ -135,7 +135,7 @@ class _Item:
 
 
 class DataflowTrainer(GRPOTrainer):
-    """A ``GRPOTrainer`` that trains on the steps of a dataflow, and publishes and commits them.
+    """A ``GRPOTrainer`` that trains on the steps of a dataflow, publishes the weights and commits the steps.
 
     Args:
         flow: a dataflow with the rank and the number of ranks of this process.
@@ -339,12 +339,12 @@ def to_rows(batch: MicroBatch, rows: int = 1) -> dict[str, Any]:
     lengths = np.concatenate([own, np.full(max(rows, 1) - len(own), 2)]) if len(own) < max(rows, 1) else own
     ids, mask = (_padded(column, own, lengths) for column in (batch.tokens, batch.mask))
     first = int(mask[: len(own)].argmax(1).min(initial=ids.shape[1])) if len(own) else 1
-    there = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)
+    present = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)
     parts = {
         "prompt_ids": ids[:, :first],
-        "prompt_mask": there[:, :first],
+        "prompt_mask": present[:, :first],
         "completion_ids": ids[:, first:],
-        "completion_mask": there[:, first:],
+        "completion_mask": present[:, first:],
         "tool_mask": mask[:, first:],
     }
     return {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}

@@ -37,7 +37,7 @@ from megaflow_hpc.training.plan import BySequence, Columns
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load, row_of
 
 KEPT_AVERAGES = 3
-"""Number of recent weight averages to keep. The next one is computed from the newest."""
+"""Number of recent weight averages to keep. The next average is computed from the newest."""
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,18 @@ class FrozenModels:
         model.temperature = self._flow.temperature
         rows = list(rows_in_order((len(s.tokens) for s in sequences), settings.microbatch))
         rounds = max(self._ranks.gather(len(rows)))
-        found: dict[int, NDArray[np.float32]] = {}
+        logprobs_of: dict[int, NDArray[np.float32]] = {}
         with torch.no_grad():
             for row in [*rows, *[[]] * (rounds - len(rows))]:
                 chosen = [sequences[number] for number in row]
                 inputs = row_of([(s.tokens, s.mask.nonzero()[0]) for s in chosen], self._ranks.device)
                 values = model(*inputs)[0].float().cpu().numpy()
                 cuts = np.cumsum([len(s.tokens) for s in chosen])[:-1]
-                found |= dict(zip(row, np.split(values, cuts), strict=False))
+                logprobs_of |= dict(zip(row, np.split(values, cuts), strict=False))
         del model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return [found[number] for number in range(len(sequences))]
+        return [logprobs_of[number] for number in range(len(sequences))]
 
     def average(self, decay: float) -> Path:
         """Returns a model directory with the exponentially weighted mean of all versions, in float32.
@@ -201,7 +201,7 @@ def columns_of(
         models = FrozenModels(flow, policy, ranks, step, sampled)
         computed: dict[str, BySequence] = {}
         for name, method in methods.items():
-            everywhere = ranks.gather(_tried(method, mine, models))
+            everywhere = ranks.gather(_values_or_error(method, mine, models))
             if failure := next((part for part in everywhere if isinstance(part, str)), ""):
                 raise ConfigError(failure)
             computed[name] = {key: value for part in everywhere for key, value in part.items()}
@@ -241,7 +241,7 @@ def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
             )
 
 
-def _tried(method: Method, sequences: Sequence[ColumnSequence], models: FrozenModels) -> Any:
+def _values_or_error(method: Method, sequences: Sequence[ColumnSequence], models: FrozenModels) -> Any:
     """Returns the column values, or the error as text. If one rank raised an exception, the others would wait
     forever."""
     try:
@@ -255,11 +255,11 @@ def _call(method: Method, sequences: Sequence[ColumnSequence], models: FrozenMod
     if not isinstance(returned, list | tuple) or len(returned) != len(sequences):
         count = f" of {len(returned)}" if isinstance(returned, list | tuple) else ""
         raise wrong(method, f"returned {type(returned).__name__}{count}", f"a list of {len(sequences)} arrays")
-    found = {}
+    values = {}
     for s, value in zip(sequences, returned, strict=True):
         array = np.asarray(value)
         if array.shape == s.mask.shape and array.dtype.kind == "f":
             array = np.where(s.mask == 1, array, array.dtype.type(0))
         what = f"the column of sequence {s.sequence} of rollout {s.rollout}"
-        found[s.rollout, s.sequence] = numbers(method, array, [s.mask.shape], what)
-    return found
+        values[s.rollout, s.sequence] = numbers(method, array, [s.mask.shape], what)
+    return values

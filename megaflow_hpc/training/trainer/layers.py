@@ -127,12 +127,12 @@ def _one_by_one(query: Any, key: Any, value: Any, packing: Packing, scaling: flo
 def _with_all_tokens(query: Any, key: Any, value: Any, group: Any) -> list[Any]:
     ranks = dist.get_world_size(group)
     copies = key_copies(query.shape[1], key.shape[1], ranks)
-    found = []
+    exchanged = []
     for x in (query, key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)):
         _, heads, tokens, size = x.shape
         received = AllToAll.apply(x.reshape(ranks, heads // ranks, tokens, size), group)  # block j: tokens of rank j
-        found.append(received.transpose(0, 1).reshape(1, heads // ranks, ranks * tokens, size))
-    return found
+        exchanged.append(received.transpose(0, 1).reshape(1, heads // ranks, ranks * tokens, size))
+    return exchanged
 
 
 def _with_all_heads(out: Any, group: Any) -> Any:

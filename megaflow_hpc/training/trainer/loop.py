@@ -329,7 +329,7 @@ class TrainingLoop:
         several = len(minibatches) > 1 or self.loss.kind == "m2po"
         proximal = self._proximal(step, clock) if several else None
         minibatch_metrics: list[dict[str, float]] = []
-        whole, fresh = WeightedMean(), WeightedMean()
+        total, fresh = WeightedMean(), WeightedMean()
         seen: set[int] = set()
         not_finite = 0
         for minibatch in minibatches:
@@ -338,7 +338,7 @@ class TrainingLoop:
                 not_finite += 1
                 continue
             minibatch_metrics.append(tally.report() | {"grad_norm": norm, "lr": rate})
-            whole.join(tally)
+            total.join(tally)
             if seen.isdisjoint(minibatch.rollouts):  # the policy is biased on tokens it was already trained on
                 fresh.join(tally)
             seen.update(minibatch.rollouts)
@@ -357,9 +357,9 @@ class TrainingLoop:
             "pass_rate": passed,
             "version": float(step.plan.version),
             "updates": float(len(minibatch_metrics)),
-            "computed_tokens": float(whole.rows),
+            "computed_tokens": float(total.rows),
             "not_finite": float(not_finite),
-            "tokens_per_s": whole.rows / busy if busy else 0.0,
+            "tokens_per_s": total.rows / busy if busy else 0.0,
         }
 
     @torch.no_grad()
@@ -382,7 +382,7 @@ class TrainingLoop:
         limit = math.inf
         if self.loss.kind == "m2po":
             held = list(packed)
-            here = [self._tokens(batch, self._known(batch, proximal), "cpu") for batch in held]
+            here = [self._tokens(batch, self._stored_proximal(batch, proximal), "cpu") for batch in held]
             together = [tokens for part in self.ranks.gather(here)[:: self._copies] for tokens in part]
             limit, packed = losses.second_moment_limit(together, losses.SECOND_MOMENT), iter(held)
         tally = WeightedMean()
@@ -393,7 +393,7 @@ class TrainingLoop:
                 break
             with clock("forward"), self._fitting(batch):
                 new, entropies = self.policy(*self._row(batch))
-                before = new.detach() if proximal is None else self._known(batch, proximal)
+                before = new.detach() if proximal is None else self._stored_proximal(batch, proximal)
                 tokens = self._tokens(batch, before, self.ranks.device)
                 entropies = entropies if self.loss.entropy else entropies.detach()
                 loss, sums = losses.policy_loss(self.loss, new, entropies, tokens, minibatch, limit)
@@ -414,7 +414,7 @@ class TrainingLoop:
         return tally, norm, rate
 
     def _rate(self, step: int, metrics: dict[str, float]) -> float:
-        """Returns the learning rate of an update with these metrics."""
+        """Returns the learning rate of an update, which a user's schedule may derive from the update's metrics."""
         optimizer, steps = self.flow.settings.optimizer, self.flow.config.steps
         rate = optimizer.rate(step, steps)
         if isinstance(optimizer.schedule, Method) and metrics:  # none if no rollout has an advantage
@@ -457,7 +457,7 @@ class TrainingLoop:
             columns={name: on_device(values) for name, values in batch.columns.items()},
         )
 
-    def _known(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
+    def _stored_proximal(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
         """Returns the precomputed proximal log-probabilities (T) of a micro-batch."""
         assert proximal is not None
         parts = [torch.from_numpy(proximal[key]) for key, _ in _sequences(batch)]

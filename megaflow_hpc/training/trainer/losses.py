@@ -181,8 +181,8 @@ def policy_loss(
     with torch.no_grad():
         weights, truncated = importance_weights(loss, batch)
         batch = replace(batch, importance=weights)
-    held = new.detach()
-    statistics = _statistics(batch, held, entropies.detach(), truncated)
+    detached = new.detach()
+    statistics = _statistics(batch, detached, entropies.detach(), truncated)
     if not callable(loss.kind):
         share, sums = surrogate(loss, new, batch, totals, limit)
         statistics |= sums
@@ -353,9 +353,9 @@ def surrogate(
     All kinds have one form: the surrogate's gradient is coefficient × advantage × the gradient of log p. A ratio's
     gradient is the ratio times that of log p, and 0 if clipped. The value is added without gradient.
     """
-    held, advantages = new.detach(), batch.advantages
+    detached, advantages = new.detach(), batch.advantages
     counted = _sums(batch.mask.to(new.dtype), batch.offsets).clamp(min=1)
-    log_ratio = held - batch.proximal
+    log_ratio = detached - batch.proximal
     if loss.kind == "gspo":
         log_ratio = _spread(_sums(log_ratio, batch.offsets) / counted, batch.offsets)
     ratio = log_ratio.exp()
@@ -367,14 +367,14 @@ def surrogate(
         low, high = torch.zeros_like(low), torch.zeros_like(high)
     else:
         if loss.kind == "m2po":
-            far = (held - batch.engine).abs() >= min(limit, MAX_LOG_RATIO)
-            low, high = far & (held < batch.engine), far & (held > batch.engine)
+            far = (detached - batch.engine).abs() >= min(limit, MAX_LOG_RATIO)
+            low, high = far & (detached < batch.engine), far & (detached > batch.engine)
         low, high = low & (advantages < 0), high & (advantages > 0)
         coefficient = torch.where(low | high, torch.zeros_like(ratio), ratio)
     weighted = advantages * batch.importance * batch.weights * _averaging(loss, batch, totals)
     slope = coefficient * weighted
     if loss.kind in ("cispo", "rloo"):
-        value = slope * held
+        value = slope * detached
     elif loss.kind == "m2po":
         value = slope
     else:
@@ -382,7 +382,7 @@ def surrogate(
         value = torch.where(low, torch.full_like(ratio, 1 - loss.clip[0]), bounded) * weighted
     if loss.kind == "gspo":  # the sequence's ratio depends on each of its tokens alike
         slope = _spread(_sums(slope, batch.offsets) / counted, batch.offsets)
-    share = -(value + slope * (new - held)).sum()
+    share = -(value + slope * (new - detached)).sum()
     clipped = {"clipped_low": low, "clipped_high": high}
     return share, {name: (side & batch.mask).double().sum() for name, side in clipped.items()}
 
@@ -418,13 +418,13 @@ def _checked(function: Any, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
             f"{name}: returned {found} as the loss; expected a floating-point scalar with a gradient to `new`, the sum "
             "of the micro-batch's losses"
         )
-    found_sums = {}
+    converted = {}
     for key, value in sums.items():
         value = torch.as_tensor(value, dtype=torch.float64, device=share.device).detach()
         if value.dim():
             raise ConfigError(f"{name}: sum {key!r} has the shape {tuple(value.shape)}; expected a scalar")
-        found_sums[str(key)] = value
-    return share, found_sums
+        converted[str(key)] = value
+    return share, converted
 
 
 def _check_weights(function: Any, weights: Any, like: Tensor) -> None:
@@ -438,15 +438,15 @@ def _check_weights(function: Any, weights: Any, like: Tensor) -> None:
 
 @torch.no_grad()
 def _statistics(batch: Tokens, new: Tensor, entropies: Tensor, truncated: Tensor) -> Statistics:
-    moved, apart = (new - batch.proximal).double(), (batch.proximal - batch.engine).double()
+    log_ratio, log_weight = (new - batch.proximal).double(), (batch.proximal - batch.engine).double()
     drift = (new - batch.engine).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     surplus = drift * (new + entropies).double()
     sums = {
         "tokens": batch.mask,
         "entropy": entropies,
-        "kl": moved.exp() - 1 - moved,
-        "engine_kl": apart.exp() - 1 - apart,
-        "mismatch": apart.abs(),
+        "kl": log_ratio.exp() - 1 - log_ratio,
+        "engine_kl": log_weight.exp() - 1 - log_weight,
+        "mismatch": log_weight.abs(),
         "importance": batch.importance,
         "truncated": truncated,
         "drift": drift,
@@ -456,6 +456,6 @@ def _statistics(batch: Tokens, new: Tensor, entropies: Tensor, truncated: Tensor
     }
     totals = {name: torch.where(batch.mask, value.double(), 0.0).sum() for name, value in sums.items()}
     nothing = torch.zeros(1, dtype=torch.float64, device=batch.mask.device)  # an empty batch has no maximum
-    totals["mismatch_max"] = torch.cat([nothing, apart.abs()]).max()
-    totals["log_ratio_max"] = torch.cat([nothing, moved.abs()]).max()
+    totals["mismatch_max"] = torch.cat([nothing, log_weight.abs()]).max()
+    totals["log_ratio_max"] = torch.cat([nothing, log_ratio.abs()]).max()
     return totals

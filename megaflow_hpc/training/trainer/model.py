@@ -143,7 +143,7 @@ def join() -> ProcessGroup:
     If ``MEGAFLOW_TRAINER_STORE`` is set, it is the URL at which the ranks meet, as for ``init_process_group``. torch's
     default store listens on all addresses of a node. Ranks on one node can use a file instead.
     """
-    here, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -152,11 +152,11 @@ def join() -> ProcessGroup:
         backend = "nccl" if device.type == "cuda" else "gloo"
         store = os.environ.get("MEGAFLOW_TRAINER_STORE")
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        dist.init_process_group(backend, store, rank=here, world_size=count, timeout=timeout)
+        dist.init_process_group(backend, store, rank=rank, world_size=count, timeout=timeout)
         watch = EndWatch(dist.distributed_c10d._get_default_store())
         watch.start()
-        return ProcessGroup(here, count, device, dist.new_group(backend="gloo", timeout=timeout), watch)
-    return ProcessGroup(here, count, device)
+        return ProcessGroup(rank, count, device, dist.new_group(backend="gloo", timeout=timeout), watch)
+    return ProcessGroup(rank, count, device)
 
 
 def _exit(status: int) -> NoReturn:

@@ -171,7 +171,7 @@ OF_POLICY: dict[str, Callable[[Method, PolicyTraining], None]] = {
     "importance": _importance,
     "columns": _column,
 }
-"""Functions that try a user function on an example, by the first part of its key in a policy's settings."""
+"""Functions that check a user function, by the first part of its key in a policy's settings."""
 
 
 def scheduled(method: Method, step: int, steps: int, lr: float, metrics: dict[str, float]) -> float:
@@ -223,13 +223,13 @@ def main() -> None:
     sys.path.insert(0, question["beside"])
     training = resolved(TrainingConfig, question["training"])
     failures = failed(training)
-    found: dict[str, str] = {}
+    recorded: dict[str, str] = {}
     for method in methods_of(training).values():
         try:
-            found |= digests([method])
+            recorded |= digests([method])
         except ConfigError:
             continue  # its error is among the failures
-    json.dump({"errors": failures, "digests": found, "code": code.imported_from(question["beside"])}, answers)
+    json.dump({"errors": failures, "digests": recorded, "code": code.imported_from(question["beside"])}, answers)
     answers.close()
     os._exit(0)  # do not wait for threads that an import started
 

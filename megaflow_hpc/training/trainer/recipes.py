@@ -59,8 +59,8 @@ def kl_to_reference(
     ``kind``.
     """
     share, sums = surrogate(_loss(loss), new, batch, totals)
-    apart = torch.where(batch.mask, batch.columns[column] - new, torch.zeros_like(new))
-    penalty = apart.exp() - apart - 1
+    log_ratio = torch.where(batch.mask, batch.columns[column] - new, torch.zeros_like(new))
+    penalty = log_ratio.exp() - log_ratio - 1
     share = share + beta * (penalty * batch.weights).sum() * mean_over_tokens(totals)
     return share, {**sums, "reference_kl": penalty.sum()}
 
@@ -96,10 +96,10 @@ def distill(
     Its gradient is that of the reverse KL(policy, teacher) at each sampled token. Rewards are not used (Agarwal et al.
     2024, GKD, arXiv 2306.13649; Lu et al. 2025, On-Policy Distillation, thinkingmachines.ai).
     """
-    apart = torch.where(batch.mask, batch.columns[column] - batch.proximal, torch.zeros_like(new))
+    log_ratio = torch.where(batch.mask, batch.columns[column] - batch.proximal, torch.zeros_like(new))
     ratio = (new - batch.proximal).exp()
     factors = batch.importance * batch.weights * mean_over_tokens(totals)
-    return -(ratio * apart * factors).sum(), {"teacher_kl": -apart.sum()}
+    return -(ratio * log_ratio * factors).sum(), {"teacher_kl": -log_ratio.sum()}
 
 
 def likelihood(new: Any, entropies: Any, batch: Tokens, totals: Totals) -> tuple[Any, dict[str, Any]]:
@@ -185,9 +185,9 @@ def pairs(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
 
     The margin is log p(best) − log p(worst) − log reference(best) + log reference(worst), summed over tokens.
     """
-    here, there = models.logprobs(None, sequences), models.logprobs(models.base, sequences)
+    current, frozen_base = models.logprobs(None, sequences), models.logprobs(models.base, sequences)
     margins: dict[int, float] = {}
-    for s, new, frozen in zip(sequences, here, there, strict=True):
+    for s, new, frozen in zip(sequences, current, frozen_base, strict=True):
         gain = float(np.sum(s.advantages * (new.astype(np.float64) - frozen)))
         margins[s.group] = margins.get(s.group, 0.0) + gain
     return [np.full(len(s.tokens), margins[s.group], np.float32) for s in sequences]

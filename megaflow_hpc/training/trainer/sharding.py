@@ -241,20 +241,20 @@ def divide_adapters(causal: Any) -> None:
 
 def _shares_of(style: str, down: Any, up: Any, group: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Returns the forward passes of an adapter's two matrices on this rank."""
-    place, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
 
-    def mine(matrix: Any, dimension: int) -> Any:
-        return matrix.weight.chunk(size, dimension)[place]
+    def local_part(matrix: Any, dimension: int) -> Any:
+        return matrix.weight.chunk(size, dimension)[rank]
 
-    def same(matrix: Any) -> Any:
+    def equal_part(matrix: Any) -> Any:
         return ScaleGradient.apply(matrix.weight, 1 / size)
 
     linear = torch.nn.functional.linear
     if style == COLUMNS:
-        return lambda x: linear(SumGradients.apply(x, group), down.weight), lambda x: linear(x, mine(up, 0))
+        return lambda x: linear(SumGradients.apply(x, group), down.weight), lambda x: linear(x, local_part(up, 0))
     if style == ROWS:
-        return lambda x: SumOverRanks.apply(linear(x, mine(down, 1)), group), lambda x: linear(x, same(up))
-    return lambda x: linear(x, same(down)), lambda x: linear(x, same(up))
+        return lambda x: SumOverRanks.apply(linear(x, local_part(down, 1)), group), lambda x: linear(x, equal_part(up))
+    return lambda x: linear(x, equal_part(down)), lambda x: linear(x, equal_part(up))
 
 
 class ScaleGradient(torch.autograd.Function):
