@@ -309,7 +309,9 @@ def short(groups: Iterable[SampleGroup], longest: int, drops: Drops) -> list[Sam
     return _keep_samples(groups, lambda sample: OVER_LENGTH if sample.longest > longest else "", drops)
 
 
-def _keep_groups(groups: Iterable[SampleGroup], reason: Callable[[SampleGroup], str], drops: Drops) -> list[SampleGroup]:
+def _keep_groups(
+    groups: Iterable[SampleGroup], reason: Callable[[SampleGroup], str], drops: Drops
+) -> list[SampleGroup]:
     kept = []
     for group in groups:
         if cause := reason(group):
