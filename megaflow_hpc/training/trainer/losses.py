@@ -96,7 +96,7 @@ class Tokens:
 LossFunction = Callable[[Tensor, Tensor, Tokens, Totals], tuple[Tensor, Mapping[str, Tensor]]]
 """A user's loss. It is called as ``function(new, entropies, batch, totals)`` for each micro-batch with tokens:
 
-- ``new``: float32 (T), log-probabilities of the policy that is trained, with gradient.
+- ``new``: float32 (T), log-probabilities under the policy being trained, with gradient.
 - ``entropies``: float32 (T), entropy of the distribution of each token. It has a gradient only if ``loss.entropy`` is
   set. The trainer adds that bonus to the returned loss.
 - ``batch``: the :class:`Tokens`, with ``batch.importance``. In all float columns, values of masked tokens are 0.

@@ -5,8 +5,8 @@ A row holds several sequences without padding, and each attends only to itself
 spaces, would leak one sequence into another. So :func:`load` compares a packed row with its sequences run one by one,
 and rejects a model with different results.
 
-Logits are computed in chunks, for the target tokens only, and recomputed in the backward pass. So the logits of 150,000
-words × 32,768 tokens are never in memory together.
+Logits are computed in chunks, for the target tokens only, and recomputed in the backward pass. So the logits for a
+vocabulary of 150,000 and 32,768 tokens are never in memory together.
 
 Several ranks (``torchrun``) share parameters and rows as described in :mod:`~megaflow_hpc.training.trainer.sharding`.
 Gradients are summed over ranks, because losses divide by the tokens of all ranks.

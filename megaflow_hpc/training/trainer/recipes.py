@@ -1,7 +1,7 @@
 """Losses, importance weights and columns from papers, implemented like user functions.
 
 The campaign file names them as ``megaflow_hpc.training.trainer.recipes:NAME``. docs/how-to/methods.md lists them with
-their keys. In the formulas, p is the policy that is trained, q the engine's probabilities and A the advantage.
+their keys. In the formulas, p is the policy being trained, q the engine's policy and A the advantage.
 """
 
 from __future__ import annotations
