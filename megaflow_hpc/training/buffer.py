@@ -138,7 +138,7 @@ class Buffer:
         added = 0
         while self._unread:
             entry = self._unread[0]
-            if entry.id in self._group_of:  # otherwise it is another policy's, or its group is settled
+            if entry.id in self._group_of:  # otherwise it belongs to another policy or its group is settled
                 added += self._add(RecordPlace(entry.journal, entry.start, entry.epoch))
             self._unread.popleft()
         self._score_arrivals()
@@ -359,7 +359,7 @@ class Sequences:
         try:
             trajectory = self._journals.load(RecordEntry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
         except ConfigError as error:
-            if isinstance(error.__cause__, OSError):  # the file system may recover, so the record is not given up
+            if isinstance(error.__cause__, OSError):  # the file system may recover, so keep the record
                 raise
             raise DamagedRecord(str(error)) from None
         sequences = [s.first(self._longest) for s in trajectory.sequences if s.policy == self.policy]

@@ -229,7 +229,7 @@ def predict(
     several, tensor = layout.ranks > 1, layout.tensor
     row = -(-(tokens or settings.microbatch) // layout.context)
 
-    # Shares of parameters that a rank stores, and those that it computes with.
+    # Parameters that a rank stores, and parameters that it computes with.
     ends_divided = 1 if model.tied or model.words % tensor else tensor
     expert_shares = layout.ranks // layout.replicas
     dense_all = model.total - model.all_experts - model.ends
@@ -238,7 +238,7 @@ def predict(
     gathered = model.dense / tensor + (model.expert / layout.expert if layout.expert < expert_shares else 0)
     ends, output = model.ends / ends_divided, model.output / ends_divided
 
-    # Everything that stays.
+    # Memory that stays allocated.
     adapters = _adapters(model, settings.lora) if settings.lora else 0
     trained = adapters or share
     on_gpu = 0.0 if settings.optimizer.offload else trained
@@ -292,7 +292,7 @@ def predict(
         "update": stays | {"optimizer": 0 if gpus or settings.optimizer.offload else 4 * trained},
     }
 
-    # The node's memory, and files.
+    # Host memory and file sizes.
     ranks = max(gpus, 1)
     everything = adapters or model.total
     version = adapters * size if adapters else model.stored_bytes

@@ -268,7 +268,7 @@ def _compared(
         return [], np.zeros(0)
     number = np.array([number for _, number in numbered])[has_reward]
     kind = KINDS[str(config.kind)]
-    with np.errstate(over="ignore", invalid="ignore"):  # the check below reports it
+    with np.errstate(over="ignore", invalid="ignore"):  # the check below reports overflow
         parts = [relative(column, number, kind).astype(np.float64) for column in values[has_reward].T]
         advantage = np.stack(parts, axis=1) @ weights
     if not np.isfinite(advantage).all():

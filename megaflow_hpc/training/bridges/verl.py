@@ -39,7 +39,7 @@ def batch(
     multiple: int = 1,
     bypass: bool = False,
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Returns the step's sequences in verl's form: B rows, with left-padded prompts and right-padded responses.
+    """Returns the step's sequences in verl's format: B rows, with left-padded prompts and right-padded responses.
 
     Sequences without a token to train on are left out. A rollout with several sequences gives several rows with the
     same ``uid``. verl's own advantages would count it several times, so the plan's advantages are used.

@@ -261,7 +261,7 @@ class TrainingLoop:
                 return step, self._train(step, clock)
             except (UnreadableRollout, OutOfMemory) as error:
                 failure = error
-            failure.__traceback__ = failure.__context__ = None  # they would keep the tensors of the attempt
+            failure.__traceback__ = failure.__context__ = None  # they would keep the attempt's tensors alive
             self.optimizer.clear()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -342,7 +342,7 @@ class TrainingLoop:
             if seen.isdisjoint(minibatch.rollouts):  # the policy is biased on tokens it was already trained on
                 fresh.join(tally)
             seen.update(minibatch.rollouts)
-        values: dict[str, list[float]] = {}  # a minibatch without advantages has no metric but the gradient's norm
+        values: dict[str, list[float]] = {}  # a minibatch without advantages has only the metric grad_norm
         for each in minibatch_metrics:
             for name, value in each.items():
                 values.setdefault(name, []).append(value)
@@ -417,7 +417,7 @@ class TrainingLoop:
         """Returns the learning rate of an update, which a user's schedule may derive from the update's metrics."""
         optimizer, steps = self.flow.settings.optimizer, self.flow.config.steps
         rate = optimizer.rate(step, steps)
-        if isinstance(optimizer.schedule, Method) and metrics:  # none if no rollout has an advantage
+        if isinstance(optimizer.schedule, Method) and metrics:  # empty if no rollout has an advantage
             rate = probe.scheduled(optimizer.schedule, step, steps, rate, metrics)
         return rate
 

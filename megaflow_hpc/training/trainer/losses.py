@@ -380,7 +380,7 @@ def surrogate(
     else:
         bounded = torch.where(high, torch.full_like(ratio, 1 + loss.clip[1]), ratio)
         value = torch.where(low, torch.full_like(ratio, 1 - loss.clip[0]), bounded) * weighted
-    if loss.kind == "gspo":  # the sequence's ratio depends on each of its tokens alike
+    if loss.kind == "gspo":  # the sequence's ratio depends equally on each of its tokens
         slope = _spread(_sums(slope, batch.offsets) / counted, batch.offsets)
     share = -(value + slope * (new - detached)).sum()
     clipped = {"clipped_low": low, "clipped_high": high}

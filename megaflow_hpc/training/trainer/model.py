@@ -238,7 +238,7 @@ class PolicyModel(torch.nn.Module):
         """
         lengths = [end - begin for begin, end in pairwise(offsets)]
         total, begin, mine = len(tokens), 0, where
-        if self.context is not None:  # this rank's part of the row; the last one ends with tokens to ignore
+        if self.context is not None:  # this rank's part of the row, which is padded with ignored tokens
             size = -(-total // dist.get_world_size(self.context))
             begin = size * dist.get_rank(self.context)
             missing = size * dist.get_world_size(self.context) - total
@@ -345,7 +345,7 @@ def load(
     layout = Layout(ranks.count, **(parallel or {}))
     policy = (read or _read)(source, dtype, ranks, layout)
     causal = policy.causal
-    causal.requires_grad_(lora is None)  # now, because FSDP decides in the first pass which gradients it adds up
+    causal.requires_grad_(lora is None)  # before the first pass, in which FSDP decides which gradients it adds up
     for module in causal.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the engine samples without dropout
@@ -458,7 +458,7 @@ def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
         r=int(lora["rank"]),
         lora_alpha=float(lora["alpha"]),
         target_modules="all-linear" if every else list(lora["targets"]),
-        # Experts are one parameter of three dimensions, and no linear modules.
+        # Fused experts are three-dimensional parameters, not linear modules.
         target_parameters=sorted(name for name, p in causal.named_parameters() if p.ndim == 3) if every else None,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",

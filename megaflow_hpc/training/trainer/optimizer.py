@@ -63,7 +63,7 @@ class Optimizer:
             self.masters[name] = master
         if not self.masters:
             raise ConfigError("the model has no parameter to train")
-        groups: dict[Any, list[Any]] = {}  # torch computes with lists of tensors that are divided over one mesh only
+        groups: dict[Any, list[Any]] = {}  # torch's foreach kernels need tensors that are sharded over the same mesh
         for master in self.masters.values():
             groups.setdefault(getattr(master, "device_mesh", None), []).append(master)
         # A fused step needs no temporary copies: 18 bytes a parameter instead of 22.

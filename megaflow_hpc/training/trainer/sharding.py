@@ -104,7 +104,7 @@ class Grid:
                 "expert out"
             )
         ends = causal.get_input_embeddings(), causal.get_output_embeddings()
-        if ends[0].weight is ends[1].weight or len(ends[0].weight) % layout.tensor:  # then every rank computes both
+        if ends[0].weight is ends[1].weight or len(ends[0].weight) % layout.tensor:  # every rank computes both
             plan = {name: style for name, style in plan.items() if modules.get(name) not in ends}
         norms = {name for name, pattern in patterns.items() if plan.get(pattern) == PARTIAL_NORM}
         plan = {name: style for name, style in plan.items() if style != PARTIAL_NORM}
@@ -188,7 +188,7 @@ def read_sharded(source: Any, shard: Callable[[Any], None], **options: Any) -> A
         shard(model)
         return model
 
-    # transformers calls these two when it has made the placeholders. Its own know neither replicas nor context.
+    # transformers calls these hooks once the placeholders exist. Its own hooks support neither replicas nor context.
     hooks = {"prepare_distribute_model": prepare, "maybe_distribute_model": distribute, "__module__": kind.__module__}
     hooked: Any = type(kind.__name__, (kind,), hooks)
     causal = hooked.from_pretrained(
