@@ -144,7 +144,7 @@ class ServedWeights:
     """Tells whether the engines of one policy serve its newest weights."""
 
     missing: str
-    """Description of the engines that a request must wait for; empty if there are none."""
+    """Description of the engines that a request must wait for, or an empty string."""
     serve_newest: bool
     """True if a live engine serves the newest weights."""
 
@@ -226,7 +226,7 @@ class Peer:
 
     @property
     def committed(self) -> int:
-        """Number of the last committed step; 0 if there is none.
+        """Number of the last committed step, or 0.
 
         Raises:
             OSError: the run directory is unavailable.

@@ -104,7 +104,7 @@ def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray
     """Returns the reward columns on which samples are compared.
 
     Returns:
-        Values (n samples, k columns), NaN where a sample has none, and the weights (k) of the columns.
+        Values (n samples, k columns), NaN for missing values, and the weights (k) of the columns.
 
     Raises:
         ConfigError: a reward is infinite.
