@@ -1,4 +1,4 @@
-"""Model calls for agents in Python."""
+"""Lets agents written in Python call the campaign's models."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megaflow_hpc.types import CALL_HEADER, STARTED_BY_HEADER, ModelEndpoint
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """A model's answer."""
+    """A model's answer to one call."""
 
     message: dict[str, Any]
     """The answer in OpenAI format. Append it to the conversation to continue."""
     call: int
-    """Number of the call in the rollout, from 0. :func:`ask` takes it as ``started_by``."""
+    """Number of the call in the rollout, from 0. The record uses it to link calls that this answer starts."""
     finish_reason: str
 
     @property
     def text(self) -> str:
-        """Text of the answer; empty if it has only tool calls."""
+        """Text of the answer; empty if the answer contains only tool calls."""
         return str(self.message.get("content") or "")
 
 
@@ -34,23 +34,23 @@ async def ask(
     started_by: ModelAnswer | None = None,
     **options: Any,
 ) -> ModelAnswer:
-    """Makes one model call, and waits as long as the gateway does for an engine.
+    """Calls a model once. Has no timeout of its own; the gateway limits the wait for an engine.
 
     Args:
-        model: the address that ``run`` got.
-        messages: a conversation in OpenAI format, or the text of its only message.
-        role: role of the campaign's team that answers. Default: the rollout's own model.
-        started_by: the answer that caused this call, such as a parent agent's. It links the first call of a sub-agent
-            to its parent in the record.
-        options: further fields of the request, such as ``max_tokens``. Tokens of calls that change the policy's
-            sampling are not trained on.
+        model: the endpoint that was passed to ``run``.
+        messages: a conversation in OpenAI format, or the text of a single user message.
+        role: team role that answers. Empty: the rollout's own model.
+        started_by: the answer that caused this call, for example the parent agent's. Pass it to the first call of a
+            sub-agent to link the sub-agent to its parent in the record.
+        options: other fields of the request, such as ``max_tokens``. If they change the policy's sampling settings, the
+            call's tokens are not trained on.
 
     Raises:
-        ModelServiceError: the gateway refuses the call or cannot be reached. If the rollout is out of budget, it is
-            truncated and verified nevertheless.
+        ModelServiceError: the gateway refused the call or cannot be reached. If it refused because the rollout's budget
+            is used up, the rollout is truncated but still verified.
         UserCodeError: the request is invalid.
     """
-    import aiohttp  # planning imports agents too, and takes no time for it
+    import aiohttp  # imported late because planning imports this module too, and must stay fast
 
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
     body = {"model": role or model.model_name, "messages": conversation, **options}

@@ -1,7 +1,7 @@
-"""Agents that work in a team of models, as examples to start from.
+"""Example agents that work in a team of models.
 
-Each one calls the roles that its docstring names. The section ``team`` of the campaign file says which model plays
-each role. The agents give no rewards. The ``score`` of a task gets the conversation of each role (parameter ``roles``),
+Each agent calls the roles that its docstring names. The section ``team`` of the campaign file maps roles to models. The
+agents assign no rewards. The task's ``score`` function receives each role's conversation in its parameter ``roles``,
 and returns the rewards by name.
 """
 
@@ -23,17 +23,17 @@ def user(text: str) -> dict[str, Any]:
 
 
 def agrees(answer: ModelAnswer) -> bool:
-    """Returns whether the last word of an answer is yes."""
+    """Returns whether the last word of an answer is "yes"."""
     words = re.findall(r"[a-z]+", answer.text.lower())
     return bool(words) and words[-1] == "yes"
 
 
 class WriterChecker:
-    """``writer`` answers, ``checker`` says whether the answer is right, and the writer corrects it.
+    """``writer`` answers, ``checker`` judges the answer, and ``writer`` corrects it until ``checker`` accepts it.
 
     Args:
-        rounds: maximum number of answers.
-        max_tokens: maximum number of tokens of each answer. Default: no limit.
+        rounds: maximum number of answers by ``writer``.
+        max_tokens: maximum number of tokens per answer; ``None`` means no limit.
     """
 
     def __init__(self, rounds: int = 2, max_tokens: int | None = None) -> None:
@@ -55,10 +55,10 @@ class WriterChecker:
 
 
 class PlannerExecutor:
-    """``planner`` writes a plan, and ``executor`` carries it out by shell commands, until it answers without one.
+    """``planner`` writes a plan, and ``executor`` runs shell commands until it answers without a command.
 
     Args:
-        max_turns: maximum number of the executor's answers.
+        max_turns: maximum number of answers by ``executor``; ``None`` means 30.
     """
 
     def __init__(self, max_turns: int | None = None) -> None:
@@ -85,10 +85,10 @@ class PlannerExecutor:
 
 
 class Debate:
-    """``pro`` and ``contra`` argue in turns, and ``judge`` decides.
+    """``pro`` and ``contra`` take turns arguing, and ``judge`` decides.
 
     Args:
-        rounds: number of arguments of each side.
+        rounds: number of arguments per side.
     """
 
     def __init__(self, rounds: int = 2) -> None:
@@ -99,25 +99,26 @@ class Debate:
             side: [user(f"Argue {how} this claim in one paragraph: {task.instruction}")]
             for side, how in (("pro", "for"), ("contra", "against"))
         }
-        said: list[str] = []
+        arguments: list[str] = []
         for _ in range(self._rounds):
             for side, messages in sides.items():
-                if said:
-                    messages.append(user(f"The other side says: {said[-1]}"))
+                if arguments:
+                    messages.append(user(f"The other side says: {arguments[-1]}"))
                 answer = await ask(model, messages, side)
                 messages.append(answer.message)
-                said.append(answer.text)
-        debate = "\n\n".join(f"{('pro', 'contra')[number % 2]}: {text}" for number, text in enumerate(said))
+                arguments.append(answer.text)
+        debate = "\n\n".join(f"{('pro', 'contra')[number % 2]}: {text}" for number, text in enumerate(arguments))
         question = f"{task.instruction}\n\n{debate}\n\nIs the claim true? Write a last line that is only yes or no."
         decision = await ask(model, question, "judge")
         return AgentResult(messages=[user(question), decision.message])
 
 
 class SelfPlay:
-    """``player`` and ``opponent`` talk in turns, each as the user of the other. The task's ``score`` names the winner.
+    """``player`` and ``opponent`` take turns, each acting as the other's user. The task's ``score`` function decides
+    who wins.
 
     Args:
-        rounds: number of answers of each.
+        rounds: number of answers per role.
     """
 
     def __init__(self, rounds: int = 4) -> None:
@@ -136,12 +137,12 @@ class SelfPlay:
 
 
 class Recursive:
-    """``solver`` answers a question, or divides it into questions of one line each, which it gives to itself.
+    """``solver`` answers a question, or divides it into one-line questions, which other calls of ``solver`` answer.
 
-    The parts are solved at the same time, and the record links each to the call that divided the question.
+    The parts are solved concurrently. The record links each part to the call that divided the question.
 
     Args:
-        depth: maximum number of divisions below each other.
+        depth: maximum depth of nested divisions.
     """
 
     def __init__(self, depth: int = 2) -> None:
@@ -159,7 +160,7 @@ class Recursive:
         if parts:
             solved = await asyncio.gather(*(self._solve(model, part, depth - 1, answer) for part in parts))
             answers = zip(parts, (str(conversation[-1].get("content")) for conversation in solved), strict=True)
-            messages.append(user("\n".join(f"{part} {said}" for part, said in answers) + "\nNow answer."))
+            messages.append(user("\n".join(f"{part} {text}" for part, text in answers) + "\nNow answer."))
             messages.append((await ask(model, messages, "solver")).message)
         return messages
 

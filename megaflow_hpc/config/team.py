@@ -1,4 +1,4 @@
-"""The ``team`` section: the roles in which the models of a campaign take part in one rollout.
+"""The ``team`` section: the roles that a campaign's models play in each rollout.
 
 ::
 
@@ -11,8 +11,8 @@
         checker: {policy: second, reward: right}
     training: {policies: {author: {}, second: {}}}
 
-One role owns the rollouts: its policy's agent runs them, and its policy requests them when it is trained. The agent
-calls every role by its name, as the ``model`` of a request.
+One role owns the rollouts. Its policy's agent runs them. If the policy is trained, its trainer requests them. The agent
+calls a role by passing the role's name as the ``model`` of a request.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megaflow_hpc.config.sections import NAME, Section
 
 
 class RoleConfig(Section):
-    """A role in a rollout. The name of its policy alone is enough."""
+    """A role in a rollout. As a short form, write only the name of its policy."""
 
     policy: str
-    """Model that plays the role, a key of ``models``. Several roles may share one."""
+    """Model that plays the role: a key of ``models``. Several roles may share a model."""
     reward: str | None = None
-    """Name of the reward that this role is trained on. Agents, verifiers and scorers give rewards names.
-    Default: the rollout's reward."""
+    """Name of the reward that this role is trained on, as given by an agent, a verifier or a scorer. Default: the
+    rollout's reward."""
 
     @model_validator(mode="before")
     @classmethod
@@ -45,14 +45,14 @@ class TeamConfig(Section):
     """Roles of one rollout, each played by a model of the campaign."""
 
     roles: dict[str, RoleConfig]
-    """Roles by name. An agent calls a role by its name, as the ``model`` of a request."""
+    """Roles by name. An agent calls a role by passing its name as the ``model`` of a request."""
     owner: str = ""
     """Role whose agent runs the rollouts. Default: the first role."""
 
     @model_validator(mode="before")
     @classmethod
     def _first_owns(cls, value: Any) -> Any:
-        """Names the owner, because a stored campaign does not keep the order of roles."""
+        """Sets the owner to the first role, because a stored campaign does not keep the order of roles."""
         roles = value.get("roles") if isinstance(value, dict) else None
         if isinstance(roles, dict) and roles and value.get("owner") is None:
             return {**value, "owner": next(iter(roles))}
@@ -76,16 +76,16 @@ class TeamConfig(Section):
 
     @property
     def owning_policy(self) -> str:
-        """The policy whose agent runs the rollouts."""
+        """Policy whose agent runs the rollouts."""
         return self.roles[self.owner].policy
 
     @property
     def policies(self) -> dict[str, str]:
-        """Role → policy."""
+        """Policy of each role, by role name."""
         return {name: role.policy for name, role in self.roles.items()}
 
     def roles_of(self, policy: str) -> dict[str, str | None]:
-        """Returns the roles of a policy, each with the name of its reward; ``None`` is the rollout's own reward."""
+        """Returns the roles of a policy, each with its reward's name; ``None`` stands for the rollout's own reward."""
         return {name: role.reward for name, role in self.roles.items() if role.policy == policy}
 
 

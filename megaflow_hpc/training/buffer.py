@@ -1,7 +1,7 @@
 """Collects the groups of one policy that no step has trained on yet.
 
-The ledger's blocks list the rollouts of each group; the journals hold the finished ones. The buffer only reads both, so
-a later process rebuilds it from a plan's ``settled``, and reads only the few waiting rollouts again. A group is
+The ledger's blocks list the rollouts of each group; the journals hold the finished ones. The buffer only reads them. A
+later process rebuilds it from the ``settled`` field of a plan, and rereads only the few waiting rollouts. A group is
 *complete* once each of its rollouts has ended, even if it failed.
 
 A damaged record is skipped. Pods mark a block as done once the records of all its rollouts are durable. So if a rollout
@@ -40,52 +40,53 @@ from megaflow_hpc.types import VERIFIED, Rollout
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 13
-"""Bytes of a token's four columns."""
+"""Bytes per token in its four columns."""
 MAX_CACHED_TOKENS = 16 << 20
 """Maximum number of tokens to cache, at :data:`TOKEN_BYTES` each."""
 MAX_SCORED_AT_ONCE = 64
-"""Maximum number of rollouts to pass to a scorer at once, because their whole records are in memory then."""
+"""Maximum number of rollouts to pass to a scorer at once, because their complete records are held in memory."""
 LOST_AFTER_S = MAX_CACHE_AGE_S
-"""A record that is missing from a done block counts as lost after this many seconds. Caches may hide it until then."""
+"""A record that is missing from a done block counts as lost after this many seconds. File-system caches may hide it until
+then."""
 LOST = "unreadable record"
 """Error kind of a rollout whose record is lost."""
 
 
 @dataclass
 class _Collected:
-    """A group and the samples that have arrived so far."""
+    """A group, and the samples of it that have arrived so far."""
 
     task: str
     block: int
     round: int
     expected: dict[str, tuple[int, Rollout]] = field(default_factory=dict)
-    """Rollout id → its block, and the rollout."""
+    """Block number and rollout by rollout id."""
     samples: dict[str, Sample] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """Location of a rollout's record, and the lengths that packing needs."""
+    """Location of an arrived rollout's record, and the lengths that packing needs."""
 
     place: RecordPlace
     lengths: tuple[int, ...]
     """Token count of each of the policy's sequences."""
     sampled: tuple[int, ...]
-    """Number of sampled tokens in each of them."""
+    """Number of sampled tokens in each of the policy's sequences."""
 
 
 class Buffer:
-    """The unsettled groups of one policy.
+    """Holds the groups of one policy that no step has settled, that is, trained on or dropped.
 
     Args:
         run: the run directory.
         sequences: reader of the trained policy's sequences.
-        owners: policies whose rollouts contain the policy's tokens. ``None`` means all, for a model that agents of
-            other policies call too.
+        owners: policies whose rollouts contain the policy's tokens. ``None`` means all policies, for a model that
+            agents of other policies call too.
         ordinal: converts a campaign-wide weight version to the policy's own count.
         settled: the settled groups and the cursor of an earlier plan.
         held_out: tasks to ignore.
-        score: function that rewards the rollouts that have arrived, before their groups are complete.
+        score: function that scores rollouts as they arrive, before their groups are complete.
     """
 
     def __init__(
@@ -107,19 +108,19 @@ class Buffer:
         """Entries from the follower that are not processed yet. The follower's cursor is already past them."""
         self._groups: dict[str, _Collected] = {}
         self._group_of: dict[str, str] = {}
-        """Rollout id → its unsettled group."""
+        """Unsettled group of each rollout, by rollout id."""
         self._blocks: dict[int, set[str]] = {}
-        """Block number → its unsettled groups. An empty entry is kept until all earlier blocks are settled."""
-        self._named: dict[int, frozenset[str]] = {}
-        """Block number → all groups of the policy in it."""
+        """Unsettled groups by block number. An empty entry is kept until all earlier blocks are settled."""
+        self._groups_in: dict[int, frozenset[str]] = {}
+        """All groups of the policy by block number."""
         self._first_block, self._settled = settled.first_block, set(settled.groups)
         self.arrived: dict[str, Arrived] = {}
         self._done: set[int] = set()
         """Blocks that were done at the last check."""
-        self._looked_at = -math.inf
+        self._done_read_at = -math.inf
         self._missing: dict[str, float] = {}
-        """Rollout of a done block without a record → monotonic time at which it was first missed."""
-        self._look_for_blocks()
+        """Monotonic time at which a rollout of a done block was first found without a record, by rollout id."""
+        self._read_new_blocks()
         for place in settled.waiting:
             self._add(place)
 
@@ -127,17 +128,17 @@ class Buffer:
         """Reads new rollouts; returns their number.
 
         Raises:
-            OSError: the run directory cannot be read now; the next call continues.
+            OSError: the run directory is unavailable; the next call continues.
             ConfigError: the scorer raised an exception or broke its contract.
         """
         done = self._done_blocks()  # listed first, so that the poll covers all of their records
         self._unread.extend(self._follower.entries())
         if self._unread:
-            self._look_for_blocks()
+            self._read_new_blocks()
         added = 0
         while self._unread:
             entry = self._unread[0]
-            if entry.id in self._group_of:  # otherwise it is another policy's, or its group is settled
+            if entry.id in self._group_of:  # otherwise it belongs to another policy or its group is settled
                 added += self._add(RecordPlace(entry.journal, entry.start, entry.epoch))
             self._unread.popleft()
         self._score_arrivals()
@@ -163,11 +164,11 @@ class Buffer:
     @property
     def open_groups(self) -> int:
         """Number of unsettled groups, complete or not."""
-        self._look_for_blocks()
+        self._read_new_blocks()
         return len(self._groups)
 
     def settle(self, groups: Iterable[str]) -> None:
-        """Forgets groups that a plan uses or drops."""
+        """Removes groups that a plan trains on or drops."""
         for name in groups:
             group = self._groups.pop(name)
             self._settled.add(name)
@@ -177,11 +178,11 @@ class Buffer:
                 self.arrived.pop(rollout, None)
         while self._first_block in self._blocks and not self._blocks[self._first_block]:
             del self._blocks[self._first_block]
-            self._settled -= self._named.pop(self._first_block)
+            self._settled -= self._groups_in.pop(self._first_block)
             self._first_block += 1
 
     def read_groups(self, plan: StepPlan) -> list[tuple[SampleGroup, dict[str, Arrived]]]:
-        """Rereads the groups that an earlier plan trained on for the first time, without damaged records."""
+        """Rereads the groups that were new in an earlier plan. Skips damaged records."""
         by_group: dict[str, dict[str, tuple[Sample, Arrived]]] = {}
         for rollout in plan.rollouts:
             read = None if rollout.replayed else self.read(rollout.place, rollout.scores)
@@ -196,7 +197,7 @@ class Buffer:
 
     @property
     def settled(self) -> Settled:
-        """State from which a later buffer can be rebuilt."""
+        """State from which a later process can rebuild the buffer."""
         waiting = [
             self.arrived[rollout].place
             for group in self._groups.values()
@@ -213,7 +214,7 @@ class Buffer:
             groups=sorted(self._settled),
         )
 
-    def _look_for_blocks(self) -> None:
+    def _read_new_blocks(self) -> None:
         for number in numbers(self._run):
             if number < self._first_block or number in self._blocks or number >= FIRST_HANDED_OFF:
                 continue
@@ -225,23 +226,23 @@ class Buffer:
                     group = self._groups.setdefault(name, _Collected(rollout.task_id, number, rollout.round))
                     group.expected[rollout.id] = number, rollout
                     self._group_of[rollout.id] = name
-            self._named[number] = frozenset(rollout.group_id for rollout in ours)
+            self._groups_in[number] = frozenset(rollout.group_id for rollout in ours)
             self._blocks[number] = {
-                name for name in self._named[number] if name in self._groups and self._groups[name].block == number
+                name for name in self._groups_in[number] if name in self._groups and self._groups[name].block == number
             }
 
     def _is_ours(self, rollout: Rollout) -> bool:
         return rollout.task_id not in self._held_out and (self._owners is None or rollout.policy in self._owners)
 
     def _done_blocks(self) -> set[int]:
-        """Returns the blocks that are done. Rereads them at intervals, and only while a rollout is missing."""
+        """Returns the blocks that are done. Rereads the list at intervals, and only while a rollout is missing."""
         now = time.monotonic()
-        if now - self._looked_at >= LOST_AFTER_S / 4 and any(map(_lacking, self._groups.values())):
-            self._done, self._looked_at = Ledger(self._run).done(), now
+        if now - self._done_read_at >= LOST_AFTER_S / 4 and any(map(_lacking, self._groups.values())):
+            self._done, self._done_read_at = Ledger(self._run).done(), now
         return self._done
 
     def _give_up_lost(self, done: set[int]) -> int:
-        """Counts rollouts with lost records as failed. Returns their number."""
+        """Marks rollouts with lost records as failed. Returns their number."""
         now, before = time.monotonic(), self._missing
         missing = [
             (rollout, name, group)
@@ -250,7 +251,7 @@ class Buffer:
             if block in done
         ]
         self._missing = {rollout.id: before.get(rollout.id, now) for rollout, *_ in missing}
-        lost = [found for found in missing if now - self._missing[found[0].id] >= LOST_AFTER_S]
+        lost = [entry for entry in missing if now - self._missing[entry[0].id] >= LOST_AFTER_S]
         for rollout, name, group in lost:
             logger.warning("%s: rollout %s has no readable record; it counts as failed", self._run, rollout.id)
             group.samples[rollout.id] = Sample(
@@ -275,7 +276,7 @@ class Buffer:
         """Reads a rollout that an earlier plan settled, or returns ``None`` if its record is damaged.
 
         Args:
-            scores: its rewards from a scorer; empty without one.
+            scores: the rollout's rewards from a scorer; empty if it has none.
         """
         read = self._read(place)
         return read and (scored(read[0], scores) if scores else read[0], read[1])
@@ -302,7 +303,7 @@ class Buffer:
         self._groups[self._group_of[sample.id]].samples[sample.id] = sample
 
     def _score_arrivals(self) -> None:
-        """Calls the scorer for the rollouts that wait for it."""
+        """Scores the arrived rollouts that are not scored yet."""
         while self._unscored and self._score:
             waiting, stored = self._unscored[:MAX_SCORED_AT_ONCE], []
             for sample, arrived in waiting:
@@ -310,11 +311,11 @@ class Buffer:
                     stored.append(StoredRollout(sample, self._sequences.read(arrived.place)[0]))
                 except DamagedRecord as error:
                     logger.warning("%s; skipped", error)
-            found = scores(self._score, stored) if stored else {}
+            rewards = scores(self._score, stored) if stored else {}
             del self._unscored[: len(waiting)]
             for sample, arrived in waiting:
-                if sample.id in found:
-                    self._take(scored(sample, found[sample.id]), arrived)
+                if sample.id in rewards:
+                    self._take(scored(sample, rewards[sample.id]), arrived)
 
 
 def _lacking(group: _Collected) -> list[tuple[int, Rollout]]:
@@ -323,17 +324,17 @@ def _lacking(group: _Collected) -> list[tuple[int, Rollout]]:
 
 
 class DamagedRecord(ConfigError):
-    """A damaged record of a rollout in a run directory that can otherwise be read."""
+    """A rollout's record is damaged, although the run directory can be read."""
 
 
 class Sequences:
     """Reads a policy's sequences from the journals and caches the most recent ones.
 
-    A step reads each rollout for its plan, for its proximal log-probabilities and in each epoch. Callers must not
-    modify the returned sequences.
+    A step reads each rollout several times: for the plan, for proximal log-probabilities, and in each epoch. Callers
+    must not modify the returned sequences.
 
     Args:
-        longest: maximum number of tokens of a sequence; longer ones are cut off. ``None``: no maximum.
+        longest: maximum number of tokens of a sequence; longer ones are truncated. ``None`` means no maximum.
     """
 
     def __init__(self, run: RunDir, policy: str, longest: int | None = None) -> None:
@@ -349,7 +350,7 @@ class Sequences:
         return self._kept[place]
 
     def read(self, place: RecordPlace) -> tuple[Trajectory, list[TokenSequence]]:
-        """Reads a rollout. Returns it with the policy's sequences, which may be cut off.
+        """Reads a rollout. Returns it together with the policy's sequences, which may be truncated.
 
         Raises:
             DamagedRecord: its record is damaged.
@@ -358,7 +359,7 @@ class Sequences:
         try:
             trajectory = self._journals.load(RecordEntry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
         except ConfigError as error:
-            if isinstance(error.__cause__, OSError):  # the file system may recover, so the record is not given up
+            if isinstance(error.__cause__, OSError):  # the file system may recover, so keep the record
                 raise
             raise DamagedRecord(str(error)) from None
         sequences = [s.first(self._longest) for s in trajectory.sequences if s.policy == self.policy]
@@ -371,12 +372,12 @@ class Sequences:
 
 
 def _tokens(sequences: Iterable[TokenSequence]) -> int:
-    """Returns the number of tokens. Experts count as the number of tokens that take as many bytes."""
+    """Returns the size of sequences in tokens. Recorded experts count as tokens that take the same number of bytes."""
     return sum(len(sequence.tokens) + len(sequence.experts) // TOKEN_BYTES for sequence in sequences)
 
 
 def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -> tuple[Sample, Arrived]:
-    """Reads the fields of a rollout that data algorithms and packing use. Raises the errors of
+    """Reads the fields of a rollout that data algorithms and packing need. Raises the errors of
     :meth:`Sequences.read`."""
     trajectory, sequences = sequences_of.read(place)
     sampled = _sampled(sequences)
@@ -453,7 +454,7 @@ def _roles(trajectory: Trajectory, policy: str) -> tuple[str, ...]:
 
 
 def _state(trajectory: Trajectory, turn: Turn) -> str:
-    """Returns a digest of the message that a model call answered."""
+    """Returns a digest of the last message before a model call, or an empty string."""
     before = trajectory.parents[turn.message] if 0 <= turn.message < len(trajectory.parents) else -1
     if before < 0:
         return ""
@@ -465,14 +466,14 @@ def _state(trajectory: Trajectory, turn: Turn) -> str:
 
 
 Routing = tuple[int, int, int]
-"""Layers (with and without experts) of a mixture of experts, experts per token, and experts."""
+"""Layers (with and without experts), experts per token, and experts per layer of a mixture-of-experts model."""
 
 
 def check_experts(sequence: TokenSequence, routing: Routing) -> None:
     """Checks that a model can route the tokens of a sequence to the experts that the engine chose.
 
     Raises:
-        DamagedRecord: the numbers of layers or of experts differ, or the model has no such expert.
+        DamagedRecord: the number of layers or of experts per token differs, or the model lacks a recorded expert.
     """
     experts = experts_of(sequence)
     if experts is None:
@@ -483,6 +484,6 @@ def check_experts(sequence: TokenSequence, routing: Routing) -> None:
             f"its record has {experts.shape[1]} layers with {experts.shape[2]} experts for each token, but the "
             f"trainer's model has {layers} with {per_token}"
         )
-    known = experts[(experts != np.iinfo(experts.dtype).max).any((1, 2))]
-    if len(known) and known.max() >= count:
-        raise DamagedRecord(f"its record names expert {known.max()}, but the trainer's model has {count}")
+    recorded = experts[(experts != np.iinfo(experts.dtype).max).any((1, 2))]
+    if len(recorded) and recorded.max() >= count:
+        raise DamagedRecord(f"its record names expert {recorded.max()}, but the trainer's model has {count}")

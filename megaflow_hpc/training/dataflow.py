@@ -1,10 +1,10 @@
-"""Builds training steps from complete groups of a campaign's rollouts. Each group is used exactly once.
+"""Builds training steps from complete groups of a campaign's rollouts. Uses each group exactly once.
 
     from megaflow_hpc.training.dataflow import Dataflow
 
     flow = Dataflow("runs/fix-bugs", policy="default")
     state = flow.restore()                       # the last commit that has a checkpoint, or None
-    for step in flow.steps():                    # plans of an earlier start first, unchanged
+    for step in flow.steps():                    # first repeats steps after that commit
         for minibatch in step.minibatches():
             for batch in minibatch.microbatches(tokens=32768):
                 loss(model, batch, minibatch).backward()
@@ -62,8 +62,8 @@ from megaflow_hpc.trajectory import TokenSequence
 logger = logging.getLogger(__name__)
 
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.5
-"""Bounds of the poll interval for journals while a step lacks rollouts. Polling starts frequently, because engines
-are about to load the weights just published. The interval doubles after each poll."""
+"""Bounds of the interval at which a step that lacks rollouts polls the journals. The interval starts short, because
+engines are about to load the weights just published, and doubles after each poll."""
 STATS_PER_S = 200
 """Maximum number of journals to stat per second. A campaign with many pods is polled less often."""
 SAY_INTERVAL_S = 30.0
@@ -75,7 +75,7 @@ KEPT_VERSIONS = 3
 
 
 class UnreadableRollout(ConfigError):
-    """A damaged record of a planned rollout. ``rollout`` is the rollout's id."""
+    """The record of a planned rollout is damaged. ``rollout`` is the rollout's id."""
 
     def __init__(self, rollout: str, cause: object) -> None:
         super().__init__(f"rollout {rollout}: {cause}")
@@ -86,10 +86,10 @@ class Step:
     """One training step. Its rollouts are the same after every restart and for any number of ranks.
 
     Attributes:
-        plan: the stored plan, without the rollouts that amendments leave out.
+        plan: the stored plan; rollouts that amendments leave out have weight 0.
         amendments: number of amendments recorded when the step started.
         columns: extra values of each token, set by a trainer before it takes minibatches.
-        wait_s: seconds spent waiting for its rollouts.
+        wait_s: seconds spent waiting for the step's rollouts.
         plan_s: seconds spent reading and planning.
     """
 
@@ -176,7 +176,7 @@ class Step:
         }
 
     def _by_agent(self) -> dict[str, float]:
-        """Returns the mean reward of each agent and its number of rollouts, if the policy has several agents."""
+        """Returns each agent's mean reward and number of rollouts, or nothing if the policy has only one agent."""
         agents = self._flow.trained.agents
         if len(agents) < 2:
             return {}
@@ -214,7 +214,7 @@ class Step:
             folder: weights in the engine's format.
             move: move the directory instead of copying it. It must be on the run directory's file system.
             keep: number of the policy's newest versions to keep; older ones are removed.
-            checksums: known checksums of files in ``folder``, so that these are not read again.
+            checksums: known checksums of files in ``folder``, so that the files are not read again.
 
         Raises:
             ConfigError: ``folder`` is not a model directory with weights.
@@ -280,21 +280,21 @@ class Step:
 
 
 class Dataflow:
-    """Training steps for one policy of a run.
+    """Provides the training steps of one policy of a run.
 
     Args:
         run: the run directory.
         policy: the policy to train; may be omitted if the campaign trains only one.
-        rank, ranks: this process of a distributed trainer, and the number of its processes.
-        training: a section ``training`` for a campaign without one. Training then uses the planned rollouts as they
-            arrive, whatever their staleness, and requests no others.
+        rank, ranks: rank of this process in a distributed trainer, and the number of ranks.
+        training: a section ``training`` for a campaign without one. Training then uses the campaign's planned rollouts
+            as they arrive, regardless of staleness, and requests no further ones.
         say: receives a line about what a step waits for, at most every 30 s; by default, the line is logged.
         agree: broadcasts rank 0's value to all ranks, so that all apply the same amendments. By default, each rank
             applies those that it reads when a step starts.
 
     Raises:
         ConfigError: the run or the policy is missing, the policy has no model that can be trained, the campaign has no
-            section ``training``, or the file of a function in it was changed.
+            section ``training``, or the source file of a user function was changed.
     """
 
     def __init__(
@@ -320,10 +320,10 @@ class Dataflow:
         self.rank, self.ranks = rank, ranks
         self.files = TrainingFiles(self.run, self.policy)
         self.trainer = 0
-        """Start number of this trainer; 0 until it has registered."""
+        """Sequence number of this start of the trainer; 0 before registration."""
         self.tell = say or logger.info
         self.routing: Routing | None = None
-        """Experts of the trainer's model. If set, records with other experts are damaged."""
+        """Expert routing of the trainer's model. If set, records with incompatible experts count as damaged."""
         self._said_at = 0.0
         self._paced = planned is not None and training is None
         self._ordinals: dict[int, int] = {}
@@ -358,8 +358,8 @@ class Dataflow:
     # --- start and end ---
 
     def restore(self) -> Commit | None:
-        """Returns the last commit whose checkpoint exists, from which the trainer continues, or ``None``.
-        Its ``checkpoint`` is an absolute path.
+        """Returns the last commit whose checkpoint exists, or ``None``. The trainer continues from this commit. Its
+        ``checkpoint`` is an absolute path.
 
         Raises:
             ConfigError: the files of an earlier start are damaged.
@@ -411,8 +411,8 @@ class Dataflow:
         self.trainer = self.files.enter(Trainer.here(self.policy))
 
     def close(self) -> None:
-        """Stops requesting rollouts, so that the campaign can end. A trainer that dies or is requeued leaves it
-        open."""
+        """Stops requesting rollouts, so that the campaign can end. A trainer that dies or is requeued leaves the
+        campaign open."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None
@@ -442,21 +442,21 @@ class Dataflow:
         self.tell(f"{self.run}: amendment {number}: step {amendment.step} {left_out}: {amendment.cause}")
 
     def again(self, step: Step) -> Step:
-        """Returns a step with the amendments recorded since it started."""
+        """Rebuilds a step with the amendments recorded since it started."""
         plan = self.files.read(StepPlan, step.number)
         assert plan is not None, step.number
         return self._step(plan, step.wait_s, step.plan_s)
 
     def _step(self, plan: StepPlan, wait_s: float, plan_s: float) -> Step:
-        known, amendments = self._amend(plan.step)
-        return Step(self, amended(plan, amendments), wait_s, plan_s, known)
+        count, amendments = self._amend(plan.step)
+        return Step(self, amended(plan, amendments), wait_s, plan_s, count)
 
     def _amend(self, step: int) -> tuple[int, list[Amendment]]:
-        """Applies the settings of a step. Returns the number of recorded amendments, and those in force."""
+        """Applies the amended settings of a step. Returns the number of amendments recorded, and those in force."""
         commit = self.files.read(Commit, step)
-        known = commit.amendments if commit else None
-        in_force = self._amendments.in_force(step, known)
-        known, in_force = self._agree((len(self._amendments.read()) if known is None else known, in_force))
+        count = commit.amendments if commit else None
+        in_force = self._amendments.in_force(step, count)
+        count, in_force = self._agree((len(self._amendments.read()) if count is None else count, in_force))
         config, policy = self._planned_as
         changed = settings(in_force)
         optimizer = policy.optimizer.model_copy(update={k: v for k, v in changed.items() if k == "lr"})
@@ -464,10 +464,10 @@ class Dataflow:
         self.trained = replace(self.trained, settings=policy.model_copy(update={"optimizer": optimizer, **rows}))
         self.config = config.model_copy(update={k: v for k, v in changed.items() if k == "steps"})
         self.planning.control.steps = self.config.steps
-        return known, in_force
+        return count, in_force
 
     def _check_records(self, plan: StepPlan) -> None:
-        """Leaves out the rollouts of an earlier start's plan whose records are damaged."""
+        """Amends a step that an earlier start planned, leaving out rollouts whose records are damaged."""
         for rollout in () if self.rank else plan.rollouts:
             try:
                 self.sequences(rollout)
@@ -475,7 +475,7 @@ class Dataflow:
                 self.leave_out(plan.step, rollout.id, error)
 
     def leave_out(self, step: int, rollout: str, cause: object) -> None:
-        """Leaves a rollout out of a step by an amendment, unless an earlier one does."""
+        """Amends a step to leave out a rollout, unless an earlier amendment already does."""
         if all(rollout not in amendment.rollouts for amendment in self._amendments.in_force(step)):
             amendment = Amendment(step=step, rollouts=(rollout,), cause=str(cause), by=TRAINER, at=time.time())
             self.amend(amendment)
@@ -485,8 +485,9 @@ class Dataflow:
     def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
         """Requests tasks immediately, in addition to those that ``training.prompts`` chooses.
 
-        Steps take complete groups first. A step takes more than a batch if other groups would be too old for the next
-        step. Call this between two steps; otherwise the weights from before the step sample the tasks.
+        Steps take complete groups first. A step takes more than a batch if the remaining groups would be too old for
+        the next step. Call this between two steps; during a step, the tasks would be sampled with the weights from
+        before the step.
 
         Args:
             tasks: ids of the campaign's tasks.
@@ -506,7 +507,7 @@ class Dataflow:
             self.planning.control.add(tasks, token, samples)
 
     def committed(self, commit: Commit) -> None:
-        """Records in memory that a step is committed, and requests the batches now due."""
+        """Notes in memory that a step is committed, then requests the batches now due and any evaluation now due."""
         self._committed = max(self._committed, commit.step)
         self.request()
         evaluate = self.config.evaluate
@@ -570,7 +571,7 @@ class Dataflow:
         return self.planning.plan(number, self.trainer)
 
     def _await_plan(self, number: int) -> tuple[StepPlan | None, float]:
-        """Waits for the next plan. Returns it with the seconds waited, or ``None`` if the training ends first."""
+        """Waits for the next plan. Returns the plan, or ``None`` if the training ends first, and the seconds waited."""
         waited, began, interval_s = 0.0, time.monotonic(), FIRST_POLL_S
         self._pods.begin()
         while True:
@@ -587,7 +588,7 @@ class Dataflow:
             interval_s = min(2 * interval_s, max(MAX_POLL_S, self.planning.journals / STATS_PER_S))
 
     def _end_before(self, step: int) -> str:
-        """Returns the reason why the step cannot happen, or an empty string if it still can."""
+        """Returns the reason why the step can never be planned, or an empty string if it still can."""
         if self._flags.cancelled:
             return "the campaign is cancelled"
         if self._flags.finished and not self.planning.complete_groups:

@@ -10,7 +10,7 @@
             batch["tokens"], batch["loss_mask"], batch["logprobs"], batch["advantage"], batch["offsets"]
 
 Each process opens the file on its first read: no HDF5 state crosses a fork, and only a path and a few numbers cross a
-spawn. All workers of all ranks compute the same plan from the same seed and take their share of it. So each trajectory
+spawn. All workers of all ranks compute the same plan from the same seed, and each takes its share. So each trajectory
 is read once per epoch, regardless of the number of workers.
 """
 
@@ -77,7 +77,7 @@ class Trajectories(Dataset[Batch]):
         path: a run directory or a ``trajectories.h5``.
         where: an expression that chooses rows; see :mod:`megaflow_hpc.trajectories.reading.selection`.
         pad: as in :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch`.
-        advantage: kind of the column ``advantage`` (S) to add, computed over all rows of the file.
+        advantage: kind of advantage to add as column ``advantage`` (S), computed over all rows of the file.
 
     Raises:
         ConfigError: ``path`` cannot be read, or ``where`` is not a selection.
@@ -108,24 +108,26 @@ class Trajectories(Dataset[Batch]):
 
     @staticmethod
     def collate(items: list[Batch]) -> Batch:
-        """Unwraps the batch that :meth:`__getitems__` returned; for the loader's ``collate_fn``."""
+        """Returns the batch that :meth:`__getitems__` built. Pass this method as the loader's ``collate_fn``."""
         (batch,) = items
         return batch
 
 
 class PackedTrajectories(IterableDataset[Batch]):
-    """An iterable dataset of batches packed up to a number of tokens.
+    """An iterable dataset of batches packed up to a token budget.
 
-    For ``DataLoader(data, batch_size=None, num_workers=…)``.
+    Pass it to ``DataLoader(data, batch_size=None, num_workers=…)``.
 
     Args:
         path: a run directory or a ``trajectories.h5``.
-        token_budget: largest number of entries of each token column per batch, padding included.
+        token_budget: maximum number of entries in each token column of a batch, including padding.
         where: an expression that chooses rows.
         pad: number to pad token columns with to (S, longest); ``None`` keeps them flat (T), with ``offsets``.
-        seed: seed of the shuffle, which differs in every epoch. If ``None``, rows keep their order except for packing.
-        advantage: kind of the column ``advantage`` (S) to add.
-        rank, ranks: this trainer's share; by default those of ``torch.distributed``, or of RANK and WORLD_SIZE.
+        seed: seed of the shuffle, which differs in every epoch. If ``None``, rows are not shuffled, but packing may
+            reorder them.
+        advantage: kind of advantage to add as column ``advantage`` (S).
+        rank, ranks: rank of this process and number of ranks; by default from ``torch.distributed``, or from the
+            environment variables RANK and WORLD_SIZE.
         even: drop up to ``ranks - 1`` batches, so that every rank gets the same number.
         oversize: what to do with a trajectory over the budget: ``error`` or ``skip``.
 

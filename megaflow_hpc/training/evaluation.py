@@ -21,7 +21,7 @@ from megaflow_hpc.types import round_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of one agent on the held-out tasks after one step."""
+    """One agent's results on the held-out tasks after a training step."""
 
     step: int
     agent: str
@@ -31,11 +31,11 @@ class Evaluation:
     reward: float
     """Mean reward."""
     passed: float
-    """Share of rollouts that passed."""
+    """Fraction of rollouts that passed."""
 
 
 def request_evaluation(run: RunDir, policy: TrainedPolicy, samples: int, step: int) -> None:
-    """Requests rollouts of the held-out tasks after a step. Idempotent.
+    """Requests rollouts of the held-out tasks after a step. Repeating the call requests nothing new.
 
     Raises:
         OSError: the run directory is unavailable.
@@ -46,8 +46,8 @@ def request_evaluation(run: RunDir, policy: TrainedPolicy, samples: int, step: i
 
 
 def evaluations(run: RunDir, policy: str) -> list[Evaluation]:
-    """Returns the results of all evaluations so far by step and agent, in this order. Reads the rows of the whole
-    campaign.
+    """Returns the results of all evaluations so far, sorted by step and agent. Reads all rows of the campaign's
+    trajectories.
 
     Raises:
         ConfigError: the run is missing.

@@ -1,4 +1,4 @@
-"""Alternates with the policy's engine on shared GPUs (``slurm.trainer.share: sleep``).
+"""Alternates between a trainer and its policy's engine on shared GPUs (``slurm.trainer.share: sleep``).
 
     turns = GpuTurns(flow)
     turns.take(step.number)                      # the engine sleeps now
@@ -33,7 +33,8 @@ class GpuTurns:
         self._process = process
 
     def take(self, step: int) -> float:
-        """Waits until the engine sleeps. Returns the seconds it took to wake and load weights after the previous turn.
+        """Waits until the engine sleeps. Returns the seconds that it took to wake up and load weights after the last
+        turn.
 
         Args:
             step: identifier of this turn. It must be equal on all ranks and different in each turn.

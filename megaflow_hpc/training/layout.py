@@ -1,6 +1,6 @@
-"""Divides the trainer's ranks, one for each GPU, into a grid. Needs no torch, so planning can check a layout.
+"""Arranges the trainer's ranks, one per GPU, in a grid. Does not import torch, so planning can check a layout.
 
-The last index is the fastest::
+Consecutive ranks differ in the last dimension first::
 
     replicas × shards × context × tensor
 """
@@ -15,14 +15,14 @@ from megaflow_hpc.errors import ConfigError
 
 @dataclass(frozen=True)
 class Layout:
-    """Number of ranks along each dimension of the grid.
+    """The number of ranks along each dimension of the grid.
 
     Raises:
-        ConfigError: the dimensions do not divide the ranks.
+        ConfigError: the dimensions do not divide the number of ranks.
     """
 
     ranks: int = 1
-    """Number of all ranks."""
+    """Total number of ranks."""
     replicas: int = 1
     context: int = 1
     tensor: int = 1
@@ -46,19 +46,19 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Number of successive ranks that compute the same rows."""
+        """Number of consecutive ranks that process the same rows."""
         return self.context * self.tensor
 
     @property
     def sharded(self) -> int:
-        """Number of ranks among which FSDP divides a parameter."""
+        """Number of ranks over which FSDP shards each parameter."""
         return self.ranks // (self.replicas * self.tensor)
 
     def check_heads(self, kind: str, heads: int, key_heads: int) -> None:
         """Checks that this layout can divide the attention heads of a model.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: the heads cannot be divided evenly.
         """
         if self.tensor > 1 and (heads % self.tensor or key_heads % self.tensor):
             raise ConfigError(
@@ -72,9 +72,9 @@ class Layout:
 
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:
-    """Returns how many copies of each key head are needed so that ranks get equal shares of heads with their keys.
+    """Returns how many copies of each key head give all ranks equal shares of heads, each with its key head.
 
-    Returns 0 if that is impossible.
+    Returns 0 if no number does.
     """
     copies = ranks // math.gcd(key_heads, ranks)
     return 0 if heads % ranks or heads % (key_heads * copies) else copies

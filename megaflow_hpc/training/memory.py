@@ -1,7 +1,7 @@
-"""Predicts the memory of a training by arithmetic, from a model's ``config.json`` and the headers of its safetensors.
+"""Predicts the memory that training needs from a model's ``config.json`` and the headers of its safetensors files.
 
-The peak of a GPU is the most expensive of these moments of a step. Each includes the parameters, masters, moments and
-gradients, which stay allocated:
+The peak of a GPU is the largest of these phases of a step. Each includes the parameters, master weights, optimizer
+moments and gradients, which stay allocated:
 
 ====== ================================================================================================
 layers the backward pass of a layer: the inputs of the layers before it, its own recomputed activations, the
@@ -14,7 +14,8 @@ update the step of the optimizer
 
 The arithmetic follows transformers' models with RMSNorm in float32, rotary embeddings and gated MLPs or experts, and
 :mod:`~megaflow_hpc.training.trainer`. ``tests/bench/memory.py`` compares it with torch's memory tracker. It assumes
-that experts get equal numbers of tokens, and leaves out the CUDA context, NCCL's buffers and fragmentation: some GB.
+that experts get equal numbers of tokens. It omits the CUDA context, NCCL's buffers and fragmentation, which take a few
+GB.
 """
 
 from __future__ import annotations
@@ -36,71 +37,70 @@ from megaflow_hpc.training.layout import Layout, key_copies
 CHUNK_LOGITS = 2**26
 """Number of logits that the trainer computes at once."""
 PROCESS_BYTES = 10**9
-"""Host memory of a rank without tensors: Python, torch, transformers and CUDA's libraries. An estimate for GPUs."""
+"""Host memory of a rank without tensors: Python, torch, transformers and CUDA's libraries. The value is an estimate for
+ranks on GPUs."""
 MAX_SHARD_BYTES = 5 * 10**9
-"""Maximum size of a safetensors file of a published version. The writer holds a file in memory twice."""
+"""Maximum size of a safetensors file of a published version. The writer holds each file in memory twice."""
 GPU_GB = {
     "a40": 48, "b200": 180, "h100": 80, "h200": 141, "l4": 24, "l40": 48, "l40s": 48, "mi300x": 192, "t4": 16,
 }  # fmt: skip
-"""GPU type that is sold with one memory size only → its memory in GB (10^9 bytes), from the data sheets."""
+"""Memory in GB (10^9 bytes) of GPU types that are sold with one memory size only, from the data sheets."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a causal language model, as numbers of parameters unless stated otherwise."""
+    """Sizes of a causal language model."""
 
     name: str
     hidden: int
-    """Features of a token between layers."""
+    """Hidden size: features per token between layers."""
     words: int
-    """Size of the vocabulary."""
+    """Vocabulary size."""
     layers: int
-    """Number of layers."""
     heads: int
-    """Number of attention heads."""
     key_heads: int
-    """Number of key heads."""
+    """Number of key-value heads."""
     head: int
-    """Features of a head."""
+    """Features per attention head."""
     intermediate: int
-    """Features inside the MLP, or of the experts that see every token."""
+    """Features inside the MLP, or inside the experts that process every token."""
     experts: int
-    """Number of experts of a layer; 0 for dense models."""
+    """Number of experts per layer; 0 for dense models."""
     chosen: int
-    """Number of experts that a token is sent to."""
+    """Number of experts that process each token."""
     expert_intermediate: int
-    """Features inside an expert."""
+    """Features inside each routed expert."""
     norms: int
-    """Number of norms over the hidden features in a layer."""
+    """Number of norms over the hidden features per layer."""
     head_norms: bool
     """True if queries and keys are normalised."""
     ends: int
-    """Embeddings and other parameters outside the layers."""
+    """Number of parameters outside the layers, such as embeddings."""
     output: int
-    """Output embedding. A tied one shares its parameters with the input embedding."""
+    """Number of parameters of the output embedding. If tied, the input embedding shares them."""
     dense: int
-    """The largest layer, experts excluded."""
+    """Number of parameters of the largest layer without its experts."""
     expert: int
-    """All experts of the largest layer."""
+    """Number of parameters of all experts in the largest layer."""
     all_experts: int
-    """All experts of all layers."""
+    """Number of parameters of all experts in all layers."""
     total: int
-    """All parameters."""
+    """Number of parameters of the whole model."""
     largest: int
-    """The largest tensor."""
+    """Number of parameters of the largest tensor."""
     linear: Mapping[str, int]
-    """Name of each matrix inside a layer → inputs plus outputs."""
+    """Inputs plus outputs of each matrix inside a layer, by name."""
     stored_bytes: int
-    """Bytes of the model's files."""
+    """Size of the model's tensors on disk in bytes."""
     limit: int | None
-    """Maximum number of positions."""
+    """Maximum number of positions; ``None`` if the config has no limit."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
         """Reads ``config.json`` and the headers of the safetensors.
 
         Raises:
-            ConfigError: a file is missing or damaged, or the config lacks a size that the arithmetic needs.
+            ConfigError: a file is missing or damaged, or the config lacks a required size.
         """
         path = folder / "config.json"
         try:
@@ -169,56 +169,56 @@ class ModelShape:
 
     @property
     def tied(self) -> bool:
-        """True if the output embedding is the input embedding."""
+        """True if the input and output embeddings share their parameters."""
         return self.ends < 2 * self.output
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory of a training in bytes."""
+    """Predicted memory for training, in bytes."""
 
     moments: Mapping[str, Mapping[str, int]]
-    """Moment of a step → part → bytes of a GPU."""
+    """GPU memory in bytes, by phase of a step and by part."""
     load: int
-    """Memory of a node while the ranks load the model."""
+    """Host memory of a node in bytes while its ranks load the model."""
     node: int
-    """Memory of the first node while training. It includes copies of checkpoints and versions while they are written,
-    and offloaded optimizers."""
+    """Host memory of the first node in bytes while training. It includes copies of checkpoints and versions while they
+    are written, and offloaded optimizers."""
     checkpoint: int
-    """Bytes of a checkpoint."""
+    """Size of a checkpoint in bytes."""
     version: int
-    """Bytes of a published version."""
+    """Size of a published version in bytes."""
     trained: int
     """Number of trained parameters."""
 
     @property
     def moment(self) -> str:
-        """Moment with the highest memory use."""
+        """Phase of a step with the highest memory use."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Part → bytes of a GPU at the peak."""
+        """GPU memory in bytes at the peak, by part."""
         return self.moments[self.moment]
 
     @property
     def peak(self) -> int:
-        """Peak memory of a GPU."""
+        """Peak memory of a GPU in bytes."""
         return sum(self.parts.values())
 
 
 def predict(
     model: ModelShape, settings: PolicyTraining, gpus: int = 1, nodes: int = 1, tokens: int | None = None
 ) -> Prediction:
-    """Predicts the memory of a training.
+    """Predicts the memory that training needs.
 
     Args:
         model: sizes of the model.
         settings: settings of the policy; ``microbatch``, ``recompute``, ``dtype``, ``parallel``, ``lora`` and
             ``optimizer.offload`` matter.
-        gpus: GPUs of a node. 0: one process on CPUs.
+        gpus: number of GPUs per node. 0 stands for a single process on CPUs.
         nodes: number of nodes.
-        tokens: tokens of a row; default: ``microbatch``.
+        tokens: number of tokens in a row; by default, ``microbatch``.
 
     Raises:
         ConfigError: ``parallel`` does not divide the ranks or the model's heads.
@@ -229,7 +229,7 @@ def predict(
     several, tensor = layout.ranks > 1, layout.tensor
     row = -(-(tokens or settings.microbatch) // layout.context)
 
-    # Shares of parameters that a rank stores, and those that it computes with.
+    # Parameters that a rank stores, and parameters that it computes with.
     ends_divided = 1 if model.tied or model.words % tensor else tensor
     expert_shares = layout.ranks // layout.replicas
     dense_all = model.total - model.all_experts - model.ends
@@ -238,7 +238,7 @@ def predict(
     gathered = model.dense / tensor + (model.expert / layout.expert if layout.expert < expert_shares else 0)
     ends, output = model.ends / ends_divided, model.output / ends_divided
 
-    # Everything that stays.
+    # Memory that stays allocated.
     adapters = _adapters(model, settings.lora) if settings.lora else 0
     trained = adapters or share
     on_gpu = 0.0 if settings.optimizer.offload else trained
@@ -292,7 +292,7 @@ def predict(
         "update": stays | {"optimizer": 0 if gpus or settings.optimizer.offload else 4 * trained},
     }
 
-    # The node's memory, and files.
+    # Host memory and file sizes.
     ranks = max(gpus, 1)
     everything = adapters or model.total
     version = adapters * size if adapters else model.stored_bytes
@@ -309,7 +309,7 @@ def predict(
 
 
 def _held(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the bytes per token that a layer keeps for its backward pass."""
+    """Returns the bytes per token that a layer saves for its backward pass."""
     query = model.heads * model.head / layout.tensor
     key = model.key_heads * model.head / layout.tensor
     norm = 4 + size  # a copy in float32, and its normalised form
@@ -325,7 +325,7 @@ def _held(model: ModelShape, layout: Layout, size: int) -> float:
 
 
 def _inside(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the bytes per token that the MLP or the experts of a layer keep."""
+    """Returns the bytes per token that the MLP or the experts of a layer save for the backward pass."""
     held = 4 * size * model.intermediate / layout.tensor
     if model.experts:
         rows = model.chosen
@@ -335,7 +335,7 @@ def _inside(model: ModelShape, layout: Layout, size: int) -> float:
 
 
 def _in_flight(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the additional bytes per token that a layer's backward pass needs."""
+    """Returns the temporary bytes per token that a layer's backward pass needs."""
     flight = size * model.hidden
     if model.experts:
         return flight + (2 if layout.expert > 1 else 3) * model.chosen * size * model.hidden
@@ -343,7 +343,7 @@ def _in_flight(model: ModelShape, layout: Layout, size: int) -> float:
 
 
 def _adapters(model: ModelShape, lora: LoraConfig) -> int:
-    """Returns the number of parameters in all adapters."""
+    """Returns the number of parameters of all LoRA adapters."""
     every = lora.targets == "all-linear"
     sizes = (n for name, n in model.linear.items() if every or set(name.split(".")) & set(lora.targets))
     return lora.rank * sum(sizes)

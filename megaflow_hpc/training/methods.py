@@ -1,9 +1,9 @@
-"""Loads functions that replace built-in methods, written in the campaign file as ``package.module:function``.
+"""Loads user functions that replace built-in methods. The campaign file names them as ``package.module:function``.
 
 Planning copies the modules next to the campaign file into ``RUN/code`` and records the digest of each function's source
-file in ``RUN/training/methods.json``. A trainer imports the copies. It refuses to start with a source file of another
-digest, because a repeated step must compute the same results. The functions are the user's own configuration: they are
-trusted and run in the trainer's process. Their results are checked before use: :func:`numbers`.
+file in ``RUN/training/methods.json``. A trainer imports the copies. It refuses to start if a source file has a
+different digest, because a repeated step must compute the same results. The functions are the user's own configuration:
+they are trusted and run in the trainer's process. Their results are checked before use: :func:`numbers`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ OURS = "megaflow_hpc"
 
 
 def methods_of(training: TrainingConfig) -> dict[str, Method]:
-    """Returns the functions of a section ``training``, by their keys in the campaign file."""
-    found: dict[str, Any] = {
+    """Returns the user functions in the section ``training``, by their keys in the campaign file."""
+    values: dict[str, Any] = {
         "training.trainer": training.trainer,
         "training.prompts.order": training.prompts.order,
         **{f"training.data.{number}": step.method for number, step in enumerate(training.data)},
     }
     for name, policy in training.policies.items():
-        found |= {f"training.policies.{name}.{key}": value for key, value in _of_policy(policy).items()}
-    return {key: method for key, method in found.items() if isinstance(method, Method)}
+        values |= {f"training.policies.{name}.{key}": value for key, value in _of_policy(policy).items()}
+    return {key: method for key, method in values.items() if isinstance(method, Method)}
 
 
 def _of_policy(policy: PolicyTraining) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def prepare(run: RunDir, training: TrainingConfig, folder: str) -> None:
 
 
 def record(run: RunDir, digests: Mapping[str, str]) -> None:
-    """Records the digests of modules that have none yet in ``RUN/training/methods.json``."""
+    """Records digests in ``RUN/training/methods.json``. Keeps the digests of modules that are recorded already."""
     before = _recorded(run)
     if digests.keys() - before.keys():
         make_directory(run.training)
@@ -97,7 +97,7 @@ def _recorded(run: RunDir) -> dict[str, str]:
 
 
 def digests(methods: Iterable[Method]) -> dict[str, str]:
-    """Returns module → hexadecimal SHA-256 digest of its source file. This package's own modules are left out.
+    """Returns the hexadecimal SHA-256 digest of each module's source file, by module. Omits this package's own modules.
 
     Raises:
         ConfigError: a module cannot be found.
@@ -111,12 +111,13 @@ def digests(methods: Iterable[Method]) -> dict[str, str]:
 
 
 def identity(method: Method) -> str:
-    """Returns a function's name and the SHA-256 digest of its source file. This package's own have only a name."""
+    """Returns a function's name and the SHA-256 digest of its source file. Functions of this package have only a
+    name."""
     return " ".join([method.name, *digests([method]).values()])
 
 
 def source(module: str) -> Path:
-    """Returns the source file of a module. Does not run it, but runs the packages that contain it.
+    """Returns the source file of a module. Does not import the module, but imports its parent packages.
 
     Raises:
         ConfigError: the module cannot be found.
@@ -137,7 +138,7 @@ def resolve(method: Method) -> functools.partial[Any]:
     """Imports a function and binds its ``args``.
 
     Raises:
-        ConfigError: it cannot be imported, or does not take the arguments.
+        ConfigError: the function cannot be imported, or does not take the arguments.
     """
     module_name, _, attribute = method.name.partition(":")
     source(module_name)
@@ -160,15 +161,15 @@ def resolve(method: Method) -> functools.partial[Any]:
 
 
 def takes(method: Method, parameter: str) -> bool:
-    """Returns whether a function has a parameter of this name. Raises the errors of :func:`resolve`."""
+    """Returns whether a function has the parameter ``parameter``. Raises the errors of :func:`resolve`."""
     return parameter in inspect.signature(resolve(method).func).parameters
 
 
 def call(method: Method, *values: Any, **named: Any) -> Any:
-    """Calls a function with positional arguments, followed by named ones and its ``args``.
+    """Calls a user's function with these arguments and its ``args`` from the campaign file.
 
     Raises:
-        ConfigError: it cannot be imported, or raised an exception.
+        ConfigError: the function cannot be imported, or raised an exception.
     """
     function = resolve(method)
     try:
@@ -180,7 +181,7 @@ def call(method: Method, *values: Any, **named: Any) -> Any:
 
 
 def guarded(method: Method) -> Callable[..., Any]:
-    """Returns a function that calls a method through :func:`call`, and has the method's own name."""
+    """Wraps a user's function so that it is called through :func:`call`. The wrapper keeps the function's name."""
     return functools.update_wrapper(functools.partial(call, method), resolve(method).func)
 
 
@@ -190,10 +191,10 @@ def numbers(
     """Checks a value that a function returned, and converts it to float32.
 
     Args:
-        method: the function, for messages.
+        method: the function, for error messages.
         value: anything that numpy converts to an array.
         shapes: the allowed shapes.
-        what: the value, for messages, such as ``the advantage of a/p/0``.
+        what: name of the value for error messages, such as ``the advantage of a/p/0``.
         least: smallest valid number.
 
     Raises:
@@ -233,7 +234,8 @@ def wrong(method: Method, found: str, expected: str) -> ConfigError:
 
 
 def _at(error: BaseException) -> str:
-    """Returns the line of the user's code that raised an error, or an empty string if it is outside the user's code."""
+    """Returns the file and line in the user's code that raised an error, or an empty string if it was raised
+    elsewhere."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     last = frames[-1] if frames else None
     own = last is None or last.filename in (__file__, importlib.__file__, functools.__file__)

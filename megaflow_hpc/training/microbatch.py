@@ -2,7 +2,7 @@
 
 A *minibatch* is the input of one optimizer step. A *micro-batch* is the input of one forward pass on one rank.
 Sequences are concatenated and never cut. All ranks compute the same split from the plan, and each reads only its own
-part. Every rank has the same number of micro-batches, because with sharded parameters each pass is a collective
+part. Every rank gets the same number of micro-batches, because with sharded parameters each pass is a collective
 operation.
 """
 
@@ -23,36 +23,37 @@ from megaflow_hpc.trajectory import TokenSequence
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """S concatenated sequences with T tokens in total. Each token is predicted from earlier tokens of its own
+    """S concatenated sequences with T tokens in total. Each token is predicted only from earlier tokens of its
     sequence."""
 
     tokens: NDArray[np.int32]
-    """(T)"""
+    """Token ids, shape (T)."""
     positions: NDArray[np.int32]
-    """(T), position in the sequence, from 0."""
+    """Position of each token in its sequence, from 0, shape (T)."""
     offsets: NDArray[np.int64]
-    """(S+1), start of each sequence, then T."""
+    """Start of each sequence, followed by T, shape (S+1)."""
     mask: NDArray[np.uint8]
-    """(T), 1 for tokens to train on: those that the policy sampled freely."""
+    """1 for tokens to train on, which the policy sampled freely; 0 for others. Shape (T)."""
     logprobs: NDArray[np.float32]
-    """(T), the engine's log-probabilities; 0 where the mask is 0."""
+    """The engine's log-probabilities, shape (T); 0 where the mask is 0."""
     versions: NDArray[np.int32]
-    """(T), ordinals of the versions that sampled the tokens; -1 if not sampled."""
+    """Ordinal of the version that sampled each token, shape (T); -1 if not sampled."""
     advantages: NDArray[np.float32]
-    """(T), 0 where the mask is 0."""
+    """Advantage of each token, shape (T); 0 where the mask is 0."""
     weights: NDArray[np.float32]
-    """(T), per-token loss factors; 0 where the mask is 0."""
+    """Loss factor of each token, shape (T); 0 where the mask is 0."""
     sample: NDArray[np.int32]
-    """(S), index of the sequence's rollout in the step."""
+    """Index in the step of each sequence's rollout, shape (S)."""
     group: NDArray[np.int32]
-    """(S), index of the sequence's group in the step."""
+    """Index in the step of each sequence's group, shape (S)."""
     rollout_tokens: NDArray[np.int64]
-    """(S), number of tokens to train on in the whole rollout of each sequence."""
+    """Number of tokens to train on in each sequence's whole rollout, shape (S)."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """(T) for each name: extra values of sampled tokens; see :mod:`megaflow_hpc.training.trainer.columns`."""
+    """Extra values of sampled tokens by column name, each of shape (T); see
+    :mod:`megaflow_hpc.training.trainer.columns`."""
     experts: NDArray[np.int16] | None = None
-    """(T, layers, experts per token), the engine's routing; -1 for tokens whose experts are unknown. ``None`` if no
-    sequence has experts."""
+    """The engine's routing, shape (T, layers, experts per token); -1 for tokens with unknown experts. ``None`` if no
+    sequence has recorded experts."""
 
     @property
     def sampled(self) -> int:
@@ -60,40 +61,40 @@ class MicroBatch:
         return int(self.mask.sum())
 
     def sequence_keys(self) -> list[tuple[int, bytes]]:
-        """Returns a key for each sequence: its rollout and a digest of its tokens. Keys are valid for the whole
+        """Returns a key for each sequence: its rollout and a digest of its tokens. Keys stay the same throughout the
         step."""
         bounds = zip(self.sample.tolist(), self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)
         return [(rollout, blake2b(self.tokens[a:b].tobytes(), digest_size=16).digest()) for rollout, a, b in bounds]
 
 
 class SequencePart(NamedTuple):
-    """One sequence of one rollout."""
+    """One sequence of a planned rollout."""
 
     rollout: int
     """Index of the rollout in the plan."""
     sequence: int
-    """Index of the sequence among those of the policy in this rollout."""
+    """Index among the policy's sequences in the rollout."""
     length: int
 
 
 EQUAL_LENGTH = 12 * 4096
-"""Sequence length at which causal attention costs as much as the rest of a layer: about 12 × the hidden size, here that
-of a model with 8 billion parameters. It only guides packing."""
+"""Sequence length at which causal attention costs as much as the rest of a layer: about 12 × the hidden size. The value
+fits a model with 8 billion parameters, and only affects packing."""
 
 Load = Callable[[int], list[TokenSequence]]
-"""Index of a rollout in the plan → the policy's sequences."""
+"""Function that returns the policy's sequences of a rollout, given the rollout's index in the plan."""
 Ordinal = Callable[[int], int]
-"""Campaign-wide weight version → the policy's own count."""
+"""Function that converts a campaign-wide weight version to the policy's own count."""
 
 
 class Minibatch:
     """The input of one optimizer step on all ranks.
 
     Attributes:
-        rollouts: indices in the plan.
+        rollouts: indices of the rollouts in the plan.
         tokens: number of tokens to train on.
-        samples: number of rollouts with such tokens.
-        sequences: number of sequences with such tokens.
+        samples: number of rollouts with tokens to train on.
+        sequences: number of sequences with tokens to train on.
     """
 
     def __init__(
@@ -117,10 +118,10 @@ class Minibatch:
         self.sequences = sum(sum(map(bool, rollout.sampled)) for rollout in chosen if rollout.weight)
 
     def microbatches(self, tokens: int, skip_zero: bool = False) -> Iterator[MicroBatch]:
-        """Yields this rank's micro-batches. A rank with fewer micro-batches than another yields empty ones.
+        """Yields this rank's micro-batches. Ranks with fewer micro-batches than others also yield empty ones.
 
         Args:
-            tokens: maximum number of tokens in a micro-batch. A longer sequence gets one of its own.
+            tokens: maximum number of tokens in a micro-batch. A longer sequence gets a micro-batch of its own.
             skip_zero: leave out sequences whose advantages are all 0. The minibatch's counts still include them.
         """
         bins = self._bins(tokens, skip_zero)
@@ -203,7 +204,7 @@ def _has_advantage(rollout: PlannedRollout, sequence: int) -> bool:
 
 
 def token_advantages(rollout: PlannedRollout, sequence: int, length: int) -> NDArray[np.float32]:
-    """Returns the advantage of each of a sequence's ``length`` tokens.
+    """Returns the advantage of each token of a sequence with ``length`` tokens.
 
     If turns have advantages of their own, tokens outside all turns get 0.
     """
@@ -222,7 +223,8 @@ def _balanced(parts: Sequence[SequencePart], tokens: int, ranks: int) -> list[li
     """Packs sequences, longest first, into as few rounds of ``ranks`` bins as possible, with similar costs.
 
     All ranks compute a round together, so the most expensive bin decides how long it takes. Each sequence goes to the
-    bin with the lowest cost that has room. Bins are returned by decreasing cost, so rounds hold similar ones.
+    bin with the lowest cost that has room. Bins are returned in order of decreasing cost, so the bins of a round have
+    similar costs.
     """
     count = len(_first_fit(parts, tokens))
     while True:
@@ -243,7 +245,7 @@ def _balanced(parts: Sequence[SequencePart], tokens: int, ranks: int) -> list[li
 
 
 def rows_in_order(lengths: Iterable[int], tokens: int) -> Iterator[list[int]]:
-    """Yields the indices of successive sequences that fit into one forward pass of ``tokens`` tokens together."""
+    """Yields the indices of consecutive sequences that together fit into one forward pass of ``tokens`` tokens."""
     row: list[int] = []
     room = tokens
     for index, length in enumerate(lengths):
@@ -257,7 +259,7 @@ def rows_in_order(lengths: Iterable[int], tokens: int) -> Iterator[list[int]]:
 
 
 def _first_fit(parts: Sequence[SequencePart], tokens: int) -> list[int]:
-    """Returns the free tokens of each bin after first-fit packing."""
+    """Returns the number of free tokens in each bin after first-fit packing."""
     room: list[int] = []
     for part in parts:
         chosen = next((n for n, left in enumerate(room) if left >= part.length), None)
@@ -277,12 +279,12 @@ def split(groups: Sequence[int], size: int, random: np.random.Generator | None =
     """Splits the rollouts of a step into minibatches of whole groups.
 
     Args:
-        groups: group number of each rollout.
+        groups: index of each rollout's group.
         size: number of groups in a minibatch.
-        random: shuffles the groups; if ``None``, they keep the plan's order.
+        random: random generator that shuffles the groups. If ``None``, they keep the plan's order.
 
     Returns:
-        Rollout indices of each minibatch.
+        The rollout indices of each minibatch.
     """
     by_group: dict[int, list[int]] = {}
     for index, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""The files of a trainer in ``RUN/training/<policy>``: requested batches, plans of steps, commits.
+"""A trainer's files in ``RUN/training/<policy>``: requested batches, step plans and commits.
 
 ::
 
@@ -44,13 +44,13 @@ FORMAT_VERSION = 2
 """Version 2 added advantages of sequences and turns."""
 
 COLUMN_PREFIX = "column."
-"""Prefix of a column's name in a file of columns."""
+"""Prefix of column names in the columns file."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 BySequence = Mapping[tuple[int, int], NDArray[np.float32]]
-"""(rollout, sequence) in a step → values (L) of its tokens."""
+"""Values (L) of a sequence's tokens, by (rollout index, sequence index) in a step."""
 Columns = Mapping[str, list[list[NDArray[np.float32]]]]
-"""Name of a column → its values (L) for each sequence of each rollout of a step."""
+"""Values (L) of each sequence of each rollout of a step, by column name."""
 
 
 class RecordPlace(msgspec.Struct, array_like=True, frozen=True):
@@ -75,13 +75,14 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     reward: float | None = None
     """The verifier's reward; ``None`` if the rollout was not verified."""
     scores: dict[str, float] = {}
-    """Rewards from a scorer, by name. ``score`` rates the whole rollout, and counts instead of ``reward``."""
+    """Rewards from a scorer, by name. ``score`` rates the whole rollout and replaces ``reward``."""
     advantage: float = 0.0
-    """Advantage of each sampled token; the mean over them if :attr:`advantages` is set."""
+    """Advantage of all sampled tokens, or their mean advantage if :attr:`advantages` is set."""
     advantages: list[float] = []
-    """Advantage of each of the policy's sequences, or of each of :attr:`turns`. Empty if all tokens have the same."""
+    """Advantage of each of the policy's sequences, or of each turn in :attr:`turns`. Empty if it is the same for all
+    tokens."""
     turns: list[tuple[int, int, int]] = []
-    """(sequence, start, end) of the policy's model calls, if each has its own advantage."""
+    """(sequence, start, end) of each of the policy's model calls, if calls have their own advantages."""
     roles: dict[str, float] = {}
     """Reward of each role that the policy played; empty without a team."""
     weight: float = 1.0
@@ -89,7 +90,7 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     oldest: int = -1
     """Ordinal of the oldest version that sampled a token; -1 if nothing was sampled."""
     replayed: bool = False
-    """True if an earlier step settled the rollout, and a step of ``data`` added it again."""
+    """True if an earlier step settled the rollout and a ``data`` operation added it again."""
     lengths: list[int] = []
     """Token count of each of the policy's sequences."""
     sampled: list[int] = []
@@ -97,16 +98,16 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
 
 
 class Settled(msgspec.Struct, kw_only=True, frozen=True):
-    """Groups settled after a step, and the rollouts still waiting."""
+    """The state of settled and waiting groups after a step."""
 
     cursor: dict[str, Any] = {}
     """Position in each journal at which reading resumes."""
     waiting: list[RecordPlace] = []
-    """Rollouts that were read but are not in any step yet."""
+    """Rollouts that were read, but belong to no step yet."""
     first_block: int = 0
-    """All groups in earlier blocks are settled."""
+    """The first block that may have unsettled groups. All groups in earlier blocks are settled."""
     groups: list[str] = []
-    """Settled groups in this block and later ones."""
+    """Settled groups in :attr:`first_block` and later blocks."""
 
 
 class StepPlan(msgspec.Struct, kw_only=True):
@@ -121,18 +122,18 @@ class StepPlan(msgspec.Struct, kw_only=True):
     """Seed of every random choice in the step."""
     rollouts: list[PlannedRollout] = []
     drops: dict[str, str] = {}
-    """Id of each dropped rollout or group → reason."""
+    """Maps the id of each dropped rollout or group to the reason."""
     settled: Settled = Settled()
     state: dict[str, Any] = {}
     """State of the data algorithms after this step."""
     trainer: int = 0
-    """Start number of the trainer that made the plan."""
+    """Sequence number of the trainer start that made the plan."""
     scorer: str = ""
     """Name of the function that scored the rollouts, and the SHA-256 digest of its file."""
 
     @property
     def staleness(self) -> list[int]:
-        """For each rollout, the number of versions published since its oldest token was sampled."""
+        """Number of versions published since the oldest token of each rollout was sampled."""
         return [self.version - rollout.oldest if rollout.oldest >= 0 else 0 for rollout in self.rollouts]
 
     @property
@@ -152,8 +153,8 @@ AMENDED = "amended"
 
 
 def amended(plan: StepPlan, amendments: Iterable[Amendment]) -> StepPlan:
-    """Returns a plan without the rollouts that amendments leave out. They get weight 0 and are listed in ``drops``, so
-    all other rollouts keep their index and their minibatch."""
+    """Applies amendments that leave out rollouts. These rollouts get weight 0 and are listed in ``drops``, so all other
+    rollouts keep their index and their minibatch."""
     left_out: dict[str, str] = {}
     for amendment in amendments:
         names = [rollout.id for rollout in plan.rollouts] if amendment.skip else amendment.rollouts
@@ -167,7 +168,7 @@ def amended(plan: StepPlan, amendments: Iterable[Amendment]) -> StepPlan:
 
 
 class TaskBatch(msgspec.Struct, kw_only=True):
-    """Tasks requested together. Their blocks are derived from this record, so each block is added only once."""
+    """Tasks requested together. The ledger blocks are derived from this record, so each is added only once."""
 
     batch: int
     """Batch number, from 0."""
@@ -175,8 +176,8 @@ class TaskBatch(msgspec.Struct, kw_only=True):
     """(task, round) pairs."""
     samples: int
     version: int = 0
-    """Ordinal of the policy's newest weights when the batch was requested, or the number of steps that a helper policy
-    had committed, if that is smaller. No older version samples its tokens."""
+    """A lower bound on the versions that sample the batch's tokens: the ordinal of the policy's newest weights at the
+    time of the request, or the number of steps that a helper policy had committed, if smaller."""
     state: dict[str, Any] = {}
     """State of task selection after this batch."""
 
@@ -190,7 +191,7 @@ class Added(TaskBatch, kw_only=True):
 
 
 class TrainingFiles:
-    """Training files of one policy. The constructor does not access the disk."""
+    """Reads and writes the training files of one policy. The constructor does not access the disk."""
 
     def __init__(self, run: RunDir, policy: str) -> None:
         self.run, self.path = run, run.training / policy
@@ -228,7 +229,7 @@ class TrainingFiles:
         return record
 
     def claim(self, number: int, record: R) -> R:
-        """Publishes a record under its number unless that number is taken. Returns the stored record."""
+        """Publishes a record under a number, unless the number is taken. Returns the stored record."""
         path = self._folder(type(record)) / f"{number:06d}.json"
         try:
             write_atomic(path, msgspec.json.encode(record), exclusive=True)
@@ -245,11 +246,11 @@ class TrainingFiles:
     # --- columns ---
 
     def columns_file(self, step: int) -> Path:
-        """Returns the path of a step's columns."""
+        """Returns the path of a step's columns file."""
         return self.path / "columns" / f"{step:06d}.npz"
 
     def columns_digest(self, step: int) -> str:
-        """Returns the hexadecimal SHA-256 digest of a step's columns."""
+        """Returns the hexadecimal SHA-256 digest of a step's columns file."""
         return hashlib.sha256(read_regular(self.columns_file(step))).hexdigest()
 
     def claim_columns(self, plan: StepPlan, values: Mapping[str, BySequence]) -> None:
@@ -257,7 +258,7 @@ class TrainingFiles:
 
         Args:
             plan: the stored plan.
-            values: name → values of the sequences. Missing sequences get 0.
+            values: values of each sequence by column name. Missing sequences get 0.
         """
         arrays = {
             "plan": np.frombuffer(bytes.fromhex(self.digest(plan.step)), np.uint8),
@@ -306,14 +307,14 @@ class TrainingFiles:
     # --- starts of the trainer ---
 
     def enter(self, trainer: Trainer) -> int:
-        """Registers a new trainer of the policy. Returns its start number, from 1."""
+        """Registers a start of the policy's trainer. Returns its sequence number, from 1."""
         number = (self.numbers(Trainer) or [0])[-1] + 1
         while self.claim(number, trainer) is not trainer:
             number += 1
         return number
 
     def check(self, trainer: int) -> None:
-        """Checks that no newer trainer was started.
+        """Checks that no trainer was started after the given start number.
 
         Raises:
             LedgerError: a newer trainer was started.
@@ -336,7 +337,7 @@ class TrainingFiles:
         write_atomic(self._folder(Commit) / f"{commit.step:06d}.json", msgspec.json.encode(commit))
 
     def checkpoint_name(self, checkpoint: str | os.PathLike[str]) -> str:
-        """Returns the path of a checkpoint as commits store it.
+        """Returns the path of a checkpoint in the form that commits store: relative if it is in the run directory.
 
         Raises:
             ConfigError: the directory is missing.
@@ -347,7 +348,8 @@ class TrainingFiles:
         return os.path.relpath(path, run) if path.is_relative_to(run) else str(path)
 
     def committed(self, with_checkpoint: bool = False) -> Commit | None:
-        """Returns the last commit, or the last one whose checkpoint exists; ``None`` without any."""
+        """Returns the last commit, or the last commit whose checkpoint exists. Returns ``None`` if there is no such
+        commit."""
         for number in reversed(self.numbers(Commit)):
             commit = self.read(Commit, number)
             if commit and (not with_checkpoint or (commit.checkpoint and (self.run.path / commit.checkpoint).exists())):
@@ -356,7 +358,7 @@ class TrainingFiles:
 
 
 def _sequences(plan: StepPlan) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yields (rollout, sequence) and length of each sequence of a plan, in its order."""
+    """Yields the key (rollout, sequence) and the length of each sequence of a plan, in plan order."""
     for index, rollout in enumerate(plan.rollouts):
         for number, length in enumerate(rollout.lengths):
             yield (index, number), length

@@ -1,4 +1,4 @@
-"""Requests and plans on rank 0: follows the rollouts that arrive, and plans steps of complete groups."""
+"""Requests rollouts and plans steps on rank 0. Follows arriving rollouts and builds steps from complete groups."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from megaflow_hpc.training.readiness import Peer, Readiness
 from megaflow_hpc.training.staleness import FIRST_REFILL_ROUND, StalenessControl
 
 KEPT_SUCCESSES = 2
-"""Number of passed rollouts of earlier steps to keep for each task, if a function of ``data`` asks for them."""
+"""Number of passed rollouts of earlier steps to keep per task and agent, if a ``data`` function uses them."""
 NO_TASK_LEFT = "no task is left to request (training.prompts)"
 
 
 class Planner:
-    """Applies the data algorithms of one policy to its buffer.
+    """Applies one policy's data algorithms to its rollout buffer.
 
     Args:
         learned: state of the algorithms after the last plan.
-        earlier: earlier plans, the latest first; read only as far as replay needs.
-        bound: maximum staleness of a rollout; older ones are dropped. ``None``: no maximum.
+        earlier: earlier plans, newest first; iterated only as far as replay needs.
+        bound: maximum staleness of a rollout; older ones are dropped. ``None`` means no maximum.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Planner:
         self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self.learned = learned
         self.lacks = 0
-        """Number of groups missing when the last plan could not be made."""
+        """Number of groups that were missing the last time that no plan could be made."""
         replays = any(step.replay for step in config.data)
         self._replayable = REPLAYED_STEPS * config.batch if replays else 0
         score = policy.settings.score
         self._scorer = identity(score) if score else ""
         self._keeps_successes = any(step.method and takes(step.method, "earlier") for step in config.data)
         self._read: dict[RecordPlace, tuple[Sample, Arrived] | None] = {}
-        """Location of a kept success → what was read there; ``None`` for a damaged record."""
+        """Kept successes that were read, by location of the record; ``None`` if the record is damaged."""
         self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
         """Groups that may be replayed, newest last."""
         for plan in earlier if self._replayable else ():
@@ -87,11 +87,11 @@ class Planner:
             version: ordinal of the newest weights.
             want: number of groups that the step waits for and settles, whether it trains on them or drops them.
             least: minimum number of groups to settle, oldest first, if more than ``want`` are complete.
-            last: no more rollouts will arrive, so fewer groups are enough.
+            last: true if no more rollouts will arrive, so that fewer groups are enough.
             replace: do not count dropped groups towards ``want``.
             short: accept fewer groups to train on, provided that ``want`` groups are complete.
             only: ids of the groups that the step may settle; by default, all.
-            due: ids of the groups to settle before others.
+            due: ids of the groups to settle first.
         """
         complete = [group for group in self.buffer.complete() if only is None or group.id in only]
         self.lacks = want - len(complete)
@@ -151,7 +151,7 @@ class Planner:
         return [self._policy.seed, 2, step]
 
     def _earlier(self, groups: Iterable[SampleGroup]) -> dict[str, list[Sample]]:
-        """Reads the kept successes of the groups' tasks. Damaged records are left out."""
+        """Reads the kept successes of the groups' tasks, by task. Skips damaged records."""
         before, self._read = self._read, {}
         if not self._keeps_successes:
             return {}
@@ -172,7 +172,8 @@ class Planner:
     def _with_successes(
         self, kept: Mapping[str, list[Any]], settled: Iterable[SampleGroup], drops: Collection[str]
     ) -> dict[str, list[Any]]:
-        """Returns task → (place, scores, agent) of the newest passed rollouts of each agent, including settled ones."""
+        """Returns the location, scores and agent of the newest passed rollouts of each agent, by task, after settling
+        groups."""
         successes = dict(kept)
         passed = [
             sample
@@ -250,15 +251,15 @@ def _planned(
 
 
 class Planning:
-    """Requests the rollouts of one policy, and plans its steps.
+    """Requests the rollouts of one policy and plans its steps.
 
     Args:
         run: the run directory.
-        files: where plans and requests are recorded.
-        policy: the policy that is trained.
+        files: records of plans and requests.
+        policy: the policy to train.
         config: the section ``training``.
-        paced: True if the campaign itself defines the training, so that its staleness bound holds. Otherwise, planned
-            rollouts are used as they arrive, whatever their age.
+        paced: true if the campaign itself defines the training, so that its staleness bound applies. If false, planned
+            rollouts are used as they arrive, regardless of age.
         sequences: reads token sequences.
         ordinal: converts a campaign-wide weight version to the policy's own count.
     """
@@ -283,18 +284,18 @@ class Planning:
         self._readiness = Readiness(run)
         self._flags = Marks(run)
         self._planner: Planner | None = None
-        """Holds the rollouts that no plan settles. Rebuilt from the last plan when needed."""
+        """Holds the unsettled rollouts. It is rebuilt from the last plan when needed."""
         helpers = [Peer(run, helper) for helper in policy.helpers] if paced else []
         self.control = StalenessControl(files, policy, config, self._readiness, helpers)
         self.ends = ""
-        """Reason why no further step can be planned; empty while one can."""
+        """Reason why no further step can be planned; empty otherwise."""
         self._waits_for = ""
 
     def request(self, committed: int) -> None:
         """Requests the batches that are due.
 
         Args:
-            committed: number of the last step that is committed.
+            committed: number of the last committed step.
 
         Raises:
             OSError: the run directory is unavailable; the next call continues.
@@ -307,7 +308,7 @@ class Planning:
         return self.control.want(step) if self._requests else self._config.batch
 
     def missing(self, step: int) -> str:
-        """Describes what a step waits for."""
+        """Describes what a step is waiting for, as a phrase for log lines."""
         if self._waits_for:
             return self._waits_for
         complete, wanted = self.complete_groups, self.wanted(step)
@@ -332,11 +333,11 @@ class Planning:
     def plan(self, step: int, trainer: int) -> StepPlan | None:
         """Returns the plan of a step, or ``None`` while its rollouts are missing.
 
-        If another trainer has claimed the step in the meantime, that trainer's plan is returned.
+        If another trainer has claimed the step in the meantime, returns that trainer's plan.
 
         Args:
             step: number of the step, from 1.
-            trainer: number of this trainer's start.
+            trainer: sequence number of this trainer start.
 
         Raises:
             OSError: the run directory is unavailable; the next call continues.
@@ -359,7 +360,8 @@ class Planning:
         return claimed
 
     def _followed(self, step: int) -> set[str] | None:
-        """Returns the groups of the owners' step, or ``None`` while an owner has not planned it."""
+        """Returns the groups that the owners use in a step, or ``None`` if an owner has not planned the step or none is
+        left."""
         groups: set[str] = set()
         for owner in self._owners:
             ended = owner.ended  # read first, because a trainer that has ended plans no further step
@@ -374,7 +376,7 @@ class Planning:
         return groups or None
 
     def _must_wait(self, planner: Planner, version: int) -> bool:
-        """Returns whether a step must wait although enough groups are complete."""
+        """Returns whether a step must wait even if enough groups are complete."""
         if self._requests and self.control.is_due(planner.buffer.rounds_under_way(), version):
             return True
         # Without an engine that serves the newest weights, further groups are stale too, and all would be dropped.

@@ -20,7 +20,7 @@ from megaflow_hpc.types import Rollout
 
 @dataclass(frozen=True)
 class TrainedPolicy:
-    """A policy that a run trains, with all that is needed to request and plan its rollouts."""
+    """A policy that a run trains, with the settings needed to request and plan its rollouts."""
 
     name: str
     settings: PolicyTraining
@@ -31,20 +31,20 @@ class TrainedPolicy:
     held_out: frozenset[str]
     """Ids of the tasks reserved for evaluation."""
     runs: str
-    """Policy whose rollouts are requested: the policy itself, or the owner of its team if that one is not trained."""
+    """Policy under which rollouts are requested: the policy itself, or the policy that owns its team."""
     owners: frozenset[str] | None
-    """Policies whose rollouts contain this policy's tokens. ``None`` means all, for a model that agents of other
-    policies call too."""
+    """Policies whose rollouts contain this policy's tokens. ``None`` means all policies, for a model that agents of
+    other policies call too."""
     roles: Mapping[str, str | None]
-    """Roles of the policy in its team → name of the role's reward; ``None`` is the rollout's own reward. Empty without
-    a team."""
+    """Maps each role of the policy in its team to the name of the role's reward; ``None`` means the rollout's own
+    reward. Empty without a team."""
     followed: tuple[str, ...]
     """Policies whose training steps this policy's steps follow, if it samples nothing itself (``samples: 0``);
     see :mod:`~megaflow_hpc.training.readiness`."""
     helpers: tuple[str, ...]
     """Policies that learn from this policy's groups, because they sample nothing themselves."""
     samples: int
-    """Number of rollouts in a group. 0: the policy runs no tasks."""
+    """Number of rollouts in a group. 0 if the policy runs no tasks."""
     pods: int
     """Number of pods in the campaign. New blocks are sized for it."""
     pass_threshold: float
@@ -55,13 +55,13 @@ class TrainedPolicy:
     """Sampling temperature, by which a trainer divides logits."""
 
     def rollouts(self, groups: Sequence[tuple[str, int]], samples: int, random: np.random.Generator) -> list[Rollout]:
-        """Returns the rollouts of groups to train on. The agents get groups in proportion to their shares, or samples
-        of each group (``mix_agents``).
+        """Returns the rollouts of groups to train on. Agents get groups in proportion to their shares; with
+        ``mix_agents``, they get samples of each group instead.
 
         Args:
             groups: task and round of each group.
             samples: number of rollouts in a group.
-            random: generator that decides which agent gets which group or sample.
+            random: random generator for assigning agents.
         """
         if self.settings.mix_agents:
             return [
@@ -76,7 +76,7 @@ class TrainedPolicy:
         ]
 
     def evaluation_rollouts(self, step: int, samples: int) -> list[Rollout]:
-        """Returns the rollouts of each held-out task with each agent after a step, which is their round."""
+        """Returns the rollouts of every held-out task with every agent after a step. Their round is the step number."""
         return [
             Rollout(task, self.runs, sample, agent.title, step, scaffold(agent, self.agents))
             for task in sorted(self.held_out)
@@ -86,7 +86,7 @@ class TrainedPolicy:
 
 
 def _apportioned(agents: Sequence[AgentConfig], count: int, random: np.random.Generator) -> list[AgentConfig]:
-    """Returns ``count`` agents in random order. Each occurs in proportion to its share, rounded up or down (systematic
+    """Returns ``count`` agents in random order, each in proportion to its share, rounded up or down (systematic
     sampling)."""
     if len(agents) == 1 or not count:
         return [agents[0]] * count

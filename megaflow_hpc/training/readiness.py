@@ -4,18 +4,19 @@
 are running or queued. It runs a command from its environment, because a trainer does not call Slurm itself. Without a
 command, the trainer keeps waiting.
 
-*Engines.* They load each new version of their policy's weights at their own pace. Rollouts requested before that are
-sampled by older weights, so a trainer with a staleness bound waits for every engine that is alive. It does not wait for
-an engine that is dead or refuses the version (:class:`~megaflow_hpc.rundir.endpoints.RefusedWeights`), unless no other
-engine is left. Engines that are not registered need no wait, because they start with the newest weights.
+*Engines.* Each engine loads a new version of its policy's weights at its own pace. Until then it samples with older
+weights, so a trainer with a staleness bound waits for every live engine before it requests rollouts. It does not wait
+for an engine that is dead or refuses the version (:class:`~megaflow_hpc.rundir.endpoints.RefusedWeights`), unless no
+other engine is left. It does not wait for engines that are not registered yet, because they start with the newest
+weights.
 
 *Other trainers.* A policy with ``samples: 0`` is a *helper*: it runs no tasks, and other policies' agents call its
 model. The policies with rollouts of their own are *owners*. A helper's step ``s`` uses the groups that the owners'
 steps ``s`` use. So no group is lost, none is used twice, and the helper's training is complete when its owners'
 trainers have ended and it has used all their steps. With a staleness bound k, an owner requests the batch of step ``s``
-only after every helper has committed step ``s - 1 - k``. So groups cannot pile up at a slow helper, and its bound holds
-too. A deadlock is impossible: step ``s`` of a helper needs step ``s`` of its owners, which need only earlier steps of
-the helper.
+only after every helper has committed step ``s - 1 - k``. So groups cannot pile up at a slow helper, and the bound holds
+for the helper too. A deadlock is impossible: step ``s`` of a helper needs step ``s`` of its owners, which need only
+earlier steps of the helper.
 """
 
 from __future__ import annotations
@@ -44,19 +45,21 @@ LEASE_READS_PER_S = 10
 GIVE_UP_S = 900.0
 """A trainer gives up after this many seconds without pods. Until then, the user or ``watch`` may start new pods."""
 ASK_VARIABLE = "MEGAFLOW_ASK_PODS"
-"""Environment variable with a command that prints the number of running and queued pods, or fails if it is unknown."""
+"""Environment variable with a command that prints the number of running and queued pods. It fails if that is
+unknown."""
 QUEUED = "no pod runs yet; some are queued or starting"
 ASK_TIMEOUT_S = 120.0
-"""Timeout of the command in seconds."""
+"""Timeout of the command in :data:`ASK_VARIABLE`, in seconds."""
 ENDPOINT_READS_PER_S = 100
-"""Maximum number of endpoint files to read per second. If there are fewer files, every call reads them."""
+"""Maximum number of endpoint files to read per second. With fewer files than that, every call reads them."""
 
 
 # --- pods ---
 
 
 def ask_site() -> int | None:
-    """Returns the number of running and queued pods, or ``None`` if unknown, as for a manually started trainer."""
+    """Returns the number of running and queued pods, or ``None`` if unknown, for example if the trainer was started
+    manually."""
     command = os.environ.get(ASK_VARIABLE, "")
     if not command:
         return None
@@ -85,20 +88,20 @@ class PodWatch:
         self._run, self._ask, self._clock = run, ask, clock
         self._ledger = Ledger(run)
         self._seen: dict[str, object] = {}
-        """``<pod>.<start>`` → lease counter at the last poll."""
+        """Lease counter at the last poll, by ``<pod>.<start>``."""
         self._next_at = self._alive_at = clock()
-        """Time of the next poll, and the last time at which a pod was known to be alive."""
+        """Time of the next poll, and time at which a pod was last known to be alive."""
         self._gone_at: float | None = None
-        """Time at which pods were first found to be missing; ``None`` if any is alive or queued."""
-        self._said = ""
+        """Time at which pods were first found to be missing; ``None`` if any pod is alive or queued."""
+        self._message = ""
 
     def begin(self) -> None:
         """Starts a new wait. Assumes that a pod is alive now."""
         self._next_at = self._alive_at = self._clock()
-        self._gone_at, self._said = None, ""
+        self._gone_at, self._message = None, ""
 
     def look(self) -> str:
-        """Returns a message if pods are missing, or an empty string if any is alive. Cheap enough to call often.
+        """Returns a message if no pod is alive, otherwise an empty string. Polls at most every :data:`POLL_INTERVAL_S`.
 
         Raises:
             StarvedError: no pod has been running or queued for :data:`GIVE_UP_S`.
@@ -106,9 +109,9 @@ class PodWatch:
         """
         now = self._clock()
         if now >= self._next_at:
-            self._said = self._describe_absence(now)
+            self._message = self._describe_absence(now)
             self._next_at = now + max(POLL_INTERVAL_S, len(self._seen) / LEASE_READS_PER_S)
-        return self._said
+        return self._message
 
     def _describe_absence(self, now: float) -> str:
         leases = {name: lease.get("counter") for name, lease in self._ledger.leases().items() if not lease.get("ended")}
@@ -138,7 +141,7 @@ class PodWatch:
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """The engines of one policy at one moment."""
+    """Tells whether the engines of one policy serve its newest weights."""
 
     missing: str
     """Description of the engines that a request must wait for, or an empty string."""
@@ -147,7 +150,7 @@ class ServedWeights:
 
 
 class Readiness:
-    """Follows the engines of a run.
+    """Tracks the weights that the engines of a run serve.
 
     Args:
         run: the run directory.
@@ -158,14 +161,14 @@ class Readiness:
         self._run, self._files, self._clock = run, EndpointFiles(run), clock
         self._heartbeats = Heartbeats(clock)
         self._polled: dict[tuple[str, int], tuple[ServedWeights, float]] = {}
-        """(policy, version) → the engines at the last poll, and the time of the next one."""
+        """State of the engines at the last poll, and time of the next poll, by (policy, version)."""
 
     def ordinal(self, policy: str) -> int:
         """Returns the ordinal of a policy's newest weights."""
         return current(self._run, policy).ordinal
 
     def engines(self, policy: str) -> ServedWeights:
-        """Returns the state of a policy's engines. Cheap enough to call often.
+        """Returns whether a policy's engines serve its newest weights. Limits its own reads, so it can be called often.
 
         Raises:
             OSError: the run directory is unavailable.
@@ -199,7 +202,7 @@ def _refuses(endpoint: Endpoint, version: int) -> bool:
 
 
 def _cause(endpoint: Endpoint, version: int) -> str:
-    """Returns why a request does not wait for an engine, and the remedy."""
+    """Returns the reason why a request does not wait for an engine, and the remedy."""
     again = f"scontrol requeue {endpoint.job_id}" if endpoint.job_id else "start it again"
     if endpoint.refused is not None and _refuses(endpoint, version):
         return f"{endpoint.server} refuses them ({endpoint.refused.cause}); to try again: {again}"
@@ -223,12 +226,16 @@ class Peer:
 
     @property
     def committed(self) -> int:
-        """Number of the last committed step, or 0. Raises OSError."""
+        """Number of the last committed step, or 0.
+
+        Raises:
+            OSError: the run directory is unavailable.
+        """
         return max(self._files.numbers(Commit), default=0)
 
     @property
     def ended(self) -> bool:
-        """True if a trainer has ended the training, complete or early. False if it failed, or has not started yet.
+        """True if a trainer has finished the training, completely or early. False if it failed or has not started yet.
 
         Raises:
             OSError: the run directory is unavailable.
@@ -237,15 +244,16 @@ class Peer:
         return latest is not None and not (self._run.path / OPEN / latest.consumer).exists()
 
     def groups(self, step: int) -> set[str] | None:
-        """Returns the groups that a step of the policy uses or drops, or ``None`` if it is not planned yet."""
+        """Returns the groups that a step of the policy trains on or drops, or ``None`` if the step is not planned
+        yet."""
         plan = self._files.read(StepPlan, step)
         return None if plan is None else plan.groups
 
     def waited_for(self, act: str) -> str:
-        """Returns a message which says that a step waits for this policy's trainer.
+        """Returns a phrase for log lines: this policy's trainer and the act that is awaited.
 
         Args:
-            act: an infinitive, such as ``commit step 3``.
+            act: the awaited act as an infinitive, such as ``commit step 3``.
         """
         word = self._view.last_word()
         text = f"the trainer of policy {self.policy!r} to {act}"

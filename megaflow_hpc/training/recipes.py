@@ -1,4 +1,5 @@
-"""Methods from papers, written like a user's own: advantages, data steps, a choice of prompts and a learning rate.
+"""Methods from papers, implemented like user functions: advantages, ``data`` operations, prompt selection, learning
+rate.
 
 The campaign file names them as ``megaflow_hpc.training.recipes:NAME``. docs/how-to/methods.md lists them with their
 keys. Losses, importance weights and columns are in :mod:`megaflow_hpc.training.trainer.recipes`.
@@ -25,9 +26,9 @@ def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[
     """Gives each turn an advantage: its return minus the mean return of the group's rollouts at the same turn.
 
     The return of turn t is the sum over s ≥ t of ``discount``^(s − t) × the reward of turn s. The rollout's reward is
-    added to that of its last turn. A turn that only one rollout reached has advantage 0. The return is that of
-    REINFORCE (Williams 1992; Sutton and Barto 2018, section 13.3); turn-level credit for agents is by Zeng et al. 2025,
-    arXiv 2505.11821.
+    added to that of its last turn. A turn that only one rollout reached has advantage 0. This is the return of
+    REINFORCE (Williams 1992; Sutton and Barto 2018, section 13.3). Turn-level credit for agents follows Zeng et al.
+    2025, arXiv 2505.11821.
     """
     advantages: dict[str, list[float]] = {}
     for group in groups:
@@ -73,10 +74,10 @@ def _returns(sample: Sample, discount: float) -> list[float]:
 def anchor_groups(groups: Sequence[SampleGroup], discount: float = 0.95, weight: float = 1.0) -> dict[str, list[float]]:
     """Gives each turn the advantage of its rollout, plus ``weight`` × its advantage among turns with the same state.
 
-    The first part is the rollout's reward, with its turns', minus the mean of the group. The second is the turn's
-    return, as in :func:`returns_to_go`, minus the mean return of all turns in the group that answered an equal message,
-    such as the same output of a command. A state that occurs once adds nothing. Deviations are not normalised
-    (F = 1). Feng et al. 2025, GiGPO, arXiv 2505.10978, equations 2 to 8.
+    The first part is the sum of the rollout's reward and its turn rewards, minus the group's mean. The second is the
+    turn's return, as in :func:`returns_to_go`, minus the mean return of all turns in the group that answered an equal
+    message, such as the same output of a command. A state that occurs only once adds nothing. Deviations are not
+    normalised (F = 1). Feng et al. 2025, GiGPO, arXiv 2505.10978, equations 2 to 8.
     """
     advantages: dict[str, list[float]] = {}
     for group in groups:
@@ -100,8 +101,8 @@ def anchor_groups(groups: Sequence[SampleGroup], discount: float = 0.95, weight:
 def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, float]:
     """Gives advantage 1 to rollouts with a reward of at least ``threshold``, else 0: rejection-sampling fine-tuning.
 
-    With ``loss.kind: megaflow_hpc.training.trainer.recipes:likelihood`` it trains on the passed rollouts as on
-    demonstrations (Yuan et al. 2023, RFT, arXiv 2308.01825; Dong et al. 2023, RAFT, arXiv 2304.06767).
+    With ``loss.kind: megaflow_hpc.training.trainer.recipes:likelihood``, the passed rollouts serve as demonstrations
+    (Yuan et al. 2023, RFT, arXiv 2308.01825; Dong et al. 2023, RAFT, arXiv 2304.06767).
     """
     return {s.id: float(s.reward >= threshold) for group in groups for s in group.samples}
 
@@ -109,7 +110,7 @@ def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, f
 def pairs(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Gives advantage 1 to a group's best rollout, −1 to its worst and 0 to the others: a preference pair for DPO.
 
-    Among equal rewards, the first counts. A group with equal rewards gives no pair (Rafailov et al. 2023, DPO, arXiv
+    Ties go to the first rollout. A group with equal rewards gives no pair (Rafailov et al. 2023, DPO, arXiv
     2305.18290).
     """
     advantages = {s.id: 0.0 for group in groups for s in group.samples}
@@ -126,9 +127,9 @@ def by_duration(
 ) -> list[SampleGroup]:
     """Weights each rollout by its duration divided by the mean duration of the step, at most ``cap``.
 
-    With a bound on age, or a time limit, short rollouts arrive more often than long ones, in proportion to
-    1 / duration. Weighting by the inverse of the chance to be included removes this bias (Horvitz and Thompson 1952).
-    Rollouts of unknown duration keep weight 1.
+    Under an age bound or a time limit, short rollouts arrive more often than long ones, in proportion to 1 / duration.
+    Weighting by the inverse inclusion probability removes this bias (Horvitz and Thompson 1952). Rollouts of unknown
+    duration keep weight 1.
     """
     known = [sample.agent_s for group in groups for sample in group.samples if sample.agent_s > 0]
     mean = math.fsum(known) / len(known) if known else 1.0
@@ -151,12 +152,12 @@ def past_successes(
 ) -> list[SampleGroup]:
     """Adds a past success to each group in which no rollout has a reward of at least ``threshold``.
 
-    Without it, such a group has equal rewards, and nothing is learned from the tasks that are solved most rarely. The
-    newest success of the same task and agent is added that is at most ``age`` versions old (by default, of any age)
-    and not in another group. Older weights sampled it, so it needs ``importance``: ``token`` or ``sequence``, which
-    compare its recorded log-probabilities with those of the policy before the step. Learning from past successes is
-    the idea of Oh et al. 2018, Self-Imitation Learning, arXiv 1806.05635, and of RLEP (Zhang et al. 2025, arXiv
-    2507.07451) for language models.
+    Without it, such a group has equal rewards, so the policy learns nothing from the tasks that it solves most rarely.
+    Adds the newest success of the same task and agent that is at most ``age`` versions old (by default, of any age) and
+    not in another group. Older weights sampled it, so set ``importance`` to ``token`` or ``sequence``. These compare
+    its recorded log-probabilities with those of the policy before the step. Learning from past successes is the idea of
+    Oh et al. 2018, Self-Imitation Learning, arXiv 1806.05635, and of RLEP (Zhang et al. 2025, arXiv 2507.07451) for
+    language models.
     """
     added: set[str] = set()
     changed = []
@@ -180,12 +181,14 @@ def past_successes(
 def uncertain(
     tasks: Sequence[str], count: int, statistics: Mapping[str, TaskStatistics], random: np.random.Generator
 ) -> list[str]:
-    """Requests more groups of tasks with uncertain outcome: in proportion to p (1 − p), p the recent pass rate.
+    """Requests more groups of tasks with uncertain outcome: in proportion to p (1 − p), where p is the recent pass
+    rate.
 
     Shares of ``count`` are rounded down; the remaining groups go to the largest remainders, in random order if equal.
-    Tasks without a rollout have p = 1/2. A task with p 0 or 1 counts as 0.01, so that it comes again. p (1 − p) is the
-    variance of a pass, to which the variance of GRPO's gradient is proportional; giving more rollouts to such tasks is
-    the idea of Knapsack RL (Li et al. 2025, arXiv 2509.25849), whose allocation solves a knapsack instead.
+    Tasks without a rollout have p = 1/2. p (1 − p) is at least 0.01, so that solved and unsolved tasks are requested
+    again. p (1 − p) is the variance of a pass. The variance of GRPO's gradient is proportional to it. Giving more
+    rollouts to such tasks is the idea of Knapsack RL (Li et al. 2025, arXiv 2509.25849), which allocates them by
+    solving a knapsack problem instead.
     """
     rates = np.array([statistics[task].recent if task in statistics else 0.5 for task in tasks])
     share = np.maximum(rates * (1 - rates), 0.01)
@@ -200,10 +203,10 @@ def uncertain(
 def by_effective_size(
     step: int, steps: int, lr: float, metrics: Mapping[str, float], power: float = 0.5, floor: float = 0.1
 ) -> float:
-    """Scales the learning rate by (effective sample size / number of tokens)^``power``, at least by ``floor``.
+    """Scales the learning rate by (effective sample size / number of tokens)^``power``, but at least by ``floor``.
 
-    The effective sample size of importance weights w is (Σ w)² / Σ w² (Kong 1992), here of new / engine over the tokens
-    of an update. Old rollouts lower it, and their gradient has a higher variance. The idea is VCPO's (arXiv
-    2602.17616); ``power`` and ``floor`` are settings of this function.
+    The effective sample size of importance weights w is (Σ w)² / Σ w² (Kong 1992). The weights are the ratios new /
+    engine of an update's tokens. Old rollouts lower the size, and their gradient has a higher variance. The idea is
+    from VCPO (arXiv 2602.17616), but ``power`` and ``floor`` are not.
     """
     return lr * max(metrics.get("effective", 1.0) ** power, floor)

@@ -1,9 +1,9 @@
 """Bounds the staleness of rollouts by choosing when to request them.
 
-A batch holds the tasks of one step. With a staleness bound k, the batch of step s is requested once step s - 1 - k is
-committed, by every helper policy too, and every engine has loaded the newest weights
-(:mod:`~megaflow_hpc.training.readiness`). A step takes complete groups first. It waits for an incomplete group that
-would be older than k in the next step. With k = 0 training is synchronous.
+A batch holds the tasks of one step. With a staleness bound k, the batch of step s is requested once the policy and all
+helper policies have committed step s - 1 - k and every engine has loaded the newest weights
+(:mod:`~megaflow_hpc.training.readiness`). A step takes complete groups first. It also waits for an incomplete group
+that would be older than k in the next step. With k = 0 training is synchronous.
 
 If dropped groups are replaced (``refill``), a step requests further tasks itself. Tasks that a trainer adds
 (:meth:`StalenessControl.add`) make a step larger if other groups would be too old for the next step.
@@ -27,22 +27,22 @@ from megaflow_hpc.training.readiness import Peer, Readiness
 from megaflow_hpc.types import round_of
 
 ASYNCHRONOUS_BATCHES = 4
-"""Number of batches in flight in asynchronous training, which has no staleness bound. It keeps pods busy, and samples
-recent enough to be useful."""
+"""Number of batches in flight in asynchronous training, which has no staleness bound. The number keeps pods busy and
+samples reasonably fresh."""
 FIRST_ADDED_ROUND = 10**9
-"""First round number of tasks that a trainer adds."""
+"""Lowest round number for tasks that a trainer adds."""
 FIRST_REFILL_ROUND = 10**10
-"""First round number of tasks that a step requests to replace dropped groups."""
+"""Lowest round number for tasks that a step requests to replace dropped groups."""
 MAX_REFILLS = 1000
 """Number of refills per step for which round numbers are reserved. No step needs that many."""
 
 
 class StalenessControl:
-    """Requests the batches of one policy.
+    """Requests one policy's batches as early as its staleness bound allows.
 
     Args:
-        files: where batches are recorded.
-        policy: the policy that is trained.
+        files: records of the batches.
+        policy: the policy to train.
         config: the section ``training``.
         readiness: the engines of the run.
         helpers: the policies that learn from this policy's groups.
@@ -64,7 +64,7 @@ class StalenessControl:
         """Describes what the next request waits for; empty if no request is due."""
         self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self._versions: dict[tuple[type[TaskBatch], int], int] = {}
-        """(kind, number) of a request → ordinal of the newest weights when it was made."""
+        """Ordinal of the newest weights at the time of each request, by (kind, number)."""
         self._added = max(0, *files.numbers(TaskBatch), 0)
         """Number of batches whose blocks exist. The blocks of the last recorded batch may be missing."""
         self._refills_are_complete = False
@@ -77,14 +77,15 @@ class StalenessControl:
         return ASYNCHRONOUS_BATCHES if bound is None else bound
 
     def is_due(self, rounds: Collection[int], version: int) -> bool:
-        """Returns whether the next step must use one of these rounds, because it would be too old for the step after.
+        """Returns whether the next step must use groups of these rounds, because they would be too old for the step
+        after it.
 
         Args:
             version: ordinal of the newest weights.
         """
         bound = self._config.staleness
         records = {self._record_of(round) for round in rounds}
-        return bound is not None and any(version - self._version_of(*one) >= bound for one in records)
+        return bound is not None and any(version - self._version_of(*record) >= bound for record in records)
 
     def due(self, complete: Sequence[SampleGroup], version: int) -> set[str]:
         """Returns the complete groups that the next step must use because helpers sampled them too.
@@ -95,7 +96,7 @@ class StalenessControl:
         return {group.id for group in groups if self.is_due({round_of(group.task, group.id)}, version)}
 
     def settles(self, step: int, complete: Sequence[SampleGroup], open_groups: int, version: int) -> int:
-        """Returns the number of groups that a step must settle, so that none is too old for the step after.
+        """Returns the number of groups that a step must settle so that no group becomes too old for the following step.
 
         Args:
             complete: the complete groups.
@@ -132,7 +133,7 @@ class StalenessControl:
         return self._versions[kind, number]
 
     def keep(self, committed: int, learned: dict[str, object]) -> None:
-        """Requests the batches that are due, and completes a refill that was interrupted.
+        """Requests the batches that are due, and completes an interrupted refill.
 
         Args:
             committed: number of committed steps.
@@ -154,7 +155,8 @@ class StalenessControl:
             self._added += 1
 
     def may_request(self, commits: int) -> bool:
-        """Returns whether rollouts requested now can keep the bound. If not, :attr:`waits_for` names the reason.
+        """Returns whether rollouts requested now can satisfy the staleness bound. If not, :attr:`waits_for` names the
+        reason.
 
         Args:
             commits: number of steps that helpers must have committed.
@@ -174,7 +176,8 @@ class StalenessControl:
         return not self.waits_for
 
     def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
-        """Requests tasks in addition to those that are due. A token requests only once.
+        """Requests tasks in addition to the batches that are due. Repeating the call with the same token requests
+        nothing new.
 
         Raises:
             LedgerError: the token is not a valid file name, or was used for other tasks.
@@ -192,7 +195,8 @@ class StalenessControl:
         return sum(number // MAX_REFILLS == step for number in self._files.numbers(Refill))
 
     def refill(self, step: int, count: int, learned: dict[str, object]) -> bool:
-        """Requests up to ``count`` further tasks for a step, at most a batch. Returns whether any task was left.
+        """Requests up to ``count`` further tasks for a step, where ``count`` is at most the size of a batch. Returns
+        false if no task was left to request.
 
         Raises:
             OSError: the run directory is unavailable. The next :meth:`keep` completes the request.
@@ -213,7 +217,7 @@ class StalenessControl:
         return self._files.read(TaskBatch, number)
 
     def _last_refill(self) -> tuple[int, Refill | None]:
-        """Returns the number and record of the last refill, or 0 and ``None``."""
+        """Returns the number and the record of the last refill, or (0, ``None``)."""
         number = max(self._files.numbers(Refill), default=0)
         return number, self._files.read(Refill, number)
 
@@ -236,7 +240,8 @@ class StalenessControl:
     def _choose(
         self, batches: int, count: int, first: int, learned: dict[str, object], seed: list[int]
     ) -> tuple[list[tuple[str, int]], int, dict[str, Any]]:
-        """Chooses tasks. Returns them with their rounds, the ordinal of the newest version, and the new state.
+        """Chooses tasks. Returns (task, round) pairs, the result of :meth:`_version`, and the new state of task
+        selection.
 
         Args:
             batches: number of batches requested earlier.
@@ -256,7 +261,7 @@ class StalenessControl:
         return tasks, self._version(), state
 
     def _version(self) -> int:
-        """Returns the newest version whose age is at most that of any token sampled from now on.
+        """Returns the oldest version that may sample tokens from now on.
 
         A helper's steps count as versions, because it publishes at most one after each step.
         """

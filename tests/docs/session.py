@@ -62,7 +62,7 @@ class Session:
         if "pool" not in value:  # a part of a campaign; complete it
             value = {"tasks": "tasks/*", "agent": "nop"} | value
         if "training" in value:
-            value = {"samples": 2, "model": {}} | value
+            value = {"samples": 2} | ({} if "models" in value else {"model": {}}) | value
         if "model" in value:
             value["model"].setdefault("path", "/models/some")
         parse({"name": "page"} | value, str(block))

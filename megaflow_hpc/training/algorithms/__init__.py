@@ -1,8 +1,9 @@
-"""Data algorithms between rollouts and a trainer: seeded pure functions of groups of samples, with state in JSON.
+"""Data algorithms between rollouts and a trainer: pure functions of sample groups, a random seed and a JSON state.
 
-The input is samples with rewards and versions. The output is the groups that a step trains on, dropped samples with
-their causes, an advantage and a weight for each sample, and the tasks to request next. The public functions are
-:func:`choose`, :func:`advantages` and :class:`Prompts`. Nothing here opens a file, reads a clock or imports torch.
+The input is samples with rewards and versions. The output is the groups that a step trains on, the dropped samples with
+their causes, each sample's advantage and weight, and the tasks to request next. The public functions are
+:func:`choose`, :func:`advantages` and :class:`Prompts`. This package opens no file, reads no clock and does not import
+torch.
 """
 
 from megaflow_hpc.training.algorithms.choice import Choice, choose

@@ -1,8 +1,9 @@
-"""Chooses the groups of one step: applies the steps of ``data`` in order, and records every drop with its cause.
+"""Chooses the groups of one training step: applies the ``data`` operations in order and records the cause of every
+drop.
 
-A step settles ``want`` groups, whether it trains on them or drops them. This is also the number of groups requested
-for each step. So dropped groups make a step smaller, but no later step waits for groups that were never requested. With
-``refill``, the planner settles more groups until the step is full.
+A step settles ``want`` groups: it trains on them or drops them. The same number is requested for each step. So dropped
+groups make a step smaller, but no later step waits for groups that were never requested. With ``refill``, the planner
+settles more groups until the step is full.
 
 ================  ==================================================================================================
 always            drops samples that failed, were cancelled, have no reward or no sampled token; drops a group with
@@ -12,12 +13,12 @@ always            drops samples that failed, were cancelled, have no reward or n
 ``over_length``   drops samples with a sequence of more than ``longest`` tokens, prompts included
 ``staleness``     drops samples whose oldest token is more than the given versions behind: AstraFlow,
                   ``rollout_buffer.py``, ``_pop_one``
-``method``        drops samples that the user's function leaves out, and adds those of earlier steps that it adds
+``method``        drops samples that the user's function leaves out; adds past samples that it returns
 ``replay``        adds the newest groups of the last two steps again: AstraFlow, ``replay_selectors.py``, which sets no
                   bound on their age
 ================  ==================================================================================================
 
-A dropped group is recorded under its own id, and a sample dropped from a group under the sample's id.
+Drops are recorded by group id if the whole group is dropped, otherwise by sample id.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ REPLAYED_STEPS = 2
 """Number of recent full steps whose groups may be replayed."""
 
 Drops = dict[str, str]
-"""Id of each dropped sample or group → reason."""
+"""Maps the id of each dropped sample or group to the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,14 @@ class Choice:
     """The result of choosing the groups of a step."""
 
     taken: tuple[SampleGroup, ...]
-    """Groups to train on, in order. Each has its remaining samples, with penalties and weights applied."""
+    """Groups to train on, in order. They contain only their remaining samples, with penalties and weights applied."""
     drops: Drops
     left: tuple[SampleGroup, ...]
     """Groups deferred to a later step."""
     replayed: tuple[SampleGroup, ...]
-    """Replayed groups, which an earlier step already trained on."""
+    """Groups from earlier steps to train on again."""
     state: dict[str, Any]
-    """State for the next call."""
+    """State to pass to the next call of :func:`choose`."""
 
 
 def choose(
@@ -90,20 +91,22 @@ def choose(
         config: the section ``training``; ``data`` is used.
         groups: complete groups in any order, without duplicates.
         version: ordinal of the policy's newest weights. Staleness is relative to it.
-        want: maximum number of groups to settle.
-        replayed: groups that earlier steps trained on, newest last. Those of the last :data:`REPLAYED_STEPS` steps
-            are enough.
+        want: maximum number of groups to train on or drop.
+        replayed: groups that earlier steps trained on, newest last. Only those of the last :data:`REPLAYED_STEPS` steps
+            are needed.
         state: the state that the last call returned; ``None`` on the first call.
-        random: generator for ``shuffle`` and functions.
+        random: random generator for ``shuffle`` and for user functions.
         advantage: the policy's advantage settings, which name the rewards that must be present and must differ.
         pass_threshold: minimum reward of a passed rollout.
-        bound: maximum age of a token, in weight versions; older rollouts are dropped. Replayed groups are exempt.
-        due: ids of the groups to settle before others, whatever their age.
-        earlier: passed samples of earlier steps, for functions that add them to groups.
-        roles: the policy's roles in its team, whose rewards must be present too.
+        bound: maximum age of a token, in weight versions. Rollouts with older tokens are dropped. Replayed groups are
+            exempt.
+        due: ids of the groups to take first, regardless of age.
+        earlier: passed samples from earlier steps, for user functions that add them to groups.
+        roles: the policy's roles in its team. Their rewards must be present too.
 
     Raises:
-        ConfigError: a reward is infinite, no rollout has a reward of a given name, or a function broke its contract.
+        ConfigError: a reward is infinite, no rollout has a reward with a required name, or a user function broke its
+            contract.
     """
     compared = advantage or AdvantageConfig()
     staleness = next((step.staleness for step in config.data if step.staleness is not None), None)
@@ -149,23 +152,23 @@ def choose(
 
 
 def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
-    """Sorts groups by their oldest version. Groups without sampled tokens come first, because they are only settled."""
+    """Sorts groups by their oldest version. Groups without sampled tokens, which can only be dropped, come first."""
     return sorted(groups, key=lambda group: (group.oldest, group.time_ns, group.id))
 
 
 def replayable(replayed: Sequence[SampleGroup], batch: int, times: Mapping[str, int]) -> list[SampleGroup]:
-    """Returns the groups of ``replayed`` that may be replayed again.
+    """Returns the recent groups that have not been replayed yet.
 
     Args:
         replayed: groups that earlier steps trained on, newest last.
         batch: number of groups in a full step.
-        times: group id → number of times it was replayed.
+        times: number of times that each group was replayed, by group id.
     """
     return [group for group in replayed[-REPLAYED_STEPS * batch :] if not times.get(group.id, 0)]
 
 
 def newest(candidates: Sequence[SampleGroup], taken: int, share: float) -> list[SampleGroup]:
-    """Returns the newest ``candidates`` to add to ``taken`` new groups: at most ``share`` of the step's groups."""
+    """Returns the newest candidates, limited to the fraction ``share`` of a step with ``taken`` new groups."""
     count = min(int(taken * share / (1 - share) + 1e-9), len(candidates))
     return list(candidates[len(candidates) - count :])
 
@@ -183,10 +186,10 @@ def survivors(
     _check_names(verified, advantage.rewards, "training: advantage.rewards")
     for role, name in (roles or {}).items():
         _check_names(verified, [name] if name else [], f"team.roles.{role}.reward")
-    return _samples(groups, _lack, drops)
+    return _keep_samples(groups, _drop_reason, drops)
 
 
-def _lack(sample: Sample) -> str:
+def _drop_reason(sample: Sample) -> str:
     """Returns the reason to drop a sample, or an empty string to keep it."""
     if sample.status == "failed":
         return f"failed: {sample.error_kind}" if sample.error_kind else "failed"
@@ -210,14 +213,18 @@ def varied(
     """Keeps groups whose samples differ in at least one compared value."""
     compared = {role: role_config(advantage, name) for role, name in (roles or {"": None}).items()}
 
-    def lack(group: SampleGroup) -> str:
+    def reason(group: SampleGroup) -> str:
         return "" if any(varies(group, config, role) for role, config in compared.items()) else ZERO_VARIANCE
 
-    return _whole(groups, lack, drops)
+    return _keep_groups(groups, reason, drops)
 
 
 def varies(group: SampleGroup, advantage: AdvantageConfig, role: str = "") -> bool:
-    """Returns whether a group's samples differ in a value of non-zero weight, by default in any role."""
+    """Returns whether the samples of a group differ in any value with non-zero weight.
+
+    Args:
+        role: consider only samples in which the policy played this role. Empty: all samples.
+    """
     values, weights = columns([sample for sample, _ in players([group], role)], advantage)
     values = values[:, weights != 0]
     return bool(len(values) and (values != values[0]).any())
@@ -228,11 +235,11 @@ def within_pass_rates(
 ) -> list[SampleGroup]:
     """Keeps groups whose pass rate is within the bounds."""
 
-    def lack(group: SampleGroup) -> str:
+    def reason(group: SampleGroup) -> str:
         passed = sum(reward(sample) >= pass_threshold for sample in group.samples)
         return "" if inside(passed / len(group.samples), bounds) else PASS_RATE
 
-    return _whole(groups, lack, drops)
+    return _keep_groups(groups, reason, drops)
 
 
 def inside(rate: float, bounds: Range) -> bool:
@@ -244,10 +251,10 @@ def inside(rate: float, bounds: Range) -> bool:
 def fresh(groups: Iterable[SampleGroup], most: int, version: int, drops: Drops) -> list[SampleGroup]:
     """Keeps samples whose oldest token is at most ``most`` versions behind ``version``."""
 
-    def lack(sample: Sample) -> str:
+    def reason(sample: Sample) -> str:
         return STALE if sample.oldest >= 0 and version - sample.oldest > most else ""
 
-    return _samples(groups, lack, drops)
+    return _keep_samples(groups, reason, drops)
 
 
 def by_method(
@@ -261,9 +268,9 @@ def by_method(
     """Calls a user's function on the groups.
 
     The function is called as ``function(groups, version, random, **args)`` with the ordinal of the newest weights and a
-    seeded generator. It returns the groups to keep, in any order. It may leave out samples and groups, and change the
-    rewards, penalties and weights of samples (``dataclasses.replace``). A function with a parameter ``earlier`` also
-    gets the passed samples of earlier steps. It may add each of them to one group of its task.
+    seeded random generator. It returns the groups to keep, in any order. It may omit samples and groups. It may change
+    the rewards, penalties and weights of samples with ``dataclasses.replace``. A function with a parameter ``earlier``
+    also receives the passed samples from earlier steps. It may add each of them to one group of its task.
 
     Raises:
         ConfigError: the function broke this contract.
@@ -294,32 +301,34 @@ def by_method(
     for group in groups:
         added = [s for s in kept.values() if s.group == group.id and s.id not in own]
         changed.append(group.only((*(kept.get(s.id, s) for s in group.samples), *added)))
-    return _samples(changed, lambda sample: "" if sample.id in kept else method.name, drops)
+    return _keep_samples(changed, lambda sample: "" if sample.id in kept else method.name, drops)
 
 
 def short(groups: Iterable[SampleGroup], longest: int, drops: Drops) -> list[SampleGroup]:
-    """Keeps samples without a sequence of more than ``longest`` tokens."""
-    return _samples(groups, lambda sample: OVER_LENGTH if sample.longest > longest else "", drops)
+    """Drops samples with a sequence longer than ``longest`` tokens."""
+    return _keep_samples(groups, lambda sample: OVER_LENGTH if sample.longest > longest else "", drops)
 
 
-def _whole(groups: Iterable[SampleGroup], lack: Callable[[SampleGroup], str], drops: Drops) -> list[SampleGroup]:
+def _keep_groups(
+    groups: Iterable[SampleGroup], reason: Callable[[SampleGroup], str], drops: Drops
+) -> list[SampleGroup]:
     kept = []
     for group in groups:
-        if cause := lack(group):
+        if cause := reason(group):
             drops[group.id] = cause
         else:
             kept.append(group)
     return kept
 
 
-def _samples(groups: Iterable[SampleGroup], lack: Callable[[Sample], str], drops: Drops) -> list[SampleGroup]:
+def _keep_samples(groups: Iterable[SampleGroup], reason: Callable[[Sample], str], drops: Drops) -> list[SampleGroup]:
     kept = []
     for group in groups:
         remaining = []
         for sample in group.samples:
-            if cause := lack(sample):
+            if cause := reason(sample):
                 drops[sample.id] = cause
             else:
                 remaining.append(sample)
         kept.append(group.only(tuple(remaining)))
-    return _whole(kept, lambda group: ALONE if len(group.samples) < MIN_SAMPLES else "", drops)
+    return _keep_groups(kept, lambda group: ALONE if len(group.samples) < MIN_SAMPLES else "", drops)

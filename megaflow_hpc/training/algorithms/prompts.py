@@ -15,7 +15,7 @@ a function         chooses among the eligible tasks: :meth:`Prompts._chosen`
 ``pass_rate``      requests a task while the pass rate of all its samples is inside a range: MegaFlow, appendix D.1
 =================  =================================================================================================
 
-The state is small JSON: five numbers for each task with verified samples.
+The state is a small JSON object with five numbers per task that has verified samples.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ MIN_TASK_WEIGHT = 0.05
 AVERAGE_DECAY = 0.9
 """Decay of the moving average of the pass rate for ``filter_solved``. The newest group has weight 1 - decay."""
 MIN_BASE, MAX_BASE = 0.01, 0.99
-"""Bounds of GRESO's two bases (AstraFlow: ``p_min``, ``p_max``)."""
+"""Bounds of GRESO's two base probabilities (AstraFlow: ``p_min``, ``p_max``)."""
 FIRST_BASE = 0.5
-"""Initial value of GRESO's two bases."""
+"""Initial value of GRESO's two base probabilities."""
 BASE_STEP = 0.01
-"""Change of a base per step."""
+"""Change of a GRESO base probability per training step."""
 TARGET_EASY, TARGET_HARD = 0.083, 0.167
-"""Target shares of always-passing and never-passing groups."""
+"""GRESO's target fractions of always-passing and never-passing groups."""
 FLOOR_EASY, FLOOR_HARD = 0.1, 0.4
-"""Minimum request probabilities of always-passing and never-passing tasks."""
+"""GRESO's minimum request probabilities for always-passing and never-passing tasks."""
 
 
 class TaskStatistics(NamedTuple):
@@ -61,7 +61,7 @@ class TaskStatistics(NamedTuple):
     recent: float = 0.5
     """Moving average of the pass rate for ``curriculum``."""
     streak: int = 0
-    """Number of consecutive groups with equal rewards; negative if they failed."""
+    """Number of consecutive groups with equal rewards; negative if all of them failed."""
 
 
 class Prompts:
@@ -82,13 +82,13 @@ class Prompts:
         """Chooses the next tasks to request.
 
         Args:
-            tasks: all ids in any order.
+            tasks: all task ids, in any order.
             count: number of tasks to choose. A task is repeated if too few are eligible or GRESO skips some.
-            state: the state that the last call returned, updated by :meth:`learn`; empty at first.
-            random: generator of every choice.
+            state: the state returned by the last call and updated by :meth:`learn`; empty at first.
+            random: random generator for all choices.
 
         Returns:
-            Ids and the new state. There are fewer than ``count`` ids only if no task is eligible.
+            The chosen ids and the new state. Returns fewer than ``count`` ids only if no task is eligible.
         """
         statistics = _statistics(state)
         eligible = [task for task in sorted(set(tasks)) if self._eligible(statistics.get(task))]
@@ -111,8 +111,8 @@ class Prompts:
         """Calls a user's function to choose tasks.
 
         The function is called as ``function(tasks, count, statistics, random, **args)`` with the eligible tasks, the
-        number of tasks to choose, :class:`TaskStatistics` of tasks that were tried, and a seeded generator. It returns
-        ``count`` of the tasks. A task that it returns several times gets that many groups.
+        number of tasks to choose, :class:`TaskStatistics` of tasks that were tried, and a seeded random generator. It
+        returns ``count`` of the tasks. Each occurrence of a task in the list requests one group.
 
         Raises:
             ConfigError: the function broke this contract.
@@ -164,7 +164,7 @@ class Prompts:
         state: Mapping[str, Any],
         random: np.random.Generator,
     ) -> list[str]:
-        """Draws tasks by weight without replacement, and starts over once every eligible task has been drawn."""
+        """Draws tasks by weight without replacement. Starts over once every eligible task has been drawn."""
         rates = np.array([statistics.get(task, TaskStatistics()).recent for task in eligible])
         chance = np.array([self._chance(statistics.get(task), state) for task in eligible])
         weights = (rates * (1 - rates) + MIN_TASK_WEIGHT) * chance
@@ -188,11 +188,11 @@ class Prompts:
         return float(max(base ** abs(statistics.streak), floor))
 
     def learn(self, state: Mapping[str, Any], groups: Iterable[SampleGroup]) -> dict[str, Any]:
-        """Updates the statistics from settled groups. Called once a step, because GRESO counts steps.
+        """Updates the statistics from settled groups. Call it once per step, because GRESO counts steps.
 
         Args:
-            state: the state that the last call returned; empty at first.
-            groups: all groups settled since then, including dropped ones.
+            state: the state returned by the last call; empty at first.
+            groups: all groups settled since the last call, including dropped groups.
 
         Returns:
             The new state, without the keys that only :meth:`choose` uses.

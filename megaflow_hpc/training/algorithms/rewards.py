@@ -1,4 +1,4 @@
-"""Changes rewards by the steps of ``data``, calls scorers, and computes the advantage and the weight of each sample.
+"""Applies the ``data`` operations that change rewards, calls scorers, and computes each sample's advantage and weight.
 
 ===================  ===============================================================================================
 ``penalty``          adds an amount to truncated rollouts: MegaFlow, appendix D.1 (-0.5)
@@ -13,11 +13,11 @@ apart                compares a column for each named reward, and one of weight 
                      Liu et al. 2026, GDPO, arXiv 2601.05242
 ===================  ===============================================================================================
 
-:mod:`megaflow_hpc.trajectories.reading.advantages` computes the kinds ``grpo``, ``dr_grpo``, ``rloo`` and ``median``,
-each over the remaining samples of a group. If several rewards are normalised ``apart``, their advantages are added by
-weight. Then the tokens of the batch are whitened to mean 0 and standard deviation 1 (GDPO). ``whiten`` does the same
-without ``apart``. AstraFlow's ``adv_norm`` with level ``batch`` counts tokens too (``dataflow/utils.py``,
-``Normalization``), not samples.
+:mod:`megaflow_hpc.trajectories.reading.advantages` computes the advantage kinds ``grpo``, ``dr_grpo``, ``rloo`` and
+``median`` over the remaining samples of each group. If several rewards are normalised ``apart``, the result is the
+weighted sum of their advantages. It is then whitened over the tokens of the batch to mean 0 and standard deviation 1
+(GDPO). ``whiten`` does the same without ``apart``. AstraFlow's ``adv_norm`` with level ``batch`` also averages over
+tokens instead of samples (``dataflow/utils.py``, ``Normalization``).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from megaflow_hpc.types import TURN_REWARD
 
 KINDS: dict[str, Kind] = {"grpo": "grpo", "dr_grpo": "drgrpo", "rloo": "rloo", "median": "median"}
 WHITEN_EPSILON = 1e-6
-"""Added to the divisor when advantages are whitened."""
+"""Constant added to the standard deviation when advantages are whitened."""
 
 
 Values = float | NDArray[np.float32]
-"""Advantages of a sample: one for all its tokens, or an array with one for each sequence or each turn."""
+"""Advantage of a sample: a number for all its tokens, or an array with one number per sequence or per turn."""
 
 
 def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
@@ -60,7 +60,7 @@ def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
 
 
 def shaped(groups: Iterable[SampleGroup], step: DataStep) -> list[SampleGroup]:
-    """Applies one step of ``data`` that sets penalties or weights."""
+    """Applies a ``data`` operation that sets penalties or weights."""
     return [_each(group, lambda sample: _shaped(sample, step)) for group in groups]
 
 
@@ -101,10 +101,10 @@ def _each(group: SampleGroup, change: Callable[[Sample], Sample]) -> SampleGroup
 
 
 def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns the values by which samples are compared with each other.
+    """Returns the reward columns on which samples are compared.
 
     Returns:
-        Values (n, k), NaN if a sample lacks one, and the weights (k) of the columns.
+        Values (n samples, k columns), NaN for missing values, and the weights (k) of the columns.
 
     Raises:
         ConfigError: a reward is infinite.
@@ -121,13 +121,13 @@ def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray
 
 
 def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[str, float] | None]:
-    """Calls a user's function for the rewards of stored rollouts.
+    """Calls a user's function to score stored rollouts.
 
-    The function is called as ``function(rollouts, **args)``. It returns, by sample id, one number, or one for each of
-    the sample's sequences or turns, or ``None`` for a rollout that it cannot score.
+    The function is called as ``function(rollouts, **args)``. It returns a mapping from sample id to a score: one
+    number, one number per sequence or per turn of the sample, or ``None`` if it cannot score the rollout.
 
     Returns:
-        Sample id → name → reward: ``score``, or ``sequence.N`` for each sequence, or ``turn.N`` for each model call.
+        Rewards by sample id and name: ``score``, ``sequence.N`` for each sequence, or ``turn.N`` for each model call.
 
     Raises:
         ConfigError: the function raised an exception or broke this contract.
@@ -152,11 +152,12 @@ def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[
 
 
 def scored(sample: Sample, own: Mapping[str, float] | None) -> Sample:
-    """Returns a sample with a scorer's rewards, which replace those of the same name. ``score`` replaces its reward.
+    """Returns a copy of a sample with the scorer's rewards. They replace verifier rewards of the same name; ``score``
+    replaces the sample's reward.
 
     Args:
-        sample: the sample as its verifier rewarded it.
-        own: an entry of :func:`scores`. Without one (``None``), the sample has no reward.
+        sample: the sample with the verifier's rewards.
+        own: the sample's entry in :func:`scores`. ``None`` means that the sample has no reward.
     """
     if own is None:
         return replace(sample, reward=math.nan, verdict=sample.reward)
@@ -183,17 +184,17 @@ def reward(sample: Sample, name: str | None = None) -> float:
 
 
 def role_config(config: AdvantageConfig, name: str | None) -> AdvantageConfig:
-    """Returns the settings by which a role is compared: those of its policy, with the role's reward if it has one."""
+    """Returns the advantage settings for a role: those of its policy, with the role's own reward if it has one."""
     return config.model_copy(update={"rewards": {name: 1.0}, "normalise": "together"}) if name else config
 
 
 def role_rewards(sample: Sample, roles: RoleRewards) -> dict[str, float]:
-    """Returns the reward of each role that the policy played in a rollout, without penalties; NaN if not verified."""
+    """Returns the reward of each role that the policy played, without penalties; NaN if the rollout is not verified."""
     return {role: reward(sample, roles[role]) for role in dict.fromkeys(sample.roles) if role in roles}
 
 
 def players(groups: Iterable[SampleGroup], role: str) -> list[tuple[Sample, int]]:
-    """Returns the samples in which the policy played a role, each with the number of its group. An empty role returns
+    """Returns the samples in which the policy played a role, each with the index of its group. An empty role matches
     all samples."""
     return [
         (sample, number)
@@ -209,13 +210,13 @@ def advantages(
     """Computes the advantage and the weight of each sample.
 
     Args:
-        config: training of the policy; only ``advantage`` is used.
+        config: training settings of the policy; only ``advantage`` is used.
         groups: the groups that a step trains on, as returned by :func:`~megaflow_hpc.training.algorithms.choose`.
-        roles: the policy's roles in its team. Each is compared with the same role in the group's other rollouts, and
-            a sample gets one advantage for each of its sequences.
+        roles: the policy's roles in its team. Each role is compared with the same role in the group's other rollouts. A
+            sample gets one advantage per sequence.
 
     Returns:
-        Sample id → advantage and weight. Samples without a reward are left out.
+        Advantage and weight by sample id, without samples that have no reward.
 
     Raises:
         ConfigError: a reward is infinite, or too large for an advantage in float32, or a function broke its contract.
@@ -240,14 +241,15 @@ def advantages(
 
 
 def _by_sequence(sample: Sample, own: Mapping[str, float]) -> Values:
-    """Returns the advantage of a sample from those of its roles: a number if all its sequences have the same role."""
+    """Combines the advantages of a sample's roles: one number if all its sequences have the same role, else one per
+    sequence."""
     if len(own) == 1 and ("" in own or len({*sample.roles}) == 1):
         return next(iter(own.values()))
     return np.array([own.get(role, 0.0) for role in sample.roles], np.float32)
 
 
 def _tokens_of(sample: Sample, role: str) -> float:
-    """Returns the number of tokens that a role sampled and that count in the loss."""
+    """Returns the number of tokens that the role sampled and that count in the loss."""
     if not sample.weight:
         return 0.0
     if not role or {*sample.roles} == {role}:
@@ -258,16 +260,16 @@ def _tokens_of(sample: Sample, role: str) -> float:
 def _compared(
     config: AdvantageConfig, numbered: Sequence[tuple[Sample, int]]
 ) -> tuple[list[Sample], NDArray[np.float64]]:
-    """Returns the samples that have a reward, and the advantage of each within its group."""
+    """Returns the samples that have a reward, and their advantages within their groups."""
     values, weights = columns([sample for sample, _ in numbered], config)
-    there: NDArray[np.bool_] = np.asarray(~np.isnan(values).any(axis=1))
-    samples = [sample for (sample, _), is_there in zip(numbered, there, strict=True) if is_there]
+    has_reward: NDArray[np.bool_] = np.asarray(~np.isnan(values).any(axis=1))
+    samples = [sample for (sample, _), present in zip(numbered, has_reward, strict=True) if present]
     if not samples:
         return [], np.zeros(0)
-    number = np.array([number for _, number in numbered])[there]
+    number = np.array([number for _, number in numbered])[has_reward]
     kind = KINDS[str(config.kind)]
-    with np.errstate(over="ignore", invalid="ignore"):  # the check below reports it
-        parts = [relative(column, number, kind).astype(np.float64) for column in values[there].T]
+    with np.errstate(over="ignore", invalid="ignore"):  # the check below reports overflow
+        parts = [relative(column, number, kind).astype(np.float64) for column in values[has_reward].T]
         advantage = np.stack(parts, axis=1) @ weights
     if not np.isfinite(advantage).all():
         worst = samples[int(np.argmin(np.isfinite(advantage)))]
@@ -280,13 +282,13 @@ def _compared(
 def _of_method(
     config: PolicyTraining, method: Method, groups: list[SampleGroup], roles: RoleRewards
 ) -> dict[str, tuple[Values, float]]:
-    """Calls a user's function for the advantages.
+    """Calls a user's function to compute the advantages.
 
-    The function is called as ``function(groups, **args)``. The groups have only verified samples; ``sample.reward``
-    includes penalties and the weights of ``advantage.rewards``. If the policy has one role in a team, it is that role's
-    reward; if it has several, ``sample.role_rewards`` has the reward of each. The function returns a mapping from the
-    id of each sample to a number, or to an array with one number for each of its sequences (``sample.sequences``) or
-    turns (``sample.turns``).
+    The function is called as ``function(groups, **args)``. The groups contain only verified samples. ``sample.reward``
+    includes penalties and applies the weights of ``advantage.rewards``. If the policy has one role in a team,
+    ``sample.reward`` is that role's reward. If it has several, ``sample.role_rewards`` has the reward of each role. The
+    function returns a mapping from the id of each sample to a number, or to an array with one number for each of its
+    sequences (``sample.sequences``) or turns (``sample.turns``).
     """
     compared, only = [], next(iter(roles.values())) if len(roles) == 1 else None
     for group in groups:
@@ -328,7 +330,8 @@ def _tokens(sample: Sample, count: int) -> NDArray[np.float64]:
 
 
 def whitened(values: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Shifts and scales values (n) to mean 0 and standard deviation 1; each value counts once per token (n)."""
+    """Shifts and scales values (n) to mean 0 and standard deviation 1 over tokens, given each value's number of tokens
+    (n)."""
     if not tokens.sum():
         return values
     centred = values - np.average(values, weights=tokens)

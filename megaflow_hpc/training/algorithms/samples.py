@@ -11,13 +11,13 @@ from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import TURN_REWARD
 
 SCORE, SEQUENCE_REWARD = "score", "sequence."
-"""Name of a scorer's reward for a whole rollout, and prefix of the names of its rewards for sequences."""
+"""Name of a scorer's reward for a whole rollout, and name prefix of its rewards for single sequences."""
 RoleRewards = Mapping[str, str | None]
-"""Role of a policy in its team → name of the role's reward; ``None`` is the rollout's own reward."""
+"""Maps each role of a policy in its team to the name of the role's reward; ``None`` means the rollout's own reward."""
 
 
 class TurnTokens(NamedTuple):
-    """The sampled tokens of one model call: ``[start, end)`` of one of the policy's sequences."""
+    """Position of the tokens that one model call sampled: ``[start, end)`` in one of the policy's sequences."""
 
     call: int
     """Number of the call in the rollout, from 0."""
@@ -30,7 +30,7 @@ class TurnTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One rollout."""
+    """One rollout, without its tokens and messages."""
 
     id: str
     task: str
@@ -62,19 +62,20 @@ class Sample:
     agent_s: float = 0.0
     """Run time of the agent in seconds; 0 if unknown."""
     penalty: float = 0.0
-    """Sum of the penalties from steps of ``data``, added to the reward."""
+    """Sum of the penalties from ``data`` operations, to be added to the reward."""
     weight: float = 1.0
-    """Weight of the sample's tokens in the loss. At 0 the sample still counts in its group, but is not trained on."""
+    """Weight of the sample's tokens in the loss. With weight 0 the sample still counts in its group, but is not trained
+    on."""
     verdict: float = math.nan
     """The verifier's reward, if a scorer replaced it; NaN without a scorer."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """The rewards in :attr:`rewards` that a scorer gave."""
+    """The subset of :attr:`rewards` that a scorer assigned."""
     agent: str = ""
     """Name of the agent in the campaign."""
     roles: tuple[str, ...] = ()
     """Role of each of the policy's sequences. Empty without a team."""
     role_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Role that the policy played → its reward. Only functions of ``advantage.kind`` get it."""
+    """Reward of each role that the policy played. Set only for functions of ``advantage.kind``."""
 
     @property
     def verified(self) -> bool:
@@ -83,25 +84,25 @@ class Sample:
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
-        """Reward of each of :attr:`turns`, or 0 if it has none. Agents and verifiers name them ``turn.N``."""
+        """Reward of each turn in :attr:`turns`, 0 if missing. Agents and verifiers name these rewards ``turn.N``."""
         return tuple(self.rewards.get(f"{TURN_REWARD}{turn.call}", 0.0) for turn in self.turns)
 
     @property
     def sequence_rewards(self) -> tuple[float, ...]:
-        """Reward of each of the policy's sequences, or 0 if it has none. Scorers give them."""
+        """Reward of each of the policy's sequences, 0 if missing. Only scorers assign these rewards."""
         return tuple(self.rewards.get(f"{SEQUENCE_REWARD}{number}", 0.0) for number in range(self.sequences))
 
 
 class StoredRollout(NamedTuple):
-    """A rollout in the form that a scorer receives."""
+    """A stored rollout, as passed to a scorer."""
 
     sample: Sample
     trajectory: Trajectory
-    """The whole record: messages, turns, tokens, rewards and artifacts, of all policies."""
+    """The complete record of the rollout: messages, turns, tokens, rewards and artifacts of all policies."""
 
 
 Earlier = Mapping[str, Sequence[Sample]]
-"""Task → passed samples of earlier steps, newest last."""
+"""Passed samples from earlier steps by task, newest last."""
 
 
 @dataclass(frozen=True, slots=True)

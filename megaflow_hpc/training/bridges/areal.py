@@ -1,4 +1,4 @@
-"""Converts each step to AReaL's form: a list of groups of padded tensors, with the keys of AReaL's workflows.
+"""Converts each step to AReaL's batch format: a list of groups of padded tensors, with the keys of AReaL's workflows.
 
     from megaflow_hpc.training.bridges import areal
 
@@ -11,11 +11,11 @@
         step.commit(checkpoint)
 
 A workflow's columns are aligned with ``input_ids``: the log-probability at t is that of token t. AReaL's update expects
-them at t - 1, where the token was predicted. For this, ``compute_advantages`` rolls ``loss_mask`` and ``logprobs`` by
-one to the left and writes ``advantages``, ``returns``, ``kl_rewards`` and ``tot_rewards`` there; ``versions`` are not
-shifted. This module does the same in numpy, because the step already has its advantages. AReaL has no column for token
-weights, so they are multiplied into the advantages; its clipped losses are linear in them. Its actor divides logits by
-the ``temperature`` of its own configuration, which must be equal to ``step.temperature``.
+them at t - 1, where the token was predicted. So ``compute_advantages`` rolls ``loss_mask`` and ``logprobs`` left by
+one. It writes ``advantages``, ``returns``, ``kl_rewards`` and ``tot_rewards`` at the shifted positions. ``versions``
+are not shifted. This module does the same in numpy, because the step already has its advantages. AReaL has no column
+for token weights, so they are multiplied into the advantages; its clipped losses are linear in them. Its actor divides
+logits by the ``temperature`` of its own configuration, which must be equal to ``step.temperature``.
 
 (Written against AReaL 1.0.4 of PyPI: ``areal/workflow/rlvr.py``, ``areal/trainer/ppo/actor.py``,
 ``areal/utils/data.py``, ``areal/utils/functional/functional.py``; ``areal/trainer/rl_trainer.py`` for the order of
@@ -45,7 +45,7 @@ def batch(step: Step, minibatch: Minibatch | None = None, *, aligned: bool = Tru
     Args:
         step: a step of a dataflow with one rank, because AReaL's controller divides the list among ranks.
         minibatch: part of the step to convert; by default the whole step.
-        aligned: return the columns that ``ppo_update`` expects after ``compute_advantages``. Otherwise return those of
+        aligned: return the columns that ``ppo_update`` expects after ``compute_advantages``. If false, return those of
             a workflow, so that AReaL computes its own advantages.
 
     Returns:

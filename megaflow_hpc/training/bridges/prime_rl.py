@@ -12,9 +12,9 @@ A step of the dataflow is a step of prime-rl, which is one optimizer step. prime
 and weights, and the engine's log-probabilities. It ignores ``loss``, ``importance`` and ``optimizer`` of the campaign
 file. ``--tokens`` must not exceed prime-rl's ``model.seq_len``.
 
-Both processes can be killed and restarted independently. A step's files are derived from its plan, are reproducible
-byte for byte, and are kept. So a trainer that resumes from an earlier checkpoint finds them again. The bridge waits for
-a step's weights, publishes them and commits the step before it takes the next one.
+Both processes can be killed and restarted independently. A step's files are derived from its plan byte for byte, and
+are kept. So a trainer that resumes from an earlier checkpoint finds them again. The bridge waits for a step's weights,
+publishes them and commits the step before it takes the next one.
 
 (prime-rl 0.8.1.dev67, commit 559b44772e471d1538537b8805cc77f3824a5e64: ``src/prime_rl/transports/rollouts/types.py``
 and ``filesystem.py``, ``trainer/batch.py`` for padding and zeros, ``trainer/rl/train.py`` for the order of calls,
@@ -56,52 +56,52 @@ trainer's nodes may differ."""
 PAD_TOKEN = 1
 """Padding token used by prime-rl (``pad_micro_batch``)."""
 NOTE_FILE = "prime_rl.json"
-"""File in ``RUN/training/<policy>/checkpoints/<step>`` that names the trainer of the step."""
+"""File in ``RUN/training/<policy>/checkpoints/<step>`` that identifies the prime-rl trainer of the step."""
 
 
 class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """prime-rl's ``MicroBatch``, encoded by field order. T is the number of tokens, S of concatenated sequences."""
+    """prime-rl's ``MicroBatch``, encoded by field order. It concatenates S sequences with T tokens in total."""
 
     input_ids: list[int]
     loss_mask: list[bool]
     advantages: list[float]
     inference_logprobs: list[float]
-    """(T), the engine's log-probabilities of the tokens; 0 if not sampled."""
+    """The engine's log-probabilities of the tokens, shape (T); 0 if not sampled."""
     position_ids: list[int]
     sequence_lengths: list[int]
-    """(S)"""
+    """Number of tokens in each sequence, shape (S)."""
     temperatures: list[float]
     env_names: list[str]
-    """(T), environment names under which prime-rl reports metrics; here, the campaign's name."""
+    """Environment name of each token, shape (T), for prime-rl's metrics. Always the campaign's name."""
     seq_lens: list[int]
-    """(S), equal to ``sequence_lengths``; used for attention."""
+    """Same as ``sequence_lengths``, shape (S). prime-rl's attention uses it."""
     ref_logprobs: list[float] | None = None
     routed_experts: Any = None
     mm_kwargs: Any = None
     mm_token_type_ids: list[int] | None = None
     rl_weights: list[float] | None = None
-    """(T), per-token loss factors. Tokens with factor 0 are not counted. ``None`` means all 1."""
+    """Loss factor of each token, shape (T); tokens with factor 0 are not counted. ``None`` stands for all ones."""
     ce_weights: list[float] | None = None
     ref_kl_weights: list[float] | None = None
 
 
 def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Raw]]:
-    """Returns the micro-batches of each rank: at least one, and as many as every other rank.
+    """Returns the encoded micro-batches of each rank. Every rank gets the same number, at least one.
 
-    Each forward pass is a collective operation, so the counts must be equal. Each micro-batch is encoded immediately,
+    Each forward pass is a collective operation, so the counts must be equal. Each micro-batch is encoded at once,
     because Python lists of all tokens of a large step would take several gigabytes.
 
     Args:
         step: a step of a dataflow with one rank.
         tokens: maximum number of tokens in a micro-batch.
         ranks: number of prime-rl's data-parallel ranks.
-        name: name of the environment.
+        name: environment name for prime-rl's metrics.
 
     Raises:
-        ConfigError: a sequence has more tokens.
+        ConfigError: a sequence has more than ``tokens`` tokens.
     """
     encoded = [_encoded(_micro_batch(batch, name, step.temperature)) for batch in step.minibatch().microbatches(tokens)]
-    encoded += [_encoded(_nothing(name))] * (max(-(-len(encoded) // ranks), 1) * ranks - len(encoded))
+    encoded += [_encoded(_empty_batch(name))] * (max(-(-len(encoded) // ranks), 1) * ranks - len(encoded))
     return [encoded[rank::ranks] for rank in range(ranks)]
 
 
@@ -126,7 +126,7 @@ def _micro_batch(batch: microbatch.MicroBatch, name: str, temperature: float) ->
     )
 
 
-def _nothing(name: str) -> PrimeMicroBatch:
+def _empty_batch(name: str) -> PrimeMicroBatch:
     """Returns a batch of two masked tokens. With a single token, ``squeeze`` in prime-rl's loss would drop the
     dimension."""
     zeros = [0.0, 0.0]
@@ -168,7 +168,7 @@ class Broadcast:
         self._since = 0.0
 
     def take(self, target: Path) -> bool:
-        """Copies the weights to the new directory ``target``; returns whether they exist and are complete."""
+        """Copies the weights to the new directory ``target``; returns true if they exist and are complete."""
         state = _state(self._folder)
         if state != self._seen:
             self._seen, self._since = state, time.monotonic()
@@ -180,17 +180,17 @@ class Broadcast:
             for name in state:
                 if name != "STABLE":
                     shutil.copyfile(self._folder / name, target / name)
-            return _state(self._folder) == state and _whole(target)
+            return _state(self._folder) == state and _is_complete(target)
         except FileNotFoundError:  # the trainer removed its directory, or a later bridge removed ``target``
             return False
 
 
 _State = dict[str, tuple[int, int, int]]
-"""File name → inode, size and modification time."""
+"""Inode, size and modification time in nanoseconds, by file name."""
 
 
 def _state(folder: Path) -> _State | None:
-    """Returns the state of a broadcast's files, or ``None`` if STABLE is missing."""
+    """Returns the state of a broadcast's files, or ``None`` if the broadcast is not complete."""
     try:
         states = {}
         for entry in os.scandir(folder):
@@ -205,7 +205,7 @@ def _marked_last(state: _State) -> bool:
     return state["STABLE"][2] >= max(changed for _, _, changed in state.values())
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """Returns whether every tensor file matches its header and every file listed in the index exists."""
     try:
         return bool(read_directory(folder))
@@ -214,18 +214,18 @@ def _whole(folder: Path) -> bool:
 
 
 class PrimeBridge:
-    """Sends the steps of a dataflow to prime-rl's trainer, and publishes the weights that it returns.
+    """Sends the steps of a dataflow to prime-rl's trainer, and publishes the weights that the trainer broadcasts.
 
     Args:
         flow: a dataflow with one rank.
         output: ``output_dir`` of prime-rl's trainer.
-        ranks: number of its data-parallel ranks.
+        ranks: number of data-parallel ranks of prime-rl's trainer.
         tokens: maximum number of tokens in a micro-batch.
         say: receives progress lines.
 
     Raises:
-        ConfigError: the campaign file asks for several optimizer steps in a step, or another trainer made earlier steps
-            of the run.
+        ConfigError: the campaign file sets several optimizer steps per step, or another trainer made earlier steps of
+            the run.
     """
 
     def __init__(self, flow: Dataflow, output: Path, ranks: int, tokens: int, say: Callable[[str], None]) -> None:
@@ -239,7 +239,7 @@ class PrimeBridge:
             )
         if (last := flow.restore()) is not None:
             self._check(flow.checkpoint(last) / NOTE_FILE)
-            self._forget(below=last.step)  # left by a bridge that was killed after its last commit
+            self._remove_notes(below=last.step)  # left by a bridge that was killed after its last commit
 
     def _check(self, path: Path) -> None:
         try:
@@ -291,14 +291,15 @@ class PrimeBridge:
         self._say(f"step {step.number}: published as version {version.version}")
 
     def _commit(self, step: Step, waited: float) -> None:
-        """Commits a step with a note as its checkpoint. The trainer keeps the real checkpoint among its own files."""
+        """Commits a step. Its checkpoint is only a note; prime-rl's trainer keeps the real checkpoint in its own
+        directory."""
         folder = self._flow.files.checkpoints / str(step.number)
         make_directory(folder)
         write_json(folder / NOTE_FILE, self._note)
         step.commit(folder, {"trainer_s": waited})
-        self._forget(below=step.number)
+        self._remove_notes(below=step.number)
 
-    def _forget(self, below: int) -> None:
+    def _remove_notes(self, below: int) -> None:
         """Removes the notes of earlier steps, including those that a killed bridge removed only partly."""
         for path in self._flow.files.checkpoints.iterdir():
             earlier = path.name.isdecimal() and int(path.name) < below

@@ -18,7 +18,7 @@ UNLIMITED_TOKENS = 2**62
 
 @dataclass(frozen=True)
 class TrainerRow:
-    """One sequence of L tokens with at least one token to train on. The columns are those of a micro-batch."""
+    """One sequence of L tokens with at least one token to train on. Its columns are those of a micro-batch."""
 
     rollout: PlannedRollout
     tokens: NDArray[np.int32]
@@ -40,7 +40,7 @@ class TrainerRow:
 
     @property
     def reward(self) -> float:
-        """Reward of the rollout; 0 for an unverified rollout that is trained on because of a penalty."""
+        """Reward of the rollout; 0 for an unverified rollout that a penalty makes trainable."""
         return self.rollout.reward or 0.0
 
 
@@ -52,7 +52,7 @@ def rows(step: Step, minibatch: Minibatch | None = None) -> list[TrainerRow]:
         minibatch: part of the step; by default the whole step.
 
     Raises:
-        ConfigError: no token counts, or the dataflow has several ranks.
+        ConfigError: the step has no token to train on, or the dataflow has several ranks.
     """
     chosen = minibatch or step.minibatch()
     if not chosen.tokens:

@@ -1,4 +1,4 @@
-"""Trains on a campaign's rollouts with TRL's ``GRPOTrainer``: its model, optimizer and loss, and the dataflow's steps.
+"""Trains on a campaign's rollouts with TRL's ``GRPOTrainer``: TRL's model, optimizer and loss on the dataflow's steps.
 
     from megaflow_hpc.training.bridges.trl import DataflowTrainer, arguments
     from megaflow_hpc.training.dataflow import Dataflow, KEPT_CHECKPOINTS, KEPT_VERSIONS, Step
@@ -7,12 +7,13 @@
     trainer = DataflowTrainer(flow, "/models/Qwen3-4B", arguments(flow, "out"))
     trainer.train()                                   # continues from the last commit that has a checkpoint
 
-``GRPOTrainer`` normally samples and scores completions. Here it does neither. Each optimizer step is one minibatch of
-the dataflow, cut into micro-batches. It receives ids, masks, proximal log-probabilities and advantages. The advantages
-include the sample weights and the importance weights of proximal over engine, which equals weighting the loss. TRL
-averages over each batch that it receives, and in each row where this package averages in each rollout. So the loss of a
-micro-batch is scaled by its share of the minibatch, and a row's advantages by its share of the rollout. The sum is the
-loss of this package's own trainer. After the last minibatch of a step, the model is published and the step committed.
+``GRPOTrainer`` normally samples and scores completions. With this bridge it does neither. Each optimizer step is one
+minibatch of the dataflow, cut into micro-batches. It receives ids, masks, proximal log-probabilities and advantages.
+The advantages include the sample weights and the importance weights of proximal over engine, which equals weighting the
+loss. TRL averages over each batch that it receives. For losses that this package averages per rollout, TRL averages per
+row. So the loss of a micro-batch is scaled by its share of the minibatch, and a row's advantages by its share of the
+rollout. The sum equals the loss of this package's own trainer. After the last minibatch of a step, the model is
+published and the step committed.
 
 The bridge depends on private parts of TRL: ``_compute_loss`` and its inputs, ``_prepare_inputs``,
 ``_get_per_token_logps_and_entropies``, and ``_save_checkpoint`` of transformers. So the version is checked on import.
@@ -67,11 +68,11 @@ LOSSES = {
     "dr_grpo": ("dr_grpo", "token"),
     "cispo": ("cispo", "token"),
 }
-"""Kind of loss → TRL's ``loss_type`` and ``importance_sampling_level``."""
+"""TRL's ``loss_type`` and ``importance_sampling_level`` for each supported kind of loss."""
 
 
 def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> Any:
-    """Returns TRL's configuration for the campaign file.
+    """Builds TRL's configuration from the campaign file.
 
     Args:
         flow: the dataflow.
@@ -79,7 +80,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         others: other fields of ``GRPOConfig``; these take precedence.
 
     Raises:
-        ConfigError: TRL lacks the loss, or ``max_steps`` cannot be derived and must be given.
+        ConfigError: TRL does not have the loss, or ``max_steps`` cannot be derived and must be passed.
     """
     settings, config = flow.settings, flow.config
     loss, optimizer = settings.loss, settings.optimizer
@@ -134,13 +135,13 @@ class _Item:
 
 
 class DataflowTrainer(GRPOTrainer):
-    """A ``GRPOTrainer`` that trains on the steps of a dataflow, and publishes and commits them.
+    """A ``GRPOTrainer`` that trains on the steps of a dataflow, publishes the weights and commits the steps.
 
     Args:
         flow: a dataflow with the rank and the number of ranks of this process.
         model: a directory or a model, as accepted by TRL.
         args: the result of :func:`arguments`.
-        others: further arguments of ``GRPOTrainer``, such as ``peft_config``.
+        others: other arguments of ``GRPOTrainer``, such as ``peft_config``.
 
     Raises:
         ConfigError: the loss is not supported, or the dataflow belongs to another rank.
@@ -176,7 +177,8 @@ class DataflowTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **others: Any) -> Any:
         """Trains from the last commit that has a checkpoint, or from the beginning.
 
-        Closes the campaign once all its steps are committed. If ``max_steps`` ends the training earlier, it stays open.
+        Closes the campaign once all its steps are committed. If ``max_steps`` ends the training earlier, the campaign
+        stays open.
         """
         commit = self._flow.restore()
         if resume_from_checkpoint is None and commit is not None:
@@ -327,29 +329,29 @@ class _AfterStep(TrainerCallback):
 
 
 def to_rows(batch: MicroBatch, rows: int = 1) -> dict[str, Any]:
-    """Converts a micro-batch to TRL's form: one sequence per row, right-padded, with empty rows up to ``rows``.
+    """Converts a micro-batch to TRL's format: one sequence per row, right-padded, with empty rows added up to ``rows``.
 
-    TRL scores *completions*, the right part of every row. Here the completion starts at the earliest sampled token of
-    any row, and ``tool_mask`` marks the sampled tokens. So no row is padded on the left, and positions equal the
-    engine's.
+    TRL scores *completions*, the right part of every row. In this conversion, the completion starts at the earliest
+    sampled token of any row, and ``tool_mask`` marks the sampled tokens. So no row is padded on the left, and positions
+    equal the engine's.
     """
     own = np.diff(batch.offsets)
     lengths = np.concatenate([own, np.full(max(rows, 1) - len(own), 2)]) if len(own) < max(rows, 1) else own
     ids, mask = (_padded(column, own, lengths) for column in (batch.tokens, batch.mask))
     first = int(mask[: len(own)].argmax(1).min(initial=ids.shape[1])) if len(own) else 1
-    there = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)
+    present = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)
     parts = {
         "prompt_ids": ids[:, :first],
-        "prompt_mask": there[:, :first],
+        "prompt_mask": present[:, :first],
         "completion_ids": ids[:, first:],
-        "completion_mask": there[:, first:],
+        "completion_mask": present[:, first:],
         "tool_mask": mask[:, first:],
     }
     return {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}
 
 
 def _padded(column: Any, own: Any, lengths: Any) -> Any:
-    """Splits (T) into sequences and pads each with 0, giving (rows, longest)."""
+    """Splits an array (T) into sequences and pads each with zeros, giving an array (rows, longest)."""
     padded = np.zeros((len(lengths), int(lengths.max())), column.dtype if column.dtype.kind == "f" else np.int64)
     padded[: len(own)][np.arange(padded.shape[1]) < own[:, None]] = column
     return padded

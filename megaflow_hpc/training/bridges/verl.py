@@ -39,7 +39,7 @@ def batch(
     multiple: int = 1,
     bypass: bool = False,
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Returns the step's sequences in verl's form: B rows, with left-padded prompts and right-padded responses.
+    """Returns the step's sequences in verl's format: B rows, with left-padded prompts and right-padded responses.
 
     Sequences without a token to train on are left out. A rollout with several sequences gives several rows with the
     same ``uid``. verl's own advantages would count it several times, so the plan's advantages are used.
@@ -50,14 +50,14 @@ def batch(
         pad_token_id: the tokenizer's padding token.
         multiple: add masked rows until B is divisible by this number (``DataProto.chunk``).
         bypass: add the engine's log-probabilities as ``old_log_probs``, as in verl's bypass mode. Otherwise verl's
-            ``_compute_old_log_prob`` adds them. Engine and trainer round differently, so their ratios exceed narrow
-            clip ranges before any update.
+            ``_compute_old_log_prob`` adds them. Engine and trainer round differently, so in bypass mode the ratios
+            exceed narrow clip ranges before any update.
 
     Returns:
         The tensors, and the other columns (B): ``uid`` (the group), ``__num_turns__``, ``min_global_steps`` and
-        ``max_global_steps`` (ordinals of the versions that sampled). Tensors of (B, responses): int64 ``responses`` and
-        ``response_mask``; float32 ``rollout_log_probs``, ``advantages``, ``returns`` (equal to the advantages),
-        ``token_level_scores``, ``token_level_rewards`` and ``rm_scores`` (the reward, on the last token),
+        ``max_global_steps`` (ordinals of the oldest and newest versions that sampled). Tensors of (B, responses): int64
+        ``responses`` and ``response_mask``; float32 ``rollout_log_probs``, ``advantages``, ``returns`` (equal to the
+        advantages), ``token_level_scores``, ``token_level_rewards`` and ``rm_scores`` (the reward, on the last token),
         ``rollout_is_weights`` if a weight is not 1, ``old_log_probs`` with ``bypass``. int64 ``prompts`` (B, prompts);
         ``input_ids``, ``attention_mask``, ``position_ids`` (B, prompts + responses).
 

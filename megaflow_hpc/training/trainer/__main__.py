@@ -33,7 +33,7 @@ from megaflow_hpc.texts import printable
 EXIT_RESTART = 75
 """Exit status after SIGTERM: start the trainer again (EX_TEMPFAIL of sysexits.h)."""
 EXIT_AMENDED = 76
-"""Exit status of one of several ranks after it amended a step: start the trainer again at once."""
+"""Exit status of a multi-rank trainer that amended a step: start the trainer again at once."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int | None:
-    """Returns the exit status, or ``None`` if training must start again from the last checkpoint."""
+    """Trains the policy. Returns the exit status, or ``None`` if training must restart from the last checkpoint."""
     from megaflow_hpc.rundir.layout import RunDir
     from megaflow_hpc.rundir.record import read_run
 
@@ -71,10 +71,10 @@ def _train(arguments: argparse.Namespace) -> int | None:
 
 
 def _train_by(method: Method, arguments: argparse.Namespace) -> int:
-    """Calls a user's function that trains: ``training.trainer``.
+    """Calls the user's training function, ``training.trainer``.
 
     The function is called as ``function(flow, **args)`` on each rank with the policy's dataflow, and returns when
-    ``flow.steps()`` ends. It may raise ``SystemExit(75)`` after SIGTERM to be started again.
+    ``flow.steps()`` ends. After SIGTERM it may raise ``SystemExit(75)`` to request a restart.
     """
     from megaflow_hpc.training.dataflow import Dataflow
     from megaflow_hpc.training.methods import resolve

@@ -1,16 +1,16 @@
-"""Reads and writes checkpoints of a training, and writes the model directories that engines load.
+"""Reads and writes training checkpoints, and writes the model directories that engines load.
 
 ::
 
     checkpoints/12/              complete or absent
       about.json                 step, optimizer steps, ranks, names and shapes of the trained parameters
-      shard-00001-model-….safetensors     rank 0's share: masters, moments, random state
+      shard-00001-model-….safetensors     rank 0's share: master weights, moments, random state
 
-torch's distributed checkpoint writes and reads the tensors, each rank its own share. If another number of ranks reads a
-checkpoint, it redistributes the tensors. The files are safetensors, because reading torch's own format (pickle) can run
-code. A checkpoint is written while training continues, from a copy in host memory: to a hidden directory, which is made
-durable and then renamed. If a process dies in between, the next :func:`prune` removes the hidden directory. With the
-same number of ranks, training continues bit for bit.
+torch's distributed checkpoint module writes and reads the tensors; each rank handles its own share. If a different
+number of ranks reads a checkpoint, the module redistributes the tensors. The files are safetensors, because reading
+torch's own format (pickle) can run code. A checkpoint is written from a copy in host memory while training continues.
+It goes to a hidden directory, which is fsynced and then renamed. If a process dies in between, the next :func:`prune`
+removes the hidden directory. With the same number of ranks, training continues bit for bit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_FILE_BYTES = 2**32
 """Each rank starts a new file after this many tensor bytes, counted over all ranks. It holds its file in memory
 twice."""
 _LAYER = re.compile(r".*?\.\d+\.")
-"""Matches the start of a parameter's name up to the number of its layer."""
+"""Matches the start of a parameter's name, up to and including the layer number."""
 T = TypeVar("T")
 
 
@@ -51,11 +51,11 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a 
 
 
 class Saving:
-    """A checkpoint that this rank writes in the background. :func:`save` creates it.
+    """A checkpoint that this rank is writing in the background. Created by :func:`save`.
 
     Attributes:
-        step: step whose state it holds.
-        target: its directory, which appears once it is complete and durable.
+        step: number of the step whose state the checkpoint holds.
+        target: checkpoint directory, which appears once it is complete and durable.
     """
 
     def __init__(self, step: int, target: Path, writing: Future[None] | None) -> None:
@@ -67,7 +67,7 @@ class Saving:
         return self._writing is None or self._writing.done()
 
     def finish(self) -> Path:
-        """Waits until this rank has finished. Returns the directory.
+        """Waits until this rank has finished writing. Returns the checkpoint directory.
 
         Raises:
             SiteError: the checkpoint cannot be written, for example because the disk is full.
@@ -81,9 +81,10 @@ class Saving:
 
 
 def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> Saving:
-    """Copies the trainer's state, and starts writing it to ``folder/<step>``. All ranks must call it.
+    """Copies the trainer's state and starts writing it to ``folder/<step>``. All ranks must call it.
 
-    An existing checkpoint is kept, because it was made from the same plan. Only one may be written at a time.
+    An existing checkpoint is kept, because it was made from the same plan. Only one checkpoint may be written at a
+    time.
 
     Raises:
         SiteError: the checkpoint cannot be written.
@@ -123,11 +124,11 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> 
 
 
 def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
-    """Reads a checkpoint into the policy, the optimizer and the random generators; returns its step.
+    """Loads a checkpoint into the policy, the optimizer and the random generators. Returns the checkpoint's step.
 
     Args:
         checkpoint: the directory ``checkpoints/<step>``, written by any number of ranks. If the number differs, random
-            generators are seeded from the step. Nothing that this package computes draws from them.
+            generators are seeded from the step. This package's own computations do not use them.
         optimizer: the optimizer and its policy.
         ranks: all ranks.
 
@@ -179,7 +180,8 @@ def prune(folder: Path, keep: int, needed: Path | None = None) -> list[int]:
 
 
 def discard(folder: Path, after: int) -> None:
-    """Removes the checkpoints of steps after ``after``, which were not committed and may still be amended."""
+    """Removes the checkpoints of steps after ``after``, because these steps are not committed and may still be
+    amended."""
     _remove(folder, [int(path.name) for path in folder.glob("[0-9]*") if int(path.name) > after])
 
 
@@ -194,8 +196,8 @@ def _remove(folder: Path, steps: list[int]) -> None:
 def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> dict[str, Checksum]:
     """Writes the engine's files to the new directory ``folder``. All ranks must call it.
 
-    The safetensors have the base model's dtype and the names and order of transformers. Each rank writes the layers of
-    its share, and holds only these in host memory. ``config.json`` is copied from the base model; publishing adds its
+    The safetensors have the base model's dtype and the names and order of transformers. Each rank writes its share of
+    the layers and holds only these in host memory. ``config.json`` is copied from the base model; publishing adds its
     tokenizer. With LoRA the result is peft's adapter directory, written by the first rank.
 
     Returns:
@@ -270,8 +272,8 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> dict[str, 
 
 
 def _writers(named: list[tuple[str, Any]], ranks: int) -> dict[int, int]:
-    """Assigns each parameter, by its id, to the rank that writes it. Shares are equal in size up to one layer, which
-    stays whole because transformers may join or split its tensors."""
+    """Assigns each parameter, by its id, to the rank that writes it. Shares are equal up to the size of one layer.
+    Layers are not divided, because transformers may join or split their tensors."""
     layers: dict[int, str] = {}
     sizes: dict[str, int] = {}
     for name, parameter in named:
@@ -296,7 +298,8 @@ def _write_index(folder: Path, files: dict[str, dict[str, Tensor]]) -> None:
 
 
 def _on_all(ranks: ProcessGroup, folder: Path, work: Callable[[], T]) -> list[T]:
-    """Returns the results of all ranks. Raises SiteError on all of them if one cannot write."""
+    """Runs ``work`` on this rank and returns the results of all ranks. Raises SiteError on every rank if one rank
+    cannot write."""
     from safetensors import SafetensorError  # type: ignore[import-not-found]
 
     result, error = None, ""
@@ -311,7 +314,7 @@ def _on_all(ranks: ProcessGroup, folder: Path, work: Callable[[], T]) -> list[T]
 
 
 def _shapes(optimizer: Optimizer) -> dict[str, list[int]]:
-    """Returns the shapes of the whole trained parameters."""
+    """Returns the unsharded shapes of the trained parameters by name."""
     return {name: list(share.shape) for name, share in optimizer.policy.shares(optimizer.masters).items()}
 
 

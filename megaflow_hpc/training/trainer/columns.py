@@ -1,4 +1,5 @@
-"""Computes columns: extra values of each token of a step, by user functions that run before its first update.
+"""Computes columns, which are extra values for each token of a step, by user functions that run before the first
+update.
 
 Examples are the log-probabilities of a frozen reference, of an average of earlier weights, or of a teacher. A loss
 reads them as ``batch.columns[NAME]``. The columns of a step are stored next to its plan
@@ -36,34 +37,34 @@ from megaflow_hpc.training.plan import BySequence, Columns
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load, row_of
 
 KEPT_AVERAGES = 3
-"""Number of recent weight averages to keep. The next one is computed from the newest."""
+"""Number of recent weight averages to keep. The next average is computed from the newest."""
 
 
 @dataclass(frozen=True)
 class ColumnSequence:
-    """One sequence of L tokens of a step's rollouts."""
+    """One sequence, with L tokens, of a step's rollouts."""
 
     rollout: int
     """Index of the rollout in the step."""
     group: int
-    """Index of its group in the step."""
+    """Index of the rollout's group in the step."""
     sequence: int
-    """Index of the sequence in the rollout."""
+    """Index of the sequence among the policy's sequences in the rollout."""
     tokens: NDArray[np.int32]
-    """(L)"""
+    """Token ids, shape (L)."""
     mask: NDArray[np.uint8]
-    """(L), 1 for tokens to train on."""
+    """1 for tokens to train on, otherwise 0; shape (L)."""
     logprobs: NDArray[np.float32]
-    """(L), the engine's log-probabilities; 0 where the mask is 0."""
+    """The engine's log-probabilities, shape (L); 0 where the mask is 0."""
     versions: NDArray[np.int32]
-    """(L), ordinals of the versions that sampled the tokens; -1 where the mask is 0."""
+    """Ordinal of the version that sampled each token, shape (L); -1 where the mask is 0."""
     advantages: NDArray[np.float32]
-    """(L), 0 where the mask is 0."""
+    """Advantage of each token, shape (L); 0 where the mask is 0."""
 
 
 class FrozenModels:
-    """Loads earlier weights of a policy for the functions that compute columns. Every rank must call each method
-    equally often, because ranks share the models.
+    """Loads earlier weights of a policy for column functions. All ranks must call each method the same number of times,
+    because the models are sharded over the ranks.
 
     Attributes:
         base: model directory from which training started.
@@ -99,7 +100,7 @@ class FrozenModels:
         """Returns log-probabilities of sampled tokens under a model; 0 for other tokens.
 
         Args:
-            folder: a model directory; ``None`` for the policy as it is before the step.
+            folder: a model directory; ``None`` selects the policy before the step.
             sequences: sequences of this rank.
         """
         settings = self._flow.settings
@@ -111,24 +112,24 @@ class FrozenModels:
         model.temperature = self._flow.temperature
         rows = list(rows_in_order((len(s.tokens) for s in sequences), settings.microbatch))
         rounds = max(self._ranks.gather(len(rows)))
-        found: dict[int, NDArray[np.float32]] = {}
+        logprobs_of: dict[int, NDArray[np.float32]] = {}
         with torch.no_grad():
             for row in [*rows, *[[]] * (rounds - len(rows))]:
                 chosen = [sequences[number] for number in row]
                 inputs = row_of([(s.tokens, s.mask.nonzero()[0]) for s in chosen], self._ranks.device)
                 values = model(*inputs)[0].float().cpu().numpy()
                 cuts = np.cumsum([len(s.tokens) for s in chosen])[:-1]
-                found |= dict(zip(row, np.split(values, cuts), strict=False))
+                logprobs_of |= dict(zip(row, np.split(values, cuts), strict=False))
         del model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return [found[number] for number in range(len(sequences))]
+        return [logprobs_of[number] for number in range(len(sequences))]
 
     def average(self, decay: float) -> Path:
         """Returns a model directory with the exponentially weighted mean of all versions, in float32.
 
-        The mean after version n is ``decay`` × the mean after version n − 1 + (1 − ``decay``) × version n; it begins
-        with the base.
+        The mean after version n is ``decay`` × the mean after version n − 1 + (1 − ``decay``) × version n; the mean of
+        version 0 is the base model.
         """
         failure = ""
         if self._ranks.first and self.newest:
@@ -144,7 +145,7 @@ class FrozenModels:
         return self._flow.files.path / "averages" / f"{decay:g}-{version}"
 
     def _write_averages(self, decay: float) -> None:
-        """Writes the mean after the newest version, starting from the last stored one."""
+        """Writes the missing means up to the newest version, continuing from the last stored mean."""
         folder = self._average_folder(decay, self.newest).parent
         make_directory(folder)
         for left in folder.glob(".[0-9]*"):
@@ -186,7 +187,8 @@ def _average(mean: Path, version: Path, decay: float, target: Path) -> None:
 def columns_of(
     flow: Dataflow, step: Step, methods: dict[str, Method], policy: PolicyModel, ranks: ProcessGroup
 ) -> Columns:
-    """Returns name → values of each sequence of each rollout of a step. Computes them unless they are stored.
+    """Returns the columns of a step: values of each sequence of each rollout, by name. Computes them unless they are
+    stored.
 
     Raises:
         ConfigError: a function failed on a rank, or broke its contract.
@@ -199,7 +201,7 @@ def columns_of(
         models = FrozenModels(flow, policy, ranks, step, sampled)
         computed: dict[str, BySequence] = {}
         for name, method in methods.items():
-            everywhere = ranks.gather(_tried(method, mine, models))
+            everywhere = ranks.gather(_values_or_error(method, mine, models))
             if failure := next((part for part in everywhere if isinstance(part, str)), ""):
                 raise ConfigError(failure)
             computed[name] = {key: value for part in everywhere for key, value in part.items()}
@@ -216,7 +218,7 @@ def columns_of(
 
 
 def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
-    """Yields this rank's sequences with tokens to train on. Ranks that share rows have the same ones."""
+    """Yields this rank's sequences with tokens to train on. Ranks that share rows get the same sequences."""
     copies = flow.settings.parallel.copies
     for index, rollout in enumerate(step.plan.rollouts):
         if not rollout.weight or step.groups[index] % max(flow.ranks // copies, 1) != flow.rank // copies:
@@ -239,8 +241,9 @@ def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
             )
 
 
-def _tried(method: Method, sequences: Sequence[ColumnSequence], models: FrozenModels) -> Any:
-    """Returns the values, or the error as text, because a rank that raised alone would leave the others waiting."""
+def _values_or_error(method: Method, sequences: Sequence[ColumnSequence], models: FrozenModels) -> Any:
+    """Returns the column values, or the error as text. If one rank raised an exception, the others would wait
+    forever."""
     try:
         return _call(method, sequences, models)
     except MegaflowError as error:
@@ -252,11 +255,11 @@ def _call(method: Method, sequences: Sequence[ColumnSequence], models: FrozenMod
     if not isinstance(returned, list | tuple) or len(returned) != len(sequences):
         count = f" of {len(returned)}" if isinstance(returned, list | tuple) else ""
         raise wrong(method, f"returned {type(returned).__name__}{count}", f"a list of {len(sequences)} arrays")
-    found = {}
+    values = {}
     for s, value in zip(sequences, returned, strict=True):
         array = np.asarray(value)
         if array.shape == s.mask.shape and array.dtype.kind == "f":
             array = np.where(s.mask == 1, array, array.dtype.type(0))
         what = f"the column of sequence {s.sequence} of rollout {s.rollout}"
-        found[s.rollout, s.sequence] = numbers(method, array, [s.mask.shape], what)
-    return found
+        values[s.rollout, s.sequence] = numbers(method, array, [s.mask.shape], what)
+    return values

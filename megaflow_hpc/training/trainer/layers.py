@@ -1,8 +1,8 @@
 """Parts of a model that the trainer replaces: attention over packed rows, and the choice of experts.
 
-*Attention.* Each sequence of a row attends only to itself, causally. On CUDA in half precision, one kernel for
-sequences of different lengths (``torch.nn.attention.varlen``) takes the whole row. Elsewhere a loop runs
-scaled-dot-product attention on each sequence. Neither makes a T × T mask, except the loop for a sliding window.
+*Attention.* Each sequence of a row attends only to itself, causally. On CUDA in half precision, a single
+variable-length kernel (``torch.nn.attention.varlen``) processes the whole row. Otherwise a loop runs scaled-dot-product
+attention on each sequence. Neither creates a T × T mask, except the loop with a sliding window.
 
 With *context parallelism* the tokens of a row are divided among C ranks. Attention needs whole sequences. So an
 all-to-all exchange gives each rank all tokens of 1/C of the heads, and another one returns all heads of the rank's own
@@ -10,7 +10,7 @@ tokens (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509). Each head is c
 do not depend on C.
 
 *Router replay.* Trainer and engine compute router logits with different rounding, so some of a token's top-k experts
-differ, and with them its log-probabilities. With replay, the recorded experts replace the router's top-k. Their weights
+differ, which changes its log-probabilities. With replay, the recorded experts replace the router's top-k. Their weights
 are still computed from the trainer's own logits, so gradients reach the router (Ma et al. 2025, arXiv 2510.11370). A
 router is a module of a transformers class named ``…TopKRouter``, which calls ``torch.topk`` once to choose experts. Its
 code runs unchanged; only the result of that call is replaced.
@@ -37,18 +37,18 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Packing:
-    """The sequences of one row."""
+    """Lengths and offsets of the sequences in one row."""
 
     lengths: tuple[int, ...]
     """Length of each sequence, in the order of the row."""
     offsets: Any
-    """int32 (S + 1), start of each sequence, then T, on the row's device."""
+    """Start of each sequence, followed by T: int32 tensor of shape (S + 1) on the row's device."""
     group: Any = None
-    """Process group of the ranks that share the row; ``None`` if a single rank has it."""
+    """Process group of the ranks that share the row; ``None`` if the row is on a single rank."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: Any, group: Any = None) -> Packing:
-        """Describes a row of sequences of these lengths."""
+        """Creates the packing of a row from the lengths of its sequences."""
         offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         return cls(tuple(lengths), offsets, group)
 
@@ -74,15 +74,16 @@ def attend(
     packing: Packing | None = None,
     **others: Any,
 ) -> tuple[Any, None]:
-    """Applies attention to each sequence of a row, by transformers' attention interface.
+    """Applies attention within each sequence of a row. Implements transformers' attention interface.
 
     Args:
-        query, key, value: (1, heads, tokens of this rank, size).
+        query, key, value: tensors of shape (1, heads, tokens of this rank, head size).
         sliding_window: number of tokens that a token attends to, including itself.
-        packing: the row's sequences; one sequence if ``None``.
+        packing: the row's sequences. ``None`` means a single sequence.
 
     Returns:
-        (1, tokens of this rank, heads, size)
+        The attention output, of shape (1, tokens of this rank, heads, head size), and ``None`` instead of attention
+        weights.
     """
     packing = packing or Packing.of([query.shape[2]], query.device)
     if packing.group is not None:
@@ -126,12 +127,12 @@ def _one_by_one(query: Any, key: Any, value: Any, packing: Packing, scaling: flo
 def _with_all_tokens(query: Any, key: Any, value: Any, group: Any) -> list[Any]:
     ranks = dist.get_world_size(group)
     copies = key_copies(query.shape[1], key.shape[1], ranks)
-    found = []
+    exchanged = []
     for x in (query, key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)):
         _, heads, tokens, size = x.shape
         received = AllToAll.apply(x.reshape(ranks, heads // ranks, tokens, size), group)  # block j: tokens of rank j
-        found.append(received.transpose(0, 1).reshape(1, heads // ranks, ranks * tokens, size))
-    return found
+        exchanged.append(received.transpose(0, 1).reshape(1, heads // ranks, ranks * tokens, size))
+    return exchanged
 
 
 def _with_all_heads(out: Any, group: Any) -> Any:
@@ -142,7 +143,7 @@ def _with_all_heads(out: Any, group: Any) -> Any:
 
 
 class AllToAll(torch.autograd.Function):
-    """Sends block j of the first dimension to rank j. Gradients return the same way."""
+    """Sends block j of the first dimension to rank j. The backward pass sends the gradients back."""
 
     @staticmethod
     def forward(context: Any, blocks: Any, group: Any) -> Any:
@@ -161,12 +162,13 @@ class AllToAll(torch.autograd.Function):
 
 
 class RouterReplay:
-    """The routers of a causal language model.
+    """Makes the routers of a causal language model replay the experts that the engine chose.
 
     Attributes:
-        experts: int16 (T, layers, experts per token) for the present row, -1 where routers choose themselves; ``None``
-            if they always do. Backward passes that recompute layers read it again.
-        shape: layers, experts per token, and experts; ``None`` if the model is not a mixture of experts.
+        experts: experts for the current row, int16 (T, layers, experts per token). -1 lets the router choose; ``None``
+            lets it choose for all tokens. Backward passes that recompute layers read this attribute again.
+        shape: number of layers, of experts per token, and of experts; ``None`` if the model is not a mixture of
+            experts.
     """
 
     def __init__(self, causal: Any) -> None:
@@ -180,7 +182,7 @@ class RouterReplay:
         self.shape = (layers, int(per_token), int(count)) if per_token and count else None
 
     def attach(self, causal: Any) -> None:
-        """Makes the model's routers follow :attr:`experts`."""
+        """Patches the model's routers to use :attr:`experts`."""
         for name, module in causal.named_modules():
             layer = re.search(r"\blayers\.(\d+)\.", name)
             if type(module).__name__.endswith("TopKRouter") and layer:
@@ -188,10 +190,10 @@ class RouterReplay:
                 self._count += 1
 
     def replay(self, experts: Any) -> None:
-        """Sets :attr:`experts`.
+        """Sets the experts to replay in the next forward pass.
 
         Raises:
-            ConfigError: the model has no router that can follow them.
+            ConfigError: the model has no router that can replay experts.
         """
         if experts is not None and not self._count:
             raise self._refusal("has no router")
@@ -219,7 +221,7 @@ class RouterReplay:
 
 
 class _Chosen(TorchFunctionMode):
-    """Replaces the choice of ``torch.topk`` by given experts (T, k), where they are not negative."""
+    """Replaces the indices that ``torch.topk`` returns by given experts (T, k), except where these are negative."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()

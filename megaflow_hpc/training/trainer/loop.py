@@ -1,11 +1,12 @@
-"""The training loop: takes the steps of a dataflow, updates the policy, checkpoints, publishes and commits.
+"""The training loop: takes steps from a dataflow, updates the policy, writes checkpoints, publishes weights and
+commits.
 
 One step::
 
     plan (dataflow) → proximal log-probabilities of the whole step → epochs × minibatches × micro-batches →
     start of a checkpoint, every few steps → publish → commit
 
-The checkpoint is written while training continues. Once it is durable, it is named in its step's commit.
+The checkpoint is written while training continues. Once it is durable, the trainer adds it to its step's commit.
 
 If trainer and engine share GPUs, the trainer takes them after planning and returns them before the commit. A trainer
 may be killed at any time. The next start reads the last checkpoint and repeats the later steps from the same plans;
@@ -13,7 +14,8 @@ nothing is published twice. On SIGTERM the loop finishes the current step with a
 rollouts, it stops at once.
 
 The trainer computes proximal log-probabilities itself, before the step's first update. If a step is a single update,
-they come from its forward pass. The engine's log-probabilities serve importance weights and the metric ``mismatch``.
+they come from that update's forward pass. The engine's log-probabilities are used for importance weights and for the
+metric ``mismatch``.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ from megaflow_hpc.training.trainer.model import ProcessGroup, Reader, load, row_
 from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 MAX_MISMATCH = 1.0
-"""Maximum mean |engine − trainer log-prob| in the first update after a start. Rounding and staleness cannot explain
-more: bfloat16 against float32 gives 0.01."""
+"""Maximum mean of |engine − trainer| log-probabilities in the first update after a start. Rounding and staleness cannot
+explain more: bfloat16 against float32 gives 0.01."""
 
 MAX_NOT_FINITE = 3
 """Training stops after this many consecutive steps with a non-finite gradient."""
 
 Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
-"""(rollout in the step, digest of a sequence's tokens) → log-probabilities of the sequence."""
+"""Log-probabilities of a sequence, by (index of the rollout in the step, digest of the sequence's tokens)."""
 
 
 class TrainingStopped(Exception):
@@ -61,11 +63,12 @@ class TrainingStopped(Exception):
 
 
 class StepAmended(Exception):
-    """Raised after an amendment of a step. Training must continue from the last checkpoint."""
+    """Raised after a step was amended. Training must restart from the last checkpoint."""
 
 
 class OutOfMemory(Exception):
-    """A row that does not fit into memory. ``sequences`` has each sequence's rollout in the step."""
+    """Raised if a row does not fit into memory. ``sequences`` holds the index in the step of each sequence's
+    rollout."""
 
     def __init__(self, batch: MicroBatch, cause: BaseException) -> None:
         super().__init__(str(cause).partition("\n")[0])
@@ -78,13 +81,13 @@ class TrainingLoop:
     Args:
         flow: the dataflow of this rank.
         ranks: all ranks.
-        read: creates and divides the model; by default, :func:`~.model.load` does.
+        read: creates and shards the model; by default, :func:`~.model.load` does.
 
     Attributes:
-        stopping: set to true to stop after the current step; :meth:`stop` also ends a wait.
+        stopping: set it to true to stop after the current step. :meth:`stop` also interrupts waiting for rollouts.
 
     Raises:
-        ConfigError: the model cannot be loaded, or differs from the served model.
+        ConfigError: the model cannot be loaded, or differs from the model that the engine serves.
     """
 
     def __init__(self, flow: Dataflow, ranks: ProcessGroup, read: Reader | None = None) -> None:
@@ -123,9 +126,9 @@ class TrainingLoop:
         self.stopping = self._waiting = False
         self._compared = self._updated = False
         self._saving: checkpoint.Saving | None = None
-        """Checkpoint that is being written. The commit of its step does not name it yet."""
+        """Checkpoint that is being written and is not yet in its step's commit."""
         self._not_finite = 0
-        """Number of consecutive steps without an update, because none of their gradients was finite."""
+        """Number of consecutive steps without an update because none of their gradients were finite."""
         self._moved = False
         """True if the step has changed the weights."""
 
@@ -136,7 +139,8 @@ class TrainingLoop:
             raise TrainingStopped
 
     def steps(self) -> Iterator[dict[str, float]]:
-        """Trains until the end of the training or :meth:`stop`. Yields the metrics of each step after its commit.
+        """Trains until the training is complete or :meth:`stop` is called. Yields the metrics of each step after its
+        commit.
 
         Raises:
             ConfigError: the rollouts come from another model, or several steps in a row were not finite. Weights are
@@ -194,7 +198,7 @@ class TrainingLoop:
                 return
 
     def _finish_checkpoint(self) -> None:
-        """Waits until the last checkpoint is durable, then names it in its step's commit."""
+        """Waits until the last checkpoint is durable, adds it to its step's commit and removes old checkpoints."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -248,8 +252,8 @@ class TrainingLoop:
     def _train_amended(self, step: Step, clock: StageClock) -> tuple[Step, dict[str, float]]:
         """Trains a step. If a rollout cannot be read or does not fit into memory, amends the step and trains it again.
 
-        An attempt that failed before its first update has changed nothing, so the step starts again at once. Otherwise,
-        and on several ranks, which wait for one another in collective operations, training restarts.
+        If the failed attempt made no update, the step starts again at once. Otherwise training restarts. It also
+        restarts if there are several ranks, because the others are waiting in collective operations.
         """
         while True:
             self._updated = False
@@ -257,7 +261,7 @@ class TrainingLoop:
                 return step, self._train(step, clock)
             except (UnreadableRollout, OutOfMemory) as error:
                 failure = error
-            failure.__traceback__ = failure.__context__ = None  # they would keep the tensors of the attempt
+            failure.__traceback__ = failure.__context__ = None  # they would keep the attempt's tensors alive
             self.optimizer.clear()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -270,7 +274,7 @@ class TrainingLoop:
             step = self.flow.again(step)
 
     def _make_room(self, step: Step, failure: OutOfMemory) -> None:
-        """Halves the rows from this step on, or leaves out a rollout that does not fit alone."""
+        """Halves the row size from this step on, or leaves out a rollout of which a single sequence does not fit."""
         if not failure.sequences:
             raise ConfigError(f"{self.policy.source}: out of memory without any rollout: {failure}; use more GPUs")
         rows = f"out of memory with a row of {failure.tokens} tokens: {failure}"
@@ -325,7 +329,7 @@ class TrainingLoop:
         several = len(minibatches) > 1 or self.loss.kind == "m2po"
         proximal = self._proximal(step, clock) if several else None
         minibatch_metrics: list[dict[str, float]] = []
-        whole, fresh = WeightedMean(), WeightedMean()
+        total, fresh = WeightedMean(), WeightedMean()
         seen: set[int] = set()
         not_finite = 0
         for minibatch in minibatches:
@@ -334,11 +338,11 @@ class TrainingLoop:
                 not_finite += 1
                 continue
             minibatch_metrics.append(tally.report() | {"grad_norm": norm, "lr": rate})
-            whole.join(tally)
+            total.join(tally)
             if seen.isdisjoint(minibatch.rollouts):  # the policy is biased on tokens it was already trained on
                 fresh.join(tally)
             seen.update(minibatch.rollouts)
-        values: dict[str, list[float]] = {}  # a minibatch without advantages has no metric but the gradient's norm
+        values: dict[str, list[float]] = {}  # a minibatch without advantages has only the metric grad_norm
         for each in minibatch_metrics:
             for name, value in each.items():
                 values.setdefault(name, []).append(value)
@@ -353,9 +357,9 @@ class TrainingLoop:
             "pass_rate": passed,
             "version": float(step.plan.version),
             "updates": float(len(minibatch_metrics)),
-            "computed_tokens": float(whole.rows),
+            "computed_tokens": float(total.rows),
             "not_finite": float(not_finite),
-            "tokens_per_s": whole.rows / busy if busy else 0.0,
+            "tokens_per_s": total.rows / busy if busy else 0.0,
         }
 
     @torch.no_grad()
@@ -372,13 +376,13 @@ class TrainingLoop:
     def _update(
         self, step: Step, minibatch: Minibatch, proximal: Proximal | None, clock: StageClock
     ) -> tuple[WeightedMean, float, float]:
-        """Takes one optimizer step, unless a gradient is not finite. Returns token statistics over all ranks, the
+        """Takes one optimizer step, unless a gradient is not finite. Returns the token statistics of all ranks, the
         gradient norm and the learning rate."""
         packed = self._packed(minibatch)
         limit = math.inf
         if self.loss.kind == "m2po":
             held = list(packed)
-            here = [self._tokens(batch, self._known(batch, proximal), "cpu") for batch in held]
+            here = [self._tokens(batch, self._stored_proximal(batch, proximal), "cpu") for batch in held]
             together = [tokens for part in self.ranks.gather(here)[:: self._copies] for tokens in part]
             limit, packed = losses.second_moment_limit(together, losses.SECOND_MOMENT), iter(held)
         tally = WeightedMean()
@@ -389,7 +393,7 @@ class TrainingLoop:
                 break
             with clock("forward"), self._fitting(batch):
                 new, entropies = self.policy(*self._row(batch))
-                before = new.detach() if proximal is None else self._known(batch, proximal)
+                before = new.detach() if proximal is None else self._stored_proximal(batch, proximal)
                 tokens = self._tokens(batch, before, self.ranks.device)
                 entropies = entropies if self.loss.entropy else entropies.detach()
                 loss, sums = losses.policy_loss(self.loss, new, entropies, tokens, minibatch, limit)
@@ -410,19 +414,19 @@ class TrainingLoop:
         return tally, norm, rate
 
     def _rate(self, step: int, metrics: dict[str, float]) -> float:
-        """Returns the learning rate of an update with these metrics."""
+        """Returns the learning rate of an update, which a user's schedule may derive from the update's metrics."""
         optimizer, steps = self.flow.settings.optimizer, self.flow.config.steps
         rate = optimizer.rate(step, steps)
-        if isinstance(optimizer.schedule, Method) and metrics:  # none if no rollout has an advantage
+        if isinstance(optimizer.schedule, Method) and metrics:  # empty if no rollout has an advantage
             rate = probe.scheduled(optimizer.schedule, step, steps, rate, metrics)
         return rate
 
     def _packed(self, minibatch: Minibatch) -> Iterator[MicroBatch]:
-        """Yields the micro-batches, without rollouts that cannot have a gradient."""
+        """Yields the micro-batches, without sequences that cannot contribute a gradient."""
         return minibatch.microbatches(self.flow.settings.microbatch, skip_zero=not self.loss.needs_all_tokens)
 
     def _row(self, batch: MicroBatch) -> tuple[Any, ...]:
-        """Returns the policy's inputs. For an empty micro-batch, that is a single token to ignore."""
+        """Returns the policy's inputs. For an empty micro-batch, returns a single token to ignore."""
         if len(batch.tokens) and (largest := int(batch.tokens.max())) >= self.policy.words:
             raise ConfigError(
                 f"{self.policy.source}: has {self.policy.words} tokens, but rollouts of {self.flow.run} hold token "
@@ -438,7 +442,8 @@ class TrainingLoop:
 
     def _tokens(self, batch: MicroBatch, proximal: Any, device: Any) -> losses.Tokens:
         def on_device(values: np.ndarray[Any, Any]) -> Any:
-            """Copies a column to the device. An empty one gets a single 0, because an empty row has one token."""
+            """Copies a column to the device. Replaces an empty column by a single 0, because an empty row has one
+            token."""
             return torch.from_numpy(values if len(values) else np.zeros(1, values.dtype)).to(device)
 
         return losses.Tokens(
@@ -452,8 +457,8 @@ class TrainingLoop:
             columns={name: on_device(values) for name, values in batch.columns.items()},
         )
 
-    def _known(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
-        """Returns the known proximal log-probabilities (T) of a micro-batch."""
+    def _stored_proximal(self, batch: MicroBatch, proximal: Proximal | None) -> Any:
+        """Returns the precomputed proximal log-probabilities (T) of a micro-batch."""
         assert proximal is not None
         parts = [torch.from_numpy(proximal[key]) for key, _ in _sequences(batch)]
         return torch.cat(parts) if parts else torch.zeros(1)

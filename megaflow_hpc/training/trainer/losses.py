@@ -1,10 +1,11 @@
-"""Losses of a trainer: pure functions of log-probabilities, advantages and masks of packed tokens.
+"""The trainer's losses: pure functions of log-probabilities, advantages and masks of packed tokens.
 
-Three policies give each token a log-probability. The *engine* sampled it. The *proximal* policy is the trainer's before
-the first optimizer step on this step's data. The *new* policy has the gradient. Ratios are new over proximal, exactly 1
-before the first optimizer step. Ratios of new to engine are not 1, because engine and trainer round differently: with
-a bfloat16 engine and a float32 trainer, 82 % of sequences were outside a clip of 3e-4 before any update. Proximal over
-engine is a truncated weight without gradient, and the metric ``mismatch``.
+Three policies assign each token a log-probability. The *engine* sampled the token. The *proximal* policy is the
+trainer's policy before the first optimizer step on this step's data. The *new* policy is being trained. Ratios are new
+over proximal, exactly 1 before the first optimizer step. Ratios of new to engine are not 1, because engine and trainer
+round differently: with a bfloat16 engine and a float32 trainer, 82 % of sequences were outside a clip of 3e-4 before
+any update. The ratio of proximal to engine serves as a truncated weight without gradient and as the metric
+``mismatch``.
 
 ======== =========================================== ===================================== ================
 kind     for each token                              averaged                              arXiv
@@ -21,10 +22,10 @@ m2po     r A, without the tokens of the largest      over all tokens            
 rloo     A log p                                     sum / rollouts                        2402.14740
 ======== =========================================== ===================================== ================
 
-A rollout has several sequences if its agent rewrites the conversation, for example by removing thoughts. The output
-that the papers average over is the whole rollout, so rollouts have equal weight however many sequences they have. Every
-average is over the whole minibatch (:class:`Totals`), so the losses and gradients of micro-batches and ranks add up to
-those of the undivided minibatch.
+A rollout has several sequences if its agent rewrites the conversation, for example by removing thoughts. The papers
+average over outputs. This module treats the whole rollout as an output, so each rollout has the same weight, regardless
+of its number of sequences. Every average is over the whole minibatch (:class:`Totals`), so the losses and gradients of
+all micro-batches and ranks add up to those of the whole minibatch.
 
 A user's function can replace the loss (:data:`LossFunction`) and the importance weights (:data:`ImportanceFunction`).
 """
@@ -44,27 +45,27 @@ Tensor = Any
 Kind = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "m2po", "rloo"]
 Level = Literal["none", "token", "sequence"]
 Statistics = dict[str, Tensor]
-"""Sums over tokens, or maxima for names in :data:`MAXIMA`, as float64 scalars."""
+"""Sums over tokens by name, or maxima for names in :data:`MAXIMA`, as float64 scalars."""
 
 MAXIMA = {"mismatch_max", "log_ratio_max"}
 """Names of statistics that are maxima rather than sums."""
 OWN = "loss/"
-"""Prefix of the statistics that a user's loss returns."""
+"""Name prefix of the statistics that a user's loss returns."""
 MAX_LOG_RATIO = math.log(20)
 """|log ratio| above which M2PO always masks a token: ratios below 1/20 or above 20. AstraFlow has similar bounds
 (343e808, ``_calculate_m2po_clip_range``). The limit also keeps the metrics finite."""
 
 
 class Totals(Protocol):
-    """Denominators of a loss: totals of the whole minibatch over all its micro-batches and ranks. They include
-    rollouts without advantage, which may be in no micro-batch."""
+    """Denominators of a loss: totals over all micro-batches and ranks of a minibatch. They include rollouts without
+    advantage, which micro-batches may omit."""
 
     tokens: int
     """Number of tokens to train on."""
     sequences: int
-    """Number of sequences with such tokens."""
+    """Number of sequences with tokens to train on."""
     samples: int
-    """Number of rollouts with such tokens."""
+    """Number of rollouts with tokens to train on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +73,36 @@ class Tokens:
     """S concatenated sequences with T tokens in total, on one device."""
 
     offsets: Tensor
-    """int64 (S+1), start of each sequence, then T."""
+    """Start of each sequence, followed by T: int64 (S+1)."""
     mask: Tensor
-    """bool (T), true for tokens to train on."""
+    """True for tokens to train on: bool (T)."""
     proximal: Tensor
-    """float (T), proximal log-probabilities. Here and below, values of masked tokens are arbitrary."""
+    """Proximal log-probabilities, float (T). In this and the following columns, values of masked tokens are
+    arbitrary."""
     engine: Tensor
-    """float (T), the engine's log-probabilities; NaN if not sampled."""
+    """The engine's log-probabilities, float (T); NaN if not sampled."""
     advantages: Tensor
-    """float (T)."""
+    """Advantage of each token, float (T)."""
     weights: Tensor
-    """float (T), per-token loss factors."""
+    """Loss factor of each token, float (T)."""
     rollout_tokens: Tensor
-    """int64 (S), number of tokens to train on in the whole rollout of each sequence."""
+    """Number of tokens to train on in each sequence's whole rollout, int64 (S)."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Extra values of each token by name, float (T)."""
+    """Extra values of each token by column name, float (T) each."""
     importance: Tensor = None
-    """float (T), importance weights. Set for loss functions only."""
+    """Importance weight of each token, float (T). Set only for loss functions."""
 
 
 LossFunction = Callable[[Tensor, Tensor, Tokens, Totals], tuple[Tensor, Mapping[str, Tensor]]]
 """A user's loss. It is called as ``function(new, entropies, batch, totals)`` for each micro-batch with tokens:
 
-- ``new``: float32 (T), log-probabilities of the policy that is trained, with gradient.
+- ``new``: float32 (T), log-probabilities under the policy being trained, with gradient.
 - ``entropies``: float32 (T), entropy of the distribution of each token. It has a gradient only if ``loss.entropy`` is
-  set; that bonus is added to every loss afterwards.
+  set. The trainer adds that bonus to the returned loss.
 - ``batch``: the :class:`Tokens`, with ``batch.importance``. In all float columns, values of masked tokens are 0.
-- ``totals``: counts of the whole minibatch, to divide by. A function must not divide by counts of its micro-batch,
-  because the micro-batches of all ranks are added up. :func:`mean_over_tokens` and :func:`mean_over_rollouts` return
-  such factors.
+- ``totals``: counts of the whole minibatch, to be used as denominators. A function must not divide by counts of its
+  micro-batch, because the micro-batches of all ranks are added up. :func:`mean_over_tokens` and
+  :func:`mean_over_rollouts` return factors with these denominators.
 
 It returns the sum of its micro-batch's losses, a finite floating-point scalar with a gradient to ``new``, and sums
 over tokens by name. The function applies ``batch.importance`` and ``batch.weights`` itself. ``metrics.jsonl`` has each
@@ -108,9 +110,10 @@ sum divided by the number of tokens, as ``loss/NAME``. Every call must return th
 """
 
 ImportanceFunction = Callable[[Tokens, float], Tensor]
-"""A user's importance weights. The function is called as ``function(batch, truncate)`` without gradient; values of
-masked tokens are 0. It returns the weights, float (T), finite and not negative. A weight of 0 masks a token.
-``batch.proximal - batch.engine`` is the log of the weight without truncation.
+"""A user's importance weights, called as ``function(batch, truncate)`` without gradient.
+
+Values of masked tokens are 0. The function returns the weights, float (T), finite and not negative. A weight of 0 masks
+a token. The log of the weight without truncation is ``batch.proximal - batch.engine``.
 """
 
 
@@ -120,7 +123,7 @@ SECOND_MOMENT = 0.04
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss: its kind and its bounds.
+    """Settings of a loss.
 
     Raises:
         ConfigError: the kind or the level is unknown, or ``dr_grpo`` has no length.
@@ -128,15 +131,15 @@ class Loss:
 
     kind: Kind | LossFunction
     clip: tuple[float, float] = (0.2, 0.2)
-    """Clip range of the ratio, as distances below and above 1."""
+    """Clip range of the ratio, as distances below and above 1, in this order."""
     entropy: float = 0.0
     """Coefficient of the entropy bonus, which is the mean entropy over tokens."""
     importance: Level | ImportanceFunction = "token"
-    """Importance weights, proximal over engine: per token, or multiplied over a sequence."""
+    """Level of the importance weights proximal / engine: per token, or their product over a sequence."""
     truncate: float = 2.0
     """Maximum of importance weights."""
     length: int | None = None
-    """Dr.GRPO's constant, in tokens of a rollout."""
+    """Dr.GRPO's constant denominator per rollout, in tokens. Required for ``dr_grpo`` only."""
 
     def __post_init__(self) -> None:
         for value, kinds in ((self.kind, get_args(Kind)), (self.importance, get_args(Level))):
@@ -154,7 +157,7 @@ class Loss:
 def policy_loss(
     loss: Loss, new: Tensor, entropies: Tensor, batch: Tokens, totals: Totals, limit: float = math.inf
 ) -> tuple[Tensor, Statistics]:
-    """Returns this micro-batch's share of the minibatch's loss, and sums for :func:`report`.
+    """Returns this micro-batch's share of the minibatch's loss, and statistics for :func:`report`.
 
     Args:
         loss: kind and bounds of the loss.
@@ -162,7 +165,7 @@ def policy_loss(
         entropies: float (T), entropy of the distribution of each token; with gradient if there is an entropy bonus.
         batch: the micro-batch; it may be empty.
         totals: totals of the minibatch.
-        limit: M2PO's bound of |log new − log engine|, from :func:`second_moment_limit`.
+        limit: M2PO's bound on |log new − log engine|, from :func:`second_moment_limit`.
 
     Raises:
         ConfigError: a user's function broke its contract.
@@ -178,8 +181,8 @@ def policy_loss(
     with torch.no_grad():
         weights, truncated = importance_weights(loss, batch)
         batch = replace(batch, importance=weights)
-    held = new.detach()
-    statistics = _statistics(batch, held, entropies.detach(), truncated)
+    detached = new.detach()
+    statistics = _statistics(batch, detached, entropies.detach(), truncated)
     if not callable(loss.kind):
         share, sums = surrogate(loss, new, batch, totals, limit)
         statistics |= sums
@@ -195,21 +198,21 @@ def policy_loss(
 
 
 def mean_over_tokens(totals: Totals) -> float:
-    """Returns the factor of each token in a mean over all tokens of the minibatch."""
+    """Returns the factor that each token gets in a mean over all tokens of the minibatch."""
     return 1 / max(totals.tokens, 1)
 
 
 def mean_over_rollouts(batch: Tokens, totals: Totals) -> Tensor:
-    """Returns the factor of each token, float (T), in a mean over the tokens of each rollout, then over rollouts."""
+    """Returns each token's factor, float (T), in a mean over the tokens of each rollout and then over rollouts."""
     factors = 1 / (batch.rollout_tokens.clamp(min=1).to(batch.proximal.dtype) * max(totals.samples, 1))
     return _spread(factors, batch.offsets)
 
 
 def importance_weights(loss: Loss, batch: Tokens) -> tuple[Tensor, Tensor]:
-    """Returns the weights of proximal over engine, float (T), and whether they are truncated or masked, bool (T).
+    """Returns the weights proximal / engine, float (T), and a mask of truncated or zero weights, bool (T).
 
-    Truncated importance sampling is by Ionides 2008. Yao et al. 2025 apply it between engine and trainer (Your
-    Efficient RL Framework Secretly Brings You Off-Policy RL Training).
+    Truncated importance sampling was introduced by Ionides 2008. Yao et al. 2025 apply it between engine and trainer
+    (Your Efficient RL Framework Secretly Brings You Off-Policy RL Training).
 
     Args:
         loss: ``importance`` and ``truncate`` are used.
@@ -233,12 +236,12 @@ def importance_weights(loss: Loss, batch: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:
-    """Returns the |log ratio| from which M2PO masks tokens, so that the mean square of the others is below
-    ``threshold``.
+    """Returns M2PO's limit: tokens with at least this |log ratio| are masked, so that the mean square of the rest is
+    below ``threshold``.
 
     The ratios are proximal over engine. They are known before the first gradient, so one limit holds for the whole
-    minibatch, no matter how it is divided. AReaL applies a limit to each part (00d07c0, ``_apply_m2po_masking``). As in
-    the authors' code (Infini-AI-Lab/M2PO, 4514ce2), only tokens whose ratio moved towards PPO's clip count.
+    minibatch, no matter how it is divided. AReaL computes a limit for each part (00d07c0, ``_apply_m2po_masking``). As
+    in the authors' code (Infini-AI-Lab/M2PO, 4514ce2), only tokens whose ratio moved towards PPO's clip count.
 
     Args:
         batches: all micro-batches of the minibatch on all ranks.
@@ -255,7 +258,7 @@ def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:
 
 
 def add(first: Statistics, second: Statistics) -> Statistics:
-    """Combines the statistics of two micro-batches. Either may lack statistics of the other."""
+    """Combines the statistics of two micro-batches. A name may be missing from one of them."""
     both = {
         name: torch.maximum(first[name], second[name]) if name in MAXIMA else first[name] + second[name]
         for name in first.keys() & second.keys()
@@ -266,15 +269,21 @@ def add(first: Statistics, second: Statistics) -> Statistics:
 def report(statistics: Statistics) -> dict[str, float]:
     """Converts sums over micro-batches and ranks to metrics.
 
-    ``loss`` is the minimised loss without the entropy bonus. Means over tokens: ``entropy``; ``clipped`` (share without
-    a gradient, or for CISPO with a bounded weight), split into ``clipped_low`` and ``clipped_high``; ``kl`` (proximal
-    to new) and ``engine_kl`` (engine to proximal), by the estimator k3 of Schulman 2020
-    (joschu.net/blog/kl-approx.html); ``mismatch`` (|log engine − log proximal|); ``importance`` (the weights used) and
-    ``truncated`` (share at the cap, or with weight 0); the sums of a user's loss, as ``loss/NAME``. ``effective`` is
-    the effective sample size of the weights new / engine, as a share of the tokens. The maxima follow.
+    Means over tokens are ``entropy``, ``clipped``, ``kl``, ``engine_kl``, ``mismatch``, ``importance``, ``truncated``
+    and the sums of a user's loss, as ``loss/NAME``.
 
-    Tokens without advantage that were in no micro-batch are in none of these figures. Without any token, the report is
-    empty.
+    - ``loss``: the minimised loss without the entropy bonus.
+    - ``clipped``: share of tokens without a gradient, or for CISPO with a bounded weight. It is split into
+      ``clipped_low`` and ``clipped_high``.
+    - ``kl``, ``engine_kl``: KL from proximal to new and from engine to proximal, by the estimator k3 of Schulman 2020
+      (joschu.net/blog/kl-approx.html).
+    - ``mismatch``: |log engine − log proximal|.
+    - ``importance``: the importance weights used.
+    - ``truncated``: share of tokens whose importance weight is at the cap or 0.
+    - ``effective``: effective sample size of the weights new / engine, as a share of the tokens.
+    - the maxima in :data:`MAXIMA`.
+
+    Tokens without advantage that were in no micro-batch are not included. If there were no tokens, the report is empty.
     """
     sums = {name: float(value) for name, value in statistics.items()}
     if not (tokens := sums.get("tokens", 0.0)):
@@ -301,10 +310,10 @@ def sampling(statistics: Statistics) -> dict[str, float]:
         statistics: sums over tokens on which the policy has not been trained yet.
 
     Returns:
-        ``sampling_z``, the sum of d in standard deviations. It is positive if likely tokens are too frequent, as at a
-        lower temperature or with top-p. ``sampling_temperature``, the temperature that would explain the mean of d, as
-        a multiple of the policy's. It is a first-order estimate: the derivative of the expected log-probability with
-        respect to the inverse temperature is the variance of the log-probability.
+        ``sampling_z``, the sum of d in standard deviations. It is positive if likely tokens are too frequent, for
+        example because of a lower temperature or top-p. ``sampling_temperature``, the temperature that would explain
+        the mean of d, as a multiple of the policy's. It is a first-order estimate: the derivative of the expected
+        log-probability with respect to the inverse temperature is the variance of the log-probability.
     """
     sums = {name: float(statistics[name]) for name in ("tokens", "surplus", "surplus_squares") if name in statistics}
     tokens, surplus, squares = sums.get("tokens", 0.0), sums.get("surplus", 0.0), sums.get("surplus_squares", 0.0)
@@ -322,7 +331,7 @@ _MEANS = ("entropy", "clipped_low", "clipped_high", "kl", "engine_kl", "mismatch
 
 
 def _sums(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sums values (T) per sequence (S). Unlike ``index_add``, it adds in token order on every device."""
+    """Sums values (T) per sequence (S). Unlike ``index_add``, adds them in token order on every device."""
     return torch.segment_reduce(values, "sum", offsets=offsets, initial=0)
 
 
@@ -332,21 +341,21 @@ def _spread(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _zeroed(mask: Tensor, values: Tensor) -> Tensor:
-    """Returns values with 0 for masked tokens."""
+    """Returns a copy of values with 0 for masked tokens."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
 def surrogate(
     loss: Loss, new: Tensor, batch: Tokens, totals: Totals, limit: float = math.inf
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss of a built-in kind, and the numbers of clipped tokens.
+    """Returns the loss of a built-in kind, and the number of clipped tokens per side.
 
     All kinds have one form: the surrogate's gradient is coefficient × advantage × the gradient of log p. A ratio's
     gradient is the ratio times that of log p, and 0 if clipped. The value is added without gradient.
     """
-    held, advantages = new.detach(), batch.advantages
+    detached, advantages = new.detach(), batch.advantages
     counted = _sums(batch.mask.to(new.dtype), batch.offsets).clamp(min=1)
-    log_ratio = held - batch.proximal
+    log_ratio = detached - batch.proximal
     if loss.kind == "gspo":
         log_ratio = _spread(_sums(log_ratio, batch.offsets) / counted, batch.offsets)
     ratio = log_ratio.exp()
@@ -358,28 +367,28 @@ def surrogate(
         low, high = torch.zeros_like(low), torch.zeros_like(high)
     else:
         if loss.kind == "m2po":
-            far = (held - batch.engine).abs() >= min(limit, MAX_LOG_RATIO)
-            low, high = far & (held < batch.engine), far & (held > batch.engine)
+            far = (detached - batch.engine).abs() >= min(limit, MAX_LOG_RATIO)
+            low, high = far & (detached < batch.engine), far & (detached > batch.engine)
         low, high = low & (advantages < 0), high & (advantages > 0)
         coefficient = torch.where(low | high, torch.zeros_like(ratio), ratio)
     weighted = advantages * batch.importance * batch.weights * _averaging(loss, batch, totals)
     slope = coefficient * weighted
     if loss.kind in ("cispo", "rloo"):
-        value = slope * held
+        value = slope * detached
     elif loss.kind == "m2po":
         value = slope
     else:
         bounded = torch.where(high, torch.full_like(ratio, 1 + loss.clip[1]), ratio)
         value = torch.where(low, torch.full_like(ratio, 1 - loss.clip[0]), bounded) * weighted
-    if loss.kind == "gspo":  # the sequence's ratio depends on each of its tokens alike
+    if loss.kind == "gspo":  # the sequence's ratio depends equally on each of its tokens
         slope = _spread(_sums(slope, batch.offsets) / counted, batch.offsets)
-    share = -(value + slope * (new - held)).sum()
+    share = -(value + slope * (new - detached)).sum()
     clipped = {"clipped_low": low, "clipped_high": high}
     return share, {name: (side & batch.mask).double().sum() for name, side in clipped.items()}
 
 
 def _averaging(loss: Loss, batch: Tokens, totals: Totals) -> Tensor | float:
-    """Returns the factor of each token, as a scalar or (T)."""
+    """Returns each token's factor in the average of the loss kind, as a scalar or of shape (T)."""
     match loss.kind:
         case "grpo" | "gspo":
             return mean_over_rollouts(batch, totals)
@@ -409,13 +418,13 @@ def _checked(function: Any, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
             f"{name}: returned {found} as the loss; expected a floating-point scalar with a gradient to `new`, the sum "
             "of the micro-batch's losses"
         )
-    found_sums = {}
+    converted = {}
     for key, value in sums.items():
         value = torch.as_tensor(value, dtype=torch.float64, device=share.device).detach()
         if value.dim():
             raise ConfigError(f"{name}: sum {key!r} has the shape {tuple(value.shape)}; expected a scalar")
-        found_sums[str(key)] = value
-    return share, found_sums
+        converted[str(key)] = value
+    return share, converted
 
 
 def _check_weights(function: Any, weights: Any, like: Tensor) -> None:
@@ -429,15 +438,15 @@ def _check_weights(function: Any, weights: Any, like: Tensor) -> None:
 
 @torch.no_grad()
 def _statistics(batch: Tokens, new: Tensor, entropies: Tensor, truncated: Tensor) -> Statistics:
-    moved, apart = (new - batch.proximal).double(), (batch.proximal - batch.engine).double()
+    log_ratio, log_weight = (new - batch.proximal).double(), (batch.proximal - batch.engine).double()
     drift = (new - batch.engine).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     surplus = drift * (new + entropies).double()
     sums = {
         "tokens": batch.mask,
         "entropy": entropies,
-        "kl": moved.exp() - 1 - moved,
-        "engine_kl": apart.exp() - 1 - apart,
-        "mismatch": apart.abs(),
+        "kl": log_ratio.exp() - 1 - log_ratio,
+        "engine_kl": log_weight.exp() - 1 - log_weight,
+        "mismatch": log_weight.abs(),
         "importance": batch.importance,
         "truncated": truncated,
         "drift": drift,
@@ -447,6 +456,6 @@ def _statistics(batch: Tokens, new: Tensor, entropies: Tensor, truncated: Tensor
     }
     totals = {name: torch.where(batch.mask, value.double(), 0.0).sum() for name, value in sums.items()}
     nothing = torch.zeros(1, dtype=torch.float64, device=batch.mask.device)  # an empty batch has no maximum
-    totals["mismatch_max"] = torch.cat([nothing, apart.abs()]).max()
-    totals["log_ratio_max"] = torch.cat([nothing, moved.abs()]).max()
+    totals["mismatch_max"] = torch.cat([nothing, log_weight.abs()]).max()
+    totals["log_ratio_max"] = torch.cat([nothing, log_ratio.abs()]).max()
     return totals

@@ -1,4 +1,4 @@
-"""Collects the metrics of a step: seconds per stage and token statistics. Writes them for TensorBoard."""
+"""Collects the metrics of a step, which are seconds per stage and token statistics, and writes them for TensorBoard."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WeightedMean:
         self.add(other.rows, other._sums)
 
     def of_all(self, ranks: ProcessGroup, copies: int = 1) -> WeightedMean:
-        """Combines the statistics of all ranks. Every rank must call it, and gets the result.
+        """Combines the statistics of all ranks. Every rank must call it and gets the same result.
 
         Args:
             ranks: all ranks.

@@ -1,14 +1,14 @@
 """The policy in the trainer: log-probabilities and entropies of the tokens of a packed row.
 
 A row holds several sequences without padding, and each attends only to itself
-(:mod:`~megaflow_hpc.training.trainer.layers`). Models that mix tokens in other ways (convolutions, state spaces)
-would leak one sequence into another. :func:`load` compares a packed row with its single sequences through the model's
-own forward, and refuses a model that gives different results.
+(:mod:`~megaflow_hpc.training.trainer.layers`). Models that mix tokens in other ways, such as convolutions or state
+spaces, would leak one sequence into another. So :func:`load` compares a packed row with its sequences run one by one,
+and rejects a model with different results.
 
-Logits are computed in chunks, for the target tokens only, and again in the backward pass. So the logits of 150,000
-words × 32,768 tokens are never in memory together.
+Logits are computed in chunks, for the target tokens only, and recomputed in the backward pass. So the logits for a
+vocabulary of 150,000 and 32,768 tokens are never in memory together.
 
-Several ranks (``torchrun``) divide parameters and rows as :mod:`~megaflow_hpc.training.trainer.sharding` describes.
+Several ranks (``torchrun``) share parameters and rows as described in :mod:`~megaflow_hpc.training.trainer.sharding`.
 Gradients are summed over ranks, because losses divide by the tokens of all ranks.
 """
 
@@ -40,26 +40,26 @@ from megaflow_hpc.training.trainer.sharding import Grid, SumOverRanks, divide_ad
 CHUNK_LOGITS = 2**26
 """Number of logits in a chunk: 256 MB in float32. The backward pass needs three or four times as much."""
 COLLECTIVE_TIMEOUT_S = 3600.0
-"""Seconds that a rank waits for the others. torch's 10 minutes are less than writing a large version may take."""
+"""Seconds that a rank waits for the others. torch's default of 10 minutes is too short for writing large versions."""
 END_KEY = "megaflow.end"
-"""Key in torch's store. It holds the exit status of all ranks once a rank cannot continue."""
+"""Key in torch's store for the exit status of all ranks, set when a rank cannot continue."""
 END_POLL_S = 1.0
-"""Seconds between two polls for this key."""
+"""Seconds between polls for :data:`END_KEY`."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PACKING_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Maximum mean difference of log-probabilities between packed and single sequences. It is large for bfloat16, which
-rounds logits around 16 by 0.06."""
+"""Maximum mean difference of log-probabilities between packed and single sequences. The bfloat16 limit is large because
+bfloat16 rounds logits around 16 by 0.06."""
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes that train one policy, from the perspective of one of them."""
+    """The ranks that train one policy, as seen from one of them."""
 
     rank: int = 0
     count: int = 1
     device: Any = torch.device("cpu")  # noqa: RUF009
     background: Any = None
-    """torch's group of the same processes for threads, on CPUs. ``None`` for a single process."""
+    """torch process group of the same ranks on CPUs, for background threads. ``None`` for a single process."""
     watch: EndWatch | None = None
     """Ends this process when another rank has ended. ``None`` for a single process."""
 
@@ -97,7 +97,8 @@ class ProcessGroup:
         _exit(status if self.watch is None else self.watch.tell(status))
 
     def leave(self) -> None:
-        """Waits for all ranks, then leaves the group. A rank that exits without this would bring down the others."""
+        """Waits for all ranks, then leaves the group. A rank that exits without this call would bring down the
+        others."""
         if self.count > 1:
             dist.barrier()
             if self.watch is not None:
@@ -111,7 +112,7 @@ class EndWatch(threading.Thread):
     Collective operations need all ranks, and some wait forever for a missing rank.
 
     Args:
-        store: torch's store, through which the ranks exchange keys.
+        store: torch's key-value store, which all ranks share.
     """
 
     def __init__(self, store: Any) -> None:
@@ -127,7 +128,7 @@ class EndWatch(threading.Thread):
                 return
 
     def tell(self, status: int) -> int:
-        """Makes all ranks end. Returns the exit status, which the first failing rank sets."""
+        """Makes all ranks end. Returns their exit status, which is that of the first failing rank."""
         return int(self._store.compare_set(END_KEY, "", str(status)))
 
     def leave(self) -> None:
@@ -139,10 +140,10 @@ class EndWatch(threading.Thread):
 def join() -> ProcessGroup:
     """Joins the ranks that torchrun started (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``). A single rank opens no port.
 
-    If ``MEGAFLOW_TRAINER_STORE`` is set, the ranks meet at this URL, in the format of ``init_process_group``. torch's
-    own store listens on every address of a node; ranks on one node can use a file instead.
+    If ``MEGAFLOW_TRAINER_STORE`` is set, it is the URL at which the ranks meet, as for ``init_process_group``. torch's
+    default store listens on all addresses of a node. Ranks on one node can use a file instead.
     """
-    here, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -151,11 +152,11 @@ def join() -> ProcessGroup:
         backend = "nccl" if device.type == "cuda" else "gloo"
         store = os.environ.get("MEGAFLOW_TRAINER_STORE")
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        dist.init_process_group(backend, store, rank=here, world_size=count, timeout=timeout)
+        dist.init_process_group(backend, store, rank=rank, world_size=count, timeout=timeout)
         watch = EndWatch(dist.distributed_c10d._get_default_store())
         watch.start()
-        return ProcessGroup(here, count, device, dist.new_group(backend="gloo", timeout=timeout), watch)
-    return ProcessGroup(here, count, device)
+        return ProcessGroup(rank, count, device, dist.new_group(backend="gloo", timeout=timeout), watch)
+    return ProcessGroup(rank, count, device)
 
 
 def _exit(status: int) -> NoReturn:
@@ -167,7 +168,7 @@ def _exit(status: int) -> NoReturn:
 def row_of(sequences: Sequence[tuple[Any, Any]], device: Any) -> tuple[Any, Any, list[int], Any]:
     """Returns the inputs of :meth:`PolicyModel.forward` for a row of sequences.
 
-    Without any sequence, the row is a single token to ignore, because every rank must take part in a pass.
+    If there are no sequences, the row is a single token to ignore, because every rank must take part in a pass.
 
     Args:
         sequences: tokens of each sequence, and the indices of its target tokens.
@@ -189,7 +190,7 @@ def row_of(sequences: Sequence[tuple[Any, Any]], device: Any) -> tuple[Any, Any,
 
 
 class PolicyModel(torch.nn.Module):
-    """A causal language model over packed rows; created by :func:`load`.
+    """A causal language model that processes packed rows. Created by :func:`load`.
 
     Attributes:
         causal: the transformers model, with LoRA layers if configured.
@@ -220,24 +221,24 @@ class PolicyModel(torch.nn.Module):
 
     @property
     def routing(self) -> tuple[int, int, int] | None:
-        """Layers, experts per token, and experts; ``None`` if the model is not a mixture of experts."""
+        """Number of layers, of experts per token, and of experts; ``None`` if the model is not a mixture of experts."""
         return self.router.shape
 
     def forward(
         self, tokens: Any, positions: Any, offsets: Sequence[int], where: Any, experts: Any = None
     ) -> tuple[Any, Any]:
-        """Returns log-probabilities and entropies, each float32 (T), 0 for all but the target tokens.
+        """Returns log-probabilities and entropies, each float32 (T); 0 except for the target tokens.
 
         Args:
             tokens: int64 (T), the concatenated sequences.
             positions: int64 (T), from 0 in each sequence.
             offsets: (S + 1), start of each sequence.
             where: int64 (N), indices of the target tokens. The first token of a sequence cannot be a target.
-            experts: int16 (T, layers, experts per token), which routers must choose; -1 where they choose themselves.
+            experts: int16 (T, layers, experts per token), experts that the routers must use; -1 lets the router choose.
         """
         lengths = [end - begin for begin, end in pairwise(offsets)]
         total, begin, mine = len(tokens), 0, where
-        if self.context is not None:  # this rank's part of the row; the last one ends with tokens to ignore
+        if self.context is not None:  # this rank's part of the row, which is padded with ignored tokens
             size = -(-total // dist.get_world_size(self.context))
             begin = size * dist.get_rank(self.context)
             missing = size * dist.get_world_size(self.context) - total
@@ -272,7 +273,7 @@ class PolicyModel(torch.nn.Module):
         return logprobs, entropies
 
     def _score(self, hidden: Any, tokens: Any) -> tuple[Any, Any]:
-        """Returns the log-probabilities of ``tokens`` (n) given ``hidden`` (n, H), and the entropies of the
+        """Returns the log-probabilities of ``tokens`` (n) given ``hidden`` (n, H), and the entropies of their
         distributions."""
         logits = self.causal.get_output_embeddings()(hidden).float()
         config = self.causal.config
@@ -288,18 +289,19 @@ class PolicyModel(torch.nn.Module):
         return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
 
     def shares(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns tensors that are named and divided like the parameters as shares of whole ones, not copied."""
+        """Returns ``tensors``, named and sharded like the parameters, as shares of unsharded tensors. Does not copy
+        them."""
         return dict(tensors)
 
     def logprobs_alone(self, tokens: Any) -> Any:
-        """Returns the log-probabilities (T - 1) of all tokens of one sequence (T) but the first, by the model's own
-        forward and head."""
+        """Returns the log-probabilities (T - 1) of a sequence's tokens (T) except the first, by the model's own forward
+        method and head."""
         logits = self.causal(input_ids=tokens[None], use_cache=False).logits[0].float()
         return torch.log_softmax(logits[:-1], -1).gather(-1, tokens[1:, None])[:, 0]
 
 
 Reader = Callable[[Path, str, ProcessGroup, Layout], PolicyModel]
-"""Reads this rank's share of the model in a directory, for a dtype and a layout of the ranks."""
+"""Function that loads this rank's share of a model, given the directory, dtype, ranks and layout."""
 
 
 def load(
@@ -312,23 +314,23 @@ def load(
     parallel: Mapping[str, int] | None = None,
     read: Reader | None = None,
 ) -> PolicyModel:
-    """Loads a causal language model from a Hugging Face directory, never from the network, onto the ranks' devices.
+    """Loads a causal language model from a Hugging Face directory onto the ranks' devices. Never uses the network.
 
     Each rank reads only its own share of the parameters. All ranks must call it.
 
     Args:
         path: the directory.
         dtype: ``float32`` or ``bfloat16`` for computing. The optimizer keeps trained parameters in float32.
-        ranks: all ranks; by default, a single one on the CPU.
+        ranks: all ranks; by default, a single rank on the CPU.
         lora: ``rank``, ``alpha`` and ``targets`` (module names, or ``all-linear``), as in the campaign file. Needs
             peft.
-        recompute: compute layers again in the backward pass instead of keeping their results.
+        recompute: recompute layers in the backward pass instead of storing their activations.
         parallel: ``replicas``, ``context``, ``tensor`` and ``expert``, as in the campaign file.
-        read: creates and divides the model. By default, transformers creates it and this package divides it.
+        read: creates and shards the model. By default, transformers creates it and this package shards it.
 
     Raises:
-        ConfigError: the directory is not a model, peft is missing, the model cannot be divided as ``parallel`` says,
-            or its sequences cannot be packed.
+        ConfigError: the directory is not a model, peft is missing, the model cannot be divided according to
+            ``parallel``, or its sequences cannot be packed.
     """
     from transformers.utils.logging import disable_progress_bar  # type: ignore[import-not-found]
 
@@ -343,7 +345,7 @@ def load(
     layout = Layout(ranks.count, **(parallel or {}))
     policy = (read or _read)(source, dtype, ranks, layout)
     causal = policy.causal
-    causal.requires_grad_(lora is None)  # now, because FSDP decides in the first pass which gradients it adds up
+    causal.requires_grad_(lora is None)  # before the first pass, in which FSDP decides which gradients it adds up
     for module in causal.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the engine samples without dropout
@@ -404,7 +406,7 @@ def _read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Poli
 
 @torch.no_grad()
 def _copy(causal: Any) -> None:
-    """Copies parameters that are mapped to the model's files, because another process may replace a file."""
+    """Copies parameters that are memory-mapped to the model's files, because another process may replace a file."""
     copies: dict[int, Any] = {}
     for module in causal.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -421,8 +423,8 @@ def _row(words: int, device: Any) -> tuple[Any, list[int]]:
 
 @torch.no_grad()
 def _alone(policy: PolicyModel, device: Any) -> Any:
-    """Returns the log-probabilities of :func:`_row`. Each sequence passes alone through the model's own forward and
-    head. With several ranks, each layer is gathered while it computes, and never the whole model."""
+    """Returns the log-probabilities of :func:`_row`. Runs each sequence separately through the model's own forward
+    method and head. With several ranks, gathers one layer at a time, never the whole model."""
     tokens, offsets = _row(policy.words, device)
     policy.eval()
     return torch.cat([policy.logprobs_alone(tokens[begin:end]) for begin, end in pairwise(offsets)])
@@ -456,7 +458,7 @@ def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
         r=int(lora["rank"]),
         lora_alpha=float(lora["alpha"]),
         target_modules="all-linear" if every else list(lora["targets"]),
-        # Experts are one parameter of three dimensions, and no linear modules.
+        # Fused experts are three-dimensional parameters, not linear modules.
         target_parameters=sorted(name for name, p in causal.named_parameters() if p.ndim == 3) if every else None,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
@@ -468,7 +470,8 @@ def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _whole_shapes(causal: Any) -> Iterator[None]:
-    """Replaces divided parameters by placeholders of their whole shapes, from which peft derives those of adapters."""
+    """Replaces sharded parameters with placeholders of unsharded shape, from which peft derives the shapes of
+    adapters."""
     divided = [
         (module, name, parameter)
         for module in causal.modules()

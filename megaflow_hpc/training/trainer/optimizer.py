@@ -1,8 +1,8 @@
 """AdamW over float32 copies of the trained parameters, with a clipped gradient norm.
 
-Parameters in bfloat16 would lose most updates: at a learning rate of 1e-6, an update is far below half a unit in the
-last place of a typical weight. So the optimizer keeps float32 *masters* and accumulates gradients in them. The model's
-parameters are rounded copies of the masters. Parameters in float32 are their own masters.
+Parameters in bfloat16 would lose most updates: at a learning rate of 1e-6, an update is far smaller than half a unit in
+the last place of a typical weight. So the optimizer keeps float32 *masters* and accumulates gradients in them. The
+model's parameters are rounded copies of the masters. float32 parameters are their own masters.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megaflow_hpc.training.trainer.model import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""``mallopt`` options (malloc.h): the free heap size above which memory is returned, and the number of mapped
-blocks."""
+"""``mallopt`` options (malloc.h): free heap size above which malloc returns memory to the kernel, and maximum number of
+memory-mapped blocks."""
 
 
 class Optimizer:
-    """AdamW for the trained parameters of a policy.
+    """Runs AdamW on the trained parameters of a policy.
 
     Args:
         policy: the policy.
         lr, betas, eps, weight_decay: parameters of AdamW.
-        clip_norm: maximum norm of the whole gradient over all ranks; ``None`` disables clipping.
-        offload: keep masters, moments and gradients in the memory of the node, and compute the step there.
+        clip_norm: maximum norm of the gradient over all parameters and ranks; ``None`` disables clipping.
+        offload: keep masters, moments and gradients in host memory, and compute the optimizer step on the CPU.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Optimizer:
             self.masters[name] = master
         if not self.masters:
             raise ConfigError("the model has no parameter to train")
-        groups: dict[Any, list[Any]] = {}  # torch computes with lists of tensors that are divided over one mesh only
+        groups: dict[Any, list[Any]] = {}  # torch's foreach kernels need tensors that are sharded over the same mesh
         for master in self.masters.values():
             groups.setdefault(getattr(master, "device_mesh", None), []).append(master)
         # A fused step needs no temporary copies: 18 bytes a parameter instead of 22.
@@ -93,14 +93,14 @@ class Optimizer:
             self.clear()
 
     def clear(self) -> None:
-        """Drops the accumulated gradients."""
+        """Discards the accumulated gradients."""
         self._reduced = False
         self.adamw.zero_grad(set_to_none=True)
         self.policy.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sums the gradients of adapters, which every rank holds whole, over all ranks. FSDP sums all others.
+        """Sums the gradients of adapters over all ranks. FSDP sums the gradients of the parameters that it shards.
 
         :meth:`step` calls it. Further calls before the next step do nothing.
         """
@@ -121,7 +121,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _norm(self) -> float:
-        """Returns the norm of the whole gradient. Parameters may be divided over different meshes."""
+        """Returns the norm of the gradient over all ranks. Parameters may be sharded over different meshes."""
         ranks = self.policy.ranks
         norms = torch.stack(torch._foreach_norm(self._gradients())).to("cpu", torch.float64)
         holders = torch.tensor([ranks.count / _shares(whole) for whole in self.policy.shares(self.masters).values()])
@@ -132,7 +132,7 @@ class Optimizer:
 
     @torch.no_grad()
     def to(self, device: Any) -> None:
-        """Moves the policy, masters and moments to a device. Each rank moves its own shard. Gradients are dropped."""
+        """Moves the policy, masters and moments to a device. Each rank moves its own shard. Gradients are discarded."""
         _keep_memory()
         self.policy.to(device)
         if not self._offload:
@@ -168,7 +168,7 @@ class Optimizer:
         return {f"{kind}.{name}": shares[kind][name] for name in self.masters for kind in shares}
 
     def _state(self, master: Any) -> dict[str, Any]:
-        """Returns AdamW's state of a parameter. Before the first step, it creates the state as AdamW would."""
+        """Returns AdamW's state of a parameter. Before the first step, creates the state as AdamW would."""
         state: dict[str, Any] = self.adamw.state[master]
         if not state:
             state.update(
@@ -191,7 +191,7 @@ def _shares(tensor: Any) -> int:
 
 
 class _MasterGradient:
-    """Moves the gradient of a rounded parameter to its master copy."""
+    """Gradient hook that adds a rounded parameter's gradient to that of its float32 master."""
 
     def __init__(self, master: Any) -> None:
         self._master = master
@@ -204,9 +204,9 @@ class _MasterGradient:
 
 @cache
 def _keep_memory() -> None:
-    """Makes malloc keep freed memory for tensors that are later moved from GPUs.
+    """Makes malloc keep freed memory for tensors that are moved from GPUs later.
 
-    The kernel zeroes new pages first. Moving 4.3 GB from an H200 took 2.7 s with new pages and 0.4 s with kept ones.
+    The kernel must zero new pages first. Moving 4.3 GB from an H200 took 2.7 s with new pages and 0.4 s with kept ones.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""Tries the functions of a section ``training`` on small examples, to check that they keep their contracts.
+"""Checks that the user functions of a section ``training`` keep their contracts, by calling them on small examples.
 
 Planning runs :func:`main` in the trainer's interpreter. It reads ``{"training": {…}, "beside": DIR}`` as JSON on
 standard input and writes ``{"errors": {KEY: [ERROR, LACKS]}, "digests": {MODULE: DIGEST}, "code": [NAME…]}``. ``LACKS``
@@ -33,7 +33,7 @@ from megaflow_hpc.types import Rollout
 
 
 def check(training: TrainingConfig) -> None:
-    """Tries every function.
+    """Calls every user function on an example.
 
     Raises:
         Mistakes: a function cannot be imported or called, or breaks its contract.
@@ -43,7 +43,7 @@ def check(training: TrainingConfig) -> None:
 
 
 def failed(training: TrainingConfig) -> dict[str, tuple[str, bool]]:
-    """Returns key → error, and whether a library is missing, for each function that fails."""
+    """Returns the error of each function that fails, and whether a library is missing, by the function's key."""
     failures = {}
     for key, method in methods_of(training).items():
         try:
@@ -84,7 +84,7 @@ def _score(method: Method, policy: PolicyTraining) -> None:
 
 
 def _stored(sample: Sample) -> StoredRollout:
-    """Returns a rollout with the tokens and turns of a sample."""
+    """Returns a stored rollout that matches a sample's tokens and turns."""
     sequences = [TokenSequence("default") for _ in range(sample.sequences)]
     for sequence in sequences:
         sequence.tokens.extend(range(sample.longest))
@@ -149,13 +149,13 @@ def _try_loss(loss: Any, method: Method, policy: PolicyTraining) -> None:
 
 
 class Example:
-    """Totals of the minibatch on which losses are tried."""
+    """Totals of the minibatch with which losses are tried."""
 
     tokens, sequences, samples = 5, 2, 2
 
 
 def _column(method: Method, policy: PolicyTraining) -> None:
-    """Checks only the arguments of a column's function, because calling it may need models or a server."""
+    """Checks only the arguments of a column function, because a call may need models or a server."""
     function = resolve(method)
     try:
         inspect.signature(function).bind([], None)
@@ -171,11 +171,11 @@ OF_POLICY: dict[str, Callable[[Method, PolicyTraining], None]] = {
     "importance": _importance,
     "columns": _column,
 }
-"""First part of a policy's key → function that tries the method."""
+"""Functions that check a user function, by the first part of its key in a policy's settings."""
 
 
 def scheduled(method: Method, step: int, steps: int, lr: float, metrics: dict[str, float]) -> float:
-    """Calls a function for the learning rate of an update.
+    """Calls a user's function for the learning rate of an update.
 
     It is called as ``function(step, steps, lr, metrics, **args)``: the step from 1, the number of steps,
     ``optimizer.lr`` after warm-up, and the update's metrics as in ``metrics.jsonl``. It returns the rate.
@@ -216,20 +216,20 @@ def _sample(task: str, index: int, reward: float) -> Sample:
 
 
 def main() -> None:
-    """Answers one request from standard input."""
+    """Answers the request on standard input."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     question = json.load(sys.stdin)
     sys.path.insert(0, question["beside"])
     training = resolved(TrainingConfig, question["training"])
     failures = failed(training)
-    found: dict[str, str] = {}
+    recorded: dict[str, str] = {}
     for method in methods_of(training).values():
         try:
-            found |= digests([method])
+            recorded |= digests([method])
         except ConfigError:
             continue  # its error is among the failures
-    json.dump({"errors": failures, "digests": found, "code": code.imported_from(question["beside"])}, answers)
+    json.dump({"errors": failures, "digests": recorded, "code": code.imported_from(question["beside"])}, answers)
     answers.close()
     os._exit(0)  # do not wait for threads that an import started
 

@@ -1,7 +1,7 @@
-"""Losses, importance weights and columns from papers, written like a user's own.
+"""Losses, importance weights and columns from papers, implemented like user functions.
 
 The campaign file names them as ``megaflow_hpc.training.trainer.recipes:NAME``. docs/how-to/methods.md lists them with
-their keys. The formulas use p for the policy that is trained, q for the engine's probabilities and A for the advantage.
+their keys. In the formulas, p is the policy being trained, q the engine's policy and A the advantage.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def kl_to_reference(
     """Adds ``beta`` × KL(policy, reference), averaged over tokens, to a built-in loss.
 
     The KL is estimated as exp(d) − d − 1 with d = log reference − log p (k3: Schulman 2020,
-    joschu.net/blog/kl-approx.html; GRPO, arXiv 2402.03300, equation 4). ``loss`` are fields of :class:`Loss`, such as
+    joschu.net/blog/kl-approx.html; GRPO, arXiv 2402.03300, equation 4). ``loss`` sets fields of :class:`Loss`, such as
     ``kind``.
     """
     share, sums = surrogate(_loss(loss), new, batch, totals)
-    apart = torch.where(batch.mask, batch.columns[column] - new, torch.zeros_like(new))
-    penalty = apart.exp() - apart - 1
+    log_ratio = torch.where(batch.mask, batch.columns[column] - new, torch.zeros_like(new))
+    penalty = log_ratio.exp() - log_ratio - 1
     share = share + beta * (penalty * batch.weights).sum() * mean_over_tokens(totals)
     return share, {**sums, "reference_kl": penalty.sum()}
 
@@ -71,7 +71,7 @@ def decoupled(
     """Computes a built-in loss with ratios relative to a column, not to the policy before the step: PPO-EWMA.
 
     With the column :func:`average`, the objective is that of Hilton et al. 2021, arXiv 2110.00641, section 3: the
-    importance weight is average / engine, and the clipped ratio new / average. ``loss`` are fields of :class:`Loss`.
+    importance weight is average / engine, and the clipped ratio new / average. ``loss`` sets fields of :class:`Loss`.
     """
     return _weighted(_loss(loss), new, replace(batch, proximal=batch.columns[column]), totals)
 
@@ -81,8 +81,8 @@ def exact_old(
 ) -> tuple[Any, dict[str, Any]]:
     """Computes a built-in loss with importance weights relative to a column, not to the engine's probabilities.
 
-    With the column :func:`old`, they correct for the age of the weights alone, not for the engine's arithmetic
-    (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298). ``loss`` are fields of
+    With the column :func:`old`, these weights correct only for the age of the weights, not for the engine's arithmetic
+    (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298). ``loss`` sets fields of
     :class:`Loss`.
     """
     return _weighted(_loss(loss), new, replace(batch, engine=batch.columns[column]), totals)
@@ -96,10 +96,10 @@ def distill(
     Its gradient is that of the reverse KL(policy, teacher) at each sampled token. Rewards are not used (Agarwal et al.
     2024, GKD, arXiv 2306.13649; Lu et al. 2025, On-Policy Distillation, thinkingmachines.ai).
     """
-    apart = torch.where(batch.mask, batch.columns[column] - batch.proximal, torch.zeros_like(new))
+    log_ratio = torch.where(batch.mask, batch.columns[column] - batch.proximal, torch.zeros_like(new))
     ratio = (new - batch.proximal).exp()
     factors = batch.importance * batch.weights * mean_over_tokens(totals)
-    return -(ratio * apart * factors).sum(), {"teacher_kl": -apart.sum()}
+    return -(ratio * log_ratio * factors).sum(), {"teacher_kl": -log_ratio.sum()}
 
 
 def likelihood(new: Any, entropies: Any, batch: Tokens, totals: Totals) -> tuple[Any, dict[str, Any]]:
@@ -112,9 +112,9 @@ def dpo(
 ) -> tuple[Any, dict[str, Any]]:
     """Computes the loss of DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7) for the advantage ``pairs``.
 
-    Its gradient is −``beta`` σ(−``beta`` m) (∇ log p(best) − ∇ log p(worst)), where m is how much more the policy
-    prefers the best rollout than the reference does: the column :func:`pairs`. m is that before the step, so the
-    gradient is exact if a step is one update. Divided by the number of rollouts with tokens.
+    Its gradient is −``beta`` σ(−``beta`` m) (∇ log p(best) − ∇ log p(worst)), where the margin m says how much more the
+    policy prefers the best rollout than the reference does. m is the column :func:`pairs`, computed before the step, so
+    the gradient is exact if a step is one update. The loss is divided by the number of rollouts with tokens.
     """
     slope = beta * torch.sigmoid(-beta * batch.columns[column]) * batch.advantages * batch.weights
     paired = (batch.advantages != 0) & batch.mask
@@ -126,7 +126,7 @@ def _loss(fields: dict[str, Any]) -> Loss:
 
 
 def _weighted(loss: Loss, new: Any, batch: Tokens, totals: Totals) -> tuple[Any, dict[str, Any]]:
-    """Returns a built-in loss with importance weights of the batch as it is now."""
+    """Computes a built-in loss after recomputing the importance weights from the batch."""
     with torch.no_grad():
         batch = replace(batch, importance=importance_weights(loss, batch)[0])
     return surrogate(loss, new, batch, totals)
@@ -147,7 +147,8 @@ def icepop(batch: Tokens, truncate: float, low: float = 0.5) -> Any:
 def geometric(batch: Tokens, truncate: float) -> Any:
     """Gives each sequence one weight: the geometric mean of its tokens' proximal / engine, at most ``truncate``.
 
-    Unlike their product, it does not grow with length. The mean is that of GSPO's ratio (arXiv 2507.18071, equation 7).
+    Unlike the product of the ratios, this weight does not grow with length. GSPO's ratio uses the same mean (arXiv
+    2507.18071, equation 7).
     """
     lengths = batch.offsets.diff()
     owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
@@ -180,13 +181,13 @@ def old(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
 
 
 def pairs(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
-    """Returns, for each token of a pair, how much more the policy prefers the best rollout than the reference does.
+    """Returns the margin of each pair, for each of its tokens: the policy's preference relative to the reference.
 
-    This margin is log p(best) − log p(worst) − log reference(best) + log reference(worst), summed over tokens.
+    The margin is log p(best) − log p(worst) − log reference(best) + log reference(worst), summed over tokens.
     """
-    here, there = models.logprobs(None, sequences), models.logprobs(models.base, sequences)
+    current, frozen_base = models.logprobs(None, sequences), models.logprobs(models.base, sequences)
     margins: dict[int, float] = {}
-    for s, new, frozen in zip(sequences, here, there, strict=True):
+    for s, new, frozen in zip(sequences, current, frozen_base, strict=True):
         gain = float(np.sum(s.advantages * (new.astype(np.float64) - frozen)))
         margins[s.group] = margins.get(s.group, 0.0) + gain
     return [np.full(len(s.tokens), margins[s.group], np.float32) for s in sequences]

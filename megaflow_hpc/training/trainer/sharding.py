@@ -1,4 +1,4 @@
-"""Divides a model and its rows among ranks.
+"""Divides a model and its input rows among ranks.
 
 The ranks form one grid (:mod:`~megaflow_hpc.training.layout`). ``tensor`` ranks divide each layer's heads and features,
 by transformers' plan for the model. ``context`` ranks divide the tokens of a row
@@ -7,7 +7,8 @@ and ``replicas`` store a share of each parameter (FSDP2); ``replicas`` store the
 within a node and gradients cross nodes once (HSDP). ``expert`` ranks, which follow each other, store different experts
 of each layer, and tokens travel to them (transformers' token dispatch).
 
-Placeholders on torch's meta device are divided first. Then each rank reads only its own slices of the safetensors.
+The model is divided while its parameters are placeholders on torch's meta device. Then each rank reads only its own
+slices of the safetensors files.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.layout import Layout
 
 PARTIAL_NORM = "replicated_with_grad_allreduce"
-"""transformers' style for weights that every rank holds whole but applies only to its own heads."""
+"""transformers' parallel style for weights that every rank holds in full, but applies only to its own heads."""
 COLUMNS, ROWS, WHOLE = "colwise", "rowwise", ""
-"""transformers' styles for linear layers that divide their outputs or inputs, and an empty style for layers that every
-rank computes whole."""
+"""transformers' parallel styles for linear layers whose outputs or inputs are divided, and an empty style for layers
+that every rank computes in full."""
 PACKED = ("packed_colwise", "packed_rowwise")
-"""transformers' styles for several matrices in one. Their shares are not contiguous, so checkpoints cannot be read
-with another layout."""
+"""transformers' parallel styles for several matrices in one parameter. Their shares are not contiguous, so checkpoints
+cannot be read with another layout."""
 
 
 class Grid:
-    """The process groups of a layout. All ranks must create it.
+    """Creates the process groups of a layout. All ranks must create a grid.
 
     Attributes:
         context: process group of the ranks that share a row, or ``None``.
@@ -57,7 +58,7 @@ class Grid:
             self.context = rows["context"].get_group()
 
     def shard(self, policy: torch.nn.Module, causal: Any) -> None:
-        """Divides the parameters of ``causal``, a part of ``policy``. They may be placeholders.
+        """Divides the parameters of ``causal``, which is a submodule of ``policy``. The parameters may be placeholders.
 
         Raises:
             ConfigError: transformers cannot divide this model according to the layout.
@@ -69,7 +70,8 @@ class Grid:
             self._fully_shard(policy, causal, expert_modules)
 
     def _split(self, causal: Any) -> list[torch.nn.Module]:
-        """Applies transformers' tensor-parallel and expert-parallel plans. Returns the modules of divided experts."""
+        """Applies transformers' tensor-parallel and expert-parallel plans. Returns the modules whose experts are
+        divided."""
         layout = self.layout
         if layout.tensor == 1 and layout.expert == 1:
             return []
@@ -102,7 +104,7 @@ class Grid:
                 "expert out"
             )
         ends = causal.get_input_embeddings(), causal.get_output_embeddings()
-        if ends[0].weight is ends[1].weight or len(ends[0].weight) % layout.tensor:  # then every rank computes both
+        if ends[0].weight is ends[1].weight or len(ends[0].weight) % layout.tensor:  # every rank computes both
             plan = {name: style for name, style in plan.items() if modules.get(name) not in ends}
         norms = {name for name, pattern in patterns.items() if plan.get(pattern) == PARTIAL_NORM}
         plan = {name: style for name, style in plan.items() if style != PARTIAL_NORM}
@@ -149,7 +151,7 @@ def check_model(layout: Layout, causal: Any) -> None:
     """Checks that a layout can divide a model.
 
     Raises:
-        ConfigError: its heads cannot be divided, or it has no plan for these dimensions.
+        ConfigError: the model's heads cannot be divided, or transformers has no plan for these dimensions.
     """
     kind, config = type(causal).__name__, causal.config.get_text_config()
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
@@ -164,7 +166,7 @@ def check_model(layout: Layout, causal: Any) -> None:
 
 
 def read_sharded(source: Any, shard: Callable[[Any], None], **options: Any) -> Any:
-    """Loads a causal language model from a directory, divided by ``shard`` before any weight is read.
+    """Loads a causal language model from a directory. ``shard`` divides it before any weight is read.
 
     Args:
         source: the directory.
@@ -186,7 +188,7 @@ def read_sharded(source: Any, shard: Callable[[Any], None], **options: Any) -> A
         shard(model)
         return model
 
-    # transformers calls these two when it has made the placeholders. Its own know neither replicas nor context.
+    # transformers calls these hooks once the placeholders exist. Its own hooks support neither replicas nor context.
     hooks = {"prepare_distribute_model": prepare, "maybe_distribute_model": distribute, "__module__": kind.__module__}
     hooked: Any = type(kind.__name__, (kind,), hooks)
     causal = hooked.from_pretrained(
@@ -217,8 +219,8 @@ def _sum_gradients(module: torch.nn.Module, group: Any) -> None:
 def divide_adapters(causal: Any) -> None:
     """Makes the adapters of divided linear layers compute this rank's share.
 
-    Every rank stores the adapters whole, and the gradients of all ranks are added up. So each rank must contribute only
-    its part of them: the part of its outputs or inputs, or an equal part if all ranks compute the same.
+    Every rank stores whole adapters, and the gradients of all ranks are added up. So each rank must contribute only the
+    part of its outputs or inputs, or an equal part if all ranks compute the same.
 
     Raises:
         ConfigError: an adapted layer is divided in another way.
@@ -239,24 +241,24 @@ def divide_adapters(causal: Any) -> None:
 
 def _shares_of(style: str, down: Any, up: Any, group: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Returns the forward passes of an adapter's two matrices on this rank."""
-    place, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
 
-    def mine(matrix: Any, dimension: int) -> Any:
-        return matrix.weight.chunk(size, dimension)[place]
+    def local_part(matrix: Any, dimension: int) -> Any:
+        return matrix.weight.chunk(size, dimension)[rank]
 
-    def same(matrix: Any) -> Any:
+    def equal_part(matrix: Any) -> Any:
         return ScaleGradient.apply(matrix.weight, 1 / size)
 
     linear = torch.nn.functional.linear
     if style == COLUMNS:
-        return lambda x: linear(SumGradients.apply(x, group), down.weight), lambda x: linear(x, mine(up, 0))
+        return lambda x: linear(SumGradients.apply(x, group), down.weight), lambda x: linear(x, local_part(up, 0))
     if style == ROWS:
-        return lambda x: SumOverRanks.apply(linear(x, mine(down, 1)), group), lambda x: linear(x, same(up))
-    return lambda x: linear(x, same(down)), lambda x: linear(x, same(up))
+        return lambda x: SumOverRanks.apply(linear(x, local_part(down, 1)), group), lambda x: linear(x, equal_part(up))
+    return lambda x: linear(x, equal_part(down)), lambda x: linear(x, equal_part(up))
 
 
 class ScaleGradient(torch.autograd.Function):
-    """Passes on a tensor and multiplies its gradient by a number."""
+    """Returns a tensor unchanged in the forward pass. Multiplies its gradient by a factor in the backward pass."""
 
     @staticmethod
     def forward(context: Any, tensor: Any, factor: float) -> Any:
@@ -269,7 +271,7 @@ class ScaleGradient(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sums tensors over all ranks of a group. Every rank must derive the same loss from the sum, so its gradient is
+    """Sums tensors over all ranks of a group. Every rank must derive the same loss from the sum, so the gradient is
     passed back unchanged."""
 
     @staticmethod
@@ -284,7 +286,8 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class SumGradients(torch.autograd.Function):
-    """Passes on a tensor that all ranks of a group hold, and sums the ranks' parts of its gradient."""
+    """Returns a tensor unchanged in the forward pass. Sums its gradient over the ranks of a group in the backward
+    pass."""
 
     @staticmethod
     def forward(context: Any, tensor: Any, group: Any) -> Any:

@@ -2,7 +2,7 @@
 
 VeOmni (ByteDance Seed) creates the model, divides it among the ranks (FSDP2, experts) and reads its weights. Loss,
 optimizer, checkpoints and publishing are those of this package's trainer, and parameters have the same names. So the
-trainer continues from a checkpoint of either kind.
+trainer can continue from a checkpoint of either kind of trainer.
 
 On GPUs, mixtures of experts use its grouped Triton kernel, and norms, activations and rotary embeddings those of
 liger-kernel if that is installed. On CPUs everything is plain PyTorch.
@@ -40,15 +40,15 @@ class VeOmniModel(PolicyModel):
     def __init__(self, causal: Any, source: Path, ranks: ProcessGroup) -> None:
         super().__init__(causal, source, ranks)
         if ranks.count > 1:
-            # The model, and not this module, is the root of FSDP: its hooks gather embeddings, last norm and head.
-            causal.set_reshard_after_forward(True, recurse=False)  # by default it stays gathered until a backward pass
+            # The root of FSDP is the model, not this module: its hooks gather embeddings, last norm and head.
+            causal.set_reshard_after_forward(True, recurse=False)  # the root stays gathered by default
             causal.forward_row = super().forward
             fsdp.register_fsdp_forward_method(causal, "forward_row")
             self.forward = causal.forward_row  # type: ignore[method-assign]
 
     def shares(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns tensors as shares of whole ones. With several groups of experts, VeOmni's parameters are shares of
-        one group's."""
+        """Returns tensors as shares of unsharded tensors. With several expert groups, VeOmni's parameters are shares of
+        one group's tensors."""
         from veomni.checkpoint.dcp_checkpointer import ModelState  # type: ignore[import-not-found]
 
         if not getattr(self.causal, "_fqn2spec_info", None):
@@ -71,7 +71,7 @@ def read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Polic
             f"slurm.trainer.kind: veomni needs VeOmni {VERSION} in the trainer's environment, which has {found}; "
             f"run there: pip install --no-deps veomni=={VERSION}"
         )
-    # Neither a model's own code nor pickled weights are loaded, though VeOmni could.
+    # VeOmni could run a model's own code and load pickled weights; this trainer allows neither.
     if "auto_map" in (source / "config.json").read_text():
         raise ConfigError(f"{source}: its config.json names its own Python code (auto_map), which is not run")
     if not any(source.glob("*.safetensors")):
@@ -92,7 +92,7 @@ def read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Polic
 
 
 def divided(config: Any, source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> VeOmniModel:
-    """Creates a model from transformers' ``config``, divides it, and reads its weights from ``source``.
+    """Creates a model from a transformers ``config``, shards it, and loads its weights from ``source``.
 
     Raises:
         ConfigError: the layout does not suit the model.
@@ -107,7 +107,7 @@ def divided(config: Any, source: Path, dtype: str, ranks: ProcessGroup, layout: 
 
     logging.getLogger("veomni").setLevel(logging.WARNING)
     with torch.device("meta"):
-        plain = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](deepcopy(config))  # it would set its own kernels there
+        plain = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](deepcopy(config))  # the constructor changes its config
     check_model(layout, plain)
     device = ranks.device.type
     kernels = OpsImplementationConfig(**_kernels(device, dtype))
@@ -129,7 +129,7 @@ def divided(config: Any, source: Path, dtype: str, ranks: ProcessGroup, layout: 
             str(source),
             init_device="meta",
             mixed_precision=MixedPrecisionConfig(param_dtype=dtype, reduce_dtype="float32"),
-            enable_gradient_checkpointing=False,  # the trainer switches it on
+            enable_gradient_checkpointing=False,  # the trainer enables it
             broadcast_model_weights_from_rank0=True,
         )
         for module in causal.modules():
@@ -138,7 +138,7 @@ def divided(config: Any, source: Path, dtype: str, ranks: ProcessGroup, layout: 
                 module.set_force_sum_reduction_for_comms(True)
     policy = VeOmniModel(causal, source, ranks)
     policy.context = Grid(layout, device).context if layout.context > 1 else None
-    # VeOmni's classes have no names for files, in which experts are apart.
+    # VeOmni's classes do not map their fused experts to the separate experts in model files.
     causal._weight_conversions = get_model_conversion_mapping(plain, add_legacy=False)
     return policy
 
@@ -156,7 +156,7 @@ def _kernels(device: str, dtype: str) -> dict[str, str]:
     names = ("rms_norm", "swiglu_mlp", "rotary_pos_emb")
     plain = ("cross_entropy_loss", "load_balancing_loss", "rms_norm_gated", "causal_conv1d", "chunk_gated_delta_rule")
     return {
-        "attn_implementation": "sdpa",  # until the trainer sets its own, which packs sequences
+        "attn_implementation": "sdpa",  # replaced by the trainer's own attention over packed rows
         "moe_implementation": "fused_triton" if device == "cuda" and dtype == "bfloat16" else "eager",
         **{f"{name}_implementation": liger for name in names},
         **{f"{name}_implementation": "eager" for name in plain},

@@ -25,9 +25,9 @@ from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.texts import printable
 
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
-"""Endings of files that hold weights. Others are copied from MODEL."""
+"""File name endings of weight files. All other files are copied from MODEL."""
 Example = tuple[list[int], list[int]]
-"""Tokens of a conversation, and the indices of those that the assistant wrote."""
+"""Tokens of a conversation, and the indices of the tokens that the assistant wrote."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,7 +115,7 @@ def examples(model: Path, demonstrations: Path) -> list[Example]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    found: list[Example] = []
+    encoded: list[Example] = []
     for number, line in enumerate(demonstrations.read_text(encoding="utf-8").splitlines(), 1):
         try:
             messages = json.loads(line)["messages"]
@@ -126,20 +126,20 @@ def examples(model: Path, demonstrations: Path) -> list[Example]:
             ) from None
         tokens: list[int] = []
         for index in (i for i, role in enumerate(roles) if role == "assistant"):
-            before, whole = encode(messages[:index], True), encode(messages[: index + 1], False)
-            if whole[: len(before)] != before or len(whole) == len(before) or not before:
+            before, tokens_so_far = encode(messages[:index], True), encode(messages[: index + 1], False)
+            if tokens_so_far[: len(before)] != before or len(tokens_so_far) == len(before) or not before:
                 raise ConfigError(
                     f"{demonstrations}:{number}: message {index}: the chat template of {model} does not add the answer "
                     "to its prompt; leave thoughts out of the demonstrations, or use a template that keeps them"
                 )
-            written = list(range(len(before), len(whole)))
+            written = list(range(len(before), len(tokens_so_far)))
             if tokens and before[: len(tokens)] == tokens:
-                written = found.pop()[1] + written
-            tokens = whole
-            found.append((whole, written))
-    if not found:
+                written = encoded.pop()[1] + written
+            tokens = tokens_so_far
+            encoded.append((tokens_so_far, written))
+    if not encoded:
         raise ConfigError(f"{demonstrations}: has no message of an assistant; there is nothing to learn")
-    return found
+    return encoded
 
 
 def _shuffled(demonstrations: Sequence[Example], size: int, epoch: int) -> Iterator[list[Example]]:
