@@ -71,6 +71,10 @@ class SetupError(SandboxError):
     """A step inside a sandbox failed: a copy in or out, one of the task's scripts, or its health check."""
 
 
+class ServiceError(SandboxError):
+    """A service of a rollout did not become healthy, or ended while the rollout ran."""
+
+
 class UserCodeError(MegaflowError):
     """Python code of a task or an agent failed. The message names the file and line."""
 

@@ -23,6 +23,7 @@ from megaflow_hpc.config.sections import (
     TaskSource,
     as_list,
 )
+from megaflow_hpc.config.services import ServiceConfig, check_services
 from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.config.trained import check_engine, check_trained, trained_model
@@ -66,6 +67,8 @@ class CampaignConfig(Section):
     """Rules for sharing the servers of this engine pool."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """Sandboxes: images, network, limits."""
+    services: dict[str, ServiceConfig] = Field(default_factory=dict)
+    """Programs that run next to the sandboxes of each rollout, by the host name under which sandboxes reach them."""
     slurm: SlurmConfig = SlurmConfig()
     """Resources that jobs request from Slurm."""
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -87,6 +90,12 @@ class CampaignConfig(Section):
         return value
 
     _lists = field_validator("tasks", "agent", mode="before")(as_list)
+
+    @field_validator("services")
+    @classmethod
+    def _services(cls, value: dict[str, ServiceConfig]) -> dict[str, ServiceConfig]:
+        check_services(value)
+        return value
 
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:

@@ -212,7 +212,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
 
     def load(sources: Iterable[TaskSource], key: str) -> list[Task]:
         try:
-            return load_tasks([source.model_dump() for source in sources], base, dockerfiles)
+            return load_tasks([source.model_dump() for source in sources], base, dockerfiles, config.services)
         except ConfigError as error:
             mistakes = error.found if isinstance(error, Mistakes) else [str(error)]
             # Messages about a task's own file already start with its path.

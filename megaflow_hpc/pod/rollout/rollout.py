@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -28,6 +28,8 @@ from megaflow_hpc.agents import create
 from megaflow_hpc.agents.remote import forked
 from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.snapshot import Snapshot
+from megaflow_hpc.environments.sandbox.spec import Reachable, SandboxSpec
 from megaflow_hpc.errors import (
     ConfigError,
     LimitError,
@@ -35,6 +37,7 @@ from megaflow_hpc.errors import (
     MegaflowError,
     ModelServiceError,
     SandboxError,
+    ServiceError,
     UserCodeError,
 )
 from megaflow_hpc.host.process import node_name
@@ -49,6 +52,7 @@ from megaflow_hpc.tasks.digests import check_unchanged
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext
 from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.tasks.sandboxes import verification_context
+from megaflow_hpc.tasks.services import services_of
 from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
 from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectory import Recording, Trajectory, linked
@@ -168,8 +172,8 @@ class AgentRun:
         remaining_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
         recording = Recording()
         raised: UserCodeError | ModelServiceError | None = None
-        # The state of a task that is Python code cannot be saved.
-        resumable = endpoint is not None and hasattr(agent, "resume") and task.kind != "python"
+        # The state of a task that is Python code cannot be saved, nor can that of services.
+        resumable = endpoint is not None and hasattr(agent, "resume") and task.kind != "python" and not task.services
         watching = services.preemption.watching(rollout.id, self._sandbox) if resumable else nullcontext()
         try:
             try:
@@ -313,7 +317,8 @@ async def run_attempt(
             _cancel(services, trajectory, f"preempted: {error}")
         else:
             _end(trajectory, "failed", "sandbox", str(error))
-            ended.cause = "sandbox-start" if isinstance(error, NoSandboxError) else "sandbox-lost"
+            causes = {NoSandboxError: "sandbox-start", ServiceError: "service"}
+            ended.cause = causes.get(type(error), "sandbox-lost")
     except ModelServiceError as error:
         _end(trajectory, "failed", "model", str(error))
     except NoProgramError as error:
@@ -382,50 +387,70 @@ async def _run_in_sandbox(
     context: VerificationContext,
     run_agent: Callable[..., AgentRun],
 ) -> Verdict:
-    """Starts a sandbox, runs the steps of a task in it, and stops it."""
-    with timed(trajectory, "setup_s"):
-        sandbox, resumed = await _start_sandbox(services, sandboxes, task, agent, checkpoint)
-    try:
+    """Starts the task's services and a sandbox, runs the steps of a task in it, and stops all of them."""
+    environment = services.config.environment
+    async with AsyncExitStack() as stack:
+        stack.callback(sandboxes.add_usage, trajectory)
         with timed(trajectory, "setup_s"):
-            if resumed is None:
-                await prepare(task, sandbox)
-            else:
-                checkout.write_note(sandbox, resumed.note)
-        if resumed is not None:
-            resumed.carry_over(trajectory)
-        in_sandbox = run_agent(sandbox, sandboxes, trajectory, resumed)
-        return await run_steps(
-            task,
-            sandbox,
-            context,
-            in_sandbox.run,
-            verdicts=in_sandbox.verdicts,
-            under_way=resumed is not None,
-            verifying=lambda: timed(trajectory, "verify_s"),
-        )
-    finally:
-        try:
-            await sandbox.stop()
-        except Exception as error:  # the verdict stays valid, and the janitor cleans up
-            print(printable(f"{trajectory.id}: {error}"), file=sys.stderr)
-        sandboxes.add_usage(trajectory)
+            beside = services_of(task, services.images, environment, partial(_start, sandboxes))
+            await stack.enter_async_context(beside)
+            sandbox, resumed = await _start_sandbox(services, sandboxes, task, agent, checkpoint, beside.reachable)
+        stack.push_async_callback(_stop, sandbox, trajectory.id)
+
+        async def work() -> Verdict:
+            with timed(trajectory, "setup_s"):
+                if resumed is None:
+                    await prepare(task, sandbox)
+                else:
+                    checkout.write_note(sandbox, resumed.note)
+            if resumed is not None:
+                resumed.carry_over(trajectory)
+            in_sandbox = run_agent(sandbox, sandboxes, trajectory, resumed)
+            return await run_steps(
+                task,
+                sandbox,
+                context,
+                in_sandbox.run,
+                verdicts=in_sandbox.verdicts,
+                under_way=resumed is not None,
+                verifying=lambda: timed(trajectory, "verify_s"),
+            )
+
+        return await beside.guard(work())
+
+
+async def _stop(sandbox: ApptainerSandbox, rollout_id: str) -> None:
+    try:
+        await sandbox.stop()
+    except Exception as error:  # the verdict stays valid, and the janitor cleans up
+        print(printable(f"{rollout_id}: {error}"), file=sys.stderr)
 
 
 async def _start_sandbox(
-    services: Services, sandboxes: Sandboxes, task: Task, agent: AgentConfig, checkpoint: str
+    services: Services,
+    sandboxes: Sandboxes,
+    task: Task,
+    agent: AgentConfig,
+    checkpoint: str,
+    reachable: Reachable | None,
 ) -> tuple[ApptainerSandbox, Checkpoint | None]:
     """Starts a rollout's sandbox, restoring the files of its checkpoint if there is one."""
+    spec = rollout_spec(task, agent, services.images, services.config.environment)
+    spec = replace(spec, services=reachable)
+    resumed = await services.preemption.load(checkpoint)
+    if resumed is not None:
+        try:
+            return await _start(sandboxes, spec, resumed.layer), resumed
+        except NoSandboxError as error:
+            print(printable(f"{error}; the rollout starts anew"), file=sys.stderr)
+        finally:
+            services.preemption.remove(checkpoint)
+    return await _start(sandboxes, spec), None
+
+
+async def _start(sandboxes: Sandboxes, spec: SandboxSpec, kept: Snapshot | None = None) -> ApptainerSandbox:
     try:
-        spec = rollout_spec(task, agent, services.images, services.config.environment)
-        resumed = await services.preemption.load(checkpoint)
-        if resumed is not None:
-            try:
-                return await sandboxes.start(spec, resumed.layer), resumed
-            except SandboxError as error:
-                print(printable(f"{error}; the rollout starts anew"), file=sys.stderr)
-            finally:
-                services.preemption.remove(checkpoint)
-        return await sandboxes.start(spec), None
+        return await sandboxes.start(spec, kept)
     except SandboxError as error:
         raise NoSandboxError(str(error)) from error
     except OSError as error:
