@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from megaflow_hpc.config.sections import SandboxLimits, Section
 from megaflow_hpc.types import HealthCheck, Limits, Service
@@ -16,6 +16,7 @@ RESERVED = ("localhost", "main", "ip6-localhost", "ip6-loopback")
 """Names that no service may have."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+Word = Annotated[str, StringConstraints(strip_whitespace=False)]
 
 
 def words_of(value: Any) -> Any:
@@ -26,7 +27,7 @@ def words_of(value: Any) -> Any:
 class HealthConfig(Section):
     """How to tell that a service is ready. By default, every port must accept connections."""
 
-    command: tuple[str, ...] = ()
+    command: tuple[Word, ...] = ()
     """Command that is run in the service's sandbox and exits with 0 if the service is ready: a list of words, or a
     text for the shell. Default: none; every port must accept connections."""
     interval_s: float = Field(1.0, gt=0)
@@ -45,11 +46,11 @@ class ServiceConfig(Section):
 
     image: str | None = None
     """Image of the service, mapped by ``environment.images`` as those of tasks are. Default: the task's image."""
-    command: tuple[str, ...] = ()
+    command: tuple[Word, ...] = ()
     """Program of the service: a list of words, or a text for the shell. Default: the program of the image."""
     ports: tuple[Port, ...] = ()
     """TCP ports at which sandboxes reach the service. Default: the ports of the image."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[str, Word] = Field(default_factory=dict)
     """Environment variables of the service."""
     workdir: str | None = None
     """Directory in which the program starts. Default: that of the image."""
@@ -63,6 +64,12 @@ class ServiceConfig(Section):
     """Limits of the service's sandbox. Default: those of ``environment.limits``, except ``wall_s``."""
 
     _words = field_validator("command", mode="before")(words_of)
+
+    @model_validator(mode="after")
+    def _of_the_tasks_image(self) -> ServiceConfig:
+        if not self.image and not (self.command and self.ports):
+            raise ValueError("a service without an image has that of the task, and needs command and ports; add them")
+        return self
 
     def service(self, name: str) -> Service:
         """Returns the service in the form of tasks."""

@@ -17,7 +17,8 @@ def add_services(tasks: Sequence[Task], services: Mapping[str, ServiceConfig]) -
     """Returns the tasks with the campaign's services.
 
     Raises:
-        ConfigError: a task has a service of the same name, or has no sandbox that could reach them.
+        ConfigError: a task has a service of the same name, or has no sandbox that could reach them, or
+            :func:`check_ports` rejects the services.
     """
     if not services:
         return list(tasks)
@@ -30,7 +31,9 @@ def add_services(tasks: Sequence[Task], services: Mapping[str, ServiceConfig]) -
             raise ConfigError(
                 f"services.{sorted(both)[0]}: task {task.id} has a service of this name; rename the campaign's"
             )
-        result.append(replace(task, services=(*task.services, *added)))
+        together = (*task.services, *added)
+        check_ports(task.id, together)
+        result.append(replace(task, services=together))
     return result
 
 
