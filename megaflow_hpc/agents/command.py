@@ -51,7 +51,7 @@ class CommandAgent:
     ) -> None:
         if (command is None) == (preset is None):
             raise ConfigError("agent command: args: expected either command (shell text) or preset")
-        self._preset = preset
+        self._preset = preset or ""
         self.binds: tuple[str, ...] = ()
         """Host paths to bind-mount into the sandbox, in Apptainer's syntax."""
         self.env = {str(k): str(v) for k, v in (env or {}).items()}
@@ -74,10 +74,10 @@ class CommandAgent:
             file.write_text(task.instruction)
             os.chmod(file, 0o644)
             await sandbox.upload(str(file), INSTRUCTION)
-            if task.mcp_servers and self._preset in MCP_FILES:
+            if task.mcp_servers and (place := MCP_FILES.get(self._preset)):
                 servers = Path(folder) / "servers"
                 servers.write_text(mcp_text(self._preset, task.mcp_servers))
-                await sandbox.upload(str(servers), f"{HOME_PATH}/{MCP_FILES[self._preset]}")
+                await sandbox.upload(str(servers), f"{HOME_PATH}/{place}")
         variables = {**environment(model), **mcp_variable(task.mcp_servers), **self.env}
         result = await sandbox.exec(self.command, cwd=task.workdir, env=variables, user_input=b"")
         error = ""

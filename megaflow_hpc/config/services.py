@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -44,6 +44,8 @@ class HealthConfig(Section):
 class ServiceConfig(Section):
     """A program that runs next to the sandboxes of each rollout and is reached by its name, which is its key."""
 
+    per: Literal["rollout"] = "rollout"
+    """Scope of the service. Each rollout has a service of its own. Default: ``rollout``, the only choice."""
     image: str | None = None
     """Image of the service, mapped by ``environment.images`` as those of tasks are. Default: the task's image."""
     command: tuple[Word, ...] = ()

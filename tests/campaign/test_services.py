@@ -71,7 +71,7 @@ def test_a_service_that_is_never_healthy_fails_its_rollouts_by_name_and_no_other
         found = {t.task_id: t for t in store}
         assert (found["alone"].status, found["alone"].reward) == ("completed", 1.0)
         failed = found["sick"]
-        assert (failed.status, failed.reward, failed.error_kind, failed.attempt) == ("failed", None, "sandbox", 2)
+        assert (failed.status, failed.error_kind, failed.attempt, failed.rewards) == ("failed", "sandbox", 2, {})
         assert failed.error == (
             "service db: its program ended with exit code 3 before it was healthy; its output ends with: no disk"
         )
@@ -82,6 +82,7 @@ def test_a_service_that_is_never_healthy_fails_its_rollouts_by_name_and_no_other
     [
         ({"Bad": {"image": "base"}}, r"services.*'Bad' must be lower-case"),
         ({"localhost": {"image": "base"}}, "reserved"),
+        ({"a": {"image": "base", "per": "node"}}, r"services\.a\.per 'node': expected 'rollout'"),
         ({"a": {"ports": [70000]}}, r"services\.a\.ports.*of at most 65535"),
         ({"a": {"image": "base", "after": ["b"]}}, "waits for 'b', which is no service; known here: a"),
         (

@@ -127,8 +127,8 @@ class Pod:
         pack = self.scheduling.pack
         if not pack:
             return NOTHING
-        limits = planned.task.get("limits", {})
+        limits = [each.get("limits", {}) for each in (planned.task, *planned.task.get("services", ()))]
         return Demand(
-            float(limits.get("cpus") or 0.0) if "cpus" in pack else 0.0,
-            int(limits.get("memory_mb") or 0) if "memory" in pack else 0,
+            sum(float(each.get("cpus") or 0.0) for each in limits) if "cpus" in pack else 0.0,
+            sum(int(each.get("memory_mb") or 0) for each in limits) if "memory" in pack else 0,
         )
