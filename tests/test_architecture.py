@@ -34,7 +34,7 @@ BUDGETS = {
     "thousand tokens of ledger": 19,
     "thousand tokens of model": 58,
     "thousand tokens of monitor": 11,
-    "thousand tokens of pod": 34,
+    "thousand tokens of pod": 35,
     "thousand tokens of prove": 8,
     "thousand tokens of report": 19,
     "thousand tokens of rundir": 27,
