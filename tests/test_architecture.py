@@ -93,7 +93,7 @@ DOORS: dict[str, str] = {
     "model/engines/scripted": "model",
     "model/gateway": "model model/gateway/dialects rundir",
     "model/gateway/dialects": "model model/gateway",
-    "model/server": "model model/engines rundir ledger",
+    "model/server": "model model/engines environments/sandbox environments/services rundir ledger",
     "agents": "tasks environments/sandbox",
     # Reading trajectories needs nothing that made them. A trainer reads trajectories.
     "trajectories": "trajectories/journal trajectories/reading trajectories/maintenance",
@@ -112,8 +112,8 @@ DOORS: dict[str, str] = {
     "pod": "pod/master rundir",
     "pod/scheduling": "",
     "pod/master": "pod pod/scheduling config rundir rundir/pods ledger trajectories/journal",
-    "pod/rollout": "pod agents tasks config environments environments/sandbox model/gateway trajectories "
-    "trajectories/reading",
+    "pod/rollout": "pod agents tasks config environments environments/sandbox environments/services model/gateway "
+    "rundir trajectories trajectories/reading",
     # Only the rooms below may use Slurm.
     "slurm": "config rundir",
     "monitor": "config ledger rundir rundir/pods",

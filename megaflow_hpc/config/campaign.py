@@ -133,6 +133,15 @@ class CampaignConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _shared_services(self) -> CampaignConfig:
+        shared = [name for name, service in self.services.items() if service.per == "campaign"]
+        if self.services and self.is_pool:
+            raise ValueError("services: an engine pool runs no tasks; leave services out")
+        if shared and self.slurm.together:
+            raise ValueError(f"services.{shared[0]}.per: with slurm.together there is one job; leave together out")
+        return self
+
+    @model_validator(mode="after")
     def _training(self) -> CampaignConfig:
         if self.training:
             policies = {} if self.is_pool else self.policies()

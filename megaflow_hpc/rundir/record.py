@@ -74,6 +74,9 @@ class ServerRecord(msgspec.Struct):
     ``sleep_level`` if the server is part of its trainer's job and sleeps during training steps."""
     held: bool = False
     """True if the element is submitted held. The autoscaler releases it."""
+    service: dict[str, Any] | None = None
+    """The service that this element runs instead of an engine: its fields, its image's file and its sandbox's
+    limits."""
 
 
 class ServerGroup(msgspec.Struct, array_like=True):
@@ -89,6 +92,10 @@ class ServerGroup(msgspec.Struct, array_like=True):
     """Nodes per server."""
     gpu_type: str = ""
     """Slurm's name for the type of the GPUs. Empty if any type will do."""
+    service_cpus: int = 0
+    """CPUs of a service, which runs in the pods' partition. 0 for engines."""
+    service_mb: int | None = None
+    """Memory of a service in MB; ``None`` for Slurm's default."""
 
 
 class PolicyRecord(msgspec.Struct):

@@ -9,6 +9,7 @@ from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.config.services import ServiceConfig
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.environments.services.group import PlannedService, ServiceGroup, Start
+from megaflow_hpc.environments.services.remote import RemoteService, RemoteServices
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Service, Task
 
@@ -53,13 +54,20 @@ def check_ports(task_id: str, services: Sequence[Service]) -> None:
                 )
 
 
-def services_of(task: Task, images: Mapping[str, str], environment: EnvironmentConfig, start: Start) -> ServiceGroup:
+def services_of(
+    task: Task,
+    images: Mapping[str, str],
+    environment: EnvironmentConfig,
+    start: Start,
+    remote: RemoteServices | None = None,
+) -> ServiceGroup:
     """Returns the services of one rollout of a task, not yet started.
 
     Args:
         images: image name in the tasks → SIF file or directory.
         environment: the campaign's ``environment``.
         start: starts a sandbox.
+        remote: the campaign's services that run in jobs of their own. If ``None``, this rollout starts them too.
     """
     default = environment.limits
     planned = []
@@ -79,4 +87,7 @@ def services_of(task: Task, images: Mapping[str, str], environment: EnvironmentC
             nested=environment.nested,
         )
         planned.append(PlannedService(service, spec))
-    return ServiceGroup(planned, start)
+    shared = [service for service in task.services if service.per == "campaign"] if remote is not None else []
+    return ServiceGroup(
+        planned, start, [RemoteService(service.name, service.ports, remote) for service in shared if remote is not None]
+    )

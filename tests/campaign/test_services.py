@@ -77,6 +77,39 @@ def test_a_service_that_is_never_healthy_fails_its_rollouts_by_name_and_no_other
         )
 
 
+COUNTER = """
+import itertools, socket, time
+time.sleep(1)
+server, count = socket.create_server(("0.0.0.0", 7000)), itertools.count()
+while True:
+    peer, _ = server.accept()
+    with peer:
+        if line := peer.makefile("rb").readline():
+            peer.sendall(b"%d\\n" % next(count))
+"""
+
+
+def write_counting(root: Path, base_sif: Path, make_task: Make, pause_s: float = 0.0, **more: Any) -> Path:
+    """Writes a campaign of four rollouts, each of which takes a number from one service of the campaign."""
+    command = f"python3 -c '{ask('counter', 7000, 'x')[2]}' counter 7000 x"
+    make_task(
+        root / "tasks", "count", solution=f"sleep {pause_s}; {command} > answer", test="grep -qE '^[0-9]+$' answer"
+    )
+    counter = {"image": "base", "command": ["python3", "-c", COUNTER], "ports": [7000], "per": "campaign"}
+    return write_campaign(root, base_sif, agent="oracle", samples=4, services={"counter": counter}, **more)
+
+
+def test_one_service_serves_the_whole_campaign(tmp_path: Path, base_sif: Path, make_task: Make) -> None:
+    result, done = run_local(write_counting(tmp_path, base_sif, make_task))
+    assert done.returncode == 0, done.stderr
+    assert set(rows(result["run"]).values()) == {("completed", 1.0)}
+    log = (Path(result["run"]) / "logs" / "server-0-local.log").read_text()
+    assert log.count("serving at https://") == 1, log
+    assert not list((Path(result["run"]) / "endpoints").glob("service*")), "it has left"
+    key = re.findall("[0-9a-f]{64}", log)
+    assert key == [], "no key in a log"
+
+
 @pytest.mark.parametrize(
     ("services", "said"),
     [

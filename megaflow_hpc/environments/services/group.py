@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import Address, SandboxSpec
 from megaflow_hpc.environments.services.forwarding import Dial, Forwarding
+from megaflow_hpc.environments.services.remote import RemoteService
 from megaflow_hpc.environments.services.running import RunningService
 from megaflow_hpc.errors import ServiceError
 from megaflow_hpc.types import Service
@@ -71,15 +72,22 @@ class ServiceGroup:
     Args:
         planned: The services.
         start: Starts a sandbox.
+        remote: Services of the campaign, which run in jobs of their own. Their specifications are not used.
 
     Raises:
         ServiceError: a service did not become healthy.
         SandboxError: a sandbox of a service did not start.
     """
 
-    def __init__(self, planned: Sequence[PlannedService], start: Start) -> None:
+    def __init__(
+        self,
+        planned: Sequence[PlannedService],
+        start: Start,
+        remote: Sequence[RemoteService] = (),
+    ) -> None:
         self._planned = planned
         self._start = start
+        self._remote = {service.name: service for service in remote}
         self.services = [each.service for each in planned]
         net = f"127.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}"
         self.addresses = {service.name: f"{net}.{number}" for number, service in enumerate(self.services, 1)}
@@ -93,6 +101,8 @@ class ServiceGroup:
 
     async def dial(self, name: str, port: int) -> socket.socket:
         """Connects to a port of a service. Raises OSError or SandboxError if that fails."""
+        if name in self._remote:
+            return await self._remote[name].dial(port)
         service = self._running.get(name)
         if service is None:
             raise ConnectionRefusedError(f"service {name} has not started")
@@ -100,8 +110,11 @@ class ServiceGroup:
 
     async def __aenter__(self) -> ServiceGroup:
         try:
+            await asyncio.gather(*(service.begin() for service in self._remote.values()))
             for each in in_order(self._planned):
                 service = each.service
+                if service.name in self._remote:
+                    continue
                 spec = replace(each.spec, services=_View(self, service.name))
                 running = RunningService(service.name, await self._start(spec), service.command)
                 self._running[service.name] = running
@@ -117,6 +130,8 @@ class ServiceGroup:
         await self._stop()
 
     async def _stop(self) -> None:
+        for service in self._remote.values():
+            service.close()
         await asyncio.gather(*(service.stop() for service in self._running.values()), return_exceptions=True)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
@@ -126,17 +141,23 @@ class ServiceGroup:
             ServiceError: a service ended before the work did. A result of the work is then not returned.
         """
         running = asyncio.ensure_future(work)
+        watching = [asyncio.create_task(service.ended()) for service in self._remote.values()]
         try:
-            programs = [service.program for service in self._running.values()]
+            programs = [*watching, *(service.program for service in self._running.values())]
             await asyncio.wait([running, *programs], return_when=asyncio.FIRST_COMPLETED)
             try:
                 await asyncio.gather(*(service.check_alive() for service in self._running.values()))
+                for service in self._remote.values():
+                    if why := await service.problem():
+                        raise ServiceError(f"service {service.name}: {why}, while the rollout ran")
             except ServiceError:
                 if running.done() and not running.cancelled() and running.exception() is not None:
                     await running
                 raise
             return await running
         finally:
+            for task in watching:
+                task.cancel()
             if not running.done():
                 running.cancel()
                 with suppress(BaseException):

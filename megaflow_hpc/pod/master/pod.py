@@ -83,7 +83,7 @@ class Pod:
     samples: Mapping[str, int] = field(default_factory=dict)
     """Policy → number of samples per group, without spare samples."""
     judges: frozenset[str] = frozenset()
-    """Policies that judge rollouts. No rollout starts before their engines answer."""
+    """Policies that judge rollouts, and services of the campaign. No rollout starts before their servers answer."""
     held_out: Collection[str] = ()
     """Tasks that evaluate training. The group rules do not apply to them."""
     room: tuple[float | None, int | None] = (None, None)

@@ -11,6 +11,7 @@ from megaflow_hpc.agents.remote import Zygote
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.quotas import gateways
 from megaflow_hpc.environments import ApptainerProvider
+from megaflow_hpc.environments.services.remote import RemoteServices
 from megaflow_hpc.model.gateway.limits import CallLimits, Quotas
 from megaflow_hpc.model.gateway.replay import Replay
 from megaflow_hpc.model.gateway.server import ModelGateway
@@ -33,6 +34,8 @@ class Services:
     """Runs Python agents in separate processes."""
     checkpoints: Path | None = None
     """Directory for checkpoints. With ``None``, no checkpoints are written."""
+    remote: RemoteServices = field(default_factory=RemoteServices)
+    """The campaign's services that run in jobs of their own."""
 
     def __post_init__(self) -> None:
         max_rank_bytes = MAX_CAMPAIGN_BYTES / gateways(self.config.slurm.pods)

@@ -309,7 +309,7 @@ class Scheduler:
         self.waiting: set[str] = set()
         """Policies whose rollouts must wait, because no engine serves them yet."""
         self.judges: frozenset[str] = frozenset()
-        """Policies that judge rollouts. While one of them waits, no rollout starts."""
+        """Policies that judge rollouts, and services of the campaign. While one of them waits, no rollout starts."""
 
     # --- the queue ---
 
