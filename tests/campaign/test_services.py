@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import re
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.types import AgentResult, HealthCheck, ModelEndpoint, Rollout, Sandbox, Task
 from tests.support.campaigns import Make, cli, rows, run_local
 from tests.support.services import BOUGHT, BUY, ECHO, SHOP_COMPOSE, SHOP_FILES, ask, echo_service, write_compose_task
+from tests.support.waiting import until
 
 
 def write_campaign(root: Path, base_sif: Path, **more: Any) -> Path:
@@ -110,6 +115,30 @@ def test_one_service_serves_the_whole_campaign(tmp_path: Path, base_sif: Path, m
     assert key == [], "no key in a log"
 
 
+def test_a_service_of_the_campaign_that_is_killed_starts_anew_and_no_verdict_is_invented(
+    tmp_path: Path, base_sif: Path, make_task: Make
+) -> None:
+    campaign = write_counting(tmp_path, base_sif, make_task, pause_s=2)
+    marker = f"counter-of-{tmp_path.name}-{os.getpid()}"
+    campaign.write_text(campaign.read_text().replace("time.sleep(1)", f"time.sleep(1)  # {marker}"))
+    with subprocess.Popen(
+        [sys.executable, "-m", "megaflow_hpc", "run", campaign, "--launcher", "local", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as running:
+        until(lambda: list(tmp_path.glob("runs/*/logs/server-0-local.log")), "its server runs")
+        (log,) = tmp_path.glob("runs/*/logs/server-0-local.log")
+        until(lambda: "serving at" in log.read_text(), "the service is healthy")
+        time.sleep(2)
+        for pid in processes_with(marker.encode()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        result = json.loads(running.communicate(timeout=240)[0])
+    assert set(rows(result["run"]).values()) == {("completed", 1.0)}
+    assert log.read_text().count("serving at") == 2
+    assert "its program ended with exit code 137" in log.read_text()
+
+
 @pytest.mark.parametrize(
     ("services", "said"),
     [
@@ -160,11 +189,16 @@ def test_what_an_image_does_not_say_is_refused_when_it_is_known(
 
 def service_pids() -> list[int]:
     """Returns the processes of this test's echo services, as the host sees them."""
-    marker = os.environ["ECHO_MARKER"].encode()
+    return processes_with(os.environ["ECHO_MARKER"].encode())
+
+
+def processes_with(marker: bytes) -> list[int]:
+    """Returns the Python processes whose command line has a text."""
     pids = []
     for name in os.listdir("/proc"):
         try:
-            if name.isdigit() and marker in Path("/proc", name, "cmdline").read_bytes().split(b"\0"):
+            words = Path("/proc", name, "cmdline").read_bytes() if name.isdigit() else b""
+            if marker in words and words.startswith(b"python3"):
                 pids.append(int(name))
         except OSError:
             continue
