@@ -87,8 +87,8 @@ class Service:
     """Dockerfile to build the image from. Empty if the image is used unmodified."""
     base: str = ""
     """Image in the Dockerfile's last ``FROM``."""
-    per: Literal["rollout", "campaign"] = "rollout"
-    """Scope: each rollout has a service of its own, or one job serves the whole campaign."""
+    per: Literal["rollout", "node", "campaign"] = "rollout"
+    """Scope: which rollouts share the service."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Service:

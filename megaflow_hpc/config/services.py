@@ -44,9 +44,9 @@ class HealthConfig(Section):
 class ServiceConfig(Section):
     """A program that runs next to the sandboxes of each rollout and is reached by its name, which is its key."""
 
-    per: Literal["rollout", "campaign"] = "rollout"
-    """Scope of the service. ``rollout``: each rollout has a service of its own. ``campaign``: one Slurm job serves all
-    rollouts, and is requeued. Default: ``rollout``."""
+    per: Literal["rollout", "node", "campaign"] = "rollout"
+    """Scope of the service. ``rollout``: each rollout has a service of its own. ``node``: the campaign's rollouts on a
+    node share one. ``campaign``: one Slurm job serves all rollouts, and is requeued. Default: ``rollout``."""
     image: str | None = None
     """Image of the service, mapped by ``environment.images`` as those of tasks are. Default: the task's image."""
     command: tuple[Word, ...] = ()
@@ -72,8 +72,8 @@ class ServiceConfig(Section):
     def _of_the_tasks_image(self) -> ServiceConfig:
         if not self.image and not (self.command and self.ports):
             raise ValueError("a service without an image has that of the task, and needs command and ports; add them")
-        if self.per == "campaign" and (not self.image or self.after):
-            raise ValueError("a service per campaign needs an image of its own, and waits for no other; name an image")
+        if self.per != "rollout" and (not self.image or self.after):
+            raise ValueError(f"a service per {self.per} needs an image and waits for no other; name image, not after")
         return self
 
     def service(self, name: str) -> Service:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.config.services import ServiceConfig
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
-from megaflow_hpc.environments.services.group import PlannedService, ServiceGroup, Start
+from megaflow_hpc.environments.services.group import ServiceGroup, Start
 from megaflow_hpc.environments.services.remote import RemoteService, RemoteServices
+from megaflow_hpc.environments.services.running import PlannedService
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Service, Task
 
@@ -59,7 +60,7 @@ def services_of(
     images: Mapping[str, str],
     environment: EnvironmentConfig,
     start: Start,
-    remote: RemoteServices | None = None,
+    shared: Mapping[str, RemoteServices] | None = None,
 ) -> ServiceGroup:
     """Returns the services of one rollout of a task, not yet started.
 
@@ -67,7 +68,7 @@ def services_of(
         images: image name in the tasks → SIF file or directory.
         environment: the campaign's ``environment``.
         start: starts a sandbox.
-        remote: the campaign's services that run in jobs of their own. If ``None``, this rollout starts them too.
+        shared: scope → its services, which rollouts share. If ``None``, this rollout starts its own.
     """
     default = environment.limits
     planned = []
@@ -87,7 +88,10 @@ def services_of(
             nested=environment.nested,
         )
         planned.append(PlannedService(service, spec))
-    shared = [service for service in task.services if service.per == "campaign"] if remote is not None else []
-    return ServiceGroup(
-        planned, start, [RemoteService(service.name, service.ports, remote) for service in shared if remote is not None]
-    )
+    remote = []
+    for each in planned:
+        service = each.service
+        if shared is not None and service.per in shared:
+            shared[service.per].prepare(each)
+            remote.append(RemoteService(service.name, service.ports, shared[service.per]))
+    return ServiceGroup(planned, start, remote)

@@ -22,6 +22,7 @@ import yaml
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
 from megaflow_hpc.environments import ApptainerProvider
+from megaflow_hpc.environments.sandbox.scratch import default_scratch
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.rollout import AttemptResult, run_attempt
@@ -94,13 +95,15 @@ while True:
 """
 
 
-def write_counting(root: Path, base_sif: Path, make_task: Make, pause_s: float = 0.0, **more: Any) -> Path:
-    """Writes a campaign of four rollouts, each of which takes a number from one service of the campaign."""
+def write_counting(
+    root: Path, base_sif: Path, make_task: Make, pause_s: float = 0.0, per: str = "campaign", **more: Any
+) -> Path:
+    """Writes a campaign of four rollouts, each of which takes a number from one service that they share."""
     command = f"python3 -c '{ask('counter', 7000, 'x')[2]}' counter 7000 x"
     make_task(
         root / "tasks", "count", solution=f"sleep {pause_s}; {command} > answer", test="grep -qE '^[0-9]+$' answer"
     )
-    counter = {"image": "base", "command": ["python3", "-c", COUNTER], "ports": [7000], "per": "campaign"}
+    counter = {"image": "base", "command": ["python3", "-c", COUNTER], "ports": [7000], "per": per}
     return write_campaign(root, base_sif, agent="oracle", samples=4, services={"counter": counter}, **more)
 
 
@@ -113,6 +116,22 @@ def test_one_service_serves_the_whole_campaign(tmp_path: Path, base_sif: Path, m
     assert not list((Path(result["run"]) / "endpoints").glob("service*")), "it has left"
     key = re.findall("[0-9a-f]{64}", log)
     assert key == [], "no key in a log"
+
+
+def test_the_ranks_of_a_node_share_a_service(tmp_path: Path, base_sif: Path, make_task: Make) -> None:
+    """Each rollout stores its number. None is there twice, so one service has given them all."""
+    campaign = write_counting(tmp_path, base_sif, make_task, pause_s=1, per="node")
+    task = tmp_path / "tasks" / "count" / "task.toml"
+    task.write_text('artifacts = ["answer"]\n' + task.read_text())
+    result, done = run_local(campaign, "--ranks", "3")
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(result["run"]) as store:
+        found = list(store)
+        assert [(each.status, each.reward) for each in found] == [("completed", 1.0)] * 4
+        assert len({each.rank for each in found}) == 2, "both workers had rollouts"
+        numbers = [artifact.data for each in found for artifact in each.artifacts if artifact.name.endswith("answer")]
+    assert len(set(numbers)) == 4
+    assert not list(default_scratch().glob("services/*/*")), "nothing is left"
 
 
 def test_a_service_of_the_campaign_that_is_killed_starts_anew_and_no_verdict_is_invented(
@@ -144,7 +163,7 @@ def test_a_service_of_the_campaign_that_is_killed_starts_anew_and_no_verdict_is_
     [
         ({"Bad": {"image": "base"}}, r"services.*'Bad' must be lower-case"),
         ({"localhost": {"image": "base"}}, "reserved"),
-        ({"a": {"image": "base", "per": "node"}}, r"services\.a\.per 'node': expected 'rollout'"),
+        ({"a": {"image": "base", "per": "job"}}, r"services\.a\.per 'job': expected 'rollout', 'node' or 'campaign'"),
         ({"a": {"ports": [70000]}}, r"services\.a\.ports.*of at most 65535"),
         ({"a": {"image": "base", "after": ["b"]}}, "waits for 'b', which is no service; known here: a"),
         (

@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,20 +16,11 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import Address, SandboxSpec
 from megaflow_hpc.environments.services.forwarding import Dial, Forwarding
 from megaflow_hpc.environments.services.remote import RemoteService
-from megaflow_hpc.environments.services.running import RunningService
+from megaflow_hpc.environments.services.running import PlannedService, RunningService
 from megaflow_hpc.errors import ServiceError
-from megaflow_hpc.types import Service
 
 T = TypeVar("T")
 Start = Callable[[SandboxSpec], Awaitable[ApptainerSandbox]]
-
-
-@dataclass(frozen=True)
-class PlannedService:
-    """A service, and the specification of its sandbox."""
-
-    service: Service
-    spec: SandboxSpec
 
 
 class _View:

@@ -1,4 +1,4 @@
-"""Services on another node: connections to their ports over TLS, with a key.
+"""Services of other processes: connections to their ports over TLS or a Unix socket, with a key.
 
 A client sends ``KEY PORT`` and a line feed, and the server answers ``ok`` once the service accepts the connection. Then
 both sides send chunks, each after its length in four bytes. Length 0 ends one direction, as TLS itself cannot.
@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import os
 import socket
 import ssl
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from megaflow_hpc.environments.services.forwarding import CHUNK_BYTES, Dialer
+from megaflow_hpc.environments.services.running import PlannedService
 from megaflow_hpc.errors import SandboxError, ServiceError
 
 CONNECT_TIMEOUT_S = 20.0
@@ -41,7 +44,7 @@ class Address:
 
 
 class RemoteServices:
-    """The services of a campaign that run in jobs of their own, as their latest endpoint files tell."""
+    """Services that do not run in the rollout's own process, as their latest endpoint files tell."""
 
     def __init__(self) -> None:
         self._addresses: dict[str, Address] = {}
@@ -59,6 +62,9 @@ class RemoteServices:
             if file.get("url")
         }
         self._failed = {name: str(file.get("cause")) for name, file in endpoints.items() if file.get("all_failed")}
+
+    def prepare(self, planned: PlannedService) -> None:
+        """Called before a rollout uses a service. A job of the campaign runs it, so there is nothing to do."""
 
     def address(self, name: str) -> Address | None:
         """Returns where a service is reached now; ``None`` if it is not running."""
@@ -152,6 +158,8 @@ class RemoteService:
 
 async def _connect(address: Address, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     parts = urlsplit(address.url)
+    if parts.scheme == "unix":
+        return await _greet(*await _open_socket(Path(parts.path)), address.key, port)
     context = None
     if address.fingerprint:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -162,7 +170,39 @@ async def _connect(address: Address, port: int) -> tuple[asyncio.StreamReader, a
             certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
             if hashlib.sha256(certificate).hexdigest() != address.fingerprint:
                 raise ConnectionError("another program has taken the place of the service")
-        writer.write(f"{address.key} {port}\n".encode())
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return await _greet(reader, writer, address.key, port)
+
+
+async def _open_socket(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        with _short(path) as short:
+            await asyncio.get_running_loop().sock_connect(connection, short)
+        return await asyncio.open_unix_connection(sock=connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Yields another name of a path, which is short enough for a socket."""
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
+async def _greet(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str, port: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    try:
+        writer.write(f"{key} {port}\n".encode())
         if await reader.readline() != _OK:
             raise ConnectionRefusedError(f"port {port} accepts no connection")
     except BaseException:
@@ -190,6 +230,14 @@ class ServiceListener:
         """Listens on a port of the node that the kernel chooses."""
         self._server = await asyncio.start_server(self._serve, None, 0, ssl=context, family=socket.AF_INET)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    async def start_on_socket(self, path: Path) -> str:
+        """Listens on a Unix socket in a private directory. Returns its URL."""
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _short(path) as short:
+            server.bind(short)
+        self._server = await asyncio.start_unix_server(self._serve, sock=server)
+        return f"unix://{path}"
 
     def stop(self) -> None:
         """Closes the port and all connections."""

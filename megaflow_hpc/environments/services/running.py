@@ -6,16 +6,26 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.environments.services.forwarding import Dialer
 from megaflow_hpc.errors import LimitError, SandboxError, ServiceError
-from megaflow_hpc.types import ExecResult, HealthCheck
+from megaflow_hpc.types import ExecResult, HealthCheck, Service
 
 _MAX_OUTPUT_CHARACTERS = 1000
 _FIRST_PAUSE_S = 0.1
 """Seconds after a service's first check. Later pauses double, up to the interval of its health check."""
 _OUTPUT_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class PlannedService:
+    """A service, and the specification of its sandbox."""
+
+    service: Service
+    spec: SandboxSpec
 
 
 class RunningService:

@@ -392,7 +392,7 @@ async def _run_in_sandbox(
     async with AsyncExitStack() as stack:
         stack.callback(sandboxes.add_usage, trajectory)
         with timed(trajectory, "setup_s"):
-            beside = services_of(task, services.images, environment, partial(_start, sandboxes), services.remote)
+            beside = services_of(task, services.images, environment, partial(_start, sandboxes), services.shared)
             await stack.enter_async_context(beside)
             sandbox, resumed = await _start_sandbox(services, sandboxes, task, agent, checkpoint, beside.reachable)
         stack.push_async_callback(_stop, sandbox, trajectory.id)

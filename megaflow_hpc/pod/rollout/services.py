@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from megaflow_hpc.agents.remote import Zygote
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.quotas import gateways
 from megaflow_hpc.environments import ApptainerProvider
+from megaflow_hpc.environments.services.node import NodeServices
 from megaflow_hpc.environments.services.remote import RemoteServices
 from megaflow_hpc.model.gateway.limits import CallLimits, Quotas
 from megaflow_hpc.model.gateway.replay import Replay
@@ -34,12 +36,17 @@ class Services:
     """Runs Python agents in separate processes."""
     checkpoints: Path | None = None
     """Directory for checkpoints. With ``None``, no checkpoints are written."""
-    remote: RemoteServices = field(default_factory=RemoteServices)
-    """The campaign's services that run in jobs of their own."""
 
     def __post_init__(self) -> None:
+        campaign = hashlib.sha256(str(self.checkpoints or id(self)).encode()).hexdigest()[:16]
+        self.remote, self.node = RemoteServices(), NodeServices(self.provider, campaign)
         max_rank_bytes = MAX_CAMPAIGN_BYTES / gateways(self.config.slurm.pods)
         self.preemption = Preemption(self.gateway, self.checkpoints, MAX_CHECKPOINT_BYTES, max_rank_bytes)
+
+    @property
+    def shared(self) -> Mapping[str, RemoteServices]:
+        """Scope → services that rollouts share."""
+        return {"campaign": self.remote, "node": self.node}
 
     @classmethod
     async def open(
@@ -73,6 +80,7 @@ class Services:
     async def close(self) -> None:
         """Stops all services and all sandboxes."""
         self.agents.close()
+        await self.node.close()
         await self.provider.close()
         await self.gateway.stop()
 
