@@ -51,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class HealthCheck:
-    """How to tell that a service is ready. Times are in seconds."""
+    """Checks whether a service is ready. Times are in seconds."""
 
     command: tuple[str, ...] = ()
     """Program with arguments that exits with 0 in a healthy service. If empty, every port must accept connections."""

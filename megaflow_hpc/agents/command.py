@@ -232,7 +232,7 @@ def mcp_text(preset: str, servers: Sequence[McpServer]) -> str:
 
 
 def mcp_variable(servers: Sequence[McpServer]) -> dict[str, str]:
-    """Returns the variable that tells a program its MCP servers, in the common JSON form; empty if there are none."""
+    """Returns the variable that tells a program its MCP servers, in the common JSON form. Empty without servers."""
     return {"MEGAFLOW_MCP_SERVERS": mcp_text("", servers)} if servers else {}
 
 

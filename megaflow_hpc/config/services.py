@@ -25,7 +25,7 @@ def words_of(value: Any) -> Any:
 
 
 class HealthConfig(Section):
-    """How to tell that a service is ready. By default, every port must accept connections."""
+    """Checks whether a service is ready. By default, every port must accept connections."""
 
     command: tuple[Word, ...] = ()
     """Command that is run in the service's sandbox and exits with 0 if the service is ready: a list of words, or a
@@ -62,7 +62,7 @@ class ServiceConfig(Section):
     after: tuple[str, ...] = ()
     """Services that must be ready before this one starts. Default: none."""
     health: HealthConfig = HealthConfig()
-    """How to tell that the service is ready."""
+    """Checks whether the service is ready."""
     limits: SandboxLimits = SandboxLimits()
     """Limits of the service's sandbox. Default: those of ``environment.limits``, except ``wall_s``."""
 

@@ -140,7 +140,7 @@ def in_image_directories(
 def _startable(
     task: Task, service: Service, files: Mapping[str, str], images: Images, mapping: ImageMapping
 ) -> Service:
-    """Completes a service by what its image says: its program, ports, working directory."""
+    """Adds the program, ports and working directory of a service's image, unless the service has its own."""
     image: str | Path = files[service.image or task.image]
     if service.base:
         image = images.resolve(service.base, mapping, build=False)

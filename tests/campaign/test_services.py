@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.config import AgentConfig, CampaignConfig, Policy
@@ -30,22 +29,19 @@ from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.types import AgentResult, HealthCheck, ModelEndpoint, Rollout, Sandbox, Task
 from tests.support.campaigns import Make, cli, rows, run_local
-from tests.support.services import BOUGHT, BUY, ECHO, SHOP_COMPOSE, SHOP_FILES, ask, echo_service, write_compose_task
+from tests.support.services import (
+    BOUGHT,
+    BUY,
+    ECHO,
+    SHOP_COMPOSE,
+    SHOP_FILES,
+    ask,
+    echo_service,
+    write_campaign,
+    write_compose_task,
+    write_counting,
+)
 from tests.support.waiting import until
-
-
-def write_campaign(root: Path, base_sif: Path, **more: Any) -> Path:
-    campaign = {
-        "name": "beside",
-        "tasks": "tasks/*",
-        "agent": ["oracle", "nop"],
-        "environment": {"network": "none", "images": {"base": str(base_sif)}},
-        **more,
-    }
-    path = root / "campaign.yaml"
-    path.write_text(yaml.safe_dump(campaign))
-    return path
-
 
 ASKED = f"test \"$(python3 -c '{ask('echo', 7000, 'x')[2]}' echo 7000 hi)\" = 'echo hi'"
 """True if the campaign's echo service answers."""
@@ -81,30 +77,6 @@ def test_a_service_that_is_never_healthy_fails_its_rollouts_by_name_and_no_other
         assert failed.error == (
             "service db: its program ended with exit code 3 before it was healthy; its output ends with: no disk"
         )
-
-
-COUNTER = """
-import itertools, socket, time
-time.sleep(1)
-server, count = socket.create_server(("0.0.0.0", 7000)), itertools.count()
-while True:
-    peer, _ = server.accept()
-    with peer:
-        if line := peer.makefile("rb").readline():
-            peer.sendall(b"%d\\n" % next(count))
-"""
-
-
-def write_counting(
-    root: Path, base_sif: Path, make_task: Make, pause_s: float = 0.0, per: str = "campaign", **more: Any
-) -> Path:
-    """Writes a campaign of four rollouts, each of which takes a number from one service that they share."""
-    command = f"python3 -c '{ask('counter', 7000, 'x')[2]}' counter 7000 x"
-    make_task(
-        root / "tasks", "count", solution=f"sleep {pause_s}; {command} > answer", test="grep -qE '^[0-9]+$' answer"
-    )
-    counter = {"image": "base", "command": ["python3", "-c", COUNTER], "ports": [7000], "per": per}
-    return write_campaign(root, base_sif, agent="oracle", samples=4, services={"counter": counter}, **more)
 
 
 def test_one_service_serves_the_whole_campaign(tmp_path: Path, base_sif: Path, make_task: Make) -> None:

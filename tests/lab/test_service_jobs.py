@@ -9,9 +9,9 @@ import yaml
 
 from megaflow_hpc import Campaign
 from megaflow_hpc.slurm import site
-from tests.campaign.test_services import write_counting
 from tests.support.campaigns import Make, cli, rows
 from tests.support.labs import pods
+from tests.support.services import write_counting
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("slurm")]

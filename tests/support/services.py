@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megaflow_hpc.environments import SandboxSpec
 from megaflow_hpc.environments.services.group import PlannedService, ServiceGroup
 from megaflow_hpc.types import HealthCheck, Service
+from tests.support.campaigns import Make
 from tests.support.sandboxes import Start
 
 ECHO = """
@@ -185,3 +188,40 @@ BOUGHT = 'grep -q \'\\["rope", "lamp"\\]\' /app/items.json && python3 -c ' + jso
     "import urllib.request as u; assert b'lamp' in u.urlopen('http://shop:5000/', timeout=20).read()"
 )
 """The tests see the agent's file, and the service in the state that the agent left."""
+
+
+def write_campaign(root: Path, base_sif: Path, **more: Any) -> Path:
+    campaign = {
+        "name": "beside",
+        "tasks": "tasks/*",
+        "agent": ["oracle", "nop"],
+        "environment": {"network": "none", "images": {"base": str(base_sif)}},
+        **more,
+    }
+    path = root / "campaign.yaml"
+    path.write_text(yaml.safe_dump(campaign))
+    return path
+
+
+COUNTER = """
+import itertools, socket, time
+time.sleep(1)
+server, count = socket.create_server(("0.0.0.0", 7000)), itertools.count()
+while True:
+    peer, _ = server.accept()
+    with peer:
+        if line := peer.makefile("rb").readline():
+            peer.sendall(b"%d\\n" % next(count))
+"""
+
+
+def write_counting(
+    root: Path, base_sif: Path, make_task: Make, pause_s: float = 0.0, per: str = "campaign", **more: Any
+) -> Path:
+    """Writes a campaign of four rollouts, each of which takes a number from one service that they share."""
+    command = f"python3 -c '{ask('counter', 7000, 'x')[2]}' counter 7000 x"
+    make_task(
+        root / "tasks", "count", solution=f"sleep {pause_s}; {command} > answer", test="grep -qE '^[0-9]+$' answer"
+    )
+    counter = {"image": "base", "command": ["python3", "-c", COUNTER], "ports": [7000], "per": per}
+    return write_campaign(root, base_sif, agent="oracle", samples=4, services={"counter": counter}, **more)

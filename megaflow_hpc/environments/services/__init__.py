@@ -6,5 +6,6 @@ at a loopback address that ``/etc/hosts`` gives the service's name, and this pro
 port. The listening sockets exist before the agent's first command, so an agent cannot take a service's place.
 
 ``running`` starts one service, checks its health and notices its end. ``group`` starts the services of a rollout in
-order, and ends a rollout's work when one of them ends.
+order, and ends a rollout's work when one of them ends. Rollouts share services of a ``node``, and those that run in
+jobs of the campaign (``model/server/service.py``); ``remote`` connects to both.
 """

@@ -87,7 +87,7 @@ class ServiceGroup:
 
     @property
     def reachable(self) -> _View | None:
-        """The services as the rollout's sandbox reaches them; ``None`` if there are none."""
+        """The services as the rollout's sandbox reaches them. ``None`` without services."""
         return _View(self) if self.services else None
 
     async def dial(self, name: str, port: int) -> socket.socket:

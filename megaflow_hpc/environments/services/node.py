@@ -6,7 +6,7 @@
                                   NAME.json   its socket and key, once it is healthy
                                   NAME.failed why it does not become healthy
 
-If that process ends, the kernel releases its lock, and another process starts the service anew.
+If that process ends, the kernel releases its lock, and another process starts the service again.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _OK = b"ok\n"
 
 @dataclass(frozen=True)
 class Address:
-    """Where one start of a service is reached."""
+    """Address and key of one start of a service."""
 
     url: str
     key: str
@@ -67,7 +67,7 @@ class RemoteServices:
         """Called before a rollout uses a service. A job of the campaign runs it, so there is nothing to do."""
 
     def address(self, name: str) -> Address | None:
-        """Returns where a service is reached now; ``None`` if it is not running."""
+        """Returns the present address of a service; ``None`` if it is not running."""
         return self._addresses.get(name)
 
     def failed(self, name: str) -> str:
@@ -110,7 +110,7 @@ class RemoteService:
             await asyncio.sleep(POLL_S)
 
     async def ended(self) -> str:
-        """Waits until the service has ended or was started anew. Returns the reason."""
+        """Waits until the service has ended or started again. Returns the reason."""
         misses = 0
         while True:
             await asyncio.sleep(CHECK_S if misses == 0 else POLL_S)
