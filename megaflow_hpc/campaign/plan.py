@@ -85,6 +85,7 @@ def complete(draft: Draft, build: bool, watch: PlanWatch = SILENT) -> None:
         watch: Receives progress reports.
     """
     from megaflow_hpc.tasks.loading import in_image_directories
+    from megaflow_hpc.tasks.services import check_network
 
     if draft.images is None or draft.mapping is None:  # an engine pool has no tasks
         return
@@ -93,6 +94,8 @@ def complete(draft: Draft, build: bool, watch: PlanWatch = SILENT) -> None:
     draft.image_files = draft.images.resolve_all(draft.requests, draft.mapping, build=build)
     watch.step(f"looking up work directories of {len(draft.tasks)} tasks")
     draft.tasks = in_image_directories(draft.tasks, draft.image_files, draft.images, draft.mapping)
+    for task in draft.tasks:
+        check_network(task, draft.config.environment)
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -55,6 +55,21 @@ def check_ports(task_id: str, services: Sequence[Service]) -> None:
                 )
 
 
+def check_network(task: Task, environment: EnvironmentConfig) -> None:
+    """Checks that the task's sandbox can listen at the ports of its services.
+
+    Raises:
+        ConfigError: the sandbox shares the node's network, in which ports below 1024 are root's.
+    """
+    if environment.network_of(task) == "host":
+        for service in task.services:
+            if low := [port for port in service.ports if port < 1024]:
+                raise ConfigError(
+                    f"task {task.id}: service {service.name} serves port {low[0]}, which no user may listen at in the "
+                    "node's network; use environment.network: gateway, or a port from 1024 on"
+                )
+
+
 def services_of(
     task: Task,
     images: Mapping[str, str],

@@ -165,13 +165,15 @@ def test_wrong_services_are_refused_when_planned(
     [
         ("{image: base, expose: [1]}", "task shop: service shop: its image 'base' names no program; write command:"),
         ("{image: base, command: x}", "task shop: service shop: it has no port, so nothing can reach it"),
+        ("{image: base, command: x, expose: [80]}", "task shop: service shop serves port 80, which no user may listen"),
     ],
 )
 def test_what_an_image_does_not_say_is_refused_when_it_is_known(
     tmp_path: Path, base_sif: Path, service: str, said: str
 ) -> None:
     write_compose_task(tmp_path / "tasks", "shop", f"services: {{shop: {service}}}", {}, "true", "true")
-    done = cli("run", write_campaign(tmp_path, base_sif), "--launcher", "local")
+    environment = {"network": "host", "images": {"base": str(base_sif)}}
+    done = cli("run", write_campaign(tmp_path, base_sif, environment=environment), "--launcher", "local")
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
