@@ -1,4 +1,4 @@
-"""``python -m megaflow_hpc``: the same as the ``megaflow-hpc`` command."""
+"""``python -m megaflow_hpc``: equivalent to the ``megaflow-hpc`` command."""
 
 import sys
 

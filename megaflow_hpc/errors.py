@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_MESSAGE_CHARACTERS = 20_000
-"""Maximum length of a message. A message may quote another user's file."""
+"""Maximum length of an error message. It is limited because a message may quote another user's file."""
 
 
 class MegaflowError(Exception):
     """Base class of all errors that the package raises deliberately. ``exit_status`` is the command's exit status.
 
-    A message longer than :data:`MAX_MESSAGE_CHARACTERS` is shortened in the middle. Its beginning names the location,
-    and its end the remedy.
+    A message longer than :data:`MAX_MESSAGE_CHARACTERS` is shortened in the middle. The beginning of a message names
+    the location, and its end the remedy.
     """
 
     exit_status = 1
@@ -34,8 +34,7 @@ class ConfigError(MegaflowError):
 class Mistakes(ConfigError):
     """All errors in a file. Each message names its location.
 
-    Args:
-        found: the messages, at least one.
+    Args: found: The messages, at least one.
     """
 
     MAX_SHOWN = 20
@@ -60,15 +59,15 @@ class SandboxError(MegaflowError):
 
 
 class LimitError(SandboxError):
-    """The commands in a sandbox exhausted a limit (CPU time, wall time), so it cannot continue."""
+    """The commands in a sandbox exhausted a limit (CPU time, wall time), so the sandbox cannot continue."""
 
 
 class LostError(SandboxError):
-    """A container ended for an unknown reason, or cannot restart from the files that its commands left behind."""
+    """A container ended for an unknown reason, or cannot be restarted from the files that its commands created."""
 
 
 class SetupError(SandboxError):
-    """A step inside a sandbox failed: a copy in or out, one of the task's scripts, or its health check."""
+    """A step inside a sandbox failed: an upload or download, a script of the task, or the task's health check."""
 
 
 class ServiceError(SandboxError):
@@ -76,15 +75,16 @@ class ServiceError(SandboxError):
 
 
 class UserCodeError(MegaflowError):
-    """Python code of a task or an agent failed. The message names the file and line."""
+    """The user's Python code for a task or an agent failed. The message names the file and line."""
 
 
 class ModelServiceError(MegaflowError):
-    """No engine responded, or an engine could not be started. A task's ``score`` may raise it if its judge is down."""
+    """No engine responded, or an engine could not be started. A task's ``score`` may raise this error if its judge is
+    down."""
 
 
 class StarvedError(MegaflowError):
-    """A wait cannot end: no process that would produce the awaited result is running or queued."""
+    """A wait would never end, because no process that could produce the awaited result is running or queued."""
 
     exit_status = 69  # EX_UNAVAILABLE of sysexits.h
 

@@ -1,13 +1,14 @@
 """This installation: files shipped with the package, installed extras, and links to the documentation.
 
-In a checkout, the files are next to the package. In a wheel, they are inside it (``pyproject.toml``, force-include)::
+In a checkout, the shipped files are next to the package. In a wheel, they are inside it (``force-include`` in
+``pyproject.toml``)::
 
     CHECKOUT/sbatch/sandbox_pods.sbatch        site-packages/megaflow_hpc/carried/sbatch/sandbox_pods.sbatch
     CHECKOUT/containers/task-base.def          …/carried/containers/task-base.def
     CHECKOUT/launchers/agents.sh               …/carried/launchers/agents.sh
 
-Planning, submitting and reading need only the core install. Running rollouts needs more packages. If one is missing,
-the user learns which extra to install before anything is queued.
+Planning, submitting and reading need only the core install. Running rollouts needs more packages. If a package is
+missing, the user learns which extra to install before anything is queued.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ EXTRAS = {
     "torch": "train",
     "transformers": "train",
 }
-"""Module → the extra in ``pyproject.toml`` that installs it."""
+"""Maps each module to the extra in ``pyproject.toml`` that installs it."""
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -46,33 +47,33 @@ def resource(name: str) -> Path:
     """Returns the absolute path of a file or directory shipped with the package.
 
     Args:
-        name: the path in a checkout: ``sbatch``, ``containers/task-base.def``, ``launchers/agents.sh``.
+        name: The path in a checkout: ``sbatch``, ``containers/task-base.def``, ``launchers/agents.sh``.
 
     Raises:
-        SiteError: this installation lacks the file.
+        SiteError: This installation lacks the file.
     """
     for base in (_PACKAGE / "carried", _PACKAGE.parent):
         if (base / name).exists():
             return base / name
-    raise SiteError(f"{name}: not among the files of the package in {_PACKAGE}; install megaflow-hpc anew")
+    raise SiteError(f"{name}: missing from the package's files in {_PACKAGE}; reinstall megaflow-hpc")
 
 
 def docs(page: str) -> str:
-    """Returns the URL of a documentation page, for example for ``docs("how-to/images.md")``."""
+    """Returns the URL of a documentation page, such as ``docs("how-to/images.md")``."""
     return f"{PROJECT}/blob/main/docs/{page}"
 
 
 def require_running(what: str) -> None:
-    """Raises :class:`SiteError` if this interpreter, which jobs use too, cannot run rollouts.
+    """Raises :class:`SiteError` if this interpreter cannot run rollouts. Jobs use the same interpreter.
 
     Args:
-        what: the requested action, such as ``run``, or a campaign's name. The error message starts with it.
+        what: The requested action, such as ``run``, or a campaign's name. The error message starts with it.
     """
     missing = [name for name in RUNNING if importlib.util.find_spec(name) is None]
     if missing:
         raise SiteError(
             f"{what}: {sys.executable} lacks {', '.join(missing)}; rollouts need them: "
-            'pip install "megaflow-hpc[mpi]", or "megaflow-hpc[run]" beside an MPI of the site'
+            'pip install "megaflow-hpc[mpi]", or "megaflow-hpc[run]" with an MPI that the site provides'
         )
 
 

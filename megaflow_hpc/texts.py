@@ -1,4 +1,4 @@
-"""Handling of untrusted text: parses JSON safely, renders conversation messages, and escapes text for a terminal."""
+"""Handles untrusted text: parses JSON safely, renders conversation messages, and escapes text for a terminal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_CONTAINERS = 4_000_000
-"""Maximum number of opening brackets in a JSON text, including those in strings. Each may become a 64-byte object."""
+"""Maximum number of opening brackets in a JSON text, including those in strings. Each bracket may become a 64-byte
+object."""
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parses a JSON text.
 
     Raises:
-        ValueError: the text is not JSON, is not UTF-8, is nested too deeply, or has more than :data:`MAX_CONTAINERS`
+        ValueError: The text is not JSON, is not UTF-8, is nested too deeply, or has more than :data:`MAX_CONTAINERS`
             lists and objects.
     """
     if len(text) > MAX_CONTAINERS:
@@ -32,14 +33,14 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     """Parses a JSON text that must be an object.
 
     Raises:
-        ValueError: the text is not a JSON object.
+        ValueError: The text is not a JSON object.
     """
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"no JSON in UTF-8 ({error})") from None
+        raise ValueError(f"not JSON in UTF-8 ({error})") from None
     if not isinstance(value, dict):
-        raise ValueError("no object")
+        raise ValueError("not an object")
     return value
 
 
@@ -55,7 +56,8 @@ def containers_at(value: Any, depth: int) -> list[Any]:
 
 
 def joined_parts(content: Any) -> Any:
-    """Returns a message's content, with a list of parts joined to one text. ``(<type>)`` stands for other parts."""
+    """Joins a message's list of content parts into one string. Represents a part without text as ``(<type>)``, and
+    returns content that is not a list unchanged."""
     if not isinstance(content, list):
         return content
     parts = []
@@ -67,7 +69,7 @@ def joined_parts(content: Any) -> Any:
 
 
 def content_of(message: Mapping[str, Any]) -> str:
-    """Renders a message in OpenAI format as text: reasoning, content, then tool calls."""
+    """Renders a message in OpenAI format as text: its reasoning, its content, then its tool calls."""
     content = joined_parts(message.get("content"))
     lines = [] if content in (None, "") else [str(content)]
     for field in ("reasoning_content", "reasoning"):
@@ -82,13 +84,13 @@ def content_of(message: Mapping[str, Any]) -> str:
 
 
 END_CHARACTERS = 200_000
-"""Maximum length of the text that :func:`end_of` returns, in characters."""
+"""Maximum total length of the texts that :func:`end_of` returns, in characters."""
 MESSAGE_CHARACTERS = 20_000
-"""Maximum length of one message in that text. Longer messages are shortened in the middle."""
+"""Maximum length of each of these texts, in characters. Longer texts are shortened in the middle."""
 
 
 def end_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]], int]:
-    """Returns role and text of a conversation's last messages, shortened, and the number of messages left out."""
+    """Returns the roles and shortened texts of a conversation's last messages, and the number of messages left out."""
     last: list[tuple[str, str]] = []
     left = END_CHARACTERS
     for message in reversed(messages):
@@ -109,7 +111,7 @@ def end_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]]
 _STEERING = re.compile(
     "[^\n\t -~\u00a0-\U0010ffff]|[\u00ad\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )
-"""Control characters, bidirectional formatting marks, unusual line separators and lone surrogates."""
+"""Matches control characters, bidirectional formatting marks, unusual line separators and lone surrogates."""
 
 
 def printable(text: str) -> str:
@@ -118,7 +120,8 @@ def printable(text: str) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """Escapes like :func:`printable`, but also newlines and tabs, for table cells and names within a sentence."""
+    """Escapes the same characters as :func:`printable`, and also newlines and tabs. Use it for table cells and for
+    names within a sentence."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

@@ -18,37 +18,37 @@ from megaflow_hpc.types import Artifact, Rollout, known_fields
 
 @dataclass
 class TokenSequence:
-    """Consecutive calls in which each prompt extends the previous one. All four columns have one entry per token."""
+    """Consecutive calls in which each prompt extends the previous prompt. All four columns have one entry per token."""
 
     policy: str = ""
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """NaN for tokens that were not sampled."""
+    """Log-probability of each token. NaN for tokens that were not sampled."""
     loss_mask: array[int] = field(default_factory=lambda: array("B"))
     """1 for tokens that the policy sampled freely with its own sampling settings, otherwise 0."""
     weight_versions: array[int] = field(default_factory=lambda: array("i"))
-    """-1 for tokens that were not sampled."""
+    """Version of the weights that sampled each token. -1 for tokens that were not sampled."""
     experts: array[int] = field(default_factory=lambda: array("B"))
-    """Experts of each token in the engine: (tokens, layers, experts per token) as native-endian bytes, with 1 or 2
-    bytes each. A token whose bytes are all 255 (:data:`UNROUTED`) has unknown experts. Empty if the engine does not
-    report experts."""
+    """Experts that the engine chose for each token, as a flattened array (tokens, layers, experts per token) of
+    native-endian integers of 1 or 2 bytes. A token whose bytes are all 255 (:data:`UNROUTED`) has unknown experts.
+    Empty if the engine does not report experts."""
     expert_layers: int = 0
     experts_per_token: int = 0
 
     @property
     def expert_row(self) -> int:
-        """Bytes of ``experts`` for each token."""
+        """Size in bytes of each token's entry in ``experts``."""
         return len(self.experts) // len(self.tokens) if self.tokens else 0
 
     def first(self, count: int | None) -> TokenSequence:
-        """Returns the first ``count`` tokens, or the sequence itself if it is not longer."""
+        """Returns a sequence of the first ``count`` tokens, or this sequence if it is not longer."""
         if count is None or len(self.tokens) <= count:
             return self
         cut = {name: getattr(self, name)[:count] for name in _COLUMNS}
         return replace(self, **cut, experts=self.experts[: count * self.expert_row])
 
     def to_record(self) -> dict[str, Any]:
-        """Returns a mapping for msgpack, with the columns as native-endian bytes."""
+        """Returns a mapping that msgpack can encode, with the columns as native-endian bytes."""
         record = {"policy": self.policy, **{name: getattr(self, name).tobytes() for name in _COLUMNS}}
         if self.experts:
             shape = {"expert_layers": self.expert_layers, "experts_per_token": self.experts_per_token}
@@ -68,7 +68,7 @@ class TokenSequence:
 
 
 UNROUTED = b"\xff"
-"""Fills the experts of a token for which the engine reported none."""
+"""Byte that fills the experts of a token if the engine reported no experts for it."""
 _COLUMNS = ("tokens", "logprobs", "loss_mask", "weight_versions")
 
 
@@ -90,13 +90,14 @@ class Turn:
     message: int = -1
     """Index of the response in the rollout's messages. -1 if unknown, or if this was not a chat call."""
     started_by: int = -1
-    """For the first call of a sub-agent: number of the call that started it and was waiting for tool results. -1 for
-    other calls."""
+    """For the first call of a sub-agent, the number of the call that started the sub-agent. -1 for other calls."""
+    role: str = ""
+    """Role that the agent called. Empty in a campaign without a team."""
 
 
 @dataclass
 class Attempt:
-    """One attempt at a rollout, kept regardless of its outcome. Times are Unix seconds."""
+    """One attempt at a rollout, kept regardless of its outcome. Times are in seconds since the Unix epoch."""
 
     attempt: int
     status: str
@@ -117,12 +118,13 @@ class Recording:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """All messages of all calls, in OpenAI format. They form a tree, because conversations share common prefixes."""
     parents: list[int] = field(default_factory=list)
-    """For each message, the index of the previous message in its conversation. -1 for a first message."""
+    """For each message, the index of the previous message in its conversation. -1 for the first message of a
+    conversation."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """For each turn, additional data for replay: the request's ``id``, ``asked`` (a digest of the conversation), and
     the response's ``text`` if it is not a message."""
     over_budget: str = ""
-    """Why a call was refused, if the rollout exhausted its budget."""
+    """Reason why a call was refused, if the rollout exhausted its budget. Empty otherwise."""
     constrained: int = 0
     """Number of calls whose tokens have loss mask 0, because request options differed from the policy's sampling
     settings or constrained the response."""
@@ -137,7 +139,7 @@ class Recording:
 
 @dataclass
 class Trajectory:
-    """Everything stored for one rollout: one journal record, one row of ``trajectories.h5``."""
+    """All stored data of one rollout. It is one record of a journal and one row of ``trajectories.h5``."""
 
     id: str
     task_id: str
@@ -155,30 +157,30 @@ class Trajectory:
     rank: int = -1
     """Rank in the pod that ran the rollout. -1 if unknown."""
     seed: int = -1
-    """Sampling seed. Model call n, counted from 0, uses ``(seed + n) % 2**31``. -1 without a seed."""
+    """Sampling seed. Model call n, counted from 0, uses ``(seed + n) % 2**31``. -1 if the rollout has no seed."""
     reward: float | None = None
-    """``None`` unless the rollout was verified."""
+    """Reward of the rollout, or ``None`` if it was not verified."""
     rewards: dict[str, float] = field(default_factory=dict)
     started_at: float = 0.0
     finished_at: float = 0.0
     setup_s: float | None = None
-    """Seconds until the agent started. This and the timings below are ``None`` if unknown."""
+    """Seconds until the agent started, or ``None`` if unknown."""
     agent_s: float | None = None
-    """Seconds spent in the agent, including its model calls and commands."""
+    """Seconds spent in the agent, including its model calls and commands, or ``None`` if unknown."""
     verify_s: float | None = None
-    """Seconds spent in the verifier."""
+    """Seconds spent in the verifier, or ``None`` if unknown."""
     cpu_s: float | None = None
-    """CPU seconds of all processes in the rollout's sandboxes, including verification."""
+    """CPU seconds of all processes in the rollout's sandboxes, including verification, or ``None`` if unknown."""
     memory_peak_mb: float | None = None
-    """Peak memory usage of any of the rollout's sandboxes, in MB (10^6 bytes)."""
+    """Highest memory usage of any of the rollout's sandboxes in MB (10^6 bytes), or ``None`` if unknown."""
     disk_peak_mb: float | None = None
-    """Peak measured disk usage of any of the rollout's sandboxes, in MB."""
+    """Highest measured disk usage of any of the rollout's sandboxes in MB, or ``None`` if unknown."""
     constrained: int = 0
     """Number of model calls whose tokens have loss mask 0; see :attr:`Recording.constrained`."""
     inexact: int = 0
-    """Number of model calls with some unknown tokens, because the engine cannot report them."""
+    """Number of model calls recorded with less detail than an engine can provide; see :attr:`Recording.inexact`."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages of all conversations, as a tree."""
+    """Messages of all conversations in OpenAI format. ``parents`` links them to a tree."""
     parents: list[int] = field(default_factory=list)
     """For each message, the index of the previous message. :func:`linked` fills in missing entries."""
     sequences: list[TokenSequence] = field(default_factory=list)
@@ -187,7 +189,7 @@ class Trajectory:
     artifacts: list[Artifact] = field(default_factory=list)
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the fields for msgpack, with token columns as native-endian bytes."""
+        """Returns the fields as a mapping that msgpack can encode, with token columns as native-endian bytes."""
         record = {f.name: getattr(self, f.name) for f in fields(self)}
         record["sequences"] = [sequence.to_record() for sequence in self.sequences]
         for name in ("turns", "attempts", "artifacts"):
@@ -196,7 +198,8 @@ class Trajectory:
 
     @classmethod
     def begin(cls, rollout: Rollout, attempt: int, status: str, **known: Any) -> Trajectory:
-        """Creates the trajectory of an attempt that starts and ends now, unless ``known`` sets other values."""
+        """Creates the trajectory of an attempt that starts and ends now. ``known`` sets further fields, and may
+        override these times."""
         now = time.time()
         names = ("id", "task_id", "group_id", "policy", "agent", "sample_index")
         of_rollout = {name: getattr(rollout, name) for name in names}
@@ -205,7 +208,8 @@ class Trajectory:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Trajectory:
-        """Restores a trajectory from :meth:`to_record`. Ignores unknown keys and gives missing ones their defaults."""
+        """Restores a trajectory from :meth:`to_record`. Ignores unknown keys. Missing keys get the default values of
+        their fields."""
         kept = known_fields(cls, record)
         kept["sequences"] = [TokenSequence.from_record(s) for s in record.get("sequences", ())]
         kept["turns"] = [Turn(**known_fields(Turn, t)) for t in record.get("turns", ())]
@@ -215,12 +219,14 @@ class Trajectory:
 
 
 def linked(parents: Sequence[int], count: int) -> list[int]:
-    """Returns the parents of ``count`` messages. Messages without an entry, as in older recordings, form a chain."""
+    """Returns the parents of ``count`` messages. Each message without an entry, as in older recordings, follows the
+    previous message."""
     return [*parents[:count], *range(len(parents) - 1, count - 1)]
 
 
 def path_to(parents: Sequence[int], message: int) -> list[int]:
-    """Returns the message indices of a conversation, from the first message to ``message``. Empty for -1."""
+    """Returns the message indices of a conversation, from the first message to ``message``. The list is empty for
+    -1."""
     path = []
     while message >= 0:
         path.append(message)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import socket
 
 Status = Literal["completed", "truncated", "failed", "cancelled"]
-"""``completed`` and ``truncated`` (ended by an agent limit) are verified. ``failed`` is an infrastructure failure."""
+"""Outcome of a rollout. ``completed`` and ``truncated`` (ended by an agent limit) rollouts are verified. ``failed``
+means an infrastructure failure."""
 VERIFIED: tuple[Status, ...] = ("completed", "truncated")
 """Statuses of rollouts that may have a reward and are not run again."""
 
@@ -31,21 +32,22 @@ def _names(cls: type) -> frozenset[str]:
 
 
 def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of ``data`` that are fields of a dataclass. Drops fields written by a later version."""
+    """Returns the entries of ``data`` that are fields of a dataclass. Drops entries that a later version of the package
+    wrote."""
     names = _names(cls)
     return {key: value for key, value in data.items() if key in names}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one sandbox. ``None`` is unlimited. Sizes are in MB (10^6 bytes), times in seconds."""
+    """Limits of one sandbox. ``None`` means unlimited. Sizes are in MB (10^6 bytes), and times in seconds."""
 
     memory_mb: int | None = None
     cpus: float | None = None
     disk_mb: int | None = None
     processes: int | None = 512
     cpu_s: float | None = None
-    """CPU time. Time limits apply to the agent and to the verifier separately."""
+    """Limit on CPU seconds. Time limits apply to the agent and to the verifier separately."""
     wall_s: float | None = None
 
 
@@ -115,7 +117,7 @@ class McpServer:
 
 @dataclass(frozen=True)
 class Task:
-    """One problem for an agent, as loaded by a task format. ``kind`` names the format (``harbor``, …)."""
+    """One problem for an agent, loaded by a task format. ``kind`` is the name of the format, such as ``harbor``."""
 
     id: str
     instruction: str
@@ -132,7 +134,7 @@ class Task:
     verifier_timeout_s: float = 600.0
     limits: Limits = field(default_factory=Limits)
     network: Network | None = None
-    """Widest network access that the task allows. If ``None``, the campaign decides."""
+    """The most network access that the task allows. If ``None``, the campaign decides."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     services: tuple[Service, ...] = ()
     """Programs that run next to the sandboxes of each rollout."""
@@ -140,7 +142,7 @@ class Task:
     """Servers of tools that the agent may call."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON or msgpack. :meth:`from_dict` is the inverse."""
+        """Returns the fields as a dictionary that JSON and msgpack can encode. :meth:`from_dict` is the inverse."""
         return asdict(self)
 
     @classmethod
@@ -156,7 +158,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sample of one task under one policy: the unit that is scheduled, and stored exactly once."""
+    """One sample of one task under one policy. Rollouts are scheduled individually, and each is stored exactly once."""
 
     task_id: str
     policy: str
@@ -167,12 +169,13 @@ class Rollout:
     """Number of times that training has requested this task before under this policy. Each round is a separate
     group."""
     scaffold: str = ""
-    """Name of the agent in ids, if the policy has several agents whose samples form separate groups."""
+    """Name of the agent as it appears in ids. It is set only if the policy has several agents whose samples form
+    separate groups."""
 
     @cached_property
     def id(self) -> str:
-        """Unique name of the rollout: ``<task>/<policy>/<sample>``, from round 1 on
-        ``<task>@<round>/<policy>/<sample>``. With a scaffold: ``<task>/<policy>+<scaffold>/<sample>``."""
+        """Unique name of the rollout: ``<task>/<policy>/<sample>``. From round 1 on, ``<task>`` becomes
+        ``<task>@<round>``. With a scaffold, ``<policy>`` becomes ``<policy>+<scaffold>``."""
         return f"{self.group_id}/{self.sample_index}"
 
     @cached_property
@@ -184,15 +187,16 @@ class Rollout:
         return f"{task}/{policy}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the constructor arguments, for JSON or msgpack."""
+        """Returns the constructor arguments as a dictionary that JSON and msgpack can encode."""
         return {name: getattr(self, name) for name in _ROLLOUT_NAMES}
 
     def seed(self, campaign: int, attempt: int) -> int:
-        """Returns the sampling seed, below 2**31. It depends only on rollout, attempt and campaign seed.
+        """Returns the sampling seed, below 2**31. The seed depends only on the rollout, the attempt and the campaign's
+        seed.
 
         Args:
-            campaign: the campaign's ``seed``.
-            attempt: number of the attempt, from 0.
+            campaign: The campaign's ``seed``.
+            attempt: Number of the attempt, from 0.
         """
         digest = hashlib.sha256(f"{campaign}\0{self.id}\0{attempt}".encode()).digest()
         return int.from_bytes(digest[:4]) % 2**31
@@ -207,14 +211,14 @@ class RolloutName(NamedTuple):
 
     @classmethod
     def parse(cls, rollout_id: str) -> RolloutName:
-        """Splits an id. All parts are empty if it is invalid."""
+        """Splits a rollout's id. If the id is invalid, all parts are empty."""
         task, slash, rest = rollout_id.rpartition("/")[0].rpartition("/")
         policy, _, scaffold = rest.partition("+")
         return cls(without_round(task)[0], policy, scaffold) if slash else cls("", "")
 
     @property
     def arm(self) -> str:
-        """Policy and scaffold, by which results are compared: ``<policy>`` or ``<policy>+<scaffold>``."""
+        """The policy and scaffold whose results are compared: ``<policy>`` or ``<policy>+<scaffold>``."""
         return f"{self.policy}+{self.scaffold}" if self.scaffold else self.policy
 
 
@@ -231,7 +235,7 @@ def without_round(name: str) -> tuple[str, int]:
 
 
 def round_of(task_id: str, group_id: str) -> int:
-    """Returns the round of a trajectory with these ids."""
+    """Returns the round of a trajectory, given its task id and group id."""
     if not group_id.startswith(f"{task_id}@"):
         return 0
     task, _, _ = group_id.rpartition("/")
@@ -250,8 +254,8 @@ class ExecResult:
     timed_out: bool = False
     duration_s: float = 0.0
     breach: str = ""
-    """The sandbox limit whose breach killed the command, with measured and allowed value. Empty if no limit was
-    exceeded."""
+    """The sandbox limit that the killed command exceeded, with the measured and the allowed value. Empty if no limit
+    was exceeded."""
 
     @property
     def stdout(self) -> str:
@@ -280,11 +284,11 @@ class Sandbox(Protocol):
         """Runs a command and waits for it to finish. A failed command is a result, not an error.
 
         Args:
-            command: a string is passed to ``/bin/sh -c``. A sequence is run directly.
-            timeout_s: seconds until the command and its children are killed (exit code 124). Default: no limit.
-            cwd: directory inside the sandbox. Default: the task's working directory.
-            env: variables to add to the sandbox's environment.
-            user_input: standard input of the command. Default: empty.
+            command: A string is passed to ``/bin/sh -c``. A sequence is run directly.
+            timeout_s: Seconds until the command and its children are killed (exit code 124). Default: no limit.
+            cwd: Directory inside the sandbox. Default: the task's working directory.
+            env: Variables to add to the sandbox's environment.
+            user_input: Standard input of the command. Default: empty.
         """
 
     async def upload(self, source: str, target: str) -> None:
@@ -294,11 +298,12 @@ class Sandbox(Protocol):
         """Copies a file or directory from the sandbox to ``target`` on the host."""
 
     async def kill_processes(self) -> None:
-        """Kills all processes in the sandbox except its runner, so that none of the agent's processes can watch the
+        """Kills all processes in the sandbox except its runner, so that no process of the agent can watch the
         verifier."""
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Returns a socket listening on the sandbox's own 127.0.0.1. The caller serves it. Port 0 picks a free port."""
+        """Returns a socket listening on the sandbox's own 127.0.0.1. The caller accepts its connections. Port 0 picks a
+        free port."""
 
     async def stop(self) -> None:
         """Kills all processes in the sandbox and removes its files. Safe to call more than once."""
@@ -306,8 +311,8 @@ class Sandbox(Protocol):
 
 @dataclass(frozen=True)
 class ModelEndpoint:
-    """An agent's access to its model. Each rollout has its own URL, so calls are attributed without the agent's
-    cooperation."""
+    """An agent's access to its model. Each rollout has its own URL, so the gateway can attribute calls without the
+    agent's cooperation."""
 
     base_url: str
     """Base URL of an OpenAI-compatible API, ending in ``/v1``."""
@@ -317,30 +322,37 @@ class ModelEndpoint:
     """The same API as seen from inside the sandbox. Empty if the sandbox cannot reach it."""
 
 
+CALL_HEADER = "x-megaflow-call"
+"""Header of the gateway's answer: number of the model call in its rollout, from 0."""
+STARTED_BY_HEADER = "x-megaflow-started-by"
+"""Header of a request: number of the call that caused it, such as a parent agent's."""
 TURN_REWARD = "turn."
 """Prefix of the rewards of single turns: ``turn.0`` is the reward of the rollout's first model call."""
 
 
 @dataclass
 class AgentResult:
-    """Outcome of an agent's run. ``status`` is ``completed``, or ``truncated`` by a limit on turns or time."""
+    """Outcome of an agent's run. ``status`` is ``completed``, or ``truncated`` if the agent reached a limit on turns or
+    time."""
 
     status: Status = "completed"
     exit_code: int = 0
     error: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation in OpenAI format. Stored only if the gateway recorded no messages."""
+    """The conversation in OpenAI format. It is stored only if the gateway recorded no messages."""
     turn_rewards: list[float] = field(default_factory=list)
-    """Reward of each model call, in order, for training. Stored as the rewards ``turn.0``, ``turn.1``, …"""
+    """Rewards of the model calls, in order, for training. They are stored as the rewards ``turn.0``, ``turn.1``, …"""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Further rewards by name, such as those of a team's roles. A verifier's reward of the same name replaces it."""
     state: dict[str, Any] | None = None
-    """State for ``resume``, in msgpack types. Set if a model call was refused because the rollout is being
-    suspended."""
+    """State for ``resume``, which msgpack must be able to encode. ``run`` sets it if a model call was refused because
+    the rollout is being suspended."""
 
 
 class Agent(Protocol):
     """A scaffold. Each instance serves one rollout.
 
-    If the agent's program runs *in* the sandbox and calls the model from there, set the attribute ``in_sandbox`` to
+    If the agent's program runs *in* the sandbox and calls the model from inside it, set the attribute ``in_sandbox`` to
     true. ``model.sandbox_url`` is then set. List the host paths that the program needs in ``binds``
     (``SRC:DEST[:ro]``).
     """
@@ -349,11 +361,11 @@ class Agent(Protocol):
         """Works on the task until the agent is done or reaches one of its limits.
 
         Args:
-            model: access to the model. ``None`` in a campaign without a model.
+            model: Access to the model. ``None`` in a campaign without a model.
 
         Raises:
-            ModelServiceError: the model did not respond. The rollout is retried.
-            SandboxError: the sandbox was lost. The rollout is retried.
+            ModelServiceError: The model did not respond. The rollout is retried.
+            SandboxError: The sandbox was lost. The rollout is retried.
         """
 
 
@@ -370,33 +382,33 @@ class ResumableAgent(Agent, Protocol):
 
 @dataclass
 class Artifact:
-    """A file stored with a rollout, such as a log, a patch, or the agent's own output."""
+    """A file stored with a rollout, such as a log, a patch, or output of the agent."""
 
     name: str
     data: bytes
-    """Content of the file. The code that collects it limits the size."""
+    """Content of the file. The code that collects the file limits its size."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a verification. ``output`` is the output of the tests, up to a size limit. A task format sets
-    ``reward`` to ``None`` only together with an ``error``; :func:`megaflow_hpc.tasks.steps.verify` then sets it to
+    """Result of a verification. ``output`` is the output of the tests, up to a size limit. A task format may set
+    ``reward`` to ``None`` if it sets an ``error``. :func:`megaflow_hpc.tasks.steps.verify` then sets ``reward`` to
     0."""
 
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     output: str = ""
     error: str = ""
-    """Why the tests gave no valid reward. The reward is then 0."""
+    """Reason why the tests gave no valid reward, in which case the reward is 0. Empty otherwise."""
     artifacts: list[Artifact] = field(default_factory=list)
     """Files that the task declares as artifacts, and other files that the tests left in ``/logs/verifier``."""
     agent_error: str = ""
-    """Why the agent is at fault, if the reward was given without running any test."""
+    """Reason why the agent is at fault, if the reward was decided without running any test."""
 
     @classmethod
     def of(cls, rewards: Mapping[str, float], output: str = "", artifacts: Sequence[Artifact] = ()) -> Verdict:
-        """Creates a verdict from at least one named reward. ``reward`` is the entry of that name, or else the first
-        entry."""
+        """Creates a verdict from at least one named reward. The verdict's reward is the entry named ``reward``, or else
+        the first entry."""
         kept = {name: value + 0.0 for name, value in rewards.items()}  # turns -0.0 into 0.0
         reward = kept["reward"] if "reward" in kept else next(iter(kept.values()))
         return cls(reward, kept, output, artifacts=list(artifacts))
@@ -404,7 +416,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class CallBudget:
-    """Limits on a rollout's model calls. ``None`` is unlimited."""
+    """Limits on a rollout's model calls. ``None`` means unlimited."""
 
     calls: int | None = None
     """Maximum number of responses. A call with ``n`` choices counts ``n`` times."""
@@ -421,7 +433,7 @@ NEUTRAL: Mapping[str, float] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Sampling setting → neutral value. With neutral values, tokens are sampled from the model's unmodified
+"""Maps each sampling setting to its neutral value. With neutral values, tokens are sampled from the model's unmodified
 distribution."""
 
 
@@ -430,9 +442,9 @@ class Sampling:
     """Sampling settings of a policy."""
 
     settings: Mapping[str, float] = field(default_factory=lambda: dict(NEUTRAL))
-    """A value for every name in :data:`NEUTRAL`."""
+    """Values of all settings in :data:`NEUTRAL`."""
 
     @property
     def unusual(self) -> dict[str, float]:
-        """Settings that are not neutral."""
+        """The settings whose values are not neutral."""
         return {name: value for name, value in self.settings.items() if value != NEUTRAL[name]}

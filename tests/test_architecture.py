@@ -18,16 +18,16 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 225,
+    "campaign keys": 233,
     "environment variables": 28,
-    "modules": 464,
+    "modules": 467,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 8,
-    "thousand tokens of agents": 12,
+    "thousand tokens of agents": 13,
     "thousand tokens of at the top": 5,
     "thousand tokens of campaign": 35,
     "thousand tokens of cli": 43,
-    "thousand tokens of config": 16,
+    "thousand tokens of config": 17,
     "thousand tokens of environments": 98,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 2,
@@ -40,7 +40,7 @@ BUDGETS = {
     "thousand tokens of rundir": 27,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 43,
-    "thousand tokens of training": 64,
+    "thousand tokens of training": 65,
     "thousand tokens of trajectories": 47,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""

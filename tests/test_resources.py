@@ -28,7 +28,7 @@ def sources() -> dict[Path, list[ast.AST]]:
 def test_files_have_absolute_paths_and_pages_addresses() -> None:
     assert resource("sbatch/sandbox_pods.sbatch").read_text().startswith("#!/bin/bash\n")
     assert resource("containers").is_absolute()
-    with pytest.raises(SiteError, match="sbatch/none: not among the files"):
+    with pytest.raises(SiteError, match="sbatch/none: missing from the package"):
         resource("sbatch/none")
     page = docs("how-to/images.md")
     assert page.startswith("https://")

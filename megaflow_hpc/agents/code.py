@@ -25,13 +25,14 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode, make_directory, write_atomic
 
 MAX_FILES, MAX_BYTES = 2000, 64 * 2**20
-"""Maximum number of files, and total bytes, of the code that is stored with a run."""
+"""Maximum number and total bytes of the code files stored with a run."""
 DATA_FILES, DATA_BYTES = 200, 16 * 2**20
-"""Maximum number of files, and total bytes, of a data file or directory to copy. Larger ones are symlinked."""
+"""Maximum number of files, and total bytes, of a data file or directory to copy. Larger files and directories are
+symlinked."""
 
 
 def look_in(kept: str, beside: str) -> None:
-    """Adds ``kept`` to the front of this process's module search path, and ``beside`` to its end."""
+    """Adds ``kept`` to the beginning of this process's module search path, and ``beside`` to its end."""
     if kept and kept not in sys.path:
         sys.path.insert(0, kept)
     if beside and beside not in sys.path:
@@ -89,7 +90,8 @@ def keep(names: Iterable[str], directory: Path, target: Path) -> None:
 
 
 def _keep_data(data: Iterable[str], kept: list[Path], directory: Path, target: Path) -> None:
-    """Copies data files and directories, except those below ``kept``. Makes symlinks to large ones."""
+    """Copies data files and directories, except those below ``kept``. Makes symlinks to large files and directories
+    instead."""
     for path in map(Path, sorted(data)):
         if target.is_relative_to(directory / path) or any(path.is_relative_to(other) for other in kept):
             continue
@@ -104,7 +106,7 @@ def _keep_data(data: Iterable[str], kept: list[Path], directory: Path, target: P
 
 
 def _named(text: bytes, directory: Path) -> tuple[set[str], set[str]]:
-    """Returns the modules and packages in ``directory`` that a module imports, and the files that its string
+    """Returns the modules and packages in ``directory`` that a module imports, and the files in it that its string
     literals name."""
     try:
         tree = ast.parse(text)
@@ -134,7 +136,7 @@ def _named(text: bytes, directory: Path) -> tuple[set[str], set[str]]:
 
 
 def _existing(words: set[str], directory: Path) -> set[str]:
-    """Returns the relative paths in ``directory`` that string literals name, either exactly or by a pattern."""
+    """Returns the relative paths in ``directory`` that string literals name, either exactly or as a pattern."""
     names = {word for word in words if word and len(word) < 256 and "\0" not in word}
     for word in words:
         if "*." in word:
@@ -146,7 +148,7 @@ def _existing(words: set[str], directory: Path) -> set[str]:
 def _copy(file: Path, directory: Path, target: Path, most: int) -> int:
     """Copies a file of at most ``most`` bytes. Returns its size, or ``most + 1`` if it is larger.
 
-    The copy is never readable by more users than the original.
+    Never makes the copy readable by more users than the original.
     """
     try:
         with file.open("rb") as source:
@@ -181,7 +183,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def start(name: str, directory: Path) -> Path:
-    """Writes a complete agent as a starting point, ``NAME.py`` in ``directory``. Returns its path.
+    """Writes a complete agent to ``NAME.py`` in ``directory``, as a starting point. Returns its path.
 
     Args:
         name: A Python identifier, from which the class name is derived.

@@ -5,8 +5,8 @@ in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC
 task has MCP servers, ``$MEGAFLOW_MCP_SERVERS`` lists them as JSON. The standard input is empty. A non-zero exit code is
 the agent's own failure: the rollout is ``completed`` with that code.
 
-Instead of a command, a preset selects a known program (:mod:`megaflow_hpc.agents.command`): ``claude-code``, ``codex``,
-``openhands`` or ``qwen-code``. These names also work as agent names.
+Instead of a command, a preset can select a known program: ``claude-code``, ``codex``, ``openhands`` or ``qwen-code``.
+These names also work as agent names.
 """
 
 from __future__ import annotations
@@ -115,22 +115,22 @@ def environment(model: ModelEndpoint | None) -> dict[str, str]:
 
 
 def claude_code(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
-    """Anthropic's Claude Code."""
+    """Runs Anthropic's Claude Code."""
     return CommandAgent(preset="claude-code", flags=flags, toolbox=toolbox, env=env)
 
 
 def codex(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
-    """OpenAI's Codex."""
+    """Runs OpenAI's Codex."""
     return CommandAgent(preset="codex", flags=flags, toolbox=toolbox, env=env)
 
 
 def openhands(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
-    """OpenHands' default agent, run through its SDK."""
+    """Runs OpenHands' default agent through the OpenHands SDK."""
     return CommandAgent(preset="openhands", flags=flags, toolbox=toolbox, env=env)
 
 
 def qwen_code(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
-    """Qwen Code."""
+    """Runs Qwen Code."""
     return CommandAgent(preset="qwen-code", flags=flags, toolbox=toolbox, env=env)
 
 
@@ -141,13 +141,13 @@ PACKAGES: Mapping[str, str] = {
     "codex": "@openai/codex@0.169.0",
     "qwen-code": "@qwen-code/qwen-code@0.24.4",
 }
-"""Agent → npm package with pinned version."""
+"""Maps each agent to its npm package, with a pinned version."""
 PYTHON_PACKAGES: Mapping[str, str] = {"openhands": "openhands-sdk@1.58.2"}
 """Agent → PyPI package with pinned version. The toolbox contains a Python for it (``containers/openhands.txt``)."""
 HOME_PATH = "/tmp/megaflow-home"
 HOME = f'export HOME={HOME_PATH}; mkdir -p "$HOME"'
 CALL_TIMEOUT_MS = 3_600_000
-"""Timeout of an agent's model call in milliseconds. Longer than the gateway's own limits."""
+"""Timeout of an agent's model call in milliseconds. It exceeds the gateway's own limits."""
 
 _CODEX_PROVIDER = (
     'name="gateway",base_url="$OPENAI_BASE_URL",env_key="OPENAI_API_KEY",wire_api="responses",'
@@ -157,8 +157,8 @@ _CODEX_PROVIDER = (
 
 @dataclass(frozen=True)
 class Preset:
-    """A known agent: its command and environment variables. Flags and the redirection of the instruction are
-    appended."""
+    """Command and environment variables of a known agent. :func:`command_of` appends flags and the redirection of the
+    instruction to the command."""
 
     command: str
     env: Mapping[str, str] = field(default_factory=dict)
@@ -196,7 +196,8 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def command_of(name: str, flags: str) -> str:
-    """Returns the shell command that runs a preset, with additional ``flags``, on ``$MEGAFLOW_INSTRUCTION_FILE``."""
+    """Returns the shell command that runs a preset with additional ``flags``. Its input is
+    ``$MEGAFLOW_INSTRUCTION_FILE``."""
     end = f' {flags} <"$MEGAFLOW_INSTRUCTION_FILE"'
     return f'{HOME}; export PATH={TOOLBOX_PATH}/bin:"$PATH"; exec {PRESETS[name].command}{end}'
 
@@ -241,7 +242,7 @@ def toolbox_of(name: str, given: str | None) -> Path:
 
     Args:
         name: The preset's name.
-        given: The directory. Default: ``MEGAFLOW_AGENTS``, else ``~/.megaflow-hpc/agents``.
+        given: The toolbox directory. Default: ``MEGAFLOW_AGENTS``, else ``~/.megaflow-hpc/agents``.
 
     Raises:
         ConfigError: The preset is unknown, or the directory lacks this version.

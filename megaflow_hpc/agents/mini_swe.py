@@ -4,8 +4,8 @@ Prompts come from the installed package's ``config/mini_textbased.yaml``, or fro
 synchronous, so it runs in a thread while the event loop owns its sandbox and model. Cancelling a rollout kills the
 agent's process, and with it the thread.
 
-A response in the wrong format stays in the conversation, followed by the error message. The package's own model classes
-drop it. Here the conversation only grows, so a rollout is one token sequence.
+A response in the wrong format stays in the conversation, followed by the error message. mini-swe-agent's own model
+classes drop such responses. Because this conversation only grows, a rollout is one token sequence.
 
 If the gateway refuses a model call because the allocation is ending, the agent is suspended. Its state is the
 conversation. In the next allocation it continues by repeating that call.
@@ -38,14 +38,15 @@ MARK = "mswea_bash_command"
 COMMAND_TIMEOUT_S = 120.0
 """Default timeout of one command in seconds."""
 SAMPLING = ("temperature", "top_p", "max_tokens")
-"""Keys of ``model.model_kwargs`` in a configuration file that apply. The others concern litellm."""
+"""Keys of ``model.model_kwargs`` that this agent reads from a configuration file. The other keys configure litellm."""
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 CALL_TIMEOUT_S = 3600.0
-"""Timeout of one model call in seconds. Longer than the gateway's own, so it only detects an unreachable gateway."""
+"""Timeout of one model call in seconds. It exceeds the gateway's own limits, so it only detects an unreachable
+gateway."""
 
 _Wait = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine in the event loop, blocks the agent's thread until it ends, and returns its result."""
+"""Runs a coroutine in the event loop and returns its result. Blocks the agent's thread meanwhile."""
 
 
 class MiniSweAgent:
@@ -55,9 +56,9 @@ class MiniSweAgent:
         max_turns: Maximum number of model calls before the rollout is truncated. ``None`` means no limit.
         command_timeout_s: Timeout of one command in seconds. The default is :data:`COMMAND_TIMEOUT_S`.
         model: Options for every model call: ``temperature``, ``max_tokens``, …
-        config: Another configuration file for mini-swe-agent's text mode. Its ``agent.step_limit``,
-            ``environment.timeout`` and ``model.model_kwargs`` (those in :data:`SAMPLING`) apply unless the arguments
-            above are given.
+        config: Configuration file for mini-swe-agent's text mode, used instead of the installed file. Its
+            ``agent.step_limit``, ``environment.timeout`` and ``model.model_kwargs`` (those in :data:`SAMPLING`) apply
+            unless the arguments above are given.
         max_format_errors: Number of consecutive malformed responses after which the agent gives up.
     """
 
@@ -87,7 +88,7 @@ class MiniSweAgent:
         """Runs the agent until it ends, reaches a limit or is suspended.
 
         Raises:
-            ConfigError: No model was given.
+            ConfigError: ``model`` is ``None``.
             ModelServiceError, SandboxError: No engine responded, or the sandbox was lost.
         """
         if model is None:
@@ -134,7 +135,7 @@ class MiniSweAgent:
 
 
 class _Model:
-    """mini-swe-agent's model interface: text in, one shell command out."""
+    """Implements mini-swe-agent's model interface. A response is text that contains one shell command."""
 
     def __init__(self, client: ChatClient, wait: _Wait, config: Mapping[str, Any], name: str) -> None:
         self._client, self._wait, self._settings = client, wait, config
@@ -170,7 +171,7 @@ class _Model:
     def format_observation_messages(
         self, message: Mapping[str, Any], outputs: list[dict[str, Any]], template_vars: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Returns messages that show the output of its commands to the model."""
+        """Returns messages that show the model the output of its commands."""
         observations: list[dict[str, Any]] = _package().format_observation_messages(
             outputs, observation_template=self._settings["observation_template"], template_vars=template_vars
         )
@@ -181,12 +182,12 @@ class _Model:
         return {"model_name": self.config.model_name}
 
     def serialize(self) -> dict[str, Any]:
-        """Returns an empty dictionary: the model adds nothing to a saved trajectory."""
+        """Returns an empty dictionary, because the model adds nothing to a saved trajectory."""
         return {}
 
 
 class _Environment:
-    """mini-swe-agent's environment interface: runs commands in the sandbox, with stdout and stderr in one stream."""
+    """Implements mini-swe-agent's environment interface. Runs commands in the sandbox, and merges stdout and stderr."""
 
     def __init__(
         self, sandbox: Sandbox, wait: _Wait, config: Mapping[str, Any], task: Task, system: Mapping[str, str]
@@ -228,7 +229,7 @@ class _Environment:
         return {**self._system, "cwd": self._cwd or ""}
 
     def serialize(self) -> dict[str, Any]:
-        """Returns an empty dictionary: the sandbox adds nothing to a saved trajectory."""
+        """Returns an empty dictionary, because the sandbox adds nothing to a saved trajectory."""
         return {}
 
 
@@ -245,7 +246,8 @@ def _openai(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _package() -> SimpleNamespace:
-    """Imports mini-swe-agent without its startup banner and configuration directory. Returns the parts that are used.
+    """Imports mini-swe-agent without its startup banner and configuration directory. Returns the names that this module
+    uses.
 
     Raises:
         ConfigError: mini-swe-agent is not installed.
@@ -281,8 +283,8 @@ def _package() -> SimpleNamespace:
             return result
 
         def state(self) -> dict[str, Any]:
-            """Returns the state to save after a refused call. The agent has already counted that call, so it is
-            subtracted."""
+            """Returns the state to save after a refused call. Subtracts that call, because the agent has already
+            counted it."""
             messages = [_openai(message) for message in self.messages]
             return {"messages": messages, "calls": self.n_calls - 1, "format_errors": self.n_consecutive_format_errors}
 
@@ -338,7 +340,7 @@ class Suspended(BaseException):
 
 
 class ChatClient:
-    """Client for chat completions; an async context manager.
+    """Client for chat completions. Use it as an async context manager.
 
     Args:
         model: The model's endpoint.
@@ -395,8 +397,8 @@ class ChatClient:
 
 
 def _error_fields(raw: bytes) -> tuple[str, str]:
-    """Returns the message and type of an error in OpenAI's format. Otherwise, returns the response body and an empty
-    type."""
+    """Returns the message and type of an error in OpenAI's format. For other formats, returns the response body and an
+    empty type."""
     try:
         body = json.loads(raw)
         error = body.get("error", body)

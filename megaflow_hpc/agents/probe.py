@@ -19,7 +19,7 @@ from megaflow_hpc.agents.registry import AgentSpec, create
 from megaflow_hpc.errors import ConfigError, MegaflowError
 
 PROBE_TIMEOUT_S = 300.0
-"""Timeout in seconds for all imports together. From a cold network file system, some take a minute."""
+"""Timeout in seconds for all imports together. Some imports from a cold network file system take a minute."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ProbeResult:
 
     error: str = ""
     in_sandbox: bool = False
-    """True if the agent's program runs in the sandbox and calls the model from there."""
+    """True if the agent's program runs in the sandbox and calls the model from inside it."""
 
 
 def probe(agents: Sequence[AgentSpec], beside: str = "") -> tuple[list[ProbeResult], list[str]]:
@@ -36,7 +36,7 @@ def probe(agents: Sequence[AgentSpec], beside: str = "") -> tuple[list[ProbeResu
 
     Args:
         agents: The agents to create.
-        beside: Directory to search first for the agents' modules. Empty for none.
+        beside: Directory to search first for the agents' modules. If empty, no directory is added.
 
     Returns:
         One result per agent, and the names of files and directories in ``beside`` from which modules were imported.

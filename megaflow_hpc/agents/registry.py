@@ -36,7 +36,7 @@ NEEDED_ARGS: Mapping[str, str] = {
     "command": "args.command (shell text), or args.preset",
     "replay": "args.messages_file, or args.commands",
 }
-"""Agent → arguments that it requires, described for users."""
+"""Maps each agent to the arguments that it requires, as shown to users."""
 
 
 class AgentSpec(Protocol):
@@ -99,11 +99,11 @@ class KnownAgent:
     needs_model: bool
     needs_args: str
     lacks: str
-    """Why the agent cannot run here. Empty if it can."""
+    """Reason why the agent cannot run in this installation. Empty if it can."""
 
 
 def known_agents() -> list[KnownAgent]:
-    """Returns the built-in agents, after trying to create each one."""
+    """Tries to create each built-in agent, and returns all of them."""
     agents = []
     for name in NAMES:
         lacks = ""
@@ -137,6 +137,13 @@ def result_of(name: str, returned: Any) -> AgentResult:
         )
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in returned.turn_rewards):
         raise UserCodeError(f"agent {name}: turn_rewards {returned.turn_rewards!r:.80}: expected finite numbers")
+    for reward, value in returned.rewards.items():
+        if not isinstance(reward, str) or reward in ("", "reward", "score") or "." in reward:
+            raise UserCodeError(
+                f"agent {name}: rewards {reward!r:.80}: expected names without a dot, other than reward and score"
+            )
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserCodeError(f"agent {name}: rewards[{reward!r}] {value!r:.80}: expected a finite number")
     return returned
 
 
@@ -171,7 +178,8 @@ def _find(name: str) -> Callable[..., Agent]:
 
 
 def _at(error: BaseException) -> str:
-    """Returns where in the user's code an error was raised. Empty if importlib or this module raised it."""
+    """Returns the location in the user's code that raised an error, or an empty string if importlib or this module
+    raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     last = frames[-1] if frames else None
     return (

@@ -26,7 +26,7 @@ from megaflow_hpc.texts import in_one_line
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 IN_RUNNER = frozenset({"oracle", "nop", "replay", "command", "claude-code", "codex", "qwen-code"})
-"""Built-in agents that mostly wait, and therefore run in the runner's event loop."""
+"""Built-in agents that run in the runner's event loop, because they mostly wait."""
 _OPERATIONS = frozenset({"exec", "upload", "download", "kill_processes"})
 
 
@@ -51,7 +51,7 @@ async def read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 
 def encode_error(error: BaseException) -> dict[str, str]:
-    """Encodes an exception for :func:`decode_error` on the other side."""
+    """Encodes an exception for :func:`decode_error` in the other process."""
     if isinstance(error, MegaflowError):
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": UserCodeError.__name__, "text": repr(error)}
@@ -75,7 +75,7 @@ class RemoteSandbox:
         self._calls = 0
 
     async def listen_for_answers(self) -> None:
-        """Delivers each response from the runner to the pending call. Exits the process if the connection is closed."""
+        """Delivers each response from the runner to its pending call. Exits the process if the connection is closed."""
         while (message := await read_message(self._reader)) is not None:
             future = self._waiting.pop(message["id"], None)
             if future is not None and not future.done():
@@ -126,7 +126,7 @@ class RemoteSandbox:
 
 
 class Zygote:
-    """The zygote process, started with the first agent, and the agents forked from it. Bound to one event loop.
+    """The zygote process, started with the first agent, and the agents forked from it. Use it from a single event loop.
 
     Args:
         names: Agents to import once in the zygote.
@@ -163,7 +163,7 @@ class Zygote:
             timed: Returns a context manager to enter around each sandbox operation.
 
         Raises:
-            MegaflowError: Raised by the agent.
+            MegaflowError: The agent raised this error.
             UserCodeError: The agent raised another exception, or its process crashed.
         """
         control = self._started()
@@ -281,15 +281,16 @@ def _describe_exit(status: int) -> str:
 
 
 MAX_SHOWN_BYTES = 64 * 1024
-"""Maximum bytes of output to show per agent. Further output is read and discarded, so that the agent does not block."""
+"""Maximum bytes of output to print per agent. Further output is read and discarded, so that the agent does not
+block."""
 MAX_LINE_BYTES = 4096
 """Maximum length of a line in bytes. Longer lines are split."""
 DRAIN_S = 5.0
-"""Grace period in seconds after an agent's end, during which its remaining processes may still print."""
+"""Seconds after an agent's end during which its remaining processes may still print."""
 
 
 class Prints(asyncio.Protocol):
-    """Prints the output of one pipe to standard error, line by line. Created by :meth:`open`.
+    """Prints the output of one pipe to standard error, line by line. Use :meth:`open` to create an instance.
 
     Args:
         name: Prefix for each line.

@@ -1,4 +1,4 @@
-"""Agents that call no model: ``oracle`` and ``nop`` check a task, ``replay`` repeats recorded commands."""
+"""Agents that do not call a model: ``oracle`` and ``nop`` check a task, and ``replay`` repeats recorded commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OracleAgent:
     """Runs the task's reference solution."""
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        """Runs the solution. Its failure is reported in the result's ``error``.
+        """Runs the solution. If it fails, the result's ``error`` says why.
 
         Raises:
             ConfigError: The task has no solution.
@@ -40,7 +40,7 @@ class OracleAgent:
 
 
 class NopAgent:
-    """Does nothing, so the reward is that of the unmodified task."""
+    """Does nothing, so the verifier scores the unmodified task."""
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
         """Returns immediately."""
@@ -51,7 +51,7 @@ class ReplayAgent:
     """Runs recorded commands in order.
 
     Args:
-        messages_file: JSON file with a list of OpenAI messages, or with a mapping from task ids to such lists.
+        messages_file: JSON file with a list of OpenAI messages, or with a mapping from task ids to lists of messages.
         commands: The commands to run, instead of a file.
         command_timeout_s: Timeout of one command in seconds.
     """

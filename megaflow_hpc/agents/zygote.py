@@ -2,8 +2,9 @@
 
 ``python -m megaflow_hpc.agents.zygote FD KEPT BESIDE [NAME…]`` imports the named agents once, also from the directories
 KEPT and BESIDE (:mod:`~megaflow_hpc.agents.code`). Each packet on its control socket passes a socket for one rollout.
-The fork that serves it shares the imported modules' memory. An agent that blocks, leaks or crashes harms only its own
-rollout. End-of-file on the control socket ends the zygote and all its agents.
+The zygote forks a process that runs the rollout's agent and shares the memory of the imported modules. An agent that
+blocks, leaks or crashes harms only its own rollout. End-of-file on the control socket ends the zygote and all its
+agents.
 
 Packets are JSON. The runner sends ``{"run": N}`` with the descriptors, and ``{"kill": N}``. The zygote replies
 ``{"ended": N, "status": S}`` with the wait status. Only the zygote signals its children, so a recycled pid is never
@@ -34,7 +35,7 @@ from megaflow_hpc.types import ModelEndpoint, Task
 
 
 def preload(names: list[str]) -> None:
-    """Imports the named agents. Failures are ignored here and reported by the rollouts that use the agent."""
+    """Imports the named agents. Ignores failures, which the rollouts that use the agent will report."""
     for name in names:
         module = NAMES.get(name, name).partition(":")[0]
         with contextlib.suppress(Exception):
@@ -100,7 +101,7 @@ def _reap(control: socket.socket, children: dict[int, int]) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """Kills an agent's process that is not reaped yet, and all processes in its group."""
+    """Kills all processes in an agent's process group. The agent's own process must not be reaped yet."""
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
 

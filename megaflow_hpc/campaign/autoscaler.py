@@ -1,9 +1,11 @@
-"""Scales engine servers between ``min`` and ``max``: releases held array elements while requests are queued.
+"""Scales engine servers between ``min`` and ``max`` by releasing held array elements while requests are queued.
 
-One process does this for the whole campaign (:class:`~megaflow_hpc.ledger.leader.Leader`). If compute nodes may talk to
+A single process scales the whole campaign (:class:`~megaflow_hpc.ledger.leader.Leader`). If compute nodes can reach
 the Slurm controller, it is a child of a pod's batch shell, ``python -m megaflow_hpc.campaign.autoscaler RUN``.
-Otherwise it is an open ``run`` or ``watch``. It polls every :data:`POLL_INTERVAL_S` seconds and queries Slurm only when
-servers are missing. Idle servers exit by themselves. Their elements are requeued, held, and can be released again.
+Otherwise it is a ``run`` or ``watch`` command that the user keeps open.
+
+It polls every :data:`POLL_INTERVAL_S` seconds and queries Slurm only if servers are missing. Idle servers exit on
+their own. Slurm then requeues and holds their array elements, so they can be released again.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ POLL_INTERVAL_S = RENEW_S
 FIRST_POLL_INTERVAL_S = 5.0
 """Seconds between polls before the first pod runs."""
 REFUSED_S = 600.0
-"""Seconds for which this process leaves scaling to other processes after Slurm has refused a request."""
+"""Seconds for which this process lets other processes scale after Slurm has refused its request."""
 
 
 class Autoscaler:
     """Releases held elements of the engine array when servers are missing.
 
     Args:
-        planned: The content of ``run.json``.
-        jobs: The run's Slurm jobs.
-        holder: Name of this process, as shown by ``status``.
-        monitor: An existing monitor of the run, if there is one.
+        planned: Content of ``run.json``.
+        jobs: Slurm jobs of the run.
+        holder: Name of this process in ``status``.
+        monitor: Existing monitor of the run. ``None`` creates a new one.
     """
 
     def __init__(
@@ -54,40 +56,41 @@ class Autoscaler:
         self._counts = {
             server.policy: ServerCount(*server.model["servers"]) for server in planned.servers if server.held
         }
-        """Policy with held servers → its minimum and maximum number of servers."""
+        """Policy with held servers → minimum and maximum number of servers."""
         self._called = {name for name, policy in planned.policies.items() if not policy.samples}
-        """Policies without rollouts of their own, which rollouts of any policy may call, such as judges."""
+        """Policies without rollouts of their own, such as judges. Rollouts of any policy may call them."""
         self._lease = Leader(run, SCALER, holder)
         self._backlog = Backlog(run)
         self._looked = -POLL_INTERVAL_S
         self._refused_at = -REFUSED_S
 
     def tick(self) -> list[str]:
-        """Releases missing servers if :data:`POLL_INTERVAL_S` seconds have passed. Returns their element ids."""
+        """Releases held servers that are needed, at most every :data:`POLL_INTERVAL_S` seconds. Returns the ids of
+        released elements."""
         now = time.monotonic()
         if not self._counts or now - self._looked < POLL_INTERVAL_S or now - self._refused_at < REFUSED_S:
             return []
         self._looked = now
         if not self._lease.hold():
             return []
-        loads, asked = self._loads(), self._asked()
+        loads, asked = self._loads(), self._remaining_rollouts()
         if not asked:
             self._looked = now - POLL_INTERVAL_S + FIRST_POLL_INTERVAL_S  # pods are about to start
-        going: list[str] = []
+        released: list[str] = []
         for policy, count in self._counts.items():
             rollouts = asked.total() if policy in self._called else asked[policy]
             number = wanted(*count, loads.get(policy, ()), rollouts > 0)
             if number > len(loads.get(policy, ())):
                 try:
-                    going += self._jobs.release(policy, number)
+                    released += self._jobs.release(policy, number)
                 except SiteError as error:
                     print(f"engine servers cannot be released from here: {error}", file=sys.stderr, flush=True)
                     self._refused_at = now
                     self._lease.leave()
-        return going
+        return released
 
     def leave(self) -> None:
-        """Gives up the lease, so that another process can scale."""
+        """Releases the lease, so that another process can scale."""
         self._lease.leave()
 
     def _loads(self) -> dict[str, list[Load]]:
@@ -96,8 +99,8 @@ class Autoscaler:
             loads.setdefault(server.policy, []).append(Load(server.in_flight, server.waiting, server.wait_s))
         return loads
 
-    def _asked(self) -> Counter[str]:
-        """Returns the number of rollouts left to run, by policy. Empty while no pod is running."""
+    def _remaining_rollouts(self) -> Counter[str]:
+        """Returns the number of remaining rollouts per policy. Empty while no pod is running."""
         pods = self._monitor.status()["pods"]
         if not any(pod["state"] == "started" for pod in pods):
             return Counter()
@@ -105,19 +108,19 @@ class Autoscaler:
 
 
 class Backlog:
-    """Counts the planned rollouts that no pod has stored yet, from a run's blocks and its pods' events.
+    """Counts the planned rollouts that no pod has stored yet, from the run's blocks and the pods' events.
 
-    It compares ids, because a rollout may end twice.
+    Compares rollout ids instead of counts, because a rollout may end twice.
     """
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._policies: dict[str, str] = {}
-        """Rollout → policy, for rollouts not yet stored."""
+        """Rollout id → policy, for rollouts not yet stored."""
         self._read_blocks: set[int] = set()
         self._events = EventReader(run.events, only="rollout", use_summaries=True)
         self._ended: list[str] = []
-        """Rollouts that ended in the last poll. They may belong to a block written in the meantime."""
+        """Rollouts that ended in the previous poll. Their block may have been written after the blocks were read."""
 
     def look(self) -> Counter[str]:
         """Reads new blocks and events. Returns the number of remaining rollouts per policy."""
@@ -149,7 +152,7 @@ class Backlog:
 
 
 def main(argv: list[str]) -> int:
-    """Scales until the campaign is over or the pod's batch shell has ended."""
+    """Scales servers until the campaign is over or the pod's batch shell has exited."""
     run = RunDir(argv[0])
     run.check_ours()
     planned, marks = read_run(run), Marks(run)

@@ -20,7 +20,7 @@ def digest(text: str | bytes) -> str:
 
 
 class Edits:
-    """Detects edits of a run's files. A file is read again only if its size or modification time has changed."""
+    """Detects edits of a run's files. Rereads a file only if its size or modification time has changed."""
 
     def __init__(self, run: RunDir, planned: RunRecord) -> None:
         self._run, self._planned = run, planned
@@ -28,14 +28,13 @@ class Edits:
         self._edited = False
 
     def tasks(self) -> list[str]:
-        """Returns the ids of tasks whose files were edited. Reads every file, so only ``resume`` and the end of a
-        followed run call it."""
+        """Returns the ids of tasks whose files were edited. Expensive, because it reads every file."""
         from megaflow_hpc.tasks.digests import changed
 
         return changed([Task.from_dict(each.task) for each in planned_tasks(self._run, self._planned).values()])
 
     def accept_tasks(self) -> list[str]:
-        """Accepts the current files of changed tasks for all further rollouts. Returns the tasks' ids.
+        """Accepts the changed task files for all remaining rollouts. Returns the ids of the changed tasks.
 
         Raises:
             ConfigError: A file cannot be read.
@@ -50,7 +49,7 @@ class Edits:
         return [*files]
 
     def warnings(self) -> list[str]:
-        """Returns a warning for each edit that has no effect, and one for accepted changes of tasks."""
+        """Returns a warning for each edit without effect, and a warning about accepted changes of tasks."""
         return [*self._campaign_file(), *filter(None, [accepted_line(self._run)])]
 
     def _campaign_file(self) -> list[str]:
@@ -72,7 +71,7 @@ class Edits:
 
 
 def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
-    """Recreates a run's empty directories that a purge of scratch has deleted.
+    """Recreates empty directories of a run that a scratch purge has deleted.
 
     Raises:
         ConfigError: The purge deleted more than empty directories.
@@ -88,19 +87,19 @@ def restore_rooms(run: RunDir, planned: RunRecord, ledger: Ledger) -> None:
 
 
 def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
-    """Returns a warning if journals are missing and there is no trajectories.h5 that could contain their rollouts."""
+    """Returns a warning if journals are missing and no trajectories.h5 could contain their rollouts."""
     if run.trajectories.exists():
         return []
     from megaflow_hpc.trajectories.journal.winners import journals
 
-    there = {path.name.removesuffix(".journal") for path in journals(run)}  # <pod>.<start>
+    existing = {path.name.removesuffix(".journal") for path in journals(run)}  # <pod>.<start>
     leases = ledger.leases()
-    lost = [stored_by(run, name, lease) for name, lease in leases.items() if name not in there]
+    lost = [stored_by(run, name, lease) for name, lease in leases.items() if name not in existing]
     lost = [count for count in lost if count]
     accounts = ledger.accounts(leases)
     # The leases of earlier starts were removed. We know how many journals there were, but not which are missing.
     earlier = sum(facts["journals"] for name, facts in accounts.items() if name not in leases)
-    missing = len(lost) + max(0, earlier - len(there - leases.keys()))
+    missing = len(lost) + max(0, earlier - len(existing - leases.keys()))
     if not missing:
         return []
     several = f" with {sum(lost)} stored rollouts" if len(lost) == missing else ""

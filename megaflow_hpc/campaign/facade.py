@@ -1,4 +1,4 @@
-"""Entry point of the Python API: :class:`Campaign` plans and submits, and returns a
+"""Entry point of the Python API. :class:`Campaign` plans and submits, and returns a
 :class:`~megaflow_hpc.campaign.run.Run`."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Campaign:
         self.max_rollouts = MAX_ROLLOUTS
         """Maximum number of rollouts to plan."""
         self.notices: list[str] = []
-        """Warnings for the user, issued during planning."""
+        """Warnings for the user that arose during planning."""
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Campaign:
@@ -71,7 +71,7 @@ class Campaign:
         return campaign
 
     def where(self, key: str) -> str:
-        """Returns ``file:line`` of a dotted key, for messages."""
+        """Returns ``file:line`` of a dotted key, for error messages."""
         if self.file is None:
             return f"campaign {self.config.name}"
         return config_module.place_of(self._node, [_part(part) for part in key.split(".")], self.file)
@@ -135,11 +135,12 @@ class Campaign:
     def _preflight(
         self, draft: Draft, slurm: bool, watch: PlanWatch, packages: bool = True
     ) -> Iterator[Callable[[], object]]:
-        """Yields the checks of what pods need. ``check``, ``plan`` and ``run`` all perform them.
+        """Yields checks of everything that pods require from this site. ``check``, ``plan`` and ``run`` perform all
+        of them.
 
         Args:
-            packages: Also check the packages that pods import. ``run`` without Slurm checks them when it starts a pod,
-                so the core install can plan.
+            packages: Also check the packages that pods import. Without Slurm, ``run`` checks them only when it starts a
+                pod, so that planning works with the core install.
         """
         if slurm:
             watch.step("asking Slurm")
@@ -147,13 +148,12 @@ class Campaign:
             yield site.mpi_attempts
         if packages:
             watch.step("trying Python and MPI")
-            yield lambda: self._liftable(draft, lambda: check_packages(draft.config, slurm))
-        yield lambda: self._liftable(draft, lambda: try_sandboxes(draft, watch, slurm))
+            yield lambda: self._run_check(draft, lambda: check_packages(draft.config, slurm))
+        yield lambda: self._run_check(draft, lambda: try_sandboxes(draft, watch, slurm))
 
-    def _liftable(self, draft: Draft, check: Callable[[], None]) -> None:
-        """Runs a check. With ``slurm.check: false``, its error becomes a warning, because nodes of jobs may differ from
-        this one.
-        """
+    def _run_check(self, draft: Draft, check: Callable[[], None]) -> None:
+        """Runs a check. With ``slurm.check: false``, turns its error into a warning, because compute nodes may
+        differ from this one."""
         try:
             check()
         except SiteError as error:
@@ -162,11 +162,11 @@ class Campaign:
             self.notices.append(str(error) + LIFTED)
 
     def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:
-        """Returns a message for each requirement that this site lacks or refuses."""
+        """Checks this site. Returns a message for each missing resource and each refused request."""
         mistakes: list[str] = []
-        for one in chain([self._run_dir(None).check_place], self._preflight(draft, site.has_slurm(), watch)):
+        for check in chain([self._run_dir(None).check_place], self._preflight(draft, site.has_slurm(), watch)):
             try:
-                one()
+                check()
             except Mistakes as error:
                 mistakes += error.found
             except MegaflowError as error:
@@ -181,16 +181,16 @@ class Campaign:
         ranks: int = 1,
         watch: PlanWatch = SILENT,
     ) -> Run:
-        """Plans the campaign and submits it, or starts it here if ``launcher="local"``."""
+        """Plans the campaign and submits it, or starts it on this machine if ``launcher="local"``."""
         run = self.plan(run_dir, only, launcher, watch)
         self.start(run, launcher, ranks)
         return run
 
     def start(self, run: Run, launcher: Launcher = "slurm", ranks: int = 1) -> None:
-        """Starts a freshly planned run. If Slurm accepts none of its jobs, the run directory is deleted.
+        """Starts a freshly planned run. Deletes the run directory if Slurm accepts none of its jobs.
 
         Raises:
-            SiteError: Slurm refused a job. Includes Slurm's message.
+            SiteError: Slurm refused a job. The message includes Slurm's own.
         """
         try:
             run.start(launcher, ranks)
@@ -213,7 +213,7 @@ class Campaign:
 
         Args:
             rollout_seconds: Assumed duration of each rollout.
-            like: An earlier run from which to take durations.
+            like: Earlier run from which to take durations.
         """
         slurm = resolve_launcher(launcher, self.config.slurm) == "slurm"
         self._run_dir(run_dir).check_place()
@@ -233,12 +233,12 @@ class Campaign:
 
 @dataclass
 class Findings:
-    """Result of :func:`check`: problems, each with its location and a remedy."""
+    """Result of :func:`check`: problems, each with a location and a remedy."""
 
     file: list[str] = field(default_factory=list)
     """Problems in the file, its tasks and its models."""
     site: list[str] = field(default_factory=list)
-    """Requirements that this site lacks or refuses."""
+    """Missing resources and refused requests at this site."""
     warnings: list[str] = field(default_factory=list)
     tasks: int = 0
     rollouts: int = 0

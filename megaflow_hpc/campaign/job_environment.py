@@ -1,4 +1,4 @@
-"""Writes the shell environment that every job of a run sources, whether submitted by the package or by hand."""
+"""Writes the shell environment that every job of a run sources, including jobs submitted by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megaflow_hpc.host.apptainer import find_apptainer
 
 
 def trainer_python() -> str:
-    """Returns the Python interpreter for trainers, which has torch.
+    """Returns the Python interpreter of trainers, in which torch is installed.
 
     It is ``MEGAFLOW_TRAINER_PYTHON`` or, by default, the interpreter of the engine's environment.
     """
@@ -27,7 +27,8 @@ def trainer_python() -> str:
 
 
 def _by_role(config: CampaignConfig) -> list[str]:
-    """Returns the shell lines that run the ``setup`` of a job's own section. The scripts set ``role`` first."""
+    """Returns shell lines that run the ``setup`` of the job's own section. The scripts set ``role`` before sourcing
+    them."""
     slurm = config.slurm
     roles = [("pods*", slurm.pods.setup), ("servers", slurm.servers.setup), ("trainer", slurm.trainer.setup)]
     pools = [(f"pods.{number}", pool.setup) for number, pool in enumerate(slurm.pods.pools)]
@@ -39,9 +40,9 @@ def _by_role(config: CampaignConfig) -> list[str]:
 
 
 def site_environment(setup: Sequence[str]) -> list[str]:
-    """Returns the shell lines that start every job: the paths known to this process, then the user's ``setup``.
+    """Returns shell lines that start every job: paths known to this process, followed by the user's ``setup``.
 
-    ``setup`` comes last, so that a node of another architecture can have its own interpreter and directories.
+    ``setup`` comes last, so that it can select an interpreter and directories for nodes of another architecture.
     """
     # Servers and workers hold keys in memory, so core dumps are off. To debug, raise the soft limit in `setup`.
     lines = ["ulimit -S -c 0"]
@@ -52,7 +53,7 @@ def site_environment(setup: Sequence[str]) -> list[str]:
     # Same as address.unproxied, but in shell, because `setup` may set proxies.
     lines.append(f'no_proxy="{",".join(LOOPBACKS)},${{no_proxy:-${{NO_PROXY:-}}}}"')
     lines.append('export no_proxy="${no_proxy%,}" NO_PROXY="${no_proxy%,}"')
-    with contextlib.suppress(SiteError):  # compute nodes may have one even if this machine does not
+    with contextlib.suppress(SiteError):  # compute nodes may have Apptainer even if this machine does not
         lines.append(f'export PATH="$PATH:"{shlex.quote(os.path.dirname(find_apptainer()))}')
     return lines
 
@@ -62,7 +63,7 @@ def environment_script(config: CampaignConfig, mpi: str, window_s: int = 0) -> s
 
     Args:
         mpi: Types for ``srun --mpi``, separated by spaces, in the order in which pods try them.
-        window_s: Period in seconds over which pods spread their drains. 0 if all may drain at once.
+        window_s: Seconds over which pods spread their drains. 0 if they may all drain at once.
     """
     lines = ["# Sourced by every job of this run."]
     if config.training:

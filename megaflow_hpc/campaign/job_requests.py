@@ -1,4 +1,4 @@
-"""The jobs that a campaign submits to Slurm, and checks that the site's limits allow them to start."""
+"""Builds the jobs that a campaign submits to Slurm, and checks that the site's limits allow them to start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], 
     """Returns the jobs that :meth:`Jobs.start` would submit to an idle cluster. The gather job comes last.
 
     Args:
-        rollouts: Number of planned rollouts, from which the gather job's walltime follows.
+        rollouts: Number of planned rollouts, which determines the gather job's walltime.
     """
     expected = rollouts * JOURNAL_BYTES
     allowed = limits.allowance(pod_options(config))
@@ -60,13 +60,13 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], 
 
 
 SCRIPTS = {"servers": "model_servers", "trainer": "trainer", "pods": "sandbox_pods"}
-"""Role → name of its script in ``RUN/sbatch``."""
+"""Role → script name in ``RUN/sbatch``."""
 
 
 def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[str]:
     """Returns ready-to-paste commands that submit a planned run by hand and gather its results.
 
-    A heterogeneous job gets a generated script, because the packaged scripts do not know its engines.
+    Writes a script for a heterogeneous job, because the packaged scripts support only arrays.
     """
     lines = []
     for job in preview(config, run, groups):
@@ -92,7 +92,7 @@ def beside(
 
 
 def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> Iterator[tuple[str, script.Job]]:
-    """Yields one job of each kind on this cluster, with its section of the campaign file."""
+    """Yields one job of each kind on this cluster, preceded by its section of the campaign file."""
     pods = config.slurm.pods
     jobs = [] if config.is_pool else [("slurm.pods", script.pod_job(config, run, 1))]
     jobs += [(f"slurm.pods.pools.{n}", script.pod_job(config, run, 1, pool=p)) for n, p in enumerate(pods.pools)]
@@ -103,7 +103,7 @@ def each_job(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup])
 
 
 def with_ranks(config: CampaignConfig, where: Any) -> CampaignConfig:
-    """Replaces ``ranks_per_node: fill`` by the number of ranks that use all CPUs of a node.
+    """Replaces ``ranks_per_node: fill`` with the number of ranks that use all CPUs of a node.
 
     Raises:
         ConfigError: The size of a node is unknown.
@@ -122,9 +122,9 @@ def with_ranks(config: CampaignConfig, where: Any) -> CampaignConfig:
 
 
 def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
-    """Checks that the site has what the jobs request and would start them. Returns warnings.
+    """Checks that the site has the requested resources and would start the jobs. Returns warnings.
 
-    With ``slurm.check: false`` all findings are warnings.
+    With ``slurm.check: false``, all problems become warnings.
 
     Args:
         where: Returns ``file:line`` of a dotted key.
@@ -139,16 +139,16 @@ def check(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> 
     if short:
         raise Mistakes(short)
     findings = []
-    for one in (lambda: site.check_site(config, where), lambda: check_resources(config, groups, where)):
+    for run_check in (lambda: site.check_site(config, where), lambda: check_resources(config, groups, where)):
         try:
-            one()
+            run_check()
         except (ConfigError, SiteError) as error:
             if config.slurm.check:
                 raise
             lines = error.found if isinstance(error, Mistakes) else [str(error)]
             findings += [line + LIFTED for line in lines]
-    findings += [_placed(line, where) for key, job in jobs for line in doubts(key, job.named)]
-    return findings + _unused(config, groups, where)
+    findings += [_with_location(line, where) for key, job in jobs for line in doubts(key, job.named)]
+    return findings + _idle_resources(config, groups, where)
 
 
 def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> None:
@@ -160,7 +160,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
     """
     caps: dict[tuple[str, ...], tuple[limits.Cap, ...]] = {}
     jobs = [(key, job.role, job.named) for key, job in each_job(config, RunDir("/RUN"), groups)]
-    refused = [_placed(line, where) for key, _, options in jobs for line in refusals(key, options)]
+    refused = [_with_location(line, where) for key, _, options in jobs for line in refusals(key, options)]
     refused += _gpu_contradictions(config, groups, where)
     if refused:
         raise Mistakes(refused)
@@ -180,7 +180,7 @@ def check_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where
 
 
 def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
-    """Describes options in ``extra`` whose numbers of GPUs contradict the campaign or each other."""
+    """Describes options in ``extra`` that request a different number of GPUs than the campaign or each other."""
     run, slurm = RunDir("/RUN"), config.slurm
     jobs = [
         ("servers", "gpus of the model", group.gpus, script.server_job(config, run, 1, group.gpus, nodes=group.nodes))
@@ -190,17 +190,19 @@ def _gpu_contradictions(config: CampaignConfig, groups: Sequence[ServerGroup], w
     jobs += [] if config.is_pool else [("pods", "", 0, script.pod_job(config, run, 1))]
     lines = {}
     for role, wanted_by, wanted, job in jobs:
-        found = limits.gpu_requests(job.options)
+        gpus_by_option = limits.gpu_requests(job.options)
         own: dict[str, Any] = getattr(slurm, role).extra
         names = [script.option_name(name) for name in own]
-        others = {name: count for name, count in found.items() if not (wanted_by and wanted and count == wanted)}
+        others = {
+            name: count for name, count in gpus_by_option.items() if not (wanted_by and wanted and count == wanted)
+        }
         if wanted_by and wanted and others:
-            found = {wanted_by: wanted, **others}
-        elif len(set(found.values())) < 2:
+            gpus_by_option = {wanted_by: wanted, **others}
+        elif len(set(gpus_by_option.values())) < 2:
             continue
-        first = next((name for name in found if name in names), "")
+        first = next((name for name in gpus_by_option if name in names), "")
         key = f"slurm.{role}.extra" if first else "slurm.extra"
-        asked = " and ".join(f"{name} ({count:g})" for name, count in found.items())
+        asked = " and ".join(f"{name} ({count:g})" for name, count in gpus_by_option.items())
         lines[role] = f"{where(key)}: {key}: {asked} request different numbers of GPUs per node; keep one of them"
     return list(lines.values())
 
@@ -214,7 +216,7 @@ def _too_short(config: CampaignConfig, key: str, job: script.Job) -> Iterator[st
 
 
 def drain_window_s(config: CampaignConfig) -> int:
-    """Returns the seconds over which pods spread their drains, or 0 if Slurm does not respond.
+    """Returns the seconds over which pods spread their drains. Returns 0 if Slurm does not respond.
 
     See :func:`~megaflow_hpc.slurm.limits.requeue_window_s`.
     """
@@ -222,14 +224,14 @@ def drain_window_s(config: CampaignConfig) -> int:
     jobs = [script.pod_job(config, RunDir("/RUN"), 1, pool=pool) for pool in (None, *pods.pools)]
     try:
         times = [walltime_s(job.named) for job in jobs if not job.cluster]
-        known = [time_s for time_s in times if time_s]
-        return limits.requeue_window_s(pods.total, min(known, default=None))
+        walltimes_s = [time_s for time_s in times if time_s]
+        return limits.requeue_window_s(pods.total, min(walltimes_s, default=None))
     except SiteError:
         return 0
 
 
 def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
-    """Returns a warning for each kind of job that Slurm will not requeue.
+    """Returns a warning for each kind of job that Slurm does not requeue.
 
     Raises:
         SiteError: The controller does not respond.
@@ -244,13 +246,13 @@ def requeue_warnings(config: CampaignConfig, groups: Sequence[ServerGroup], wher
     return list(lines.values())
 
 
-def _placed(line: str, where: Any) -> str:
-    """Prefixes a message with the location of the key that it begins with."""
+def _with_location(line: str, where: Any) -> str:
+    """Prefixes a message with ``file:line`` of the key that it starts with."""
     return f"{where(line.split()[0].rstrip(':'))}: {line}"
 
 
-def _unused(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
-    """Warns about jobs that leave CPUs or GPUs of their nodes idle although no other job can use them."""
+def _idle_resources(config: CampaignConfig, groups: Sequence[ServerGroup], where: Any) -> list[str]:
+    """Warns about jobs that leave CPUs or GPUs of their nodes idle and unavailable to other jobs."""
     lines = []
     remedies = {
         "pods": ("a pod", "cpu", "CPUs", "write slurm.pods.ranks_per_node: fill"),
@@ -308,19 +310,19 @@ def limit_effects(config: CampaignConfig, jobs: Sequence[script.Job]) -> list[st
 
 
 def together(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> script.Job:
-    known = [cpus for cpus in (cpus_per_gpu(config, run, group) for group in groups) if cpus]
-    cpus = min(known, default=None)
+    per_gpu = [cpus for cpus in (cpus_per_gpu(config, run, group) for group in groups) if cpus]
+    cpus = min(per_gpu, default=None)
     servers = [group for group in groups for _ in range(group.count)]
     gpus, types = [server.gpus for server in servers], [server.gpu_type for server in servers]
     return timed(script.together_job(config, run, gpus, cpus, types))
 
 
 def pod_options(config: CampaignConfig) -> dict[str, Any]:
-    """Returns the sbatch options of pods that determine which limits apply."""
+    """Returns the sbatch options that determine which limits apply to pods."""
     slurm = config.slurm
     return named({"account": slurm.account, "partition": slurm.pods.partition, **slurm.extra, **slurm.pods.extra})
 
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options keyed by sbatch's option names."""
+    """Converts the keys of options to sbatch's option names."""
     return {script.option_name(name): value for name, value in options.items()}

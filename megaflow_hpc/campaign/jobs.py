@@ -1,6 +1,6 @@
-"""Starts, scales and cancels the Slurm jobs of one run: engine arrays, trainers, pod arrays and the gather job.
+"""Starts, scales and cancels the Slurm jobs of a run: engine arrays, trainers, pod arrays and the gather job.
 
-Jobs that are already running need neither slurmctld nor this process.
+Running jobs need neither slurmctld nor this process.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from megaflow_hpc.trajectories.journal import packs
 GONE_S = 120.0
 """Seconds to wait for cancelled jobs to leave Slurm."""
 MAX_DEPENDENCIES = 16
-"""Maximum number of engines that pods list as dependencies. Pods wait until one of them has started."""
+"""Maximum number of engines that pods list as dependencies. Pods start after any of them has started."""
 
 LEAVE_S = 30.0
 """Grace period in seconds for engines to exit after the campaign has finished."""
 
 
 class Jobs(LiveJobs):
-    """Queries, starts, scales and cancels the Slurm jobs of one run.
+    """Queries, starts, scales and cancels the Slurm jobs of a run.
 
     Args:
-        planned: The content of ``run.json``.
+        planned: Content of ``run.json``.
     """
 
     def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
@@ -61,22 +61,22 @@ class Jobs(LiveJobs):
         self._groups, self._servers = planned.server_groups, planned.servers
         self._planned_rollouts = planned.total
         self.notices: list[str] = []
-        """Messages for the user about the last start."""
+        """Messages for the user about the most recent start."""
         self._asked_again: set[Refused] = set()
-        """Refused requeues that :meth:`bring_back` has requested again."""
-        self._brought_back = 0.0
-        """:attr:`asked_at` of the latest answer that :meth:`bring_back` handled."""
-        self._topped = 0.0
-        """:attr:`asked_at` of the latest answer that :meth:`top_up` handled."""
+        """Refused requeues that :meth:`bring_back` has already requested again."""
+        self._brought_back_at = 0.0
+        """:attr:`asked_at` of the last squeue answer that :meth:`bring_back` handled."""
+        self._topped_up_at = 0.0
+        """:attr:`asked_at` of the last squeue answer that :meth:`top_up` handled."""
         self._try_at, self._refused, self._why_refused = 0.0, 0, ""
         self._successors = Successors(config.slurm.lead_s)
         self.replacing = False
-        """True if :meth:`top_up` will add pods later."""
+        """True if a later call of :meth:`top_up` will add pods."""
 
     # --- start ---
 
     def start(self) -> None:
-        """Submits engine arrays, trainers, pod arrays and the gather job, as far as the site's limits allow."""
+        """Submits engine arrays, trainers, pod arrays and the gather job, up to the site's limits."""
         allowed = limits.allowance(pod_options(self._config))
         trainers = list(trainer_jobs(self._config, self._run))
         engines = sum(group.count for group in self._groups) + len(trainers)
@@ -113,7 +113,7 @@ class Jobs(LiveJobs):
         self.invalidate()
 
     def _queue_servers(self, allowed: limits.Allowance) -> tuple[list[str], list[str]]:
-        """Submits the engine arrays. Returns their elements, and which of them are not held."""
+        """Submits the engine arrays. Returns all of their elements, and the elements that are not held."""
         servers: list[str] = []
         started: list[str] = []
         for job in server_jobs(self._config, self._run, self._groups, allowed):
@@ -123,10 +123,13 @@ class Jobs(LiveJobs):
         return servers, started
 
     def _fitting(self, allowed: limits.Allowance, wanted: int, others: int, total: int) -> int:
-        """Returns how many of ``wanted`` pods can be queued next to ``others`` jobs.
+        """Returns how many of ``wanted`` pods can be queued in addition to ``others`` jobs.
 
         Args:
             total: The campaign's number of pods, for the notice to the user.
+
+        Raises:
+            SiteError: No pod fits.
         """
         if allowed.room is None or wanted + others <= allowed.room:
             return wanted
@@ -144,10 +147,10 @@ class Jobs(LiveJobs):
 
     def _queue_gather(self, servers: Sequence[str]) -> None:
         expected = self._journal_bytes()
-        self.arrays.queue(gather_job(self._config, self._run, self._all_over(), servers, expected))
+        self.arrays.queue(gather_job(self._config, self._run, self._gather_dependency(), servers, expected))
 
     def _journal_bytes(self) -> float:
-        """Returns the expected size of all journals in bytes: their current size, and an estimate for the open
+        """Returns the expected total size of the journals in bytes: the current size, plus an estimate for open
         blocks."""
         size = 0
         for path in self._run.journal.glob("*.[jp]*"):  # journals and packs
@@ -159,17 +162,17 @@ class Jobs(LiveJobs):
         of_block = size / done if done else self._planned_rollouts * JOURNAL_BYTES / blocks
         return size + max(0, blocks - done) * of_block
 
-    def _all_over(self) -> str:
-        """Returns the gather job's dependency: the end of all pods on this cluster and of all trainers."""
-        return "afterany:" + ":".join([*self._here(), *self.arrays.ids("trainer")])
+    def _gather_dependency(self) -> str:
+        """Returns the dependency of the gather job: all trainers, and all pods on this cluster, have ended."""
+        return "afterany:" + ":".join([*self._local_arrays(), *self.arrays.ids("trainer")])
 
     @property
     def _clusters(self) -> list[str]:
-        """Names of the clusters in use. The empty name is this cluster."""
+        """Names of the clusters in use. The empty name stands for this cluster."""
         return ["", *sorted({pool.cluster for pool in self._config.slurm.pods.pools if pool.cluster})]
 
-    def _here(self) -> list[str]:
-        """Returns the pod arrays that a job on this cluster can depend on."""
+    def _local_arrays(self) -> list[str]:
+        """Returns the pod arrays on this cluster. Slurm accepts only these as dependencies."""
         return [array for array in self.arrays.ids("pods") if not cluster_of(array)]
 
     def until_pods_left(self) -> None:
@@ -180,7 +183,7 @@ class Jobs(LiveJobs):
     # --- act ---
 
     def revive(self) -> None:
-        """Restarts jobs that Slurm holds or did not requeue, and trainers that have ended, while pods are running."""
+        """Restarts jobs that Slurm holds or failed to requeue, and trainers that exited while pods are running."""
         self.release_unlaunched()
         self.bring_back(0)
         self._marks.forget_refused()
@@ -188,41 +191,42 @@ class Jobs(LiveJobs):
             self.restart_trainers()
 
     def bring_back(self, max_age_s: float = ASK_SLURM_S) -> list[str]:
-        """Requeues ended jobs whose requeue Slurm refused. Slurm forgets an ended job after MinJobAge, 5 minutes by
-        default. Acts once for each answer of squeue.
+        """Requeues ended jobs whose requeue Slurm refused. Acts once per squeue answer.
+
+        Slurm forgets an ended job after MinJobAge, 5 minutes by default.
 
         Args:
-            max_age_s: Maximum age of that answer.
+            max_age_s: Maximum age of the squeue answer in seconds.
 
         Returns:
             Ids of the requeued jobs.
         """
         live = self.live(max_age_s)
-        if live is None or self.asked_at == self._brought_back or self._marks.over:
+        if live is None or self.asked_at == self._brought_back_at or self._marks.over:
             return []
-        self._brought_back = self.asked_at
+        self._brought_back_at = self.asked_at
         # A job with Requeue=0 would be refused again; top_up replaces it.
-        refused = {one for one in self._marks.refused() if DISABLED not in one.words} - self._asked_again
+        refused = {refusal for refusal in self._marks.refused() if DISABLED not in refusal.words} - self._asked_again
         room = self._config.slurm.pods.total - len(self.live_pods() or ())
-        going: list[str] = []
-        for one in sorted(refused, key=lambda one: (one.at, one.job)):
-            if one.job in live or (one.role == "pod" and room <= 0):  # the pod may have been replaced
+        requeued: list[str] = []
+        for refusal in sorted(refused, key=lambda refusal: (refusal.at, refusal.job)):
+            if refusal.job in live or (refusal.role == "pod" and room <= 0):  # the pod may have been replaced
                 continue
-            self._asked_again.add(one)
+            self._asked_again.add(refusal)
             with contextlib.suppress(SiteError):
-                site.ask("scontrol", *site.on(cluster_of(one.job)), "requeue", number(one.job))
-                going.append(one.job)
-                room -= one.role == "pod"
-        if going:
-            self._marks.forget_refused(going)
+                site.ask("scontrol", *site.on(cluster_of(refusal.job)), "requeue", number(refusal.job))
+                requeued.append(refusal.job)
+                room -= refusal.role == "pod"
+        if requeued:
+            self._marks.forget_refused(requeued)
             self.invalidate()
-        return going
+        return requeued
 
     def gather_later(self, servers: Sequence[str]) -> bool:
-        """Queues another gather job if pods will come back. Called by the gather job.
+        """Queues another gather job if pods will be requeued. Called by the gather job.
 
         Returns:
-            True if another gather job was queued, so that the caller has nothing to do.
+            True if another gather job was queued. The calling job then has nothing to do.
         """
         if self._marks.over or os.environ.get("SLURM_JOB_ID") not in self.arrays.ids("gather"):
             return False
@@ -238,30 +242,32 @@ class Jobs(LiveJobs):
         return True
 
     def restart_trainers(self) -> None:
-        """Submits a trainer for each policy that has none queued or running."""
+        """Submits a trainer for each policy that has no queued or running trainer."""
         states = self.trainer_states(0)
         if states is None:
             return
         missing = {policy for policy in self.trainers() if policy not in states}
-        added = [job for one in trainer_jobs(self._config, self._run, missing) for job in self.arrays.queue(one)]
+        added = [
+            job for trainer in trainer_jobs(self._config, self._run, missing) for job in self.arrays.queue(trainer)
+        ]
         live = self.live(0) or {}
         for gather in self.arrays.ids("gather") if added else ():
             if live.get(gather, JobState(gather, "")).waits:
-                site.ask("scontrol", "update", f"jobid={gather}", f"dependency={self._all_over()}")
+                site.ask("scontrol", "update", f"jobid={gather}", f"dependency={self._gather_dependency()}")
         self.invalidate()
 
     def scale(self, pods: int) -> dict[str, list[str]]:
         """Adds or removes pods until ``pods`` are queued or running. Idempotent.
 
-        Added pods form a new array. When removing pods, queued ones are cancelled first; then the youngest ones drain
-        and release their blocks.
+        Added pods form a new array. To remove pods, cancels queued pods first, then drains the youngest running
+        pods, which release their blocks.
 
         Returns:
             ``added`` and ``leaving``: ids of elements.
 
         Raises:
             ConfigError: The campaign is cancelled, or may not have that many pods.
-            SiteError: Slurm does not respond, refuses, or has no room.
+            SiteError: Slurm does not respond, refuses the request, or has reached a limit on queued jobs.
         """
         if pods < 0:
             raise ConfigError(f"--pods {pods}: at least 0")
@@ -273,7 +279,7 @@ class Jobs(LiveJobs):
             live = self.live_pods(0)
             if live is None:
                 raise SiteError(f"{self._run}: Slurm does not say which pods there are; nothing was changed")
-            here = self._staying(live)
+            here = self._not_leaving(live)
             if self._ledger.finished:
                 return {"added": [], "leaving": []}
             plan = replacements.read(self._run, pods)
@@ -292,7 +298,7 @@ class Jobs(LiveJobs):
         for job in pod_jobs(self._config, self._run, allowed, fitting):
             added += self.arrays.queue(job)
         if gathers:  # it must wait for the new pods too
-            site.ask("scontrol", "update", f"jobid={gathers[-1]}", f"dependency={self._all_over()}")
+            site.ask("scontrol", "update", f"jobid={gathers[-1]}", f"dependency={self._gather_dependency()}")
         else:
             self._queue_gather(sorted({array_of(job) for job in self.arrays.ids("servers")}))
         self.invalidate()
@@ -301,15 +307,15 @@ class Jobs(LiveJobs):
     def _remove(self, pods: Sequence[JobState], count: int) -> list[str]:
         queued = [pod.id for pod in pods if pod.state != "RUNNING"]
         running = [pod.id for pod in pods if pod.state == "RUNNING"]
-        going = sorted(queued, key=_age, reverse=True)[:count]
-        for pod in going:  # so that they are not replaced
+        cancelled = sorted(queued, key=_age, reverse=True)[:count]
+        for pod in cancelled:  # so that they are not replaced
             self._marks.leave(pod)
-        if going:
-            scancel(going)
-        drained = sorted(running, key=_age, reverse=True)[: count - len(going)]
+        if cancelled:
+            scancel(cancelled)
+        drained = sorted(running, key=_age, reverse=True)[: count - len(cancelled)]
         self.arrays.leave(drained)
         self.invalidate()
-        return [*going, *drained]
+        return [*cancelled, *drained]
 
     def release(self, policy: str, count: int) -> list[str]:
         """Releases held servers of a policy until ``count`` are queued or running. Idempotent.
@@ -318,18 +324,18 @@ class Jobs(LiveJobs):
             Ids of the released elements.
 
         Raises:
-            SiteError: Slurm does not respond, or refuses.
+            SiteError: Slurm does not respond, or refuses the request.
         """
         servers = self.servers(ASK_SLURM_S / 2)
         if servers is None:
             raise SiteError(f"{self._run}: Slurm does not say which engine servers there are; nothing was changed")
         own = {n: state for n, state in sorted(servers.items()) if self._servers[n].policy == policy}
         held = [state.id for state in own.values() if state.held]
-        going = held[: max(0, count - (len(own) - len(held)))]
-        if going:
-            site.ask("scontrol", "release", *going)
+        to_release = held[: max(0, count - (len(own) - len(held)))]
+        if to_release:
+            site.ask("scontrol", "release", *to_release)
             self.invalidate()
-        return going
+        return to_release
 
     def release_unlaunched(self) -> list[str]:
         """Releases jobs that Slurm holds because a node failed to launch them, and adds a notice for the user.
@@ -337,48 +343,48 @@ class Jobs(LiveJobs):
         Returns:
             Ids of the released jobs.
         """
-        going: list[str] = []
+        released: list[str] = []
         for job, state in sorted((self.live(0) or {}).items()):
             if state.unlaunched:
                 try:  # one at a time, because scontrol fails if any job has ended
                     site.ask("scontrol", *site.on(cluster_of(job)), "release", number(job))
-                    going.append(job)
+                    released.append(job)
                 except SiteError as error:
                     self.notices.append(f"{job}: not released: {error}")
-        if going:
-            shown = f"{', '.join(going[:3])}{', …' if len(going) > 3 else ''}"
-            count = f"{len(going)} jobs that their nodes" if len(going) > 1 else "a job that its node"
+        if released:
+            shown = f"{', '.join(released[:3])}{', …' if len(released) > 3 else ''}"
+            count = f"{len(released)} jobs that their nodes" if len(released) > 1 else "a job that its node"
             self.notices.append(f"released {count} could not launch: {shown}")
             self.invalidate()
-        return going
+        return released
 
     def top_up(self) -> None:
-        """Adds pods that could not be queued at first, and replaces those that Slurm ended while blocks are left.
+        """Adds pods that could not be queued at first, and replaces pods that Slurm ended while blocks remain.
 
-        Pods that are not requeued are replaced shortly before they end. Acts once for each answer
-        of squeue, and when a pod is about to end. Does nothing for pods that were submitted by hand or run here.
+        Replaces pods with Requeue=0 shortly before they end. Acts once per squeue answer, and when a pod is about to
+        end. Ignores pods that were submitted by hand or run on this machine.
         """
         live = self.live_pods()
-        if live is None or (self.asked_at == self._topped and time.time() < self._try_at):
+        if live is None or (self.asked_at == self._topped_up_at and time.time() < self._try_at):
             return
         if self.bring_back():
             live = self.live_pods() or live
-        self._topped, self._try_at, self.replacing = self.asked_at, math.inf, False
+        self._topped_up_at, self._try_at, self.replacing = self.asked_at, math.inf, False
         pods = [record for record in self.arrays.records() if record.role == "pods"]
         if not pods or self._config.slurm.together or self._marks.over:
             return
         with self.arrays.alone():
             plan = replacements.read(self._run, self._config.slurm.pods.total)
             before = msgspec.to_builtins(plan)
-            self._take_in(plan, pods, live)
+            self._record_ends(plan, pods, live)
             open_blocks = len(set(numbers(self._run)) - self._ledger.marked_done())
             try:
-                if plan.due(self._lasting(live), open_blocks, time.time()):
+                if plan.due(self._lasting_count(live), open_blocks, time.time()):
                     self.arrays.adopt(self._config.name, self._clusters)
                     live = self.live_pods(0) or live
-                    count = plan.due(self._lasting(live), open_blocks, time.time())
+                    count = plan.due(self._lasting_count(live), open_blocks, time.time())
                     if count and self._groups and not self.servers():
-                        # The gather job has ended the earlier ones.
+                        # The gather job has ended the earlier servers.
                         self._queue_servers(limits.allowance(pod_options(self._config)))
                     plan.added(self._add(count, plan.wanted) if count else [], time.time())
                 self._refused = 0
@@ -388,14 +394,14 @@ class Jobs(LiveJobs):
                 self._why_refused = str(error)
             if msgspec.to_builtins(plan) != before:
                 replacements.write(self._run, plan)
-        staying = self._staying(live)
+        staying = self._not_leaving(live)
         self.replacing = self._refused < BARREN_ROUNDS and plan.due(len(staying), open_blocks, math.inf) > 0
         self._try_at = self._successors.next_at(staying, time.time())
         if self.replacing or plan.again_at > time.time():
             self._try_at = min(self._try_at, plan.again_at)
 
-    def _take_in(self, plan: Replacements, pods: Sequence[JobRecord], live: Sequence[JobState]) -> None:
-        """Records in ``plan`` how the pods ended that Slurm no longer has."""
+    def _record_ends(self, plan: Replacements, pods: Sequence[JobRecord], live: Sequence[JobState]) -> None:
+        """Updates ``plan`` with the ends of pods that Slurm no longer has."""
         listed = {state.id for state in live}
         asked_at = time.time() - (time.monotonic() - self.asked_at)
         missed = plan.missed(pods, listed, asked_at)
@@ -408,41 +414,44 @@ class Jobs(LiveJobs):
             state = states[job].state if job in states else ""
             if job in leaving:
                 ends[job] = "leaving"
-            elif self._vain(job):
+            elif self._gave_no_results(job):
                 ends[job] = "vain"
             elif state not in accounting.LIVE:  # slurmdbd may be late
                 ends[job] = state
         # A start that stores nothing leaves no journal. Leases of ended pods are removed.
         journals = packs.sizes(self._run.journal) if ends or plan.last else ()
         stored = {name.removesuffix(packs.JOURNAL).rpartition(".")[0] for name in journals}
-        plan.take_in(pods, {state.id for state in self._staying(live)}, ends, stored)
+        plan.take_in(pods, {state.id for state in self._not_leaving(live)}, ends, stored)
 
-    def _vain(self, pod: str) -> bool:
-        """Returns whether more than ``slurm.requeues`` consecutive starts of a pod stored nothing (``pods.sh``)."""
+    def _gave_no_results(self, pod: str) -> bool:
+        """Returns whether a pod was given up because too many consecutive starts stored nothing.
+
+        ``pods.sh`` records these starts. The limit is ``slurm.requeues``.
+        """
         try:
             return (self._run.logs / f"pod-{number(pod)}.requeues").stat().st_size > self._config.slurm.requeues
         except OSError:
             return False
 
-    def _lasting(self, pods: Sequence[JobState]) -> int:
-        """Returns the number of pods that neither leave nor need a successor now."""
-        staying = self._staying(pods)
+    def _lasting_count(self, pods: Sequence[JobState]) -> int:
+        """Returns the number of pods that are neither leaving nor due to be replaced."""
+        staying = self._not_leaving(pods)
         return len(staying) - len(self._successors.ending(staying, time.time()))
 
-    def _staying(self, pods: Sequence[JobState]) -> list[JobState]:
-        """Returns the pods without a ``leaving`` flag."""
+    def _not_leaving(self, pods: Sequence[JobState]) -> list[JobState]:
+        """Returns the pods that are not marked as leaving."""
         leaving = self._marks.leaving()
         return [pod for pod in pods if pod.id not in leaving]
 
     def forgive(self) -> None:
-        """Lets :meth:`top_up` replace pods again, even after it had given up."""
+        """Lets :meth:`top_up` replace pods again, even if replacing was given up."""
         with self.arrays.alone():
             plan = replacements.read(self._run, self._config.slurm.pods.total)
             plan.forgive()
             replacements.write(self._run, plan)
 
     def unreplaced(self) -> list[str]:
-        """Returns warnings about pods that ended and are not replaced."""
+        """Returns warnings about pods that ended without being replaced."""
         plan = replacements.read(self._run, 0)
         lines = []
         if plan.vain:
@@ -475,9 +484,9 @@ class Jobs(LiveJobs):
         return ids
 
     def end_servers(self, ids: Sequence[str]) -> list[str]:
-        """Ends engine arrays after the campaign, on behalf of the gather job.
+        """Ends the engine arrays after the campaign. Called by the gather job.
 
-        Queued elements are cancelled immediately, running ones after :data:`LEAVE_S` seconds.
+        Cancels queued elements immediately and running elements after :data:`LEAVE_S` seconds.
 
         Returns:
             The arrays that had to be cancelled.
@@ -497,7 +506,7 @@ class Jobs(LiveJobs):
         return sorted({array_of(job.id) for job in live})
 
     def until_gone(self) -> None:
-        """Waits until Slurm has no more jobs of the run.
+        """Waits until Slurm has no job of the run left.
 
         Raises:
             SiteError: Some jobs remain after :data:`GONE_S` seconds.

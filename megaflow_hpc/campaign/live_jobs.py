@@ -1,13 +1,13 @@
-"""State of a run's jobs in Slurm: queued, running, and the reasons why they are pending.
+"""State of a run's jobs in Slurm: queued, running, and the reasons for pending.
 
-One ``squeue`` queries all jobs of a campaign. All processes that follow the campaign (``run``, ``watch``, ``status``,
-autoscalers and waiting trainers) share its answer in a file::
+A single ``squeue`` queries all jobs of a campaign. All processes that follow the campaign (``run``, ``watch``,
+``status``, autoscalers and waiting trainers) share the answer through a file::
 
-    RUN/ledger/queue.json    time of the query, the arrays queried, and the answer
+    RUN/ledger/queue.json     time of the query, the arrays queried, and the answer
 
-A budget in the same file keeps all of them together below 60 requests to slurmctld per hour.
+The file also contains a budget that limits all of these processes together to 60 requests to slurmctld per hour.
 
-``python -m megaflow_hpc.campaign.live_jobs RUN`` prints the number of pods that are running or queued, for a waiting
+``python -m megaflow_hpc.campaign.live_jobs RUN`` prints the number of running and queued pods, for a waiting
 trainer. It exits with 1 if the number is unknown.
 """
 
@@ -38,38 +38,38 @@ from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.ids import array_of, number
 
 ASK_SLURM_S = 30.0
-"""Seconds between queries, until the budget in :class:`QueueAnswer` is spent."""
+"""Seconds between queries while the budget in :class:`QueueAnswer` lasts."""
 
 DISABLED = "presently disabled"
-"""Part of Slurm's refusal to requeue a job that has Requeue=0."""
+"""Part of Slurm's error message about requeueing a job that has Requeue=0."""
 SOON_S = 8.0
-"""Shorter interval, used until Slurm has considered new jobs and reports why they are pending."""
+"""Seconds between queries until Slurm reports why new jobs are pending."""
 
 
 BURST = 8.0
 """Maximum number of queries in a burst."""
 REFILL_S = 180.0
-"""Seconds after which another query is allowed. A query is two requests to slurmctld, for the user's jobs and for the
-partitions, so an hour has at most 2 x (8 + 3600 / 180) = 56 requests."""
+"""The next query is allowed after this many seconds. Each query sends two requests to slurmctld, for the user's jobs
+and for the partitions. An hour therefore has at most 2 x (8 + 3600 / 180) = 56 requests."""
 FUTURE_S = 60.0
-"""Answers dated further ahead than this come from a host whose clock is wrong, and are ignored."""
+"""Ignore answers dated further in the future than this many seconds, because the clock of their host is wrong."""
 
 
 class QueueAnswer(msgspec.Struct):
     """Content of ``queue.json``."""
 
     asked_at: float = 0.0
-    """Unix seconds."""
+    """Time of the query, in Unix seconds."""
     budget: float = BURST
     """Number of further queries allowed at ``asked_at``."""
     arrays: list[str] = []
     """Jobs and arrays that were queried."""
     jobs: list[JobState] | None = None
-    """Their elements. ``None`` if jobs were submitted, changed or cancelled since."""
+    """Elements of these arrays. ``None`` if jobs were submitted, changed or cancelled after the query."""
 
 
 class QueueCache:
-    """Caches the latest squeue answer about a run for all processes. Other users' processes only read it."""
+    """Caches a run's latest squeue answer in a file for all processes. Processes of other users only read it."""
 
     def __init__(self, run: RunDir) -> None:
         self._path = run.ledger / "queue.json"
@@ -82,8 +82,8 @@ class QueueCache:
     def read(self, arrays: Collection[str], max_age_s: float) -> tuple[float, list[JobState]] | None:
         """Returns the age of the cached answer in seconds, and the jobs. ``None`` if the caller must query squeue.
 
-        If the budget is spent, an answer older than ``max_age_s`` is returned as well. If ``max_age_s`` is 0, the
-        caller must always query squeue.
+        Returns an answer older than ``max_age_s`` if the budget is spent. If ``max_age_s`` is 0, the caller must
+        always query squeue.
         """
         self._answer = answer = try_read_json(self._path, QueueAnswer) or QueueAnswer()
         age_s = time.time() - answer.asked_at
@@ -100,7 +100,7 @@ class QueueCache:
         self._put(QueueAnswer(now, left, sorted(arrays), list(jobs)))
 
     def forget(self) -> None:
-        """Drops the answer, because jobs were submitted, changed or cancelled. The budget is kept."""
+        """Drops the answer after jobs were submitted, changed or cancelled. Keeps the budget."""
         answer = try_read_json(self._path, QueueAnswer)
         if answer and answer.jobs is not None:
             answer.jobs = None
@@ -117,10 +117,10 @@ class QueueCache:
 
 
 class LiveJobs:
-    """State of one run's jobs in Slurm.
+    """State of a run's jobs in Slurm.
 
     Args:
-        planned: The content of ``run.json``.
+        planned: Content of ``run.json``.
     """
 
     def __init__(self, run: RunDir, config: CampaignConfig, planned: RunRecord, ledger: Ledger) -> None:
@@ -130,11 +130,12 @@ class LiveJobs:
         self._shared = QueueCache(run)
         self._live: tuple[float, dict[str, JobState] | None] = (-ASK_SLURM_S, None)
         self._ended: dict[str, JobState] = {}
-        """Jobs of the last query that have ended. Slurm lists them for a few minutes."""
+        """Ended jobs in the last answer. Slurm lists jobs for a few minutes after they end."""
         self._read_at = -ASK_SLURM_S
 
     def ids(self, role: str | None = None) -> list[str]:
-        """Returns all arrays of this run in order of submission. Lists arrays submitted by hand once they start."""
+        """Returns all arrays of this run in order of submission. Includes arrays submitted by hand once they have
+        started."""
         ids = set(self.arrays.ids(role))
         if role in (None, "pods"):
             ids |= self._ledger.arrays()
@@ -143,10 +144,10 @@ class LiveJobs:
         return sorted(ids, key=lambda job: (len(number(job)), job))
 
     def live(self, max_age_s: float = ASK_SLURM_S) -> dict[str, JobState] | None:
-        """Returns the elements that Slurm still has, by id. ``None`` if Slurm is missing or does not respond.
+        """Returns the array elements that Slurm still has, by id. ``None`` if Slurm is missing or does not respond.
 
         Args:
-            max_age_s: Maximum age in seconds of a cached result.
+            max_age_s: Maximum age in seconds of a cached answer.
         """
         asked, live = self._live
         if live and any(job.state == "PENDING" and job.reason == "None" for job in live.values()):
@@ -155,11 +156,12 @@ class LiveJobs:
         # Once the budget is spent, a shared answer may be older than max_age_s. Do not read it again every second.
         if now - asked >= max_age_s and now - self._read_at >= min(max_age_s, SOON_S):
             self._read_at = now
-            self._live = self._look(max_age_s)
+            self._live = self._query(max_age_s)
         return self._live[1]
 
-    def _look(self, max_age_s: float) -> tuple[float, dict[str, JobState] | None]:
-        """Returns the live jobs, and when this or another process queried squeue for them (monotonic clock)."""
+    def _query(self, max_age_s: float) -> tuple[float, dict[str, JobState] | None]:
+        """Returns the live jobs and the time of the squeue query on the monotonic clock. Uses another process's
+        answer if possible."""
         ids, now = self.ids(), time.monotonic()
         if not ids or not site.has_slurm():
             return now, None
@@ -177,18 +179,18 @@ class LiveJobs:
 
     @property
     def asked_at(self) -> float:
-        """Time of the last query of :meth:`live`, on the monotonic clock."""
+        """Monotonic time of the squeue query whose answer :meth:`live` returned last."""
         return self._live[0]
 
     def invalidate(self) -> None:
-        """Drops the cached answer, also for other processes."""
+        """Drops the cached answer for all processes."""
         self._live, self._read_at = (-ASK_SLURM_S, None), -ASK_SLURM_S
         self._shared.forget()
 
     def waiting(self, max_age_s: float = ASK_SLURM_S) -> list[dict[str, Any]]:
-        """Returns the reasons why jobs are pending, as grouped by :func:`~megaflow_hpc.slurm.accounting.waiting`.
+        """Returns the reasons for pending jobs, as grouped by :func:`~megaflow_hpc.slurm.accounting.waiting`.
 
-        Excludes servers that wait until they are needed, and the gather job, which waits for the pods.
+        Excludes servers that start on demand, and the gather job, which waits for the pods.
         """
 
         def expected(role: str, state: JobState) -> bool:
@@ -208,7 +210,7 @@ class LiveJobs:
         return [state for element, state in live.items() if array_of(element) in pods]
 
     def trainers(self) -> dict[str, list[str]]:
-        """Returns the jobs of each policy's trainer, in order. Includes jobs submitted by hand."""
+        """Returns the jobs of each policy's trainer in order of submission. Includes jobs submitted by hand."""
         training = self._config.training
         jobs_by_policy: dict[str, list[str]] = {policy: [] for policy in training.policies} if training else {}
         for record in self.arrays.records():
@@ -227,12 +229,12 @@ class LiveJobs:
         return {policy: live[job] for policy, jobs in self.trainers().items() for job in jobs if job in live}
 
     def starving(self, training: Mapping[str, Any], max_age_s: float = ASK_SLURM_S) -> list[str]:
-        """Returns a warning if trainers are running although no pod is running or queued.
+        """Returns a warning if trainers are running without any pod running or queued.
 
         Args:
             training: The ``training`` section of the status.
         """
-        running = [policy for policy, found in training.items() if found["trainer"]["state"] == "running"]
+        running = [policy for policy, state in training.items() if state["trainer"]["state"] == "running"]
         if not running or not self.ids("pods") or self.live_pods(max_age_s) != []:  # some may be submitted by hand
             return []
         return [
@@ -241,21 +243,21 @@ class LiveJobs:
         ]
 
     def refused(self, max_age_s: float = ASK_SLURM_S) -> list[str]:
-        """Returns a warning for each reason why Slurm did not requeue jobs, with the remedy."""
+        """Returns a warning for each reason why Slurm did not requeue jobs, with a remedy."""
         causes: dict[tuple[str, str, bool], list[str]] = {}
         refused = self._marks.refused()
         live = self.live(max_age_s) if refused else None
         pods = len(self.live_pods(max_age_s) or ())
-        for one in refused:
-            if one.role == "gather" and self._run.trajectories.exists():
+        for refusal in refused:
+            if refusal.role == "gather" and self._run.trajectories.exists():
                 continue
-            here = live is not None and one.job in live
-            if here or one.role != "pod" or pods < self._config.slurm.pods.total:  # otherwise it was replaced
-                causes.setdefault((one.role, one.words, here), []).append(one.job)
+            is_live = live is not None and refusal.job in live
+            if is_live or refusal.role != "pod" or pods < self._config.slurm.pods.total:  # otherwise it was replaced
+                causes.setdefault((refusal.role, refusal.words, is_live), []).append(refusal.job)
         lines = []
-        for (role, words, here), jobs in causes.items():
+        for (role, words, is_live), jobs in causes.items():
             who = f"{role} {jobs[0]}" if len(jobs) == 1 else f"{len(jobs)} {role}s (such as {jobs[0]})"
-            if here:
+            if is_live:
                 lines.append(f"Slurm has not requeued {who} yet: {words!r}; the request is repeated")
                 continue
             why = "it was submitted with Requeue=0, by slurm.extra or by the site; " if DISABLED in words else ""
@@ -296,11 +298,11 @@ def trainers(states: Mapping[str, JobState] | None) -> dict[str, TrainerJob] | N
 def waiting_servers(
     run: RunDir, policies: Sequence[str], states: Mapping[int, JobState], registered: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Returns the engine servers that are queued or starting, so they have no endpoint file yet.
+    """Returns the engine servers that are queued or starting and have no endpoint file yet.
 
     Args:
         policies: Policy of each server, by index.
-        states: Slurm states of the servers' jobs, by index.
+        states: Slurm state of each server's job, by index.
         registered: Names of servers that have an endpoint file.
     """
     waiting = []
@@ -319,7 +321,7 @@ def waiting_servers(
 
 
 def main(path: str) -> int:
-    """Prints the number of pods that are running or queued for the run at ``path``."""
+    """Prints the number of running and queued pods of the run at ``path``. Returns 1 if the number is unknown."""
     run = RunDir(path)
     run.check_ours()
     planned = read_run(run)

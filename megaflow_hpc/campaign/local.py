@@ -1,8 +1,5 @@
 """Runs a campaign without Slurm: engine servers and trainers as child processes, and one pod, with or without
-``mpiexec``.
-
-A trainer is restarted as long as its starts commit steps.
-"""
+``mpiexec``."""
 
 from __future__ import annotations
 
@@ -34,18 +31,18 @@ Launcher = Literal["auto", "local", "slurm"]
 STOP_S = 60.0
 """Grace period in seconds for trainers, pod and servers to exit."""
 IN_VAIN = (ConfigError.exit_status, StarvedError.exit_status)
-"""Exit statuses after which restarting a trainer is pointless: a configuration error, or no pods."""
+"""Exit statuses of a trainer that is not restarted: a configuration error, or no pods."""
 
 Start = Callable[[list[str], str, dict[str, str]], "subprocess.Popen[bytes]"]
-"""Starts a command. Takes its arguments, the name of its log, and additional environment variables."""
+"""Function that starts a command, given its arguments, the name of its log, and additional environment variables."""
 
 
 def resolve_launcher(launcher: Launcher, slurm: SlurmConfig) -> Literal["local", "slurm"]:
     """Resolves ``auto`` to ``slurm`` if Slurm is available, and otherwise to ``local``.
 
     Args:
-        slurm: The campaign's ``slurm`` section. A campaign that has one does not run here by default, because this may
-            be a login node on which the site's Slurm module is not loaded.
+        slurm: The campaign's ``slurm`` section. If it sets any key, ``auto`` never means ``local``, because this may be
+            a login node without the site's Slurm module.
 
     Raises:
         SiteError: Slurm is requested but missing.
@@ -65,9 +62,10 @@ def resolve_launcher(launcher: Launcher, slurm: SlurmConfig) -> Literal["local",
 
 
 def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
-    """Returns a run's live pods on this host that are not Slurm jobs, and the directory of each.
+    """Returns pod → directory, for the run's live pods on this host that are not Slurm jobs.
 
-    Other processes may have started them. A file :data:`~megaflow_hpc.rundir.marks.DRAIN` there drains the pod.
+    Includes pods that other processes started. To drain a pod, create a file
+    :data:`~megaflow_hpc.rundir.marks.DRAIN` in its directory.
 
     Args:
         leases: The pods' leases in the ledger.
@@ -87,14 +85,14 @@ def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
 
 
 class LocalTrainer:
-    """Trainer of one policy, run as a local process that sees this process's GPUs. Counterpart of ``trainer.sh``."""
+    """Runs a policy's trainer as a local process that can use this process's GPUs. Counterpart of ``trainer.sh``."""
 
     def __init__(self, run: RunDir, policy: str, requeues: int, start: Start) -> None:
         self._run, self.policy, self._requeues, self._start = run, policy, requeues, start
         self._log = run.logs / f"trainer-{policy}-local.log"
         self._view = TrainingView(run, policy)
-        self._vain, self.word = 0, ""
-        """Consecutive starts without a commit, and how the trainer ended for good."""
+        self._vain_starts, self.word = 0, ""
+        """Consecutive starts without a commit, and the final outcome of the trainer."""
         self._begin()
 
     def _begin(self) -> None:
@@ -112,7 +110,7 @@ class LocalTrainer:
         return sum(commit.step for commit in self._view.commits(1))
 
     def look(self) -> None:
-        """Restarts the trainer if it has exited too early."""
+        """Restarts the trainer if it exited too early."""
         status = self.process.poll()
         if status is None or self.word:
             return
@@ -128,11 +126,11 @@ class LocalTrainer:
             return "done"
         if status in IN_VAIN:
             return "failed"
-        self._vain = 0 if self._steps() > self._before else self._vain + 1
-        return "lost" if self._vain > self._requeues else "requeued"
+        self._vain_starts = 0 if self._steps() > self._before else self._vain_starts + 1
+        return "lost" if self._vain_starts > self._requeues else "requeued"
 
     def stop(self) -> None:
-        """Lets the trainer finish its current step. ``resume`` continues from there."""
+        """Stops the trainer after its current step. ``resume`` continues from there."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -143,7 +141,7 @@ class LocalTrainer:
 
 
 class LocalPod:
-    """One pod with its engines and trainers on this machine. The pod ends when all work is done; :meth:`stop` ends
+    """A pod with its engines and trainers on this machine. The pod exits when all work is done. :meth:`stop` ends
     all processes."""
 
     def __init__(self, run: RunDir, ranks: int, servers: int, config: CampaignConfig | None = None) -> None:
@@ -181,7 +179,7 @@ class LocalPod:
 
     @property
     def training(self) -> list[str]:
-        """Policies whose trainer is running."""
+        """Policies whose trainer process is running."""
         return [trainer.policy for trainer in self._trainers if trainer.process.poll() is None]
 
     def look(self) -> bool:
@@ -202,7 +200,7 @@ class LocalPod:
         write_atomic(self._directory / DRAIN, why)
 
     def stop(self) -> None:
-        """Drains the pod, waits for it and stops the engines. An interrupt kills everything immediately."""
+        """Drains the pod, waits for it and stops the engines. An interrupt kills all processes immediately."""
         try:
             for trainer in self._trainers:
                 trainer.stop()
@@ -220,7 +218,7 @@ class LocalPod:
             self.kill()
 
     def kill(self) -> None:
-        """Kills all remaining processes. Sandboxes exit when their runner does, because its socket closes."""
+        """Kills all remaining processes. Sandboxes exit when the socket to their runner closes."""
         for process in [self.pod, *self.servers, *(trainer.process for trainer in self._trainers)]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # its own session, and not yet reaped

@@ -1,8 +1,8 @@
-"""State and progress of many runs, from a few small files of each and one Slurm query for each owner.
+"""State and progress of many runs, from a few small files of each and one Slurm query per owner.
 
-Only the head of run.json, the marks and the leases of each run are read. The leases contain the number of stored
-rollouts, so listing a thousand runs takes seconds. Measuring sizes requires walking the directories, which is bounded
-for all runs together.
+Reads only the head of run.json, the flags and the leases of each run. Leases contain the number of stored rollouts,
+so listing a thousand runs takes seconds. Measuring sizes requires walking the directories. A limit on visited
+entries applies to all runs together.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.ids import array_of
 
 SIZED_ENTRIES = 20_000
-"""Default limit on the files and directories visited to measure all runs of a list."""
+"""Default number of files and directories visited to measure all runs of a list."""
 
 
 @dataclass
 class Glance:
-    """One row in a list of runs."""
+    """Summary of a run, a row in a list of runs."""
 
     path: Path
     name: str
     """The campaign's name."""
     state: str
-    """A state from :func:`~megaflow_hpc.monitor.state.run_state`, or ``broken`` if files are damaged."""
+    """State as returned by :func:`~megaflow_hpc.monitor.state.run_state`, or ``broken`` if files are damaged."""
     done: int | None
     """Number of stored rollouts, as reported by the pods. ``None`` if unknown."""
     total: int | None
     planned_at: float
-    """Unix seconds."""
+    """Time of planning, in Unix seconds."""
     bytes: int | None = None
-    """Size of the run directory. ``None`` if not measured."""
+    """Size of the run directory in bytes. ``None`` if not measured."""
     cause: str = ""
     """Reason for the state ``broken`` or ``unknown``."""
 
 
 def glances(paths: Iterable[Path]) -> list[Glance]:
-    """Reads run directories in the given order. They may be damaged, incomplete or concurrently deleted."""
+    """Reads run directories in the given order. Accepts directories that are damaged, incomplete or concurrently
+    deleted."""
     looks = [_Look(path) for path in paths]
     open_ = [look for look in looks if not look.settled]
     by_owner: dict[int, list[_Look]] = {}
@@ -67,7 +68,7 @@ def glances(paths: Iterable[Path]) -> list[Glance]:
 
 
 def measure(glances: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None:
-    """Sets :attr:`Glance.bytes` of runs, in order, until ``most`` files and directories have been visited."""
+    """Sets :attr:`Glance.bytes` of runs, in order. Stops after visiting ``most`` files and directories."""
     looked = 0
     for glance in glances:
         size, waiting = 0, [str(glance.path)]
@@ -88,7 +89,7 @@ def measure(glances: Sequence[Glance], most: int | None = SIZED_ENTRIES) -> None
 
 
 class _Look:
-    """Reads a run's files, and decides its state."""
+    """Reads a run's files and determines its state."""
 
     def __init__(self, path: Path) -> None:
         run, marks = RunDir(path), Marks(RunDir(path))
@@ -97,7 +98,7 @@ class _Look:
         self.owner = os.getuid()
         self.jobs: list[str] = []
         self._pods: list[dict[str, Any]] = []
-        """Leases of pods that are not marked as gone."""
+        """Leases of pods without a ``gone`` record in the ledger."""
         self._started = self._serves = self._waits = False
         try:
             self.owner = path.stat().st_uid
@@ -129,8 +130,8 @@ class _Look:
         """Sets the state from the jobs that Slurm still has.
 
         Args:
-            live: These jobs. ``None`` if unknown.
-            cause: Why they are unknown.
+            live: Live jobs of the run. ``None`` if unknown.
+            cause: Reason why they are unknown.
         """
         jobs = None if live is None else {state.id for state in live if not state.waits}
         self.glance.state = run_state(
@@ -155,7 +156,7 @@ def _lives(lease: dict[str, Any], jobs: set[str] | None) -> bool:
 
 
 def _live(jobs: Sequence[str], owner: int) -> tuple[dict[str, list[JobState]] | None, str]:
-    """Returns the elements that Slurm still has, by job or array, or ``None`` and the reason."""
+    """Returns the elements that Slurm still has, by job or array. If unknown, returns ``None`` and the reason."""
     if not jobs:
         return {}, ""
     if not site.has_slurm():

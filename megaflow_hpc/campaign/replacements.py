@@ -1,17 +1,17 @@
-"""Decides how many pods to add: pods that limits held back, and replacements for pods that ended for good.
+"""Decides how many pods to add: pods that limits held back, and replacements for pods that will not be requeued.
+State::
 
-::
+    RUN/ledger/pods.json     number of pods wanted, how pods ended, and the outcome of recent replacements
 
-    RUN/ledger/pods.json    number of pods wanted, how pods ended, and how the last replacements fared
+A pod is replaced if Slurm ended it (TIMEOUT, NODE_FAIL, a refused requeue) while blocks remain. It is not replaced
+if its work was done, a limit was reached, the user cancelled it or scaled down, or more than ``slurm.requeues``
+consecutive starts stored nothing. If replacements store nothing, later rounds are smaller and further apart, until
+replacing is given up.
 
-A pod is replaced if Slurm ended it (TIMEOUT, NODE_FAIL, a refused requeue) while blocks are left to run. It is not
-replaced if its work was done or a limit was reached, if the user cancelled it or scaled the campaign down, or if
-``slurm.requeues`` of its starts in a row stored nothing. If replacements store nothing, later rounds are smaller and
-further apart, until replacing is given up.
-
-A pod with Requeue=0 (set by the user, the site's JobRequeue=0 or its submit plugin) is not requeued. It works until
-Slurm signals it, ``slurm.lead_s`` or a little more before its walltime ends. :class:`Successors` finds such pods just
-before that, so their successors are in the queue when they end. Both work for half a minute at most.
+Slurm does not requeue a pod with Requeue=0 (set by the user, the site's JobRequeue=0 or a submit plugin). Such a pod
+works until Slurm signals it, ``slurm.lead_s`` or slightly more before the end of its walltime. :class:`Successors`
+finds such pods shortly before, so that their successors are queued when they end. Pod and successor overlap for at
+most half a minute.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number
 
 PAUSE_S = 60.0
-"""Seconds between two rounds of replacements. It doubles after each round that stored nothing."""
+"""Seconds between two rounds of replacements. Doubles after each round that stored nothing."""
 PROBE = 10
-"""After a round that stored nothing, replace only one in this many missing pods, to test whether the cause is gone."""
+"""After a round that stored nothing, replace only one of this many missing pods, to test whether the cause is gone."""
 BARREN_ROUNDS = 3
-"""Number of consecutive rounds that stored nothing after which no more pods are replaced."""
+"""Replacing stops after this many consecutive rounds that stored nothing."""
 LISTED_S = 5.0
 """squeue may omit jobs that were submitted less than this many seconds before the query."""
 
 EARLY_S = 30.0
-"""Slurm checks every 30 s whether to signal a job, and signals up to this many seconds before the requested time
+"""Seconds by which a signal may arrive before the requested time. Slurm checks every 30 s whether to signal a job
 (PERIODIC_TIMEOUT in slurmctld)."""
 START_S = 10.0
-"""Seconds from the submission of a pod to its first rollouts if nodes are idle."""
+"""Seconds from submitting a pod to its first rollouts if nodes are idle."""
 TOGETHER_S = 15.0
-"""Pods that are due within this many seconds get their successors in one submission."""
+"""Pods that are due within this many seconds get their successors in a single submission."""
 LARGEST_PART = 0.75
-"""Share of a walltime, from its end, in which a successor may be submitted. Otherwise short walltimes would multiply
-pods."""
+"""Submit a successor at most this fraction of the walltime before its end. Otherwise short walltimes would double
+the number of pods."""
 
 FINAL = {
     "leaving": "left by scale",
@@ -56,7 +56,7 @@ FINAL = {
     "CANCELLED": "cancelled by scancel",
     "COMPLETED": "ended in order",
 }
-"""Ends after which a pod is not replaced → description. Any other end is a state of Slurm."""
+"""Reason for a pod's end after which it is not replaced → description. All other reasons are Slurm states."""
 
 
 _ELEMENT = re.compile(r"\bArrayJobId=(\d+) ArrayTaskId=(\d+) .*?\bRequeue=(\d)")
@@ -68,15 +68,15 @@ class Replacements(msgspec.Struct):
     wanted: int = 0
     """Number of pods that should be queued or running."""
     settled: list[str] = []
-    """Ids of arrays whose elements have all ended. Their elements are no longer in :attr:`ended`."""
+    """Ids of arrays whose elements have all ended and were removed from :attr:`ended`."""
     ended: dict[str, str] = {}
-    """Elements of other arrays that have ended → a key of :data:`FINAL` or a state of Slurm."""
+    """Ended elements of other arrays → key of :data:`FINAL` or Slurm state."""
     vain: list[str] = []
-    """The latest 20 pods that ended because several of their starts in a row stored nothing."""
+    """The last 20 pods that were given up because several consecutive starts stored nothing."""
     last: list[str] = []
-    """Pods of the last round of replacements. Empty once one of them has stored something."""
+    """Pods of the last round of replacements. Empty once any of them has stored a rollout."""
     barren: int = 0
-    """Number of consecutive rounds of replacements that ended and stored nothing."""
+    """Number of consecutive rounds of replacements that have ended without storing a rollout."""
     again_at: float = 0.0
     """Earliest time of the next round, in Unix seconds."""
 
@@ -84,9 +84,9 @@ class Replacements(msgspec.Struct):
         """Returns the elements that have ended since the last call of :meth:`take_in`.
 
         Args:
-            arrays: Submissions of pods.
+            arrays: Submitted pod arrays.
             live: Elements that Slurm lists as live.
-            asked_at: When Slurm was queried, in Unix seconds.
+            asked_at: Time of the Slurm query, in Unix seconds.
         """
         return [
             element
@@ -102,9 +102,9 @@ class Replacements(msgspec.Struct):
         """Records how elements ended.
 
         Args:
-            arrays: Submissions of pods.
-            live: Elements that Slurm lists as live and that do not leave.
-            ends: Ended elements → a key of :data:`FINAL` or a state of Slurm.
+            arrays: Submitted pod arrays.
+            live: Elements that Slurm lists as live and that are not leaving.
+            ends: Ended element → key of :data:`FINAL` or Slurm state.
             stored: Elements that have stored rollouts.
         """
         self.ended |= ends
@@ -130,7 +130,7 @@ class Replacements(msgspec.Struct):
 
         Args:
             live: Number of pods that are queued or running and not leaving.
-            open_blocks: Number of blocks that are not done. More pods than blocks are not needed.
+            open_blocks: Number of unfinished blocks. The campaign needs no more pods than that.
             now: Unix seconds.
         """
         missing = min(self.wanted, open_blocks) - live
@@ -140,46 +140,46 @@ class Replacements(msgspec.Struct):
 
     @property
     def given_up(self) -> bool:
-        """True if :data:`BARREN_ROUNDS` rounds in a row stored nothing. No more pods are added then."""
+        """True if :data:`BARREN_ROUNDS` consecutive rounds stored nothing. No more pods are added then."""
         return self.barren >= BARREN_ROUNDS
 
     def added(self, elements: Collection[str], now: float) -> None:
-        """Records a round of replacements."""
+        """Records a round of replacements with the ids of the added pods."""
         self.last = list(elements)
         self.again_at = now + PAUSE_S * 2**self.barren
 
     def forgive(self) -> None:
-        """Allows replacements again after the user has removed the cause."""
+        """Allows replacements again, after the user has removed the cause of failures."""
         self.last, self.vain, self.barren, self.again_at = [], [], 0, 0.0
 
 
 def elements(array: JobRecord) -> list[str]:
-    """Returns the elements of a pod array. Empty if their number is unknown."""
+    """Returns the element ids of a pod array. Empty if their number is unknown."""
     number, at, cluster = array.id.partition("@")
     return [f"{number}_{index}{at}{cluster}" for index in range(array.elements or 0)]
 
 
 def read(run: RunDir, wanted: int) -> Replacements:
-    """Reads the file. ``wanted`` is the number of pods if the file is missing."""
+    """Reads ``pods.json``. If the file is missing, ``wanted`` becomes the number of pods."""
     return try_read_json(run.ledger / "pods.json", Replacements) or Replacements(wanted)
 
 
 def write(run: RunDir, replacements: Replacements) -> None:
-    """Writes the file atomically."""
+    """Writes ``pods.json`` atomically."""
     write_record(run.ledger / "pods.json", replacements)
 
 
 class Successors:
-    """Finds the pods of one run that need a successor.
+    """Finds running pods that Slurm will not requeue and that are about to end, so they need a successor.
 
     Args:
-        lead_s: Seconds before the end of its walltime at which a pod asks to be signalled.
+        lead_s: Seconds before the end of the walltime at which a pod asks to be signalled.
     """
 
     def __init__(self, lead_s: float) -> None:
         self._lead_s = lead_s + EARLY_S + START_S
         self._requeued: dict[str, bool] = {}
-        """Element → whether Slurm requeues it. Slurm is asked once, when the first element of an array is due."""
+        """Element → whether Slurm requeues it. Slurm is queried once, when the first element of an array is due."""
 
     def ending(self, pods: Sequence[JobState], now: float) -> list[str]:
         """Returns the running pods that need a successor now.
@@ -192,11 +192,11 @@ class Successors:
         if min(due_at.values(), default=math.inf) > now:
             return []
         for array in sorted({array_of(pod) for pod in due if pod not in self._requeued}):
-            self._ask(array)
+            self._query_requeue(array)
         return [pod for pod in due if not self._requeued.get(pod, True)]
 
     def next_at(self, pods: Sequence[JobState], now: float) -> float:
-        """Returns the Unix time at which the next of these pods needs a successor, or infinity if no pod needs one."""
+        """Returns the Unix time at which the next of these pods needs a successor. Infinity if no pod needs one."""
         due_at = [self._due_at(pod) for pod in pods]
         return min((at for at in due_at if at > now), default=math.inf)
 
@@ -205,9 +205,9 @@ class Successors:
             return math.inf
         return pod.ends_at - min(self._lead_s, LARGEST_PART * (pod.ends_at - pod.starts_at))
 
-    def _ask(self, array: str) -> None:
-        """Asks Slurm which elements of an array it requeues, in one request. Elements without an answer count as
-        requeued."""
+    def _query_requeue(self, array: str) -> None:
+        """Queries which elements of an array Slurm requeues, in a single request. Elements missing from the answer
+        count as requeued."""
         cluster = cluster_of(array)
         try:
             shown = site.ask("scontrol", *site.here_or_on(cluster), "-o", "show", "job", number(array))

@@ -1,4 +1,5 @@
-"""Prepares a stopped run to continue: changes job requests, frees blocks of dead pods and repeats failed rollouts."""
+"""Prepares a stopped run to continue: changes job requests, frees the blocks of dead pods and repeats failed
+rollouts."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ LEAVE_S = 15.0
 
 
 def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, jobs: Jobs) -> CampaignConfig:
-    """Changes the requests of new jobs and cancels queued ones. Returns the changed campaign.
+    """Changes the Slurm requests of future jobs and cancels queued jobs. Returns the changed campaign.
 
     Raises:
         ConfigError: The campaign does not run on Slurm, or some of its pods are running.
-        SiteError: Slurm cannot tell which pods exist.
+        SiteError: Slurm does not report which pods exist.
     """
     if launcher != "slurm":
         raise ConfigError("--time, --mem and --partition are requests to Slurm, which does not run this campaign")
@@ -85,5 +86,5 @@ def repeat(run: RunDir, ledger: Ledger, config: CampaignConfig, only: Sequence[s
         if rollout.id in again and wanted(rollout, only)
     }
     if rollouts:
-        whole = whole_groups(config)
-        write_blocks(run, list(rollouts.values()), config.slurm.pods.total, whole=whole)
+        in_whole_groups = whole_groups(config)
+        write_blocks(run, list(rollouts.values()), config.slurm.pods.total, whole=in_whole_groups)

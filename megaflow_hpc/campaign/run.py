@@ -1,4 +1,4 @@
-"""One run: start, follow, scale, cancel, resume and gather it."""
+"""Starts, follows, scales, cancels, resumes and gathers a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.store import Row
 
 HEARD_S = 10.0
-"""A pod counts as running for this many seconds after its last event, whatever Slurm reports."""
+"""A pod counts as running until this many seconds after its last event, whatever Slurm reports."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class Cancelled:
     """Result of :meth:`Run.cancel`."""
 
     before: str
-    """State of the run before it was cancelled."""
+    """State of the run before cancelling."""
     jobs: list[str]
-    """Jobs and arrays that were queued or running, or all jobs of the run if Slurm does not respond."""
+    """Jobs and arrays that were queued or running. All jobs of the run if Slurm does not respond."""
     pods: list[str]
-    """Pods on this host that are not Slurm jobs."""
+    """Drained pods on this host that are not Slurm jobs."""
 
 
 class Run:
-    """One run, to be started, followed, scaled, cancelled, resumed or gathered."""
+    """Handle of a run, to start, follow, scale, cancel, resume or gather it."""
 
     def __init__(self, path: str | Path | RunDir) -> None:
         self.dir = path if isinstance(path, RunDir) else RunDir(path)
@@ -85,7 +85,7 @@ class Run:
     # --- start ---
 
     def start(self, launcher: Launcher = "slurm", ranks: int = 1) -> None:
-        """Submits the arrays and the gather job, or starts a local pod of ``ranks`` MPI ranks (1 means without MPI)."""
+        """Submits the arrays and the gather job, or starts a local pod of ``ranks`` MPI ranks. 1 means without MPI."""
         require_running(self.config.name)
         if resolve_launcher(launcher, self.config.slurm) == "slurm":
             self.slurm_jobs.start()
@@ -97,17 +97,17 @@ class Run:
     # --- status ---
 
     def job_ids(self, role: str | None = None) -> list[str]:
-        """Returns the ids of this run's arrays, of one role or of all roles. Includes arrays submitted by hand."""
+        """Returns the ids of this run's arrays, filtered by role if given. Includes arrays submitted by hand."""
         return self.slurm_jobs.ids(role)
 
     def live_jobs(self, max_age_s: float = ASK_SLURM_S) -> set[str] | None:
-        """Returns the elements that Slurm still has. ``None`` if Slurm is missing or does not respond."""
+        """Returns the array elements that Slurm still has. ``None`` if Slurm is missing or does not respond."""
         live = self.slurm_jobs.live(max_age_s)
         return None if live is None else set(live)
 
     def status(self) -> dict[str, Any]:
         """Returns the status in the format of ``status --json``."""
-        status = self._seen(self._slurm_age_s)
+        status = self._status(self._slurm_age_s)
         if servers := self.record.servers:
             registered = {server["server"] for server in status["servers"]}
             states = self.slurm_jobs.servers(self._slurm_age_s) or {}
@@ -126,8 +126,8 @@ class Run:
             status["warnings"] += pool_warnings(self.dir)
         return status
 
-    def _seen(self, slurm_age_s: float) -> dict[str, Any]:
-        """Returns the status from the run's files and from Slurm. Slurm's data may be up to ``slurm_age_s`` old."""
+    def _status(self, slurm_age_s: float) -> dict[str, Any]:
+        """Returns the status from the run's files and from Slurm data of at most ``slurm_age_s`` seconds."""
         live = self.slurm_jobs.live(slurm_age_s)
         pending = [job for job, state in (live or {}).items() if state.waits]
         return self.monitor.status(live, pending, self.slurm_jobs.asked_at, self._trainers())
@@ -141,14 +141,14 @@ class Run:
 
     @property
     def _slurm_age_s(self) -> float:
-        """Maximum age of Slurm data. Older data is acceptable while pods write events."""
+        """Maximum age of Slurm data in seconds. Older data is acceptable while pods write events."""
         return 6 * ASK_SLURM_S if self.monitor.heard_s < HEARD_S else ASK_SLURM_S
 
     def usage(self) -> dict[str, float]:
-        """Returns the core-seconds and GPU-seconds allocated to all jobs, and how many of them were idle.
+        """Returns the core-seconds and GPU-seconds allocated to all jobs, and the idle part of each.
 
         Raises:
-            SiteError: The site has no Slurm accounting, or it does not respond.
+            SiteError: Slurm accounting is missing or does not respond.
         """
         from megaflow_hpc.trajectories import open_trajectories
 
@@ -160,10 +160,10 @@ class Run:
         return totals(uses, ran)
 
     def job_uses(self) -> list[JobUse]:
-        """Returns every start of every job of this run, with its allocation and how much of it was used.
+        """Returns every start of every job of this run, with allocated and used resources.
 
         Raises:
-            SiteError: The site has no Slurm accounting, or it does not respond.
+            SiteError: Slurm accounting is missing or does not respond.
         """
         roles = {job: role for role in ("gather", "servers", "trainer", "pods") for job in self.job_ids(role)}
         now = time.time()
@@ -183,7 +183,7 @@ class Run:
         ]
 
     def pods_live(self) -> bool | None:
-        """Returns whether a pod is queued or running. ``None`` if unknown."""
+        """Returns whether any pod is queued or running. ``None`` if unknown."""
         if self.local is not None:
             return self.local.look()
         live = self.slurm_jobs.live_pods(self._slurm_age_s)
@@ -193,9 +193,9 @@ class Run:
 
     @contextmanager
     def tended(self) -> Iterator[Callable[[], object]]:
-        """Yields a function to call at each poll, which adds missing pods and engine servers.
+        """Yields a function that adds missing pods and engine servers. The caller calls it at each poll.
 
-        It does nothing for another user's run.
+        The function does nothing for another user's run.
         """
         if self.path.stat().st_uid != os.getuid():
             yield lambda: None
@@ -213,10 +213,10 @@ class Run:
             autoscaler.leave()
 
     def over(self, status: Mapping[str, Any] | None = None) -> bool:
-        """Returns whether the campaign has ended or no pod is left.
+        """Returns whether the campaign has ended or no pods are left.
 
         Args:
-            status: A recent status, to avoid reading it again.
+            status: A recent status. ``None`` reads the status again.
         """
         status = status or self.status()
         if self.config.is_pool and self.local is None:  # a pool has no pods, and serves until it is cancelled
@@ -231,7 +231,7 @@ class Run:
         progress: Callable[[dict[str, Any]], None] | None = None,
         interrupted: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Follows the campaign to its end (:meth:`follow`) and returns its results (:meth:`conclude`)."""
+        """Follows the campaign to its end (:meth:`follow`). Returns its results (:meth:`conclude`)."""
         self.follow(timeout_s, progress, interrupted)
         result = self.conclude()
         if progress:
@@ -244,14 +244,14 @@ class Run:
         progress: Callable[[dict[str, Any]], None] | None = None,
         interrupted: Callable[[], None] = lambda: None,
     ) -> None:
-        """Waits until the campaign ends or no pod is left.
+        """Waits until the campaign ends or no pods are left.
 
         Args:
             progress: Called with the status at each poll.
             interrupted: Called on Ctrl-C, before a local pod drains, which may take a minute.
 
         Raises:
-            TimeoutError: The campaign did not end within ``timeout_s`` seconds. It continues.
+            TimeoutError: The campaign did not end within ``timeout_s`` seconds. It continues to run.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -278,12 +278,12 @@ class Run:
             raise
 
     def conclude(self) -> dict[str, Any]:
-        """Stops local processes and gathers. Returns the status, with results counted from stored rollouts."""
+        """Stops local processes and gathers. Returns the status, with result counts from the stored rollouts."""
         if self.local is not None:
             self.local.stop()
         self.gather()
         self._recount()
-        status = self._seen(0)
+        status = self._status(0)
         status["warnings"] = self.monitor.warnings([])
         if status["state"] not in ("finished", "cancelled"):
             status["warnings"] += self.slurm_jobs.refused()
@@ -297,14 +297,15 @@ class Run:
     def stored_rollouts(self) -> dict[str, RolloutEvent]:
         """Returns every stored rollout by id. Call :meth:`Monitor.list_rollouts` before the first status.
 
-        They are read from the trajectories if pods have started so often that earlier events are condensed.
+        If pods have started so often that earlier events were condensed, reads the rollouts from the trajectories.
         """
         if not self.monitor.lists_all:
             self._recount()
         return self.monitor.rollouts
 
     def _recount(self) -> None:
-        """Counts the stored rollouts. Event files are not fsynced, and may count records that a seal invalidates."""
+        """Recounts results from stored rollouts. Event files are not fsynced, and may include records that a seal
+        invalidates."""
         from megaflow_hpc.trajectories import open_trajectories
 
         with open_trajectories(self.path) as store:
@@ -325,10 +326,10 @@ class Run:
             )
 
     def gather(self, rebuild: bool = False, stop: Callable[[], bool] = lambda: False) -> Path:
-        """Writes ``trajectories.h5`` from the journals if it is out of date, or always if ``rebuild``.
+        """Writes ``trajectories.h5`` from the journals if it is out of date. With ``rebuild``, always writes it.
 
         Args:
-            stop: Called after each row. Returns whether to stop. The next call continues.
+            stop: Called after each row. If it returns true, gathering stops, and the next call continues.
 
         Raises:
             Unfinished: ``stop`` returned true.
@@ -343,8 +344,8 @@ class Run:
     def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
         """Yields trajectories as they become durable, until the campaign ends. ``after`` lists ids to skip.
 
-        Each id is yielded once, or twice if it first failed or was cancelled and later succeeded. Use
-        :class:`~megaflow_hpc.trajectories.reading.follow.Follower` to continue in another process.
+        Yields each id once, or twice if it first failed or was cancelled and later succeeded. To continue in another
+        process, use :class:`~megaflow_hpc.trajectories.reading.follow.Follower`.
         """
         from megaflow_hpc.trajectories import follow
 
@@ -353,18 +354,18 @@ class Run:
     # --- control ---
 
     def scale(self, pods: int) -> dict[str, list[str]]:
-        """Adds or removes pods until ``pods`` are queued or running; see :meth:`Jobs.scale`."""
+        """Adds or removes pods until ``pods`` are queued or running. See :meth:`Jobs.scale`."""
         if not site.has_slurm():
             raise SiteError("scale adds and removes Slurm jobs, but Slurm is not available here")
         self.dir.check_ours(to_run=True)
         return self.slurm_jobs.scale(pods)
 
     def scale_servers(self, servers: int, policy: str | None = None) -> list[str]:
-        """Releases held engine servers until ``servers`` are queued or running. Idle servers exit by themselves.
+        """Releases held engine servers until ``servers`` are queued or running. Idle servers exit on their own.
 
         Raises:
             ConfigError: The policy is unknown.
-            SiteError: Slurm does not respond, or refuses.
+            SiteError: Slurm does not respond, or refuses the request.
         """
         policies = sorted({server.policy for server in self.record.servers})
         if policy is None and len(policies) == 1:
@@ -376,12 +377,12 @@ class Run:
         return self.slurm_jobs.release(policy, servers)
 
     def cancel(self) -> Cancelled:
-        """Cancels all jobs of this run and drains its pods on this host. Stored results are kept.
+        """Cancels all jobs of this run and drains its pods on this host. Keeps stored results.
 
-        A finished run stays finished; only its remaining jobs are cancelled.
+        A finished run stays finished. Only its remaining jobs are cancelled.
 
         Raises:
-            SiteError: Slurm has the run's jobs, but is missing here or does not respond.
+            SiteError: The run has Slurm jobs, but Slurm is missing on this machine or does not respond.
         """
         self.dir.check_ours()
         before, live = self.status()["state"], self.live_jobs(0)
@@ -415,20 +416,20 @@ class Run:
         requests: Changes | None = None,
         accept_changes: bool = False,
     ) -> bool:
-        """Runs all rollouts that are not stored yet. Returns false if there is nothing to run.
+        """Runs all rollouts that are not stored yet. Returns false if all rollouts are stored.
 
         Args:
             failed: Also repeat the failed rollouts.
             only: Also repeat these rollouts if they failed (ids or shell patterns).
-            limits: ``core_hours``, ``gpu_hours`` or ``wall``, overriding the campaign's. ``None`` removes a limit.
-            requests: ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``,
-                overriding the campaign's, for jobs submitted from now on.
-            accept_changes: Accept tasks whose files were changed after planning, and record the digests.
+            limits: New values of ``core_hours``, ``gpu_hours`` or ``wall``. ``None`` removes a limit.
+            requests: New ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``, for
+                jobs submitted from now on.
+            accept_changes: Accept tasks whose files were changed after planning, and record the new digests.
 
         Raises:
             ConfigError: A limit of the campaign is exceeded, pods are running with other requests or other tasks,
                 another minor version planned the run, or files are missing.
-            SiteError: Slurm cannot tell which pods have ended. Nothing was changed.
+            SiteError: Slurm does not report which pods have ended. Nothing was changed.
         """
         self.dir.check_ours(to_run=True)
         check_version(self.record, self.dir)

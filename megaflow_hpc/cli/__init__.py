@@ -1,11 +1,13 @@
-"""The command line ``megaflow-hpc``: one module per group of verbs, each with a function ``register(subparsers)``.
+"""The command line ``megaflow-hpc``. Each group of verbs is a module with a function ``register(subparsers)``.
 
-Results go to stdout, as pure JSON with ``--json``. Notes and errors go to stderr as text, even with ``--json``: a
-program detects an error by the exit status and an empty stdout. Verbs call other subpackages and compute nothing
-themselves. Only ``__main__``, the console script and tests call :func:`main`.
+Results go to stdout, as pure JSON with ``--json``. Notes and errors go to stderr as text, even with ``--json``. A
+program detects an error by the exit status and an empty stdout.
 
-Exit status: 0 if every rollout was carried out, whatever its reward; 1 if some could not be carried out; 2 for a bad
-file or argument; 3 if the site refused; 130 if interrupted.
+Verbs call other subpackages and compute nothing themselves. Only ``__main__``, the console script and tests call
+:func:`main`.
+
+Exit status: 0 if every rollout ran, whatever its reward; 1 if some rollouts could not run; 2 for an invalid file or
+argument; 3 if the site refused; 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ GROUPS = {
     "janitor": ("janitor",),
     "help": ("completion", "help"),
 }
-"""Module in this package → the verbs that it adds. The verbs of ``help`` need the parser of every verb."""
+"""Module in this package → verbs that it adds. The ``help`` module needs the parser of every verb."""
 SECTIONS = {
     "start a campaign": ("init", "check", "plan", "run", "submit"),
     "inspect it": ("list", "status", "watch", "usage", "show", "diff", "logs", "shell"),
@@ -56,7 +58,7 @@ SECTIONS = {
     "tasks, agents and images": ("tasks", "agents", "images"),
     "the site and this program": ("doctor", "prove", "janitor", "completion", "help"),
 }
-"""Section of ``--help`` → its verbs, in display order."""
+"""Section of ``--help`` → verbs, in display order."""
 
 EPILOG = """\
 first steps:
@@ -78,11 +80,10 @@ exit status:
 
 
 def build_parser(words: Sequence[str] = ()) -> CommandParser:
-    """Builds the parser. The parsed arguments hold the function that carries out the verb, as ``run``.
+    """Builds the parser. The attribute ``run`` of parsed arguments is the function that implements the verb.
 
     Args:
-        words: The command line. If it names a verb, only that verb's group is loaded, because loading all of them
-            takes a tenth of a second.
+        words: The command line. If it names a verb, only that verb's group is loaded. Loading all groups takes 0.1 s.
     """
     parser = CommandParser(
         SECTIONS,
@@ -101,7 +102,8 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
 
 
 def _groups_of(words: Sequence[str]) -> Iterable[str]:
-    """Returns the group of the verb in ``words``, or all groups if there is no verb or the verb needs all groups."""
+    """Returns the groups to load: that of the verb in ``words``, or all groups if there is no verb or it is in
+    ``help``."""
     verb = next((word for word in words if word not in ("--json", "--debug")), "")
     for group, verbs in GROUPS.items():
         if verb in verbs and group != "help":
@@ -110,7 +112,7 @@ def _groups_of(words: Sequence[str]) -> Iterable[str]:
 
 
 def _help(arguments: argparse.Namespace) -> int:
-    """Prints the help. A bare command is not an error, since new users start with it."""
+    """Prints the help and returns 0, because new users start with the bare command."""
     if arguments.json:
         arguments.root.error("missing: VERB")
     arguments.root.print_help()
@@ -118,7 +120,7 @@ def _help(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit status (2 for wrong arguments)."""
+    """Runs a verb and returns its exit status, which is 2 for invalid arguments."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogFormatter())
     try:
@@ -165,7 +167,7 @@ def _carry_out(arguments: argparse.Namespace) -> int:
 
 
 def _flushed(status: int) -> int:
-    """Flushes stdout while errors can still be reported. At exit, Python would print a traceback instead."""
+    """Flushes stdout and returns the exit status. If Python flushed it at exit, an error would print a traceback."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Runs a verb in a child process with resource limits if it reads another user's run or file."""
+"""Confines verbs that read another user's run or file, in a child process with resource limits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megaflow_hpc.host.process import user_name
 
 ASKS_SLURM = ("status", "watch", "usage", "report")
 READS = ("show", "diff", "logs", "export", "import", "validate", "verify", "compact", "anonymise", "du")
-"""Verbs that read runs or files, and need no network."""
+"""Verbs that read runs or files and need no network access."""
 RESULTS = "trajectories.h5"
-"""The file in a run directory that HDF5 parses. It may be a symlink to another user's file."""
+"""Name of the HDF5 file in a run directory. The file may be a symlink to another user's file."""
 LIMITS = ProcessLimits(memory_bytes=8 << 30, cpu_s=3600, file_bytes=64 << 30)
 
 
 def carry_out(arguments: argparse.Namespace, call: Callable[[argparse.Namespace], int]) -> int:
-    """Calls ``call`` with a verb's arguments, in a confined child process if a path belongs to another user."""
+    """Calls ``call`` with a verb's arguments. Uses a confined child process if a path belongs to another user."""
     verb = getattr(arguments, "verb", None)
     whose = _foreign_path(arguments) if verb in (*ASKS_SLURM, *READS) else ""
     if not whose:
@@ -38,7 +38,8 @@ def carry_out(arguments: argparse.Namespace, call: Callable[[argparse.Namespace]
 
 
 def _foreign_path(arguments: argparse.Namespace) -> str:
-    """Describes the first path that belongs to another user. Returns an empty string if there is no such path."""
+    """Describes the first path that belongs to another user. Returns an empty string if all paths belong to this
+    user."""
     paths = getattr(arguments, "run_dir", None) or getattr(arguments, "file", None) or []
     for path in [paths] if isinstance(paths, str) else paths:
         for read in (path, os.path.join(path, RESULTS)):

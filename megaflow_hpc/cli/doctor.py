@@ -1,4 +1,4 @@
-"""``doctor``: reports what the site provides and what is missing, with remedies."""
+"""``doctor``: reports what the site provides, what is missing, and remedies."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from megaflow_hpc.slurm.site import Partition
 
 ASK_S = 60.0
-"""Time limit for a trainer's interpreter to answer, in seconds."""
+"""Timeout in seconds for a reply from a trainer's interpreter."""
 TRAINED_WITH = ("torch", "transformers", "safetensors", "numpy", "h5py", "msgspec", "pydantic", "yaml")
-"""Modules that a trainer's interpreter must have. This package need not be installed in it."""
+"""Modules required in a trainer's interpreter. This package itself need not be installed there."""
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``doctor``."""
+    """Registers the verb ``doctor``."""
     parser = add_verb(
         subparsers,
         "doctor",
@@ -52,7 +52,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         _mpi,
         _apptainer,
         _scratch,
-        _runs,
+        _run_directory,
         _engines,
         _trainer,
     ]
@@ -69,7 +69,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def say_finding(finding: Finding, width: int) -> None:
-    """Prints a finding and its remedy. ``width`` is the width of the column with the names of checks."""
+    """Prints a finding and its remedy. ``width`` is the width of the check-name column, in characters."""
     say(f"{finding.level:4}  {finding.check:{width}}  {finding.found}")
     if finding.remedy:
         say(f"      {'':{width}}  -> {finding.remedy}")
@@ -141,8 +141,10 @@ def _partition(part: Partition, absent: AbsentNodes | None) -> Finding:
     from megaflow_hpc.slurm import site
 
     gpus = "GPUs, " if part.gpus else ""
-    whole = "whole nodes, " if part.name in site.whole_nodes() else ""
-    shown = f"{part.name}: {part.nodes} nodes, {part.cpus} CPUs, {part.memory_mb} MB, {gpus}{whole}limit {part.time}"
+    allocation = "whole nodes, " if part.name in site.whole_nodes() else ""
+    shown = (
+        f"{part.name}: {part.nodes} nodes, {part.cpus} CPUs, {part.memory_mb} MB, {gpus}{allocation}limit {part.time}"
+    )
     elsewhere = "name another partition in the campaign file, or ask the site when it is back"
     if not part.up:
         return Finding("partition", "warn", f"{shown}; it is down: jobs wait in it", elsewhere)
@@ -188,7 +190,10 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _mpi_probe() -> Iterator[Finding]:
-    """Starts two ranks with each ``srun --mpi`` type until they connect and one survives when the other is killed."""
+    """Tests the ``srun --mpi`` types in order. Each test starts two ranks and kills one of them.
+
+    Stops at the first type whose surviving rank continues.
+    """
     from megaflow_hpc.slurm import health, site
 
     plugins, tried = site.mpi_plugins(), []
@@ -225,7 +230,7 @@ def _lost_rank(outlives: dict[str, bool]) -> Finding:
     """Reports whether a pod survives the loss of a rank.
 
     Args:
-        outlives: Working ``--mpi`` types → whether a surviving rank continues. Pods use the first type.
+        outlives: Working ``--mpi`` type → whether the surviving rank continues. Pods use the first type.
     """
     first = next(iter(outlives))
     better = next((name for name, survives in outlives.items() if survives), "")
@@ -301,8 +306,8 @@ def _scratch() -> Iterator[Finding]:
         yield Finding("scratch", "warn", warning, "set MEGAFLOW_SCRATCH to a node-local directory")
 
 
-def _runs() -> Iterator[Finding]:
-    """Checks the file system of the current directory, the default place for runs."""
+def _run_directory() -> Iterator[Finding]:
+    """Checks the file system of the current directory, in which runs are created by default."""
     from megaflow_hpc.host.mounts import MAX_CACHED_S, mount_of, why_no_links
 
     here = Path.cwd()

@@ -1,4 +1,4 @@
-"""``help VERB`` and ``help variables`` print help. ``completion`` prints a script for shell completion."""
+"""``help VERB`` and ``help variables`` print help. ``completion`` prints a shell completion script."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Prints a script that makes a shell complete verbs, options, choices and paths. R
   tcsh   megaflow-hpc completion tcsh > ~/.megaflow-hpc.csh   # and source it in ~/.tcshrc
 """
 DIRECTORIES = ("RUN", "DIR")
-"""Metavars of arguments that are directories."""
+"""Metavars of arguments that expect a directory."""
 FILES = ("CAMPAIGN", "FILE", "FILE.h5", "FILE.sif", "SIF", "SOURCE", "PATH", "X.jsonl", "BUGS.yaml", "IMAGE")
-"""Metavars of arguments that are files."""
+"""Metavars of arguments that expect a file."""
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds help and completion."""
+    """Registers the verbs ``help`` and ``completion``."""
     help_ = add_verb(
         subparsers,
         "help",
@@ -67,7 +67,7 @@ def _help(arguments: argparse.Namespace) -> int:
 
 
 def variables(width: int) -> str:
-    """Formats all user-settable variables with their meaning, default and readers."""
+    """Formats all variables that users may set, with meaning, default and readers."""
     from megaflow_hpc.config.variables import PREFIX, VARIABLES
 
     lines = []
@@ -90,7 +90,7 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 
 def _name_paths(parser: argparse.ArgumentParser) -> None:
-    """Tells ``shtab`` which arguments are paths."""
+    """Marks the arguments that are paths, for completion by ``shtab``."""
     import shtab
 
     for action in parser._actions:

@@ -1,4 +1,4 @@
-"""``janitor``: removes the files and processes that killed sandboxes left on this node."""
+"""``janitor``: removes leftover files and processes of killed sandboxes from this node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megaflow_hpc.cli.verb import Subparsers, add_verb
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``janitor``."""
+    """Registers the verb ``janitor``."""
     parser = add_verb(
         subparsers,
         "janitor",

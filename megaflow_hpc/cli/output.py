@@ -1,7 +1,7 @@
-"""Prints results of verbs: pure JSON on stdout with ``--json``, otherwise lines and tables.
+"""Prints the results of verbs: pure JSON on stdout with ``--json``, otherwise lines and tables.
 
 Text from tasks, agents, files and logs is untrusted, and terminals interpret control characters. All human-readable
-text goes through :func:`say`, :func:`note` or :func:`table`, which escape control characters.
+text must therefore go through :func:`say`, :func:`note` or :func:`table`, which escape control characters.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megaflow_hpc.resources import docs
 from megaflow_hpc.texts import in_one_line, printable
 
 FINAL = ("completed", "truncated", "failed", "cancelled")
-"""States of a rollout that has ended."""
+"""Final states of a rollout."""
 ROLE_COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
 """Role of a message → colour of its heading."""
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:
-    """Prints ``value`` as JSON. NaN and infinity become ``null``; unsupported types become strings."""
+    """Prints ``value`` as JSON. Converts NaN and infinity to ``null``, and unsupported types to strings."""
     try:
         text = json.dumps(value, indent=indent, default=str, allow_nan=False)
     except ValueError:
@@ -37,8 +37,8 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _without_nan(one) for key, one in value.items()}
-    return [_without_nan(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def say(text: object = "", end: str = "\n") -> None:
@@ -75,7 +75,7 @@ class LogFormatter(logging.Formatter):
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Formats rows as a table with the header row ``head``. Numeric columns are right-aligned."""
+    """Formats rows as a table with the header ``head``. Numeric columns are right-aligned."""
     cells = [[in_one_line(str("" if c is None else c)) for c in row] for row in rows]
     numeric = [
         all(not row[i] or row[i].replace(".", "", 1).replace("-", "", 1).isdigit() for row in cells)
@@ -91,7 +91,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Formats a duration as ``1:02:03`` or ``4:05``. ``None`` becomes ``?``."""
+    """Formats a duration in seconds as ``1:02:03`` or ``4:05``. ``None`` becomes ``?``."""
     if value is None:
         return "?"
     hours, rest = divmod(round(value), 3600)
@@ -99,7 +99,7 @@ def seconds(value: float | None) -> str:
 
 
 def used(cpu_s: float | None, memory_peak_mb: float | None, disk_peak_mb: float | None) -> str:
-    """Formats resource use as ``12.5 s of CPU, at most 103 MB of memory``. NaN and ``None`` count as unknown."""
+    """Formats resource use as ``12.5 s of CPU, at most 103 MB of memory``. Omits values that are NaN or ``None``."""
     parts = (
         (cpu_s, "{:.1f} s of CPU"),
         (memory_peak_mb, "at most {:.0f} MB of memory"),
@@ -152,7 +152,7 @@ def estimate(value: float, low: float | None, high: float | None) -> str:
 
 
 def failure_lines(status: Mapping[str, Any], key: str = "first_failures") -> list[str]:
-    """Returns, for each cause of failure, the first failed rollout, its error and the log to read.
+    """Formats each cause of failure: the first failed rollout, its error, and the log to read.
 
     Args:
         key: Section of the status to format: ``first_failures``, or ``errors`` for errors in verified rollouts.
@@ -197,7 +197,7 @@ def stop_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def status_parts(status: Mapping[str, Any]) -> list[str]:
-    """Returns the parts of a status line that follow the number of stored rollouts."""
+    """Returns the parts of a status line after the number of stored rollouts."""
     counts, servers = status["rollouts"], status["servers"]
     pods = [pod["state"] for pod in status["pods"]]
     parts = [f"{counts['running']} running", f"pods {sum(state in ('started', 'draining') for state in pods)}"]
@@ -222,14 +222,14 @@ def status_parts(status: Mapping[str, Any]) -> list[str]:
 
 
 def status_line(name: str, status: Mapping[str, Any]) -> str:
-    """Formats the status of the campaign ``name`` as one line."""
+    """Formats the status of the campaign ``name`` as a single line."""
     counts = status["rollouts"]
     done = sum(counts[state] for state in FINAL)
     return in_one_line(f"{name}: {status['state']}, {done}/{counts['total']} done, {', '.join(status_parts(status))}")
 
 
 def queue_lines(status: Mapping[str, Any]) -> list[str]:
-    """Lists the jobs waiting in Slurm's queue, the reasons, remedies, and the earliest expected start."""
+    """Lists pending jobs, with the reason, a remedy, and the expected start."""
     lines = []
     for group in status.get("queue", ()):
         who = group["first"] if group["jobs"] == 1 else f"{group['jobs']} (among them {group['first']})"
@@ -252,11 +252,11 @@ FIGURES = (
     ("tokens_per_s", "tokens/s"),
     ("wait_share", "waiting"),
 )
-"""Training metrics to average over the last steps, with their labels."""
+"""(Key, label) of the training metrics to show, averaged over the last steps."""
 
 
 def training_lines(status: Mapping[str, Any]) -> list[str]:
-    """Returns the progress and metrics of each trained policy, and the state of its trainer."""
+    """Formats the progress and metrics of each trained policy, and the state of its trainer."""
     lines = []
     for policy, state in status.get("training", {}).items():
         parts = [f"{policy}: step {state['step']} of {state['steps']}, weights {state['weights']}"]

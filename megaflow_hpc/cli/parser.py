@@ -1,9 +1,13 @@
-"""Parses the command line, with one-line errors and help that fits the terminal.
+"""Command-line parser with one-line errors, and help that fits the terminal.
 
-For a mistyped verb, ``argparse`` prints a long usage and a list of all verbs. Here an error is one line with the wrong
-word, the expected words and a suggestion. Options cannot be abbreviated, because a script that uses ``--roll`` would
-break when another option with this prefix is added. Options may come before, between and after positional arguments. In
-plain ``argparse``, an option with several values would consume ``campaign.yaml`` too.
+For a mistyped verb, ``argparse`` prints a long usage and a list of all verbs. This parser prints a line with the
+wrong word, the expected words and a suggestion.
+
+Options cannot be abbreviated. A script that uses ``--roll`` would break once another option with this prefix is
+added.
+
+Options may appear before, between and after positional arguments. In plain ``argparse``, an option with several
+values would also consume ``campaign.yaml``.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from megaflow_hpc.texts import in_one_line
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps paragraphs of descriptions. Indented lines, such as examples, are left unchanged."""
+    """Wraps paragraphs of descriptions. Leaves indented lines, such as examples, unchanged."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
@@ -39,7 +43,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser for the command line or the arguments of one verb. ``--debug`` is accepted after any verb."""
+    """Parser for the command line or for the arguments of a verb. Accepts ``--debug`` after any verb."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", HelpFormatter)
@@ -58,11 +62,12 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parses like ``argparse``, but reports unknown options here, where the verb is known."""
-        for word in self._own(args or ()):
+        """Parses like ``argparse``, but rejects unknown options in the parser of the verb, so that the error names
+        the verb."""
+        for word in self._own_words(args or ()):
             name = word.partition("=")[0]
             if name.startswith("--") and name != "--" and name not in self._option_string_actions:
-                self.error(f"{name}: no such option{_near(name, self._option_string_actions)}")
+                self.error(f"{name}: no such option{_suggestion(name, self._option_string_actions)}")
         words = sys.argv[1:] if args is None else args
         parsed, unknown = super().parse_known_args(words if verbs_of(self) else self._options_first(words), namespace)
         if unknown:
@@ -70,8 +75,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{unknown[0]}: {what}")
         return parsed, []
 
-    def _own(self, words: Sequence[str]) -> Iterable[str]:
-        """Yields the words before the verb whose parser handles the rest, or before ``--``."""
+    def _own_words(self, words: Sequence[str]) -> Iterable[str]:
+        """Yields the words that this parser handles itself, up to a subcommand or ``--``."""
         verbs = verbs_of(self)
         for word in words:
             if word == "--" or (verbs and not word.startswith("-")):
@@ -79,9 +84,9 @@ class Parser(argparse.ArgumentParser):
             yield word
 
     def _options_first(self, words: Sequence[str]) -> list[str]:
-        """Moves a verb's options and their values to the front, followed by ``--`` and the positional arguments.
+        """Moves options and their values to the front, followed by ``--`` and the positional arguments.
 
-        An option that takes any number of values leaves enough words for the positional arguments.
+        An option with any number of values leaves enough words for the required positional arguments.
         """
         options: list[list[str]] = []
         others: list[tuple[int, str]] = []
@@ -123,11 +128,11 @@ class Parser(argparse.ArgumentParser):
             return
         if isinstance(action, argparse._SubParsersAction):
             what = f"no such {(action.metavar or 'verb').lower()}"  # type: ignore[union-attr]
-            hint = _near(value, action.choices)
+            hint = _suggestion(value, action.choices)
             raise argparse.ArgumentError(None, f"{value}: {what}{hint}")
         *others, last = map(str, action.choices)
         raise argparse.ArgumentError(
-            action, f"{value}: expected {', '.join(others)} or {last}{_near(value, action.choices)}"
+            action, f"{value}: expected {', '.join(others)} or {last}{_suggestion(value, action.choices)}"
         )
 
 
@@ -135,7 +140,7 @@ class CommandParser(Parser):
     """Parser for the whole command line. Its help groups the verbs by activity.
 
     Args:
-        sections: Title → its verbs, in display order.
+        sections: Title → verbs, in display order.
     """
 
     def __init__(self, sections: Mapping[str, Sequence[str]], **options: Any) -> None:
@@ -143,7 +148,7 @@ class CommandParser(Parser):
         self._sections = sections
 
     def format_help(self) -> str:
-        """Returns the help: usage, verbs by section, options, first steps."""
+        """Returns the help: usage, verbs by section, options and first steps."""
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
@@ -167,14 +172,14 @@ class CommandParser(Parser):
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """Returns the subparsers of ``parser`` by name. Empty if the verb has no subcommands."""
+    """Returns the subparsers of ``parser`` by verb. Empty if it has no subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices
     return {}
 
 
-def _near(word: str, known: Iterable[Any]) -> str:
-    """Returns ``; did you mean …?`` if a known word is similar."""
-    near = difflib.get_close_matches(word, map(str, known), 1, 0.6)
+def _suggestion(word: str, valid_words: Iterable[Any]) -> str:
+    """Returns ``; did you mean …?`` if a valid word is similar, otherwise an empty string."""
+    near = difflib.get_close_matches(word, map(str, valid_words), 1, 0.6)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""Shows the progress of long operations on stderr: a bar or live line on a terminal, occasional lines in a log."""
+"""Shows the progress of long operations on stderr: a bar or live line on a terminal, and occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ProgressLine:
-    """Shows a campaign's progress on stderr: a bar on a terminal, at most one line every 15 s in a log."""
+    """Shows a campaign's progress on stderr: a bar on a terminal, or at most one line every 15 s in a log."""
 
     LINE_EVERY_S = 15.0
 
@@ -68,16 +68,16 @@ class ProgressLine:
 class PlanProgress:
     """Shows the current step and the progress of image builds on stderr.
 
-    On a terminal, one live line changes. A log gets a line every two seconds, and none for a shorter step. It is a
-    context manager and thread-safe.
+    A terminal shows a single line that is updated in place. A log gets a line every two seconds, and none for
+    shorter steps. Context manager. Thread-safe.
 
     Args:
-        campaign: The campaign file to plan, for a hint on how to build its images on compute nodes.
+        campaign: Campaign file to plan. Used in a hint on building its images on compute nodes.
     """
 
     EVERY_S = 2.0
     MANY_IMAGES = 4
-    """If at least this many images are missing, suggest a job array instead of building on the login node."""
+    """Number of missing images from which to suggest a job array, instead of building on the login node."""
     MAX_SHARES = 16
 
     def __init__(self, campaign: str | None = None) -> None:
@@ -101,14 +101,14 @@ class PlanProgress:
             self._take_down()
 
     def step(self, text: str) -> None:
-        """Begins a step."""
+        """Starts a new step."""
         with self._guard:
             self._step, self._detail, self._since = text, "", time.monotonic()
             if self._live is not None:
-                self._now(text)
+                self._show_line(text)
 
     def detail(self, text: str) -> None:
-        """Sets the progress within the step. Cheap enough to call often."""
+        """Sets the progress within the current step. May be called often."""
         self._detail = f", {text}"
 
     def say(self, line: str) -> None:
@@ -121,7 +121,7 @@ class PlanProgress:
             self._printed_at = time.monotonic()
 
     def show(self, state: BuildProgress) -> None:
-        """Shows the current state of image builds."""
+        """Updates the progress of image builds."""
         with self._guard:
             self._show_images(state)
             if self._campaign and state.to_make >= self.MANY_IMAGES:
@@ -130,7 +130,7 @@ class PlanProgress:
 
     def _show_images(self, state: BuildProgress) -> None:
         if state.looked_up < state.total:
-            self._now(f"images: {state.looked_up} of {state.total} looked up")
+            self._show_line(f"images: {state.looked_up} of {state.total} looked up")
             return
         if not self._is_building:
             self._is_building = True
@@ -143,7 +143,7 @@ class PlanProgress:
         figures += f", {state.failed} failed" if state.failed else ""
         if done < state.to_make:
             left = f", {seconds(state.left_s)} left" if state.left_s is not None else ""
-            self._now(f"images: {done}/{state.to_make} made, {state.at_work} under way, {figures}{left}")
+            self._show_line(f"images: {done}/{state.to_make} made, {state.at_work} under way, {figures}{left}")
         else:
             self._is_building = False
             self._take_down()
@@ -151,7 +151,8 @@ class PlanProgress:
                 self.say(f"images: {done}/{state.to_make} made, {figures}")
 
     def _suggest_jobs(self, campaign: str, images: int) -> None:
-        """Prints how to build images on compute nodes, because login nodes may not allow builds."""
+        """Suggests a command that builds the images on compute nodes, because some sites forbid builds on login
+        nodes."""
         from megaflow_hpc.slurm.site import has_slurm
 
         if not has_slurm() or "SLURM_JOB_ID" in os.environ:
@@ -160,8 +161,8 @@ class PlanProgress:
         command = shlex.join(["sbatch", f"--array=1-{min(images, self.MAX_SHARES)}", str(script), campaign])
         self.say(f"the images are built here; to build them on compute nodes, press Ctrl-C and run: {command}")
 
-    def _now(self, line: str) -> None:
-        """Shows a line instead of the previous one. A log gets it if nothing was printed for two seconds."""
+    def _show_line(self, line: str) -> None:
+        """Updates the live line. In a log, prints the line if nothing was printed for two seconds."""
         if self._terminal:
             if self._live is None:
                 from rich.console import Console
@@ -189,12 +190,12 @@ class PlanProgress:
             with self._guard:
                 silent = time.monotonic() - self._printed_at >= self.EVERY_S
                 if silent and self._step and not self._over.is_set():
-                    self._now(f"{self._step}{self._detail}: {seconds(time.monotonic() - self._since)}")
+                    self._show_line(f"{self._step}{self._detail}: {seconds(time.monotonic() - self._since)}")
 
 
 @contextmanager
 def under_way(step: str) -> Iterator[PlanProgress]:
-    """Reports on stderr, every two seconds, how long a step has been running. Shorter steps are not reported."""
+    """Reports the elapsed time of a step on stderr every two seconds. Reports nothing for shorter steps."""
     with PlanProgress() as watch:
         watch.step(step)
         yield watch

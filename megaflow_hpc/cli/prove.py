@@ -23,7 +23,7 @@ TRIALS = ("nodes", "worker", "walltime", "model", "preemption")
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds the ``prove`` command."""
+    """Registers the verb ``prove``."""
     parser = add_verb(
         subparsers,
         "prove",
@@ -88,7 +88,7 @@ def _prove(arguments: argparse.Namespace) -> int:
 
 
 def _trials(place: ProofSite, report: ProofReport, wanted: set[str], preempting: list[str]) -> Iterator[Finding]:
-    """Runs the selected trials. Their jobs wait in the queue at the same time, except those of the preemption trial."""
+    """Runs the selected trials. Submits all of their jobs at the start, except those of the preemption trial."""
     from megaflow_hpc.prove import trials
     from megaflow_hpc.prove.report import Finding
 
@@ -124,7 +124,7 @@ def _trials(place: ProofSite, report: ProofReport, wanted: set[str], preempting:
     else:
         yield Finding("preemption", "skip", "not asked for", "give sbatch options of a job that preempts: --preempt")
     if place.nodes_used:
-        yield from _left(place)
+        yield from _leftover_processes(place)
 
 
 def _nodes(place: ProofSite, report: ProofReport, nodes: int) -> Iterator[Finding]:
@@ -144,8 +144,8 @@ def _nodes(place: ProofSite, report: ProofReport, nodes: int) -> Iterator[Findin
     yield from trials.nodes_findings(folder, nodes, report)
 
 
-def _left(place: ProofSite) -> Iterator[Finding]:
-    """Looks for leftover processes of the campaigns on the nodes that they used."""
+def _leftover_processes(place: ProofSite) -> Iterator[Finding]:
+    """Searches the nodes that the campaigns used for leftover processes."""
     from megaflow_hpc.prove import trials
 
     place.cancel()

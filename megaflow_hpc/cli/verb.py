@@ -1,9 +1,11 @@
 """Adds verbs to the command line with uniform help, argument names and argument types.
 
-A group's ``register`` adds each of its verbs with :func:`add_verb`, which requires a one-line help and an example to
-copy. A verb with subcommands is added with :func:`add_group`. Arguments that several verbs share have functions
-here, so that their names agree: ``RUN`` (:func:`add_run`), ``-o`` (:func:`add_output`), ``--json`` (:func:`add_json`).
-``tests/cli/test_help.py`` checks the help of every verb.
+A group's ``register`` adds each of its verbs with :func:`add_verb`, which requires a one-line help and an example.
+:func:`add_group` adds a verb with subcommands.
+
+Arguments that several verbs share have functions in this module, so that their names agree: ``RUN``
+(:func:`add_run`), ``-o`` (:func:`add_output`), ``--json`` (:func:`add_json`). ``tests/cli/test_help.py`` checks the
+help of every verb.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ def add_verb(
     """Adds a verb and returns its parser, to which the caller adds arguments.
 
     Args:
-        function: Carries out the verb and returns the exit status.
+        function: Implements the verb. Returns the exit status.
         help_: One line without a full stop, for the list of verbs.
-        examples: At least one command line. ``megaflow-hpc`` is prepended unless the line contains it.
-        description: Text for the verb's own help. Default: ``help_``. Paragraphs are wrapped to the terminal's width,
-            and indented lines are left unchanged.
+        examples: At least one command line. ``megaflow-hpc`` is prepended to lines that do not contain it.
+        description: Text for the verb's own help. Paragraphs are wrapped to the terminal's width, and indented lines
+            are left unchanged. Default: ``help_``.
         json: Whether the verb accepts ``--json``. Every verb that prints results should.
     """
     lines = [line if "megaflow-hpc " in line else f"megaflow-hpc {line}" for line in examples]
@@ -60,9 +62,9 @@ def add_verb(
 def add_group(
     subparsers: Subparsers, name: str, help_: str, *, examples: Sequence[str], description: str = ""
 ) -> Subparsers:
-    """Adds a verb with subcommands, such as ``images``. Returns the object to which they are added.
+    """Adds a verb with subcommands, such as ``images``. Returns the object to which subcommands are added.
 
-    Without a subcommand, the verb prints its help. The arguments are those of :func:`add_verb`.
+    Without a subcommand, the verb prints its help. Takes the arguments of :func:`add_verb`.
     """
     parser = add_verb(subparsers, name, _print_help, help_, examples=examples, description=description)
     parser.set_defaults(group=parser)
@@ -77,14 +79,16 @@ def _print_help(arguments: argparse.Namespace) -> int:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--json`` without a default, so that a ``--json`` before the verb is not overwritten."""
+    """Adds ``--json``. It has no default, so that it does not overwrite a ``--json`` before the verb."""
     parser.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON on stdout, and nothing else there"
     )
 
 
 def add_run(parser: argparse.ArgumentParser, nargs: str | None = None, file: bool = False) -> None:
-    """Adds ``RUN`` as ``run_dir``: a run directory, or ``latest`` for the newest run here (``DIR/latest``: in DIR).
+    """Adds the positional argument ``RUN`` as ``run_dir``: a run directory, or ``latest``.
+
+    ``latest`` is the newest run in the default location, ``DIR/latest`` the newest run in DIR.
 
     Args:
         nargs: As in ``add_argument``, for verbs that accept several runs.
@@ -106,7 +110,11 @@ def add_output(parser: argparse.ArgumentParser, what: str, required: bool = Fals
 
 
 def run_path(text: str) -> str:
-    """Parses a run directory. ``latest`` means the newest one here."""
+    """Converts an argument to the path of a run directory. ``latest`` selects the newest run.
+
+    Raises:
+        ArgumentTypeError: There is no such run.
+    """
     from megaflow_hpc.rundir import runs
 
     try:
@@ -116,7 +124,7 @@ def run_path(text: str) -> str:
 
 
 ROLES = ("pods", "servers", "trainer", "gather")
-"""Kinds of jobs in a campaign, named as in the section ``slurm``."""
+"""Kinds of jobs in a campaign, named as in the ``slurm`` section."""
 
 
 def whole(least: int = 0) -> Callable[[str], int]:
@@ -158,7 +166,7 @@ def share(text: str) -> tuple[int, int]:
     """Parses a share such as ``3/16``, the third of sixteen, into ``(3, 16)``.
 
     Raises:
-        ArgumentTypeError: The text has another form, or the share does not exist.
+        ArgumentTypeError: The text is malformed, or the share is out of range.
     """
     number, _, shares = text.partition("/")
     if not (number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):
@@ -167,10 +175,11 @@ def share(text: str) -> tuple[int, int]:
 
 
 def limit(text: str) -> tuple[str, float | None]:
-    """Parses the value of ``--limit``, such as ``core_hours=100`` or ``wall=none``.
+    """Parses the value of ``--limit``, such as ``core_hours=100`` or ``wall=none``, into name and hours. ``None``:
+    no limit.
 
     Raises:
-        ArgumentTypeError: The limit is unknown, or the hours are not a number.
+        ArgumentTypeError: The limit is unknown, or the hours are not a positive number.
     """
     name, _, hours = text.partition("=")
     if name not in LIMITS:
@@ -186,8 +195,10 @@ def limit(text: str) -> tuple[str, float | None]:
 def request(key: str) -> Callable[[str], tuple[str, str, str | float | None]]:
     """Returns the argument type of ``--time``, ``--mem`` and ``--partition``: ``8:00:00`` or ``servers=8:00:00``.
 
+    The parsed value is ``(role, key, value)``. The default role is ``pods``.
+
     Args:
-        key: The requested quantity: ``time``, ``mem_gb`` or ``partition``. The parsed value is ``(role, key, value)``.
+        key: ``time``, ``mem_gb`` or ``partition``.
     """
 
     def read(text: str) -> tuple[str, str, str | float | None]:

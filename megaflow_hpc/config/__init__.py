@@ -1,7 +1,9 @@
-"""The campaign file: models of its sections, a description of each key, and errors with file, line, value and remedy.
+"""The campaign file: models of its sections, validation, and documentation of each key.
 
-:func:`load` reads YAML into a :class:`CampaignConfig`. :func:`schema` exports the JSON Schema for editors. Relative
-paths in the file are relative to the file's directory.
+:func:`load` reads a YAML file into a :class:`CampaignConfig`. :func:`schema` exports the JSON Schema for editors.
+
+Error messages name the file, line, value and remedy. Relative paths are resolved against the campaign file's
+directory.
 """
 
 from megaflow_hpc.config.campaign import CampaignConfig, Policy, load, parse, parsed, read, resolved, schema

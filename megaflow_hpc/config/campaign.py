@@ -1,4 +1,4 @@
-"""The top level of the campaign file: its sections, its policies, and functions that load it."""
+"""Top level of the campaign file: the sections, the policies, and the functions that load the file."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from megaflow_hpc.config.sections import (
 from megaflow_hpc.config.services import ServiceConfig, check_services
 from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
+from megaflow_hpc.config.team import TeamConfig, check_team
 from megaflow_hpc.config.trained import check_engine, check_trained, trained_model
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes
@@ -35,27 +36,27 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class CampaignConfig(Section):
-    """One campaign file."""
+    """A validated campaign file."""
 
     name: str
     """Name of the campaign. Slurm shows it as the name of every job."""
     site: str | None = None
-    """Name of the site profile that supplies missing keys, such as partitions and accounts. Default: none."""
+    """Name of the site profile that supplies omitted keys, such as partitions and accounts. Default: none."""
     run_dir: str = "runs"
-    """Directory that contains a directory for each run. All nodes must see it. Default: ``runs``."""
+    """Parent directory of the run directories. All nodes must be able to access it. Default: ``runs``."""
     share: Literal["user", "group"] = "user"
-    """Access to the run directory: only the ``user``, or also the ``group``. Files with keys are never shared. For an
-    engine pool: access to its servers. Default: ``user``."""
+    """Access to the run directory: ``user`` for its owner only, ``group`` for the owner's group too. Files that
+    contain keys are never shared. For an engine pool: access to its servers. Default: ``user``."""
     tasks: tuple[TaskSource, ...] = ()
-    """Sources of tasks. A campaign without tasks and agent is an engine pool."""
+    """Sources of tasks. A campaign with neither tasks nor agents is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
-    """Agent that works on the tasks, or a list of agents. Each agent of a list runs every task. In a campaign without a
-    model, each agent is a policy with its own name. If the policy is trained, each group is given to one of the agents,
-    in proportion to ``share``."""
+    """Agent that works on the tasks, or a list of agents that each run every task. Without a model, each agent
+    becomes a policy with the agent's name. If the policy is trained, each group is assigned to one of the agents, in
+    proportion to ``share``."""
     samples: int = Field(1, ge=1)
     """Number of rollouts of each task under each policy. Raise it to measure pass@k or to train. Default: 1."""
     pass_threshold: float = 1.0
-    """Minimum reward of a passed rollout. It counts in pass@k, reports and training. Default: 1."""
+    """Minimum reward at which a rollout counts as passed, in pass@k, reports and training. Default: 1."""
     seed: int | None = Field(None, ge=0, lt=2**31)
     """Random seed for sampling and for the trainer. Set it to make runs repeatable. Default: none; engines then
     sample without a seed, which is faster, and the trainer uses 0."""
@@ -63,6 +64,8 @@ class CampaignConfig(Section):
     """Model of a campaign with one policy. The policy's name is ``default``."""
     models: dict[str, ModelConfig] = Field(default_factory=dict)
     """Models of a campaign with several policies, keyed by policy name."""
+    team: TeamConfig | None = None
+    """Roles of the models in one rollout. Default: none; each policy runs rollouts of its own."""
     pool: EnginePoolConfig | None = None
     """Rules for sharing the servers of this engine pool."""
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -72,13 +75,13 @@ class CampaignConfig(Section):
     slurm: SlurmConfig = SlurmConfig()
     """Resources that jobs request from Slurm."""
     scheduling: SchedulingConfig = SchedulingConfig()
-    """Order and placement of rollouts."""
+    """Rules for the order and placement of rollouts."""
     limits: LimitsConfig = LimitsConfig()
-    """Total resources after which the campaign stops."""
+    """Limits on total resource use. The campaign stops when it reaches any of them."""
     quotas: QuotasConfig = QuotasConfig()
-    """Rates and concurrency of model calls."""
+    """Rate and concurrency limits of model calls."""
     training: TrainingConfig | None = None
-    """Training on rollouts as they arrive. Default: none; the campaign only collects rollouts."""
+    """Settings for training on rollouts as they arrive. Default: none; the campaign only collects rollouts."""
 
     @field_validator("name")
     @classmethod
@@ -100,6 +103,8 @@ class CampaignConfig(Section):
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:
         if self.is_pool:
+            if self.team:
+                raise ValueError("team: an engine pool runs no rollouts; leave team out")
             if self.judges():
                 raise ValueError(f"models.{self.judges()[0]}.judge: an engine pool runs no verifiers; leave judge out")
             pools = [name for name, policy in self.policies().items() if policy.model and policy.model.pool]
@@ -119,6 +124,8 @@ class CampaignConfig(Section):
             raise ValueError("judge: a judge needs another model to judge; name both in models")
         if self.model and self.models:
             raise ValueError("give either model or models, not both")
+        if self.team:
+            check_team(self.team, self.models or ({"default": self.model} if self.model else {}))
         for name in self.models:
             if not NAME.match(name):
                 raise ValueError(f"policy {name!r} must be letters, digits, dot, dash or underscore")
@@ -170,18 +177,29 @@ class CampaignConfig(Section):
         """Returns the policies that only verifiers may call."""
         return tuple(name for name, model in self.models.items() if model.judge)
 
+    @property
+    def requested(self) -> frozenset[str]:
+        """Policies whose rollouts trainers request, instead of the planner: those that are trained, and the owner of a
+        team with a trained role."""
+        trained = frozenset(self.training.policies if self.training else ())
+        if self.team and trained & set(self.team.policies.values()):
+            return trained | {self.team.owning_policy}
+        return trained
+
     def with_ranks(self, ranks: int) -> CampaignConfig:
         """Returns the campaign with ``ranks`` MPI ranks on each node of a pod."""
         pods = self.slurm.pods.model_copy(update={"ranks_per_node": ranks})
         return self.model_copy(update={"slurm": self.slurm.model_copy(update={"pods": pods})})
 
-    def _samples(self, model: ModelConfig | None) -> int:
+    def _samples(self, name: str, model: ModelConfig | None) -> int:
         if model is not None and model.judge:
+            return 0
+        if self.team and name != self.team.owning_policy:
             return 0
         return self.samples if model is None or model.samples is None else model.samples
 
     def policies(self) -> dict[str, Policy]:
-        """Returns the policies that run tasks, by name."""
+        """Returns the campaign's policies by name. In a campaign without a model, each agent is a policy."""
         if self.models:
             models: Mapping[str, ModelConfig | None] = self.models
         elif self.model:
@@ -192,7 +210,7 @@ class CampaignConfig(Section):
             name: Policy(
                 agents=() if model and model.judge else (model and model.agent) or self.agent or _NO_AGENTS,
                 model=trained_model(model) if model and self.training and name in self.training.policies else model,
-                samples=self._samples(model),
+                samples=self._samples(name, model),
                 include=model.include if model else (),
             )
             for name, model in models.items()
@@ -200,13 +218,13 @@ class CampaignConfig(Section):
 
 
 def pass_threshold_of(campaign: Mapping[str, Any]) -> float:
-    """Returns a campaign's ``pass_threshold`` as stored in run directories and trajectory files."""
+    """Returns the ``pass_threshold`` of a stored campaign, from a run directory or trajectory file. Default: 1."""
     value = campaign.get("pass_threshold")
     return float(value) if isinstance(value, int | float) else 1.0
 
 
 _NO_AGENTS = (AgentConfig(name="nop"),)
-"""Agents of a policy in an engine pool, which runs no tasks."""
+"""Placeholder agent for the policies of an engine pool, which runs no tasks."""
 
 
 def _check_distinct(agents: Sequence[AgentConfig]) -> None:
@@ -219,7 +237,7 @@ def _check_distinct(agents: Sequence[AgentConfig]) -> None:
 
 
 class Policy(Section):
-    """Agents with at most one model. Derived from the campaign file, never written by a user."""
+    """A set of agents and, if they need one, their model. Derived from the campaign file. Users never write it."""
 
     agents: tuple[AgentConfig, ...]
     model: ModelConfig | None = None
@@ -236,11 +254,11 @@ class Policy(Section):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A campaign with the data needed for error messages."""
+    """A campaign, with the YAML positions and site profile needed for error messages."""
 
     config: CampaignConfig
     node: yaml.Node | None = None
-    """The YAML nodes of the file and of its site profile."""
+    """YAML nodes of the campaign file, merged with those of the site profile. ``None`` if built from Python values."""
     profile: Profile | None = None
 
 
@@ -259,9 +277,9 @@ def read(path: str | os.PathLike[str]) -> Loaded:
     if value is None:
         raise ConfigError(f"{path}: is empty; megaflow-hpc init writes a campaign file to begin with")
     if not isinstance(value, dict):
-        held = "a list" if isinstance(value, list) else repr(str(value)[:40])
+        kind = "a list" if isinstance(value, list) else repr(str(value)[:40])
         remedy = f"expected keys such as tasks: and agent:; {docs('tutorials/first-campaign.md')} shows a campaign file"
-        raise ConfigError(f"{path}: holds {held}; {remedy}")
+        raise ConfigError(f"{path}: holds {kind}; {remedy}")
     return parsed(value, str(path), node)
 
 
@@ -271,7 +289,7 @@ def parse(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node |
 
 
 def parsed(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node | None = None) -> Loaded:
-    """Builds a campaign from Python values, completed by its site profile.
+    """Builds a campaign from Python values and its site profile.
 
     Raises:
         Mistakes: Values are invalid. The message names file, line, value and remedy of each.
@@ -287,7 +305,7 @@ def parsed(fields: Mapping[str, Any], source: str = "campaign", node: yaml.Node 
 
 
 def resolved(section: type[AnySection], fields: Mapping[str, Any]) -> AnySection:
-    """Reads a section stored in a run directory. Keys from newer versions are ignored.
+    """Validates a section read from a run directory. Ignores unknown keys, which newer versions may have written.
 
     Raises:
         ConfigError: This version cannot read the section.

@@ -1,4 +1,4 @@
-"""The ``model`` and ``pool`` sections: a policy's engines, and how users share an engine pool.
+"""The ``model`` and ``pool`` sections: engines of a policy, and sharing of an engine pool.
 
 An engine pool is a campaign that only serves models, for other campaigns to use.
 """
@@ -19,7 +19,7 @@ MAX_SERVERS = 10_000
 
 
 class ServerCount(NamedTuple):
-    """Number of engine servers of a policy."""
+    """Minimum and maximum number of engine servers of a policy."""
 
     min: int = 1
     max: int = 1
@@ -29,34 +29,35 @@ SERVER_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "ar
 
 
 class WeightsConfig(Section):
-    """Settings for loading newly published weights into running servers."""
+    """Rules for loading newly published weights into running servers."""
 
     update: Literal["rolling", "together"] = "rolling"
     """``rolling``: servers load one after another, so that some are always available. ``together``: all load at
     once, which takes less time. Default: ``rolling``."""
     running: Literal["finish", "continue"] = "finish"
-    """Requests in progress ``finish`` on the old weights before a server loads, or ``continue`` on the new ones.
-    Default: ``finish``."""
+    """Handling of requests in progress. ``finish``: complete them with the old weights before loading. ``continue``:
+    complete them with the new weights. Default: ``finish``."""
 
 
 class SamplingConfig(Section):
-    """Sampling settings of a policy. The gateway adds them to calls that omit them. Calls with other values are
-    answered, but their tokens get loss mask 0."""
+    """Sampling settings of a policy. The gateway adds them to model calls that omit them. It answers calls with
+    other values too, but gives their tokens loss mask 0."""
 
     temperature: float = Field(1.0, ge=0, le=2)
-    """Divisor of the logits. 0 always takes the most likely token. Default: 1."""
+    """Divisor of the logits. 0 selects greedy decoding. Default: 1."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample only from the most likely tokens whose probabilities sum to this value. Default: 1, all tokens."""
+    """Sample only from the smallest set of most likely tokens whose probabilities sum to this value. Default: 1, all
+    tokens."""
     top_k: int = Field(-1, ge=-1)
     """Sample only from the k most likely tokens. -1 or 0: no limit. Default: -1."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Minimum probability of a token, as a fraction of that of the most likely token. Default: 0."""
+    """Minimum probability of a token, relative to the most likely token. Default: 0."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """Value subtracted once from the logit of each token that already occurs in the answer. Default: 0."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    """Value subtracted from a token's logit for each of its occurrences in the answer so far. Default: 0."""
+    """Value subtracted from the logit of a token for each earlier occurrence in the answer. Default: 0."""
     repetition_penalty: float = Field(1.0, gt=0, le=100)
-    """Factor that reduces the logits of tokens that already occur in the prompt or answer. Default: 1."""
+    """Factor that lowers the logits of tokens that already occur in the prompt or answer. Default: 1."""
 
     @field_validator("temperature")
     @classmethod
@@ -82,8 +83,8 @@ class ModelConfig(Section):
     """Model of one policy and the servers that run it."""
 
     engine: Literal["vllm", "sglang", "transformers", "scripted", "external", "replay"] = "vllm"
-    """Inference engine. ``external``: an endpoint that already runs. ``replay``: answers of a recorded campaign.
-    ``scripted``: answers from a file, for tests. Default: ``vllm``."""
+    """Inference engine. ``external``: an endpoint that is already running. ``replay``: responses from a recorded
+    campaign. ``scripted``: responses from a file, for tests. Default: ``vllm``."""
     path: str | None = None
     """Model directory or Hugging Face name. For ``external``: the model's name at the endpoint (default: the policy's
     name). For ``replay``: a run directory or trajectories file."""
@@ -92,17 +93,17 @@ class ModelConfig(Section):
     servers: Annotated[ServerCount, WithJsonSchema(SERVER_COUNT_SCHEMA)] = Field(
         ServerCount(), json_schema_extra={"default": 1}
     )
-    """Number of engine servers, or ``[min, max]``: ``min`` servers start with the campaign; more start while
+    """Number of engine servers, or ``[min, max]``. ``min`` servers start with the campaign. More servers start while
     requests wait, and stop when idle. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for ``scripted``
-    and ``replay``, else 1."""
+    """Number of GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for
+    ``scripted`` and ``replay``, else 1."""
     gpu_type: GpuType | None = None
     """Slurm's name for the type of these GPUs, such as ``a100``. ``sinfo -o %G`` prints the names. Default: any
     type."""
     nodes: int = Field(1, ge=1)
-    """Nodes of each server, for pipeline parallelism (``vllm`` only). Raise it for models that do not fit on one node.
-    Default: 1."""
+    """Number of nodes of each server, for pipeline parallelism (``vllm`` only). Raise it for models that do not fit
+    on one node. Default: 1."""
     weights: WeightsConfig = WeightsConfig()
     """Settings for loading published weights."""
     sampling: SamplingConfig = SamplingConfig()
@@ -110,36 +111,39 @@ class ModelConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Command-line options of the engine, without leading dashes."""
     thoughts: Literal["template", "keep"] = "template"
-    """Form of earlier answers in a prompt. ``template``: as the chat template renders them; if it drops thoughts, a new
-    sequence starts. ``keep``: as they were sampled, so that a conversation stays one sequence (``vllm`` only).
-    Default: ``template``."""
+    """Handling of earlier answers in a prompt. ``template``: render them with the chat template. If it drops
+    thoughts, a new sequence starts. ``keep``: insert them as sampled, so that a conversation stays one sequence
+    (``vllm`` only). Default: ``template``."""
     media_domains: tuple[str, ...] = ()
-    """Hosts from which engines may fetch images that agents name by URL. Default: none; agents must send images as
-    data."""
+    """Hosts from which engines may download images that agents reference by URL. Default: none; agents must send
+    images inline."""
     python: str | None = None
-    """Interpreter or virtual environment that contains the engine. Default: ``MEGAFLOW_ENGINE_VENV``; in an ``image``,
-    python3."""
+    """Python interpreter or virtual environment in which the engine is installed. Default: ``MEGAFLOW_ENGINE_VENV``;
+    in an ``image``, python3."""
     image: str | None = None
-    """Apptainer image (SIF file or directory) that contains the engine. Default: none; the engine runs on the host."""
+    """Apptainer image (SIF file or directory) in which the engine is installed. Default: none; the engine runs on
+    the host."""
     binds: tuple[str, ...] = ()
     """Additional host paths to mount in ``image``: ``SRC[:DEST[:ro]]``."""
     base_url: str | None = None
-    """Address of the ``external`` endpoint, to which ``/chat/completions`` is added. A bare host gets ``/v1``."""
+    """URL of the ``external`` endpoint, without ``/chat/completions``. If it has no path, ``/v1`` is added."""
     api_key_file: str | None = None
     """File with the API key of the ``external`` endpoint. Only its owner may read it (mode 0600). Default: no key."""
     script: str | None = None
-    """YAML file with the answers of a ``scripted`` engine."""
+    """YAML file with the responses of a ``scripted`` engine."""
     agent: tuple[AgentConfig, ...] = ()
-    """Agent of this policy, or a list of them. Default: the campaign's ``agent``."""
+    """Agent or list of agents of this policy. Default: the campaign's ``agent``."""
     samples: int | None = Field(None, ge=0)
-    """Rollouts of each task under this policy. 0: the policy runs no tasks and only answers calls that name it. If it
-    is trained, its steps use the groups of the other trained policies' steps. Default: the campaign's ``samples``."""
+    """Number of rollouts of each task under this policy. With 0, the policy runs no tasks and only serves calls that
+    name it. If such a policy is trained, it learns from the groups in the other trained policies' steps. Default:
+    the campaign's ``samples``."""
     judge: bool = False
-    """True if only verifiers may call the model, to judge rollouts. Agents cannot reach it. Default: false."""
+    """Reserve the model for verifiers that judge rollouts. Agents cannot call it. Default: false."""
     weight: float = Field(1.0, gt=0)
-    """Share of requests for each of these servers, relative to the policy's other servers. Default: 1."""
+    """Relative share of requests that each of these servers receives, compared with the policy's other servers.
+    Default: 1."""
     also: tuple[dict[str, Any], ...] = ()
-    """Additional kinds of servers for this policy. Each entry sets the keys that differ, such as ``gpus``,
+    """More kinds of servers for this policy. Each entry sets only the keys that differ, such as ``gpus``,
     ``servers`` or ``weight``."""
     include: tuple[str, ...] = ()
     """Shell patterns of task ids. The policy runs only matching tasks. Default: every task."""
@@ -150,8 +154,8 @@ class ModelConfig(Section):
         if isinstance(value, dict) and value.keys() <= {"min", "max"}:  # form used in older campaign files
             value = [value.get("min", 1), value.get("max", 1)]
         bounds = tuple(value) if isinstance(value, list | tuple) else (value, value)
-        whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
-        if len(bounds) != 2 or not whole or not 0 <= bounds[0] <= bounds[1] or bounds[1] < 1:
+        are_integers = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
+        if len(bounds) != 2 or not are_integers or not 0 <= bounds[0] <= bounds[1] or bounds[1] < 1:
             raise ValueError("expected a number of servers, or [min, max] such as [1, 4]")
         if bounds[1] > MAX_SERVERS:
             raise ValueError(f"expected at most {MAX_SERVERS} servers")
@@ -162,7 +166,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_gpus(cls, value: Any) -> Any:
-        """Sets ``gpus`` to 0 for an external endpoint, and by default for engines that run no model."""
+        """Sets ``gpus`` to 0 for external endpoints. Defaults ``gpus`` to 0 for engines that run no model."""
         engine = value.get("engine") if isinstance(value, dict) else None
         if engine == "external":
             return {**value, "gpus": 0, "gpu_type": None}
@@ -217,7 +221,7 @@ class ModelConfig(Section):
         return self
 
     def kinds(self) -> list[ModelConfig]:
-        """Returns one section for each kind of server of this policy; empty for ``replay``, which needs no servers."""
+        """Returns a section for each kind of server of this policy. Empty for ``replay``, which needs no servers."""
         if self.engine == "replay":
             return []
         common: dict[str, Any] = {"also": (), "agent": ()}
@@ -233,5 +237,5 @@ class EnginePoolConfig(Section):
     in_flight: int | None = Field(None, ge=1)
     """Maximum number of concurrent requests per user at each server. Further requests wait. Default: no limit."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Each user's relative share of engine time, by login name. It matters only while requests wait. Default: 1 for
-    everyone."""
+    """Relative share of engine time of each user, by login name. Shares matter only while requests are queued.
+    Default: 1 for everyone."""

@@ -1,11 +1,13 @@
-"""Quotas of a campaign and the site's caps on them, all checked when the campaign is planned.
+"""Quotas of a campaign and the site's caps on them. Both are checked when the campaign is planned.
 
-``quotas`` of the campaign file limit its model calls. Each gateway, one per worker rank, gets an equal part. The site
-file limits what a campaign may request, and applies too if the campaign sets no quota.
+The section ``quotas`` limits a campaign's model calls. The site file caps what a campaign may request, and its caps
+also apply to campaigns without quotas.
 
-Gateways do not communicate. Their parts are fixed from the start. So the total is never exceeded, but is not reached
-while pods are queued or have ended. The site file is YAML: ``/etc/megaflow-hpc/site.yaml`` or, only if that does
-not exist, the file named by ``MEGAFLOW_SITE_FILE``::
+Each worker rank has a gateway with an equal, fixed part of the quota. Gateways do not communicate. The total is
+never exceeded, but it is not fully used while some pods are queued or have ended.
+
+The site file is ``/etc/megaflow-hpc/site.yaml`` or, if that does not exist, the file named by
+``MEGAFLOW_SITE_FILE``::
 
     caps: {requests_per_s: 200, tokens_per_s: 2.0e5, in_flight: 1000, pods: 16, servers: 8}
     users: {alice: {in_flight: 2000}}     # replaces single caps for this user
@@ -28,8 +30,8 @@ SITE_FILE = Path("/etc/megaflow-hpc/site.yaml")
 
 
 class QuotasConfig(Section):
-    """Limits on the campaign's model calls, for endpoints or sites that restrict them. Calls above a limit wait.
-    Default of each: no limit."""
+    """Limits on the campaign's model calls, for endpoints or sites that restrict them. Calls above a limit wait. No
+    limits by default."""
 
     requests_per_s: float | None = Field(None, gt=0)
     """Maximum number of model calls per second."""
@@ -45,7 +47,7 @@ class QuotasConfig(Section):
 
 
 class Caps(QuotasConfig):
-    """Limits that a site sets on each campaign. Default of each: no limit."""
+    """Limits that a site sets on each campaign. No limits by default."""
 
     pods: int | None = Field(None, ge=1)
     """Maximum number of pods in all pools."""
@@ -59,7 +61,7 @@ class _SiteFile(Section):
 
 
 def site_caps() -> tuple[Caps, str]:
-    """Returns the current user's caps and the path of the site file. Without a file, there are no caps.
+    """Returns the current user's caps and the path of the site file. Returns no caps if there is no site file.
 
     Raises:
         ConfigError: The file cannot be read or is invalid.
@@ -81,7 +83,7 @@ def site_caps() -> tuple[Caps, str]:
 
 
 def gateways(pods: PodsConfig) -> int:
-    """Returns the number of worker ranks in all pods. Each has a gateway; rank 0 of a pod only schedules."""
+    """Returns the number of gateways, one for each worker rank of all pods. Rank 0 of a pod only schedules."""
 
     def workers(nodes: int) -> int:
         return max(1, nodes * pods.ranks - 1)
@@ -90,14 +92,15 @@ def gateways(pods: PodsConfig) -> int:
 
 
 def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, source: str) -> QuotasConfig:
-    """Returns the effective quotas: the campaign's own, or the site's caps where the campaign sets none.
+    """Returns the effective quotas. The site's caps fill in those that the campaign omits.
 
     Args:
         servers: Maximum number of engine servers that the campaign requests.
-        source: The site file, for messages.
+        source: Path of the site file, for error messages.
 
     Raises:
-        ConfigError: The campaign requests more than the site allows, or ``in_flight`` is less than one per rank.
+        ConfigError: The campaign requests more than the site allows, or ``in_flight`` allows less than one call per
+            rank.
     """
     requested = quotas.model_dump() | {"pods": pods.total, "servers": servers}
     labels = {"pods": "slurm.pods (of all pools)", "servers": "servers (of all policies)"}
@@ -108,18 +111,23 @@ def settle(quotas: QuotasConfig, pods: PodsConfig, servers: int, caps: Caps, sou
             raise ConfigError(f"{label}: {value} is more than this site allows a campaign ({cap}, {source})")
     limits = {name: getattr(caps, name) for name in QuotasConfig.model_fields}
     limits |= {name: value for name, value in quotas.model_dump().items() if value is not None}
-    held = QuotasConfig(**limits)
+    effective = QuotasConfig(**limits)
     count = gateways(pods)
-    if held.in_flight is not None and held.in_flight < count:
+    if effective.in_flight is not None and effective.in_flight < count:
         raise ConfigError(
-            f"quotas.in_flight: {held.in_flight} shared out over {count} worker ranks is less than one each; use fewer "
-            f"pods or ranks (slurm.pods.count, ranks_per_node), or raise it{f' (cap of {source})' if source else ''}"
+            f"quotas.in_flight: {effective.in_flight} shared out over {count} worker ranks is less than one each; "
+            "use fewer pods or ranks (slurm.pods.count, ranks_per_node), or raise it"
+            f"{f' (cap of {source})' if source else ''}"
         )
-    return held
+    return effective
 
 
 def check_scale(wanted: int, pods: PodsConfig, quotas: QuotasConfig) -> None:
-    """Raises :class:`ConfigError` if a running campaign may not scale to ``wanted`` pods."""
+    """Checks that the site allows a running campaign to scale to ``wanted`` pods.
+
+    Raises:
+        ConfigError: The site's caps or the campaign's quotas do not allow it.
+    """
     caps, source = site_caps()
     if caps.pods is not None and wanted > caps.pods:
         raise ConfigError(f"--pods {wanted}: more than this site allows a campaign ({caps.pods}, {source})")

@@ -1,7 +1,8 @@
-"""Reads YAML with line numbers, and explains invalid values: their position, and the expected values.
+"""Reads YAML with line numbers, and turns validation errors into messages with file, line, expected value and
+remedy.
 
-Pydantic's messages are written for programmers ("input should be a valid dictionary or instance of …"). Here the
-expectation is read from the JSON Schema of the sections, so that messages state the bounds and choices of the key.
+Pydantic's messages are written for programmers ("input should be a valid dictionary or instance of …"). This module
+derives the expected values from the JSON Schema of the sections, so messages state a key's bounds and choices.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from pydantic import BaseModel, ValidationError
 from megaflow_hpc.errors import ConfigError
 
 MAX_VALUES = 100_000
-"""Maximum number of values in a file. Values behind an alias count at each use."""
+"""Maximum number of values in a file. An alias counts as often as it is used."""
 OF_KIND = re.compile(
     r"(int|float|string|bool|dict|mapping|model|list|tuple|set|frozen_set|finite_number|greater_than|less_than|literal|enum"
     r")(_|\Z)"
 )
-"""Pydantic error types that are better explained from the schema. Others carry messages of the sections."""
+"""Matches Pydantic error types that are explained from the schema. For other types, the section's own message is
+used."""
 REMOVED_KEYS = {
     "environment.limits.cpu_s": "limit CPUs and time with cpus and wall_s",
     "environment.mode": "every rollout gets a new sandbox; leave it out",
@@ -43,13 +45,13 @@ REMOVED_KEYS = {
     "training.nonfinite": "training ends after 3 steps without a finite gradient; leave it out",
     "weights.poll_s": "servers poll often for trained policies; leave it out",
 }
-"""Removed key, or its last parts → what to use instead."""
+"""Removed key, or the last parts of its path → replacement."""
 UNITS = {"s": "seconds", "gb": "GB", "mb": "MB", "hours": "hours"}
-"""Suffix of a key → its unit."""
+"""Suffix of a key → unit of its value."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader without base-60 numbers (``time: 1:00:00`` stays a string) that rejects duplicate keys."""
+    """YAML loader that rejects duplicate keys and does not parse base-60 numbers (``time: 1:00:00`` stays a string)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Builds the mapping of a node.
@@ -80,7 +82,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
-    """Returns the value and the node tree of a YAML file. The nodes have line numbers.
+    """Returns the value of a YAML file, and its nodes, which have line numbers.
 
     Raises:
         ConfigError: The file cannot be read or is not YAML.
@@ -123,10 +125,10 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
 
 
 def _require_small(root: yaml.Node) -> None:
-    """Rejects files whose aliases repeat values excessively or endlessly.
+    """Rejects files whose aliases multiply values excessively or form a cycle.
 
     Raises:
-        ConstructorError: The file has too many values or contains itself.
+        ConstructorError: The file has more than :data:`MAX_VALUES` values or contains itself.
     """
     sizes: dict[int, int] = {}
     stack = [(root, False)]
@@ -149,20 +151,21 @@ def _require_small(root: yaml.Node) -> None:
 
 
 def line_of(node: yaml.Node | None, location: Sequence[Any]) -> int | None:
-    """Returns the line, from 1, of the deepest part of ``location`` that exists in the file."""
+    """Returns the line number, from 1, of the deepest part of ``location`` that exists in the file."""
     mark = _deepest(node, location)
     return None if mark is None else mark.line + 1
 
 
 def place_of(node: yaml.Node | None, location: Sequence[Any], path: str) -> str:
-    """Returns ``file:line`` of the deepest part of ``location`` that exists in the file, or ``path`` without a node."""
+    """Returns ``file:line`` of the deepest part of ``location`` that exists in the file. Returns ``path`` if
+    ``node`` is ``None``."""
     mark = _deepest(node, location)
     return path if mark is None else f"{path if mark.name.startswith('<') else mark.name}:{mark.line + 1}"
 
 
 def reached(node: yaml.Node | None, location: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the parts of ``location`` that exist in the file. Pydantic also lists the names of types that it
-    tried."""
+    """Returns the parts of ``location`` that exist in the file. Drops the type names that Pydantic adds to
+    locations."""
     return tuple(part for part, _ in _walk(node, location))
 
 
@@ -174,7 +177,7 @@ def _deepest(node: yaml.Node | None, location: Sequence[Any]) -> yaml.Mark | Non
 
 
 def _walk(node: yaml.Node | None, location: Sequence[Any]) -> Iterator[tuple[Any, yaml.Mark]]:
-    """Yields each part of ``location`` that exists in the file, with its position."""
+    """Yields each part of ``location`` that exists in the file, with its mark."""
     for part in location:
         if isinstance(node, yaml.MappingNode):
             values = {key.value: (key, value) for key, value in node.value}
@@ -198,7 +201,7 @@ def explain(error: ValidationError, path: str, node: yaml.Node | None, model: ty
 def explain_all(error: ValidationError, path: str, node: yaml.Node | None, model: type[BaseModel]) -> list[str]:
     """Formats each problem of a validation error as one line: file, line, key, value and remedy.
 
-    Unknown keys come first, because they are often the reason why others are missing. A value that matches none of
+    Unknown keys come first, because a misspelt key often explains a missing one. A value that matches none of
     several types is reported once.
     """
     problems: dict[Any, str] = {}
@@ -242,7 +245,7 @@ def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema
 
 
 def _remedy(value: Any, key: str, kinds: Sequence[str]) -> str:
-    """Returns the remedy for a value, or an empty string if none is obvious."""
+    """Returns a remedy for an invalid value, or an empty string if none is obvious."""
     if value is None:
         return ", or no such key"
     if kinds == ["text"] and isinstance(value, int | float):
@@ -256,8 +259,7 @@ def _remedy(value: Any, key: str, kinds: Sequence[str]) -> str:
 
 
 def _at(schema: Mapping[str, Any], location: Iterable[Any]) -> list[Mapping[str, Any]]:
-    """Returns the schemas of the value at ``location``, resolved through lists, mappings, sections and optional
-    values."""
+    """Returns the schemas that apply at ``location``. Resolves lists, mappings, sections and optional values."""
 
     def kinds(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if "$ref" in value:
@@ -282,7 +284,7 @@ def _at(schema: Mapping[str, Any], location: Iterable[Any]) -> list[Mapping[str,
 
 
 def _expected(kinds: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns a description of each accepted kind of value, with its bounds."""
+    """Describes the accepted kinds of values, each with its bounds."""
     kinds_of_value = []
     for kind in kinds:
         if choices := kind.get("enum", [kind["const"]] if "const" in kind else []):

@@ -1,4 +1,4 @@
-"""Sections of a campaign file as pydantic models. Unknown keys are errors."""
+"""Base classes and sections of the campaign file, as pydantic models. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Verification = Literal["fresh", "shared", "as-left"]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 METHOD_NAME = re.compile(r"([A-Za-z_]\w*)(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
-"""A function of an importable module, ``package.module:function``."""
+"""Matches the name of a function in an importable module, ``package.module:function``."""
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Adds the docstring below each field to the JSON Schema of its section.
+    """Adds the docstring below each field to the section's JSON Schema.
 
-    Pydantic's ``use_attribute_docstrings`` would do so on every import, at a cost of 25 ms per process.
+    Pydantic's ``use_attribute_docstrings`` would do the same on every import, which costs 25 ms per process.
     """
     for section in reversed(model.__mro__):
         if section is not Section and issubclass(section, Section):
@@ -41,7 +41,7 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
 
 
 class Section(BaseModel):
-    """A part of the campaign file. Unknown keys are errors."""
+    """Base class of the sections of a campaign file. Unknown keys are errors."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -63,19 +63,20 @@ class Section(BaseModel):
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """Returns the top-level types of an annotation, without nested ones."""
+    """Returns the top-level types of an annotation, ignoring nested types."""
     if get_origin(annotation) in (Union, UnionType):
         return set().union(*(_kinds(part) for part in get_args(annotation)))
     return {bool} if annotation is bool else {annotation} if isinstance(annotation, type) else {Any}
 
 
 class Method(Section):
-    """A function in place of a built-in method, called with ``args`` as keyword arguments. Its name alone is enough."""
+    """A function that replaces a built-in method, called with ``args`` as keyword arguments. Users may write only
+    the name."""
 
     name: str
-    """Function, ``package.module:function``. The module may be next to the campaign file."""
+    """Function, ``package.module:function``. The module may be in the campaign file's directory."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the function."""
+    """Keyword arguments to pass to the function."""
 
     @model_validator(mode="before")
     @classmethod
@@ -94,21 +95,21 @@ class Method(Section):
 
 
 def as_list(value: Any) -> Any:
-    """Returns a single value as a list of one."""
+    """Wraps a single value in a list."""
     return value if isinstance(value, list | tuple) else [value]
 
 
 class TaskSource(Section):
-    """A source of tasks. Its path alone is enough."""
+    """A source of tasks. Instead of a mapping, users may write only the path."""
 
     path: str
     """Harbor task directories or ``*.jsonl`` files (a glob), or a Python class ``package.module:Class``."""
     include: tuple[str, ...] = ()
-    """Shell patterns of task ids. Only matching tasks are used. Default: every task."""
+    """Shell patterns of the task ids to include. Default: every task."""
     exclude: tuple[str, ...] = ()
-    """Shell patterns of task ids to leave out, applied after ``include``. Default: none."""
+    """Shell patterns of the task ids to exclude, applied after ``include``. Default: none."""
     limit: int | None = Field(None, ge=1)
-    """Maximum number of tasks, in id order. Useful for a first try. Default: no limit."""
+    """Maximum number of tasks, in id order. Useful for a trial run. Default: no limit."""
 
     @model_validator(mode="before")
     @classmethod
@@ -117,24 +118,24 @@ class TaskSource(Section):
 
 
 class AgentConfig(Section):
-    """The agent that works on a task, and its limits. Its name alone is enough."""
+    """The agent that works on the tasks, and its limits. Instead of a mapping, users may write only the name."""
 
     name: str
     """Built-in agent (``mini-swe-agent``, ``oracle``, ``nop``, ``command``, ``replay``, …) or a Python class
     ``package.module:Class``."""
     max_turns: int | None = Field(None, ge=1)
-    """Maximum number of model calls in a rollout. At the limit, the rollout is truncated and verified. Default: no
-    limit."""
+    """Maximum number of model calls per rollout. A rollout that reaches the limit is truncated and verified.
+    Default: no limit."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum number of sampled tokens in a rollout. At the limit, the rollout is truncated and verified. Default:
-    no limit."""
+    """Maximum number of sampled tokens per rollout. A rollout that reaches the limit is truncated and verified.
+    Default: no limit."""
     timeout_s: float | None = Field(None, gt=0)
-    """Maximum run time of the agent in seconds. At the limit, the rollout is truncated and verified. Default: the
-    task's timeout."""
+    """Maximum run time of the agent in seconds. A rollout that reaches the limit is truncated and verified. Default:
+    the task's timeout."""
     args: dict[str, Any] = {}
     """Arguments of the agent, passed unchanged."""
     label: str | None = Field(None, alias="as")
-    """Name of this agent in results. Use it to tell two settings of the same agent apart. Default: ``name``."""
+    """Name of this agent in results. Distinguishes two configurations of the same agent. Default: ``name``."""
     share: float = Field(1.0, gt=0)
     """Share of a trained policy's groups that this agent works on, relative to the policy's other agents. Default:
     1."""
@@ -158,25 +159,25 @@ class AgentConfig(Section):
 
     @property
     def short_title(self) -> str:
-        """The title without the module of a Python class, as used in the ids of rollouts."""
+        """The title without the module of a Python class, for use in rollout ids."""
         return self.title.rpartition(":")[2]
 
 
 def scaffold(agent: AgentConfig, agents: Sequence[AgentConfig]) -> str:
-    """Returns an agent's name in the ids of its rollouts; empty if it is the only agent of its policy."""
+    """Returns the part of a rollout id that names the agent. Empty if the policy has only one agent."""
     return agent.short_title if len(agents) > 1 else ""
 
 
 class SandboxLimits(Section):
-    """Limits of each sandbox, for tasks that set none. 1 MB is 10^6 bytes."""
+    """Limits of each sandbox. A task's own limits take precedence. 1 MB is 10^6 bytes."""
 
     memory_mb: int | None = Field(None, ge=1)
-    """Maximum memory in MB of all processes, including files in memory. At the limit, the command that uses most is
-    killed. Default: no limit."""
+    """Maximum memory in MB of all processes, including tmpfs files. At the limit, the command that uses most memory
+    is killed. Default: no limit."""
     cpus: float | None = Field(None, gt=0)
-    """Number of CPUs that processes may use, rounded up. Default: no limit."""
+    """Number of CPUs available to processes, rounded up. Default: no limit."""
     disk_mb: int | None = Field(None, ge=1)
-    """Maximum total size in MB of files written in a sandbox. Default: no limit."""
+    """Maximum total size in MB of the files written in a sandbox. Default: no limit."""
     processes: int | None = Field(None, ge=16)
     """Maximum number of processes and threads. Default: 512."""
     wall_s: float | None = Field(None, gt=0)
@@ -184,90 +185,90 @@ class SandboxLimits(Section):
 
 
 class EnvironmentConfig(Section):
-    """Sandboxes: images, network, limits and verification."""
+    """Settings of sandboxes: images, network, limits and verification."""
 
     network: Network = "gateway"
-    """Network access of sandboxes. ``none``: no network. ``gateway``: only the model is reachable. ``host``:
-    everything that the node can reach. Tasks may restrict it further. Default: ``gateway``."""
+    """Network access of sandboxes. ``none``: no network. ``gateway``: only the model. ``host``: everything that the
+    node can reach. A task can restrict it further. Default: ``gateway``."""
     images: dict[str, str] = {}
     """Image name in the tasks → SIF file, definition file, directory or ``docker://`` reference."""
     image_store: str | None = None
-    """Directories that store images, separated by colons; new images go into the first. ``MEGAFLOW_IMAGE_STORE``
-    overrides it. Default: a scratch or work directory of the site with enough space, else
+    """Directories that store images, separated by colons. New images are written to the first.
+    ``MEGAFLOW_IMAGE_STORE`` overrides it. Default: a scratch or work directory of the site with enough space, else
     ``~/.megaflow-hpc/images``."""
     mirrors: dict[str, str] = {}
-    """Registry → its mirror, such as ``docker.io: registry.site.edu/hub``."""
+    """Registry → mirror to use instead, such as ``docker.io: registry.site.edu/hub``."""
     air_gapped: bool = False
-    """Fetch nothing from registries. An image that the store lacks is then an error. Default: false."""
+    """Never download from registries. An image missing from the store is then an error. Default: false."""
     build_network: Literal["none", "host"] | None = None
-    """Network access of build steps in Dockerfiles. ``host`` lets them install packages and reach everything that
-    the planning node can reach. Default: ``host`` if ``network`` is ``host``, else ``none``."""
+    """Network access of build steps in Dockerfiles. With ``host`` they can install packages and reach everything
+    that the planning node can reach. Default: ``host`` if ``network`` is ``host``, else ``none``."""
     limits: SandboxLimits = SandboxLimits()
-    """Limits of each sandbox, for tasks that set none."""
+    """Limits of each sandbox. A task's own limits take precedence."""
     nested: bool = False
-    """Allow commands to create user namespaces (bubblewrap, containers). Limits do not fully cover what runs in
-    them. Default: false."""
+    """Allow commands to create user namespaces (bubblewrap, containers). The limits do not fully cover processes in
+    such namespaces. Default: false."""
     verification: Verification | None = None
-    """Changes of the agent that the tests see. ``fresh``: those in the work directory and in declared artifacts.
-    ``shared``: also files that the agent added outside the system directories. ``as-left``: all of them; an agent
-    that replaces programs can then choose its own reward. Default: ``fresh`` for tasks with a work directory, else
-    ``shared``."""
+    """Changes by the agent that the tests can see. ``fresh``: the work directory and declared artifacts. ``shared``:
+    also files added outside the system directories. ``as-left``: all changes; an agent that replaces programs can
+    then choose its own reward. Default: ``fresh`` for tasks with a work directory, else ``shared``."""
 
     @property
     def network_of_builds(self) -> Literal["none", "host"]:
-        """Network access of build steps in Dockerfiles."""
+        """Network access of build steps in Dockerfiles, with the default resolved."""
         return self.build_network or ("host" if self.network == "host" else "none")
 
     def verification_of(self, task: Task) -> Verification:
-        """Returns the verification mode of a task: the campaign's setting, or the default for the task."""
+        """Returns the verification mode of a task: the campaign's setting or, by default, the mode that suits the
+        task."""
         has_workdir = os.path.normpath(task.workdir or "/") != "/"
         return self.verification or ("fresh" if has_workdir else "shared")
 
     def network_of(self, task: Task) -> Network:
-        """Returns the more restrictive of the campaign's and the task's network."""
+        """Returns the campaign's or the task's network access, whichever is more restrictive."""
         widths = get_args(Network)
         return min(self.network, task.network or self.network, key=widths.index)
 
     @model_validator(mode="before")
     @classmethod
     def _only_mode(cls, value: Any) -> Any:
-        """Drops ``mode: ephemeral``, the only mode, which earlier campaign files may state."""
+        """Drops ``mode: ephemeral``, the only valid mode, which older campaign files may contain."""
         if isinstance(value, dict) and value.get("mode") == "ephemeral":
             return {key: value[key] for key in value if key != "mode"}
         return value
 
 
 class SchedulingConfig(Section):
-    """Order and placement of rollouts."""
+    """Rules for the order and placement of rollouts."""
 
     order: Literal["fifo", "longest", "fair"] = "fifo"
-    """``fifo``: as planned. ``longest``: longest expected duration first, which shortens the tail of a campaign.
-    ``fair``: first the policy that has used the least time. Default: ``fifo``."""
+    """``fifo``: in planned order. ``longest``: longest expected duration first, which shortens the tail of a
+    campaign. ``fair``: first the policy that has used the least time. Default: ``fifo``."""
     learn_from: tuple[str, ...] = ()
-    """Run directories or trajectories.h5 files of earlier campaigns whose rollout durations predict those of this
-    one. Default: none; durations are learned during the run."""
+    """Run directories or trajectories.h5 files of earlier campaigns from which to predict rollout durations.
+    Default: none; durations are learned during the run."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Each policy's relative share of slot time under ``fair``. Default: 1."""
+    """Relative share of slot time of each policy under ``fair``. Default: 1."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
-    """Resources that must be free on a rank before it starts a rollout, according to the task's limits. Set it if
+    """Resources that a rank must have free before it starts a rollout, compared with the task's limits. Set it if
     tasks differ in memory or CPUs. Default: a free slot is enough."""
     spare: int = Field(0, ge=0)
-    """Number of extra samples in each group. Once ``samples`` rollouts of a group have a reward, the others are
+    """Number of extra samples in each group. Once ``samples`` rollouts of a group have a reward, the rest are
     cancelled. Use it if some rollouts hang or fail. Default: 0."""
     signal_after: int | None = Field(None, ge=2)
-    """Cancel the waiting samples of a group once it has this many rewards and all are equal. Saves time on tasks
+    """Cancel the remaining samples of a group once it has this many rewards and all are equal. Saves time on tasks
     that always or never pass. Default: never."""
 
 
 class LimitsConfig(Section):
-    """Total resources of the campaign. Once a limit is reached, pods start no more rollouts; ``resume --limit``
-    raises it."""
+    """Limits on the campaign's total resource use. Once a limit is reached, pods start no further rollouts. ``resume
+    --limit`` raises a limit."""
 
     core_hours: float | None = Field(None, gt=0)
-    """Core-hours allocated to all pods, used or idle. Default: no limit."""
+    """Core-hours allocated to all pods, whether used or idle. Default: no limit."""
     gpu_hours: float | None = Field(None, gt=0)
-    """GPU-hours allocated to all engine servers, used or idle. Default: no limit."""
+    """GPU-hours allocated to all engine servers, whether used or idle. Default: no limit."""
     wall: float | None = Field(None, gt=0)
     """Hours since the first pod started. Default: no limit."""
     failures: int | None = Field(None, ge=1)
-    """Failed rollouts of one start of a pod, after their retries. Default: no limit."""
+    """Failed rollouts, after retries, in one start of a pod. Default: no limit."""

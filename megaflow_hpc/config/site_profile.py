@@ -1,20 +1,22 @@
-"""Site profiles: settings that all campaigns at a site share.
+"""Site profiles: settings shared by all campaigns at a site.
 
-``site: NAME`` in a campaign file adds the settings of ``NAME.yaml``, from ``~/.config/megaflow-hpc/sites``, else from
-the directories of ``MEGAFLOW_PROFILES``, else from the profiles of public sites that this package ships (``sites/``)::
+``site: NAME`` in a campaign file loads ``NAME.yaml`` from the first of these directories that contains it:
+``~/.config/megaflow-hpc/sites``, the directories of ``MEGAFLOW_PROFILES``, and the package's ``sites/``. Example::
 
     slurm: {account: ml-group, setup: [module load apptainer], pods: {partition: cpu}, servers: {partition: gpu}}
     environment: {image_store: /group/ml/images, mirrors: {docker.io: registry.site.edu/hub}}
     model: {python: /group/ml/vllm}
 
-``recognise`` tells ``init`` where to offer the profile. One match is enough::
+``recognise`` describes the machines for which ``init`` offers the profile. A single match is enough::
 
     recognise: {cluster: [perlmutter], host: ["login*.site.edu"], environment: {NERSC_HOST: perlmutter}}
 
-Mappings are merged key by key, and the campaign's keys win. Lists are not merged. ``model`` completes every model of
-the campaign, but adds none. Relative paths are relative to the campaign file, so a profile should use absolute ones. A
-profile may contain shell lines for jobs (``slurm.setup``). So it is rejected if a user other than the current one, root
-and the owner of its directory could change it.
+Mappings are merged key by key, and the campaign's keys win. Lists are not merged. ``model`` adds keys to every model
+of the campaign, but creates no model. Profiles should use absolute paths, because relative paths are resolved
+against the campaign file.
+
+A profile may contain shell lines for jobs (``slurm.setup``). It is therefore rejected if anyone but the current
+user, root and the owner of its directory can modify it.
 """
 
 from __future__ import annotations
@@ -41,21 +43,21 @@ VARIABLE = "MEGAFLOW_PROFILES"
 SECTIONS = ("run_dir", "share", "model", "environment", "slurm", "scheduling", "limits", "quotas")
 """Keys that a profile may set."""
 SHIPPED = Path(__file__).resolve().parent / "sites"
-"""Profiles that the package ships."""
+"""Directory of the profiles that the package ships."""
 
 
 class Recognition(Section):
-    """Patterns by which ``init`` recognises a site. All values are shell patterns, and one match is enough."""
+    """Patterns that identify a site for ``init``. All values are shell patterns. A single match is enough."""
 
     cluster: tuple[str, ...] = ()
-    """Slurm's ClusterName."""
+    """Patterns of Slurm's ClusterName."""
     host: tuple[str, ...] = ()
-    """Host name, with or without its domain."""
+    """Patterns of the host name, with or without its domain."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Environment variable → its value."""
+    """Environment variable → pattern of its value."""
 
     def match(self, cluster: str) -> str:
-        """Returns a description of the match on this machine, or an empty string if nothing matches."""
+        """Describes the first pattern that matches this machine. Empty if none matches."""
         for pattern in self.cluster:
             if cluster and fnmatchcase(cluster, pattern):
                 return f"ClusterName={cluster}"
@@ -75,7 +77,7 @@ class Profile:
     fields: Mapping[str, Any]
     node: yaml.MappingNode
     recognise: Recognition | None = None
-    """Sites at which ``init`` offers the profile. ``None``: all sites."""
+    """Sites for which ``init`` offers the profile. ``None``: all sites."""
 
     @property
     def shipped(self) -> bool:
@@ -83,12 +85,12 @@ class Profile:
         return Path(self.file).parent == SHIPPED
 
     def record(self) -> dict[str, Any]:
-        """Returns the profile in the form stored in ``run.json``."""
+        """Returns the entry for ``run.json``."""
         return {"name": self.name, "file": self.file, "fields": dict(self.fields)}
 
 
 def directories() -> list[Path]:
-    """Returns the profile directories: the user's first, then the group's, then the package's."""
+    """Returns the directories of profiles: the user's, then the group's, then the package's."""
     own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "megaflow-hpc" / "sites"
     return [own, *(Path(part) for part in os.environ.get(VARIABLE, "").split(":") if part), SHIPPED]
 
@@ -102,7 +104,7 @@ def find(name: str, place: str) -> Profile:
     """Returns the profile with this name.
 
     Args:
-        place: Position of the name in the campaign file, for messages.
+        place: Position of the name in the campaign file, for error messages.
 
     Raises:
         Mistakes: The profile is missing, unusable, or sets keys that it may not. The message names file and line.
@@ -116,7 +118,7 @@ def find(name: str, place: str) -> Profile:
             f"{place}: site {name!r}: no such profile in {looked} ({VARIABLE}) or in the package; {nearest}there are: "
             f"{', '.join(sorted(names()))}"
         )
-    # The user named the directory, so its owner is trusted, but no other user.
+    # The user named the directory, so its owner is trusted. Other users are not.
     if why := who_may_replace(path, path.parent.stat().st_uid, "this site profile, which holds shell"):
         raise ConfigError(why)
     fields, node = read_yaml(path)
@@ -149,7 +151,7 @@ def find(name: str, place: str) -> Profile:
 def completed(
     fields: Mapping[str, Any], node: yaml.Node | None, profile: Profile
 ) -> tuple[dict[str, Any], yaml.Node | None]:
-    """Returns the values and YAML nodes of a campaign, completed by the profile."""
+    """Merges the profile into a campaign. Returns the campaign's values and YAML nodes. The campaign's own keys win."""
     adds, nodes = dict(profile.fields), profile.node
     model = adds.get("model")
     if not isinstance(fields.get("model"), dict):  # a profile completes models, but adds none

@@ -10,38 +10,38 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from megaflow_hpc.config.sections import Section
 
 TRAINER_REQUEUES = 20
-"""Number of consecutive requeues without a committed step after which a trainer is abandoned."""
+"""A trainer is not requeued again after this many consecutive requeues without a committed step."""
 LEAD_S = 60
-"""Default of ``lead_s``."""
+"""Default of ``lead_s``, in seconds."""
 CPUS_PER_RANK = 2
 """Default of ``cpus_per_rank``."""
 MIN_LEAD_S = 40
-"""Minimum of ``lead_s``. After a drain, the workers need most of it to stop."""
+"""Minimum of ``lead_s``, in seconds. Workers need most of it to stop after a drain."""
 LIFTED = " (no error because of slurm.check: false)"
-"""Suffix of a warning that would be an error without ``slurm.check: false``."""
+"""Suffix of a warning that was downgraded from an error by ``slurm.check: false``."""
 DEFAULT_RANKS = 2
 """Default of ``ranks_per_node``."""
 LEAST_GB = 0.001
-"""Minimum memory: Slurm counts in MB, and treats 0 as all memory of a node."""
+"""Minimum memory in GB. Slurm counts whole MB, and 0 requests all memory of a node."""
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}\Z")
 _SRUN_OPTION = re.compile(r"-[\w.,:=/@%+-]+\Z", re.ASCII)
-"""Matches options that need no quoting in a shell."""
+"""Matches srun options that need no shell quoting."""
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
 
 
 OWN_SRUN_OPTIONS = frozenset(
     {"--mpi", "--export", "--ntasks", "-n", "--nodes", "-N", "--wait", "-W", "--kill-on-bad-exit"}
 )
-"""Options that the scripts pass to srun. ``slurm.srun`` may not repeat them, because srun uses the last value."""
+"""Options that the job scripts pass to srun. ``slurm.srun`` must not repeat them, because srun uses the last value."""
 
 
 def _lines(value: Any) -> Any:
-    """Splits a multi-line text into shell lines."""
+    """Splits multi-line text into shell lines."""
     return value.splitlines() if isinstance(value, str) else value
 
 
 def _digits_as_text(value: Any) -> Any:
-    """Accepts a name that consists of digits, which YAML reads as a number."""
+    """Converts a name that YAML parsed as an integer back to text."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -57,7 +57,7 @@ def _walltime(value: Any) -> Any:
 
 
 GpuType = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]+$"), BeforeValidator(_digits_as_text)]
-"""Name of a GPU type in Slurm's ``Gres``. Some consist only of digits, such as ``3090``."""
+"""Name of a GPU type in Slurm's ``Gres``. Some names, such as ``3090``, consist only of digits."""
 ShellLines = Annotated[tuple[str, ...], BeforeValidator(_lines)]
 Walltime = Annotated[str | int | None, BeforeValidator(_walltime)]
 
@@ -66,11 +66,11 @@ MAX_PODS = 100_000
 
 
 class PodPoolConfig(Section):
-    """An additional pod array. Omitted keys default to those of ``slurm.pods``."""
+    """Another pod array. Omitted keys default to those of ``slurm.pods``."""
 
     cluster: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
-    """Another Slurm cluster (``sbatch --clusters``) that mounts the run directory. Default: the cluster of the login
-    node."""
+    """Another Slurm cluster (``sbatch --clusters``), which must mount the run directory. Default: the cluster of the
+    login node."""
     partition: str | None = None
     """Partition, or a comma-separated list from which Slurm chooses. Default: ``pods.partition``."""
     account: str | None = None
@@ -78,7 +78,7 @@ class PodPoolConfig(Section):
     count: int = Field(1, ge=1, le=MAX_PODS)
     """Number of pods. Default: 1."""
     nodes: int | None = Field(None, ge=1)
-    """Nodes of each pod. Default: ``pods.nodes``."""
+    """Number of nodes of each pod. Default: ``pods.nodes``."""
     time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: ``pods.time``."""
     setup: ShellLines = ()
@@ -88,29 +88,29 @@ class PodPoolConfig(Section):
 
 
 class PodsConfig(Section):
-    """The pods, a job array on CPU nodes. Each element is one pod: an MPI world whose ranks run sandboxes."""
+    """The pods, a job array on CPU nodes. Each array element is a pod, an MPI world whose ranks run sandboxes."""
 
     partition: str | None = None
     """CPU partition, or a comma-separated list from which Slurm chooses. Default: the site's."""
     count: int = Field(1, ge=1, le=MAX_PODS)
-    """Number of pods. More pods finish sooner; all work on the same rollouts. Default: 1."""
+    """Number of pods. All pods work on the same rollouts, so more pods finish sooner. Default: 1."""
     nodes: int = Field(1, ge=1)
-    """Nodes of each pod. Default: 1."""
+    """Number of nodes of each pod. Default: 1."""
     ranks_per_node: Annotated[int, Field(ge=1)] | Literal["fill"] = DEFAULT_RANKS
-    """MPI ranks on each node. Rank 0 of a pod schedules; the others run rollouts. ``fill``: as many as the CPUs of a
-    node divided by ``cpus_per_rank``, for partitions that allocate whole nodes. Default: 2."""
+    """Number of MPI ranks on each node. Rank 0 of a pod schedules, and the other ranks run rollouts. ``fill`` uses
+    all CPUs of a node, ``cpus_per_rank`` for each rank. Set it for partitions that allocate whole nodes. Default: 2."""
     slots_per_rank: int | None = Field(None, ge=1)
-    """Concurrent rollouts of each worker rank. Raise it if rollouts mostly wait for the model. Default:
+    """Number of concurrent rollouts of each worker rank. Raise it if rollouts mostly wait for the model. Default:
     ``cpus_per_rank``."""
     cpus_per_rank: int | None = Field(None, ge=1)
-    """CPUs of each rank. Default: 2."""
+    """Number of CPUs of each rank. Default: 2."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory in GB (10^9 bytes) of each node, shared by its ranks. Default: the partition's."""
     time: Walltime = None
-    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. It should be several times as long as a rollout. Default: the
+    """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Should be several times the duration of a rollout. Default: the
     partition's, or less if account or QOS allow less."""
     pools: tuple[PodPoolConfig, ...] = ()
-    """Additional pod arrays in other partitions, accounts or clusters."""
+    """More pod arrays, in other partitions, accounts or clusters."""
     setup: ShellLines = ()
     """Shell lines that pods and the gather job run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` selects the
     interpreter for nodes of another architecture."""
@@ -124,7 +124,7 @@ class PodsConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Ranks on each node. The default number until planning replaces ``fill``."""
+        """Number of ranks on each node. Returns the default until planning replaces ``fill``."""
         return DEFAULT_RANKS if self.ranks_per_node == "fill" else self.ranks_per_node
 
     @property
@@ -134,18 +134,18 @@ class PodsConfig(Section):
 
     @property
     def here(self) -> int:
-        """Number of pods on the cluster of the login node."""
+        """Number of pods on the login node's cluster."""
         return self.count + sum(pool.count for pool in self.pools if not pool.cluster)
 
 
 class ServersConfig(Section):
-    """The engine servers, a job array on GPU nodes. Each element is one server."""
+    """The engine servers, a job array on GPU nodes. Each array element is a server."""
 
     partition: str | None = None
     """GPU partition. Default: the site's default partition."""
     cpus_per_gpu: int | None = Field(None, ge=1)
-    """CPUs per GPU of a server, or for the whole server if it has no GPU. Default: the partition's CPUs divided by
-    its GPUs, at most 8, unless the site sets a default itself (``DefCpuPerGPU``)."""
+    """CPUs per GPU of a server, or CPUs of the whole server if it has no GPU. Default: the partition's CPUs divided
+    by its GPUs, at most 8, unless the site sets a default itself (``DefCpuPerGPU``)."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
     """Memory in GB (10^9 bytes) of each server on each of its nodes. Default: the partition's."""
     time: Walltime = None
@@ -159,19 +159,18 @@ class ServersConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The trainer's job, one for each trained policy. It is requeued automatically and continues from its last
-    commit."""
+    """The trainer's job, one for each trained policy. Slurm requeues it automatically, and it continues from its
+    last commit."""
 
     kind: Literal["own", "veomni"] = "own"
-    """Engine that creates the model and divides it among GPUs. ``own``: transformers and this package. ``veomni``:
-    VeOmni with its kernels, which must be installed in the trainer's environment. Checkpoints of both are the same.
-    Default: ``own``."""
+    """Training backend. ``own``: transformers and this package. ``veomni``: VeOmni with its kernels, which must be
+    installed in the trainer's environment. Both use the same checkpoint format. Default: ``own``."""
     partition: str | None = None
     """GPU partition. Default: ``servers.partition``."""
     nodes: int = Field(1, ge=1)
     """Number of nodes. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """GPUs on each node. One trainer process runs on each GPU. 0: one process on CPUs. Default: 1."""
+    """Number of GPUs on each node. Each GPU gets a trainer process. 0: a single process on CPUs. Default: 1."""
     gpu_type: GpuType | None = None
     """Slurm's name for the type of these GPUs, such as ``a100``. Default: any type."""
     mem_gb: float | None = Field(None, ge=LEAST_GB)
@@ -179,8 +178,8 @@ class TrainerConfig(Section):
     time: Walltime = None
     """Walltime: minutes, HH:MM:SS or D-HH:MM:SS. Default: the partition's, or less if account or QOS allow less."""
     share: Literal["none", "sleep"] = "none"
-    """``none``: trainer and engine have their own GPUs. ``sleep``: they share the trainer's GPUs, and the engine sleeps
-    during each step. Use it if GPUs are scarce. Default: ``none``."""
+    """``none``: trainer and engine have their own GPUs. ``sleep``: they share the trainer's GPUs, and the engine
+    sleeps during each step. Use ``sleep`` if GPUs are scarce. Default: ``none``."""
     setup: ShellLines = ()
     """Shell lines that trainers run after ``slurm.setup``. ``export MEGAFLOW_PYTHON=…`` and
     ``MEGAFLOW_TRAINER_PYTHON=…`` select interpreters for nodes of another architecture."""
@@ -198,38 +197,39 @@ class SlurmConfig(Section):
     """Resources that jobs request from Slurm."""
 
     account: str | None = None
-    """Account to charge. Default: the user's."""
+    """Account to charge. Default: the user's default account."""
     setup: ShellLines = ()
-    """Shell lines that every job runs first, such as ``module load apptainer``. What they export overrides values of
-    the machine that plans, such as ``MEGAFLOW_SCRATCH``."""
+    """Shell lines that every job runs first, such as ``module load apptainer``. Exported variables override values
+    of the planning machine, such as ``MEGAFLOW_SCRATCH``."""
     check: bool = True
-    """false: report what this site seems to lack or refuse as warnings, and submit nevertheless. Use it if partitions
-    are chosen by QOS, constraint or a submit plugin, or if login nodes lack what compute nodes have. Default: true."""
+    """Treat resources that this site seems to lack or refuse as errors. With false, they are warnings and the jobs
+    are submitted. Use false if QOS, constraints or a submit plugin select partitions, or if login nodes lack
+    software of the compute nodes. Default: true."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options for every job, by name."""
     together: bool = False
-    """Run the engines and one pod in a single heterogeneous job, so that they start at the same time, instead of in
-    two arrays. Default: false."""
+    """Run the engines and one pod in a single heterogeneous job instead of two arrays, so that they start at the
+    same time. Default: false."""
     requeues: int = Field(3, ge=0)
-    """Consecutive starts without progress after which an array element is no longer requeued. Raise it on unreliable
-    nodes. Default: 3."""
+    """Maximum number of consecutive starts of an array element that make no progress. After that, the element is not
+    requeued. Raise it on unreliable nodes. Default: 3."""
     lead_s: int = Field(LEAD_S, ge=MIN_LEAD_S)
-    """Seconds before the end of the walltime at which a pod starts to drain. Running rollouts get all of it but the
-    last 35 s. Raise it if slurmctld takes long to answer many jobs that end together. Default: 60."""
+    """Seconds before the end of the walltime at which a pod starts to drain. Running rollouts get all but the last
+    35 s of it. Raise it if slurmctld responds slowly when many jobs end together. Default: 60."""
     srun: tuple[str, ...] = ()
-    """Additional options for every ``srun`` in a job: of pods, of trainers and of engines over several nodes. For
-    example ``[--network=job_vni]``."""
+    """Additional options for every ``srun`` in a job: for pods, trainers and engines on several nodes. Example:
+    ``[--network=job_vni]``."""
     pods: PodsConfig = PodsConfig()
-    """Pods, which run agents and sandboxes."""
+    """Resources of pods, which run agents and sandboxes."""
     servers: ServersConfig = ServersConfig()
-    """Engine servers, which run the model."""
+    """Resources of engine servers, which run the model."""
     trainer: TrainerConfig = TrainerConfig()
-    """Trainers of trained policies."""
+    """Resources of the trainers of trained policies."""
     gather: dict[str, Any] = Field(default_factory=dict)
-    """sbatch options, by name, for the job that writes trajectories.h5 after the pods have ended. ``mail-user`` with
-    ``mail-type: END,FAIL`` sends an email then. Defaults: ``partition``, that of ``pods``; ``time``, enough for the
-    expected bytes and at least an hour, or less if partition, account or QOS allow less; ``cpus-per-task``, the CPUs of
-    a pod on one node, at most 8."""
+    """sbatch options, by name, for the job that writes trajectories.h5 after the pods have ended. To get an email at
+    that time, set ``mail-user`` and ``mail-type: END,FAIL``. Defaults: ``partition``, that of ``pods``; ``time``,
+    enough for the expected bytes and at least an hour, or less if partition, account or QOS allow less;
+    ``cpus-per-task``, the CPUs of a pod on one node, at most 8."""
 
     @model_validator(mode="after")
     def _one_cluster(self) -> SlurmConfig:

@@ -1,12 +1,12 @@
-"""Checks the models and agents of policies that are trained.
+"""Checks the models and agents of trained policies.
 
-A loss uses ratios of probabilities under the model's logits, divided by the temperature of the policy's ``sampling``.
-With top-p, top-k or a penalty, the engine samples from another distribution, and every ratio is wrong. So a trained
-policy may set a temperature and nothing else. Engines read sampling options from three sources:
+A loss uses ratios of probabilities under the model's logits, divided by the ``sampling`` temperature. With top-p,
+top-k or a penalty, the engine samples from a different distribution, so the ratios would be wrong. A trained policy
+may therefore set only a temperature. Engines read sampling options from three sources:
 
-- an agent's calls: the gateway checks them, and this module checks the agent's ``args``;
-- the engine's own options (the model's ``args``): this module checks them;
-- the model's ``generation_config.json``, by default: :func:`trained_model` switches it off (vLLM:
+- An agent's calls. The gateway checks them, and this module checks the agent's ``args``.
+- The engine's own options (the model's ``args``). This module checks them.
+- The model's ``generation_config.json``, by default. :func:`trained_model` disables it (vLLM:
   ``--generation-config``, ``ModelConfig.get_diff_sampling_param``; SGLang: ``--sampling-defaults``).
 """
 
@@ -22,14 +22,14 @@ from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.types import NEUTRAL
 
 DEFAULTS = {"vllm": ("generation-config", "vllm"), "sglang": ("sampling-defaults", "openai")}
-"""Engine → option and value that keep sampling neutral unless a call overrides it."""
+"""Engine → option and value that make sampling neutral unless a call overrides it."""
 
 LOADS_WEIGHTS = ("vllm", "sglang", "transformers", "scripted")
-"""Engines that the campaign starts itself and that can load new weights."""
+"""Engines that the campaign starts and that can load new weights."""
 
 
 def trained_model(model: ModelConfig) -> ModelConfig:
-    """Returns the model of a trained policy, with sampling defaults from the model's files switched off."""
+    """Returns the model of a trained policy, with engine options that ignore sampling defaults in the model's files."""
     kinds = [{"engine": model.engine, "args": model.args}, *model.also]
     args = [_neutral_args(str(kind.get("engine", model.engine)), kind.get("args")) for kind in kinds]
     also = tuple({**kind, "args": own} if own else kind for kind, own in zip(model.also, args[1:], strict=True))
@@ -47,12 +47,13 @@ def _neutral_args(engine: str, args: Mapping[str, Any] | None) -> dict[str, Any]
 def check_trained(
     training: TrainingConfig, policies: Mapping[str, tuple[ModelConfig | None, Sequence[AgentConfig], int]], key: str
 ) -> None:
-    """Checks that each trained policy has a model that can load weights, and is sampled from its own distribution.
+    """Checks that each trained policy has a model that can load weights and is sampled without modifying its
+    distribution.
 
     Args:
-        training: The section ``training``.
+        training: The ``training`` section.
         policies: Model, agents and samples per task of each policy, by name.
-        key: Key of a policy's model in the file, with ``{}`` for the policy.
+        key: Path of a policy's model in the campaign file, with ``{}`` for the policy's name.
 
     Raises:
         ValueError: A policy cannot be trained. The message names the key.
@@ -61,8 +62,10 @@ def check_trained(
         where = key.format(name)
         model, agents, samples = policies.get(name, (None, (), 0))
         if model is None:
-            known = ", ".join(other for other, (found, *_) in policies.items() if found) or "none"
-            raise ValueError(f"training.policies: {name!r} is not a policy with a model; this campaign has: {known}")
+            with_models = ", ".join(other for other, (options, *_) in policies.items() if options) or "none"
+            raise ValueError(
+                f"training.policies: {name!r} is not a policy with a model; this campaign has: {with_models}"
+            )
         if model.judge:
             raise ValueError(f"training.policies.{name}: {where} is a judge, whose tokens are not recorded")
         if model.engine not in LOADS_WEIGHTS or model.pool:
@@ -73,6 +76,13 @@ def check_trained(
                 f"training.publish_delta: {where}.nodes: an engine over several nodes reads weights on each of them, "
                 "and deltas are put together on one node's disk; leave publish_delta out"
             )
+        if config.snapshot:
+            target = policies.get(config.snapshot.to, (None, (), 0))[0]
+            if target is None or config.snapshot.to in training.policies or target.engine not in LOADS_WEIGHTS:
+                raise ValueError(
+                    f"training.policies.{name}.snapshot.to: {config.snapshot.to!r}: expected a model that is not "
+                    f"trained and loads weights (engine {', '.join(LOADS_WEIGHTS)})"
+                )
         _check_sampling(f"{where}.sampling", model.sampling, str(config.loss.kind))
         if samples == 1:
             raise ValueError(
@@ -80,8 +90,8 @@ def check_trained(
                 "8, for example"
             )
         args: list[tuple[str, Any]] = [("agent.args", agent.args) for agent in agents]
-        for at, found in (*args, (f"{where}.args", model.args), (f"{where}.also", model.also)):
-            for option, value in _sampling(found):
+        for at, options in (*args, (f"{where}.args", model.args), (f"{where}.also", model.also)):
+            for option, value in _sampling(options):
                 name = option.rpartition(".")[2].replace("-", "_")
                 _check_option(f"{at}.{option}", name, value, model.sampling, f"{where}.sampling.{name}")
         for kind in ({"engine": model.engine, "args": model.args}, *model.also):
@@ -89,10 +99,10 @@ def check_trained(
 
 
 def check_engine(training: TrainingConfig, kind: str) -> None:
-    """Checks that an engine (``slurm.trainer.kind``) supports these training settings.
+    """Checks that a trainer (``slurm.trainer.kind``) supports the training settings.
 
     Raises:
-        ValueError: It does not. The message names the key.
+        ValueError: A setting is not supported. The message names the key.
     """
     if kind == "own":
         return

@@ -1,7 +1,7 @@
-"""The ``training`` section: which policies learn, with which algorithms, and from how much and how recent data.
+"""The ``training`` section: trained policies, their algorithms, and the amount and age of their data.
 
-The recipe of MegaFlow's appendix D.1 (the paper does not say the unit of the minibatch; here it is tasks, each with all
-samples)::
+This example is the recipe of MegaFlow's appendix D.1. The paper does not state the unit of ``minibatch``. This
+package counts tasks, each with all samples::
 
     samples: 16
     training:
@@ -15,16 +15,17 @@ samples)::
       data: [{penalty: -0.5}, zero_variance]
       prompts: {order: uniform, pass_rate: [0.0, 1.0, exclusive]}
 
-The *objective* of a policy has two parts. The trainer differentiates the loss, a function of new and proximal
-log-probabilities and of advantages, with a rule for averaging. The advantage is one number per rollout, computed from
-rewards alone. GRPO, Dr.GRPO and RLOO each define both. The other losses work with any advantage, and the advantage
-``median`` with any loss.
-Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347); Shao et al. 2024 (GRPO, 2402.03300); Liu et al. 2025 (Dr.GRPO,
-2503.20783); Zheng et al. 2025 (GSPO, 2507.18071); Yu et al. 2025 (DAPO, 2503.14476); MiniMax 2025 (CISPO, 2506.13585);
-Zheng et al. 2025 (M2PO, 2510.01161); Ahmadian et al. 2024 (RLOO, 2402.14740).
+The objective of a policy has two parts, the loss and the advantage. The trainer differentiates the loss, a function
+of new log-probabilities, proximal log-probabilities and advantages. The advantage is a number per rollout, computed
+from rewards alone. GRPO, Dr.GRPO and RLOO each define both parts. The other losses work with any advantage, and the
+advantage ``median`` works with any loss.
 
-:mod:`megaflow_hpc.training.algorithms` implements ``data``, which filters and shapes rollouts, and ``prompts``, which
-chooses tasks.
+Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347); Shao et al. 2024 (GRPO, 2402.03300); Liu et al. 2025 (Dr.GRPO,
+2503.20783); Zheng et al. 2025 (GSPO, 2507.18071); Yu et al. 2025 (DAPO, 2503.14476); MiniMax 2025 (CISPO,
+2506.13585); Zheng et al. 2025 (M2PO, 2510.01161); Ahmadian et al. 2024 (RLOO, 2402.14740).
+
+:mod:`megaflow_hpc.training.algorithms` implements ``data``, which filters and shapes rollouts, and ``prompts``,
+which selects tasks.
 """
 
 from __future__ import annotations
@@ -47,31 +48,31 @@ CLIPS: dict[str, tuple[float, float]] = {
     "m2po": (math.inf, math.inf),  # the second moment limits ratios
     "rloo": (math.inf, math.inf),  # uses no ratio
 }
-"""Loss → default of ``clip``: the clip range, as distances below and above 1."""
+"""Loss → default of ``clip``: distances of the clip range below and above 1."""
 
 
 class LossConfig(Section):
     """The loss, and the number of passes over a step's data."""
 
     kind: Literal["ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "m2po", "rloo"] | Method = "dapo"
-    """``ppo``, ``dapo``: clipped token ratios, averaged over all tokens. ``grpo``: averaged in each rollout, then over
-    rollouts. ``dr_grpo``: summed, then divided by rollouts times ``length``. ``gspo``: one ratio per sequence, averaged
-    as in ``grpo``. ``cispo``: ratios are clipped weights without gradient. ``m2po``: the second moment of ratios is
-    limited. ``rloo``: log-probabilities without ratios, divided by rollouts. Or
+    """``ppo``, ``dapo``: clipped token ratios, averaged over all tokens. ``grpo``: averaged within each rollout,
+    then over rollouts. ``dr_grpo``: summed, then divided by rollouts times ``length``. ``gspo``: one ratio per
+    sequence, averaged as in ``grpo``. ``cispo``: clipped ratios as weights without gradient. ``m2po``: limits the
+    second moment of the ratios. ``rloo``: log-probabilities without ratios, divided by the number of rollouts. Or
     ``module:function``. Default: ``dapo``."""
     length: int | None = Field(None, ge=1)
-    """Maximum number of sampled tokens in a rollout, the constant by which ``dr_grpo`` divides. Required there.
+    """Maximum number of sampled tokens in a rollout, by which ``dr_grpo`` divides. Required for ``dr_grpo``.
     Default: none."""
     clip: tuple[float, float] | None = None
-    """Clip range of ratios, as distances from 1: ``[below, above]``, or one number for both. Default: the paper's
-    values for each kind; 0.2 and 0.28 for ``dapo``."""
+    """Clip range of ratios, as distances from 1: ``[below, above]``, or a single number for both. Default: the
+    paper's values for each kind; 0.2 and 0.28 for ``dapo``."""
     entropy: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus. Raise it if the policy stops exploring. Default: 0."""
     epochs: int = Field(1, ge=1)
-    """Passes over the data of each step. Default: 1."""
+    """Number of passes over the data of each step. Default: 1."""
     minibatch: int | None = Field(None, ge=1)
-    """Number of tasks in one optimizer step, each with all samples. Default: all tasks of the step, one optimizer
-    step per pass."""
+    """Number of tasks in each optimizer step, with all of their samples. Default: all tasks of the step, so each
+    pass is one optimizer step."""
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -105,7 +106,7 @@ class LossConfig(Section):
 
     @property
     def band(self) -> tuple[float, float]:
-        """Clip range of ratios, as distances below and above 1."""
+        """Clip range of ratios, as distances below and above 1, with the default resolved."""
         return self.clip or (CLIPS[self.kind] if isinstance(self.kind, str) else (math.inf, math.inf))
 
 
@@ -117,10 +118,11 @@ class AdvantageConfig(Section):
     ``rloo``: reward minus the mean of the other rollouts. ``median``: reward minus the group's median. Or
     ``module:function``, which returns a number for each rollout, sequence or turn. Default: ``dr_grpo``."""
     rewards: dict[str, float] = Field(default_factory=dict)
-    """Weights of several rewards, by the names that verifiers give them. Default: the rollout's single reward."""
+    """Reward name, as reported by verifiers → weight. Default: the rollout's single reward."""
     normalise: Literal["together", "apart"] = "together"
-    """With several ``rewards``: ``together`` adds them up before comparing them within the group. ``apart`` compares
-    each one separately, adds up the results and whitens them (GDPO, arXiv 2601.05242). Default: ``together``."""
+    """Combination of several ``rewards``. ``together``: add them up, then compare sums within the group. ``apart``:
+    compare each reward separately, add up the results and whiten them (GDPO, arXiv 2601.05242). Default:
+    ``together``."""
     whiten: bool = False
     """Scale advantages to mean 0 and standard deviation 1 over the tokens of the batch. Default: false."""
 
@@ -149,23 +151,23 @@ class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
     lr: float = Field(1e-6, ge=0)
-    """Learning rate. The default suits full training of models with a few billion parameters; LoRA and small models
-    need more. Default: 1e-6."""
+    """Learning rate. The default suits full training of models with a few billion parameters. LoRA and small models
+    need a higher rate. Default: 1e-6."""
     schedule: Literal["constant", "linear"] | Method = "constant"
-    """``constant``; or ``linear``, which decays to 0 at the last step; or ``module:function``, called before each
-    update with its metrics. Default: ``constant``."""
+    """Learning-rate schedule. ``constant``. ``linear``: decays to 0 at the last step. Or ``module:function``, called
+    before each update with its metrics. Default: ``constant``."""
     warmup: int = Field(0, ge=0)
-    """Steps over which the learning rate rises from 0. Default: 0."""
+    """Number of steps over which the learning rate rises from 0. Default: 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay. Default: 0."""
     clip_norm: float | None = Field(1.0, gt=0)
-    """Maximum gradient norm. Larger gradients are scaled down to it; null: no limit. Default: 1."""
+    """Maximum gradient norm. Larger gradients are scaled down. null: no limit. Default: 1."""
     offload: bool = False
-    """Keep float32 parameters, moments and gradients in the node's memory, and compute the optimizer step there. Needs
-    16 bytes per parameter there instead of on the GPU, and makes steps slower. Default: false."""
+    """Keep float32 parameters, moments and gradients in the node's memory, and compute the optimizer step on the
+    CPU. Moves 16 bytes per parameter from the GPU to the node, and makes steps slower. Default: false."""
 
     def rate(self, step: int, steps: int) -> float:
-        """Returns the learning rate of a step (from 1) out of ``steps``, before a user's schedule function."""
+        """Returns the learning rate of a step (from 1) out of ``steps``. Does not apply a user's schedule function."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         if self.schedule != "linear" or steps <= self.warmup + 1:
@@ -186,52 +188,61 @@ class LoraConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Division of the model and its rows among the trainer's ranks, one for each GPU. The default, FSDP over all ranks,
-    suits models whose rows fit one GPU. Replicas × context × tensor must divide the number of ranks."""
+    """Division of the model and its rows among the trainer's ranks, each with one GPU. The default, FSDP over all
+    ranks, suits models whose rows fit on one GPU. Replicas × context × tensor must divide the number of ranks."""
 
     replicas: int = Field(1, ge=1)
-    """Number of groups of ranks that each store the whole model (HSDP). With one for each node, parameters are gathered
-    within nodes only. Default: 1."""
+    """Number of groups of ranks that each store the whole model (HSDP). With one replica per node, parameters are
+    gathered only within nodes. Default: 1."""
     context: int = Field(1, ge=1)
-    """Number of ranks that share each row of tokens, for sequences that do not fit one GPU. Default: 1."""
+    """Number of ranks that share each row of tokens, for sequences that do not fit on one GPU. Default: 1."""
     tensor: int = Field(1, ge=1)
     """Number of ranks that share the heads and features of each layer (tensor parallel). Default: 1."""
     expert: int = Field(1, ge=1)
-    """Number of ranks that store different experts, to which tokens are sent (expert parallel). A multiple of
-    ``tensor``. Default: 1."""
+    """Number of ranks among which experts are divided (expert parallel). Must be a multiple of ``tensor``. Default:
+    1."""
 
     @property
     def copies(self) -> int:
-        """Number of successive ranks that compute the same micro-batch."""
+        """Number of consecutive ranks that compute the same micro-batch."""
         return self.context * self.tensor
+
+
+class SnapshotConfig(Section):
+    """Another policy that gets this policy's weights from time to time, such as an opponent in self-play."""
+
+    to: str
+    """Policy that gets the weights. It has a model of its own, of the same shape, and is not trained."""
+    every: int = Field(10, ge=1)
+    """Number of steps between snapshots. Default: 10."""
 
 
 class PolicyTraining(Section):
     """Training settings of one policy."""
 
     base: str | None = None
-    """Model directory from which training starts. Set it if engines serve another copy, such as a quantised one.
+    """Model directory from which training starts. Set it if engines serve a different copy, such as a quantised one.
     Default: the policy's ``path``."""
     loss: LossConfig = LossConfig()
-    """The loss that the optimizer minimises."""
+    """Loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
-    """How rewards are converted to advantages."""
+    """Computation of advantages from rewards."""
     mix_agents: bool = False
-    """Share each group's samples among the policy's agents, so that advantages compare the agents too. Default: false;
-    each group has one agent, and advantages compare like with like."""
+    """Divide each group's samples among the policy's agents, so that advantages compare the agents too. Default:
+    false; each group has one agent."""
     score: Method | None = None
-    """Function ``module:function`` that rewards stored rollouts, sequences or turns before their step is planned, such
-    as a judge. Default: none."""
+    """Function ``module:function``, such as a judge, that rewards stored rollouts, sequences or turns before their
+    step is planned. Default: none."""
     importance: Literal["none", "token", "sequence"] | Method | None = None
-    """Importance weights, which correct for the difference between the engine's and the trainer's probabilities: one
-    for each ``token``, one for each ``sequence`` (the product over its tokens), or ``none`` (truncated importance
-    sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training). Or
-    ``module:function``. Default: ``token``; ``none`` for ``gspo``, as in its paper."""
+    """Importance weights that correct for the difference between the engine's and the trainer's probabilities
+    (truncated importance sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training). ``token``: one per token. ``sequence``: one per sequence, the product over its tokens. ``none``: no
+    weights. Or ``module:function``. Default: ``token``; ``none`` for ``gspo``, as in its paper."""
     columns: dict[str, Method] = Field(default_factory=dict)
-    """Extra per-token values, by name. Each is computed by its function ``module:function`` before a step's first
-    update, for use in a loss function. Default: none."""
+    """Name → function ``module:function`` that computes an extra value for each token, before a step's first update.
+    A loss function can use these values. Default: none."""
     truncate: float = Field(2.0, ge=1)
-    """Maximum of importance weights. Default: 2."""
+    """Upper bound of importance weights. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning-rate schedule."""
     lora: LoraConfig | None = None
@@ -239,13 +250,15 @@ class PolicyTraining(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of the computation. Parameters and optimizer are always float32. Default: ``bfloat16``."""
     microbatch: int = Field(32768, ge=1)
-    """Maximum number of tokens, prompts included, in one forward pass on one GPU, or on all GPUs that share a row
-    (``parallel.context``). A longer sequence gets its own pass. If memory runs out, the trainer halves it.
-    Default: 32768."""
+    """Maximum number of tokens, prompts included, in one forward pass on a GPU, or on all GPUs that share a row
+    (``parallel.context``). A longer sequence gets its own pass. After running out of memory, the trainer halves the
+    value. Default: 32768."""
     recompute: bool = True
-    """Recompute activations in the backward pass. Saves memory but slows down steps. Default: true."""
+    """Recompute activations in the backward pass. Saves memory but makes steps slower. Default: true."""
     parallel: ParallelConfig = ParallelConfig()
-    """Division of the model among several GPUs."""
+    """Division of the model among GPUs."""
+    snapshot: SnapshotConfig | None = None
+    """Another policy that gets this policy's weights every few steps. Default: none."""
 
     @model_validator(mode="after")
     def _whole_adapters(self) -> PolicyTraining:
@@ -255,7 +268,7 @@ class PolicyTraining(Section):
 
     @property
     def engine_importance(self) -> Literal["none", "token", "sequence"] | Method:
-        """Importance weights, with the default of the loss."""
+        """Kind of importance weights, with the default for the loss."""
         return self.importance or ("none" if self.loss.kind == "gspo" else "token")
 
 
@@ -275,7 +288,7 @@ class OverlongConfig(Section):
     """Penalty on the reward of long rollouts (soft overlong punishment: DAPO, arXiv 2503.14476, section 3.4)."""
 
     longest: int = Field(ge=1)
-    """Number of sampled tokens from which the full penalty applies."""
+    """Number of sampled tokens at which the full penalty applies."""
     buffer: int = Field(ge=1)
     """Number of tokens before ``longest`` over which the penalty grows from 0."""
     penalty: float = -1.0
@@ -289,21 +302,21 @@ class OverlongConfig(Section):
 
 
 class OverLengthConfig(Section):
-    """Treatment of rollouts with a sequence that is too long to train on. No step trains on a longer sequence."""
+    """Handling of rollouts with a sequence that is too long to train on. Longer sequences are never trained on."""
 
     longest: int = Field(ge=1)
     """Maximum number of tokens of a sequence, prompts included."""
     how: Literal["drop", "truncate", "penalise"] = "drop"
-    """``drop``: drops the rollout. ``truncate``: does not train on the tokens after the first ``longest``.
-    ``penalise``: truncates, and lowers the reward by 1. Default: ``drop``."""
+    """``drop``: drop the rollout. ``truncate``: do not train on the tokens after the first ``longest``.
+    ``penalise``: truncate, and lower the reward by 1. Default: ``drop``."""
 
 
 class MaskUnfinished(Section):
-    """Counts truncated rollouts in their group but does not train on them (overlong filtering: DAPO)."""
+    """Excludes truncated rollouts from training, but keeps their rewards in the group (overlong filtering: DAPO)."""
 
 
 class ShuffleConfig(Section):
-    """Permutes the rewards of a step's rollouts at random. For control runs: the rewards then carry no information."""
+    """Permutes the rewards of a step's rollouts at random, for control runs in which rewards carry no information."""
 
 
 class ZeroVariance(Section):
@@ -311,31 +324,32 @@ class ZeroVariance(Section):
 
 
 class DataStep(Section):
-    """One step of ``data``. It has exactly one key."""
+    """A processing step of ``data``. Set exactly one key."""
 
     penalty: float | None = None
-    """Number to add to the reward of a rollout truncated by a limit on turns, tokens or time. MegaFlow, appendix
+    """Number added to the reward of a rollout that a limit on turns, tokens or time truncated. MegaFlow, appendix
     D.1, uses -0.5."""
     overlong: OverlongConfig | None = None
     """Lowers the rewards of long rollouts."""
     over_length: OverLengthConfig | None = None
     """Drops, truncates or penalises rollouts with a sequence that is too long to train on."""
     mask_unfinished: MaskUnfinished | None = None
-    """Does not train on truncated rollouts."""
+    """Excludes truncated rollouts from training."""
     shuffle: ShuffleConfig | None = None
-    """Permutes rewards at random, for a control run."""
+    """Permutes rewards at random, for control runs."""
     zero_variance: ZeroVariance | None = None
     """Drops groups in which all rewards are equal."""
     pass_rate: Range | None = None
-    """Range of pass rates, ``[from, to]``, or ``[from, to, exclusive]`` to exclude the bounds themselves. Drops
-    groups outside it. A rollout passes with a reward of at least ``pass_threshold``."""
+    """Range of pass rates outside which groups are dropped: ``[from, to]``, or ``[from, to, exclusive]`` to exclude
+    the bounds. A rollout passes if its reward is at least ``pass_threshold``."""
     staleness: int | None = Field(None, ge=0)
-    """Maximum age of a token, in weight versions. Drops rollouts with older tokens."""
+    """Maximum age of a token, in weight versions. Rollouts with older tokens are dropped."""
     replay: float | None = Field(None, ge=0, lt=1)
-    """Maximum share of a step's groups that earlier steps already trained on. Replays the newest ones, each once."""
+    """Maximum share of a step's groups that are replayed from earlier steps. Replays the newest groups, each at most
+    once."""
     method: Method | None = None
-    """Function ``module:function`` that changes weights, penalties or rewards, or drops rollouts. In the list of
-    steps, its name alone is enough."""
+    """Function ``module:function`` that changes weights, penalties or rewards, or drops rollouts. Users may write
+    only its name as a step."""
 
     @model_validator(mode="after")
     def _one(self) -> DataStep:
@@ -348,23 +362,24 @@ class DataStep(Section):
 
     @property
     def name(self) -> str:
-        """Name of the key that is set."""
+        """The key that is set."""
         return self._given()[0]
 
 
 class PromptsConfig(Section):
-    """Choice of the tasks to request next. Default: all tasks in random order, each once before any is repeated."""
+    """Selection of the tasks to request next. By default, all tasks are requested in random order before any is
+    repeated."""
 
     order: Literal["uniform", "curriculum"] | Method = "uniform"
-    """``uniform``: random order, each task once before any is repeated. ``curriculum``: prefer tasks with a pass rate
-    near one half. Or ``module:function``, which chooses among the tasks that the keys below leave. Default:
+    """``uniform``: random order, all tasks before any is repeated. ``curriculum``: prefer tasks with a pass rate
+    near one half. Or ``module:function``, which selects among the tasks that the keys below allow. Default:
     ``uniform``."""
     pass_rate: Range | None = None
-    """Range of pass rates, ``[from, to]``, or ``[from, to, exclusive]`` to exclude the bounds themselves. Tasks
-    outside it are not requested again. Default: no range."""
+    """Range of pass rates outside which tasks are not requested again: ``[from, to]``, or ``[from, to, exclusive]``
+    to exclude the bounds. Default: no range."""
     filter_solved: float | None = Field(None, gt=0, le=1)
-    """Pass rate, as a moving average, at which a task counts as solved and is not requested again. AstraFlow uses
-    0.95. Default: tasks are never left out."""
+    """Pass rate (moving average) at which a task counts as solved and is not requested again. AstraFlow uses 0.95.
+    Default: none; solved tasks are requested too."""
     greso: bool = False
     """Request tasks less often while all rewards in their groups are equal (GRESO: Zheng et al. 2025, arXiv
     2506.02177). Default: false."""
@@ -377,53 +392,53 @@ class PromptsConfig(Section):
 
 
 class HeldOutConfig(Section):
-    """Evaluation on held-out tasks during training."""
+    """Settings for evaluation on held-out tasks during training."""
 
     tasks: tuple[TaskSource, ...]
     """Sources of the held-out tasks."""
     every: int = Field(10, ge=1)
-    """Steps between evaluations. Default: 10."""
+    """Number of steps between evaluations. Default: 10."""
     samples: int = Field(4, ge=1)
-    """Rollouts of each task in an evaluation. Default: 4."""
+    """Number of rollouts of each task in an evaluation. Default: 4."""
 
     _list = field_validator("tasks", mode="before")(as_list)
 
 
 class TrainingConfig(Section):
-    """Training on the campaign's rollouts as they arrive."""
+    """Settings for training on the campaign's rollouts as they arrive."""
 
     policies: dict[str, PolicyTraining]
-    """Policies that learn, by name, with their settings. The policy of ``model`` is called ``default``."""
+    """Trained policies, by name, with their settings. The policy of ``model`` is called ``default``."""
     batch: int = Field(16, ge=1)
-    """Number of tasks in a step, each with all samples of the policy. Default: 16."""
+    """Number of tasks in a step, each with all of the policy's samples. Default: 16."""
     refill: int = Field(0, ge=0, le=100)
-    """Number of times that a step requests further tasks to replace groups that ``data`` drops (dynamic sampling: DAPO,
-    arXiv 2503.14476, section 3.2). After that, the step is smaller than ``batch``. Default: 0."""
+    """How often a step may request more tasks to replace groups that ``data`` dropped (dynamic sampling: DAPO, arXiv
+    2503.14476, section 3.2). After that, the step runs with fewer than ``batch`` tasks. Default: 0."""
     staleness: int | None = Field(1, ge=0)
     """Maximum age of a step's rollouts, in weight versions. 0: synchronous, each step waits for rollouts of the
-    newest weights. 1 to 4: sampling continues during steps. null: asynchronous, without a limit. Tasks are requested
-    once every engine that is alive has loaded the newest weights. Older rollouts, such as those of an engine that
-    refuses the weights, are dropped as ``stale``. Default: 1."""
+    newest weights. 1 to 4: sampling continues during steps. null: asynchronous, without a limit. New tasks are
+    requested once all live engines have loaded the newest weights. Rollouts that are too old, such as those of an
+    engine that rejects the weights, are dropped as ``stale``. Default: 1."""
     data: tuple[DataStep, ...] = ()
-    """Processing steps that filter and shape rollouts before training, in order. Default: none."""
+    """Processing steps, applied in order, that filter and shape rollouts before training. Default: none."""
     prompts: PromptsConfig = PromptsConfig()
-    """Choice of the tasks to request next."""
+    """Selection of the tasks to request next."""
     trainer: Method | None = None
-    """Function ``module:function`` that trains a policy in place of this package's trainer. It is called with the
-    policy's ``Dataflow``. Default: none."""
+    """Function ``module:function`` that replaces this package's trainer. It is called with the policy's
+    ``Dataflow``. Default: none."""
     steps: int = Field(100, ge=1)
     """Number of training steps. Default: 100."""
     checkpoint_every: int = Field(5, ge=1)
-    """Steps between checkpoints of the trainer's state. The latest three are kept. Default: 5."""
+    """Number of steps between checkpoints of the trainer's state. The latest three are kept. Default: 5."""
     publish_delta: bool = False
-    """Publish only the difference from the last full version of the weights, if it is much smaller. Saves time on
+    """Publish weights as a difference from the last full version if the difference is much smaller. Saves time on
     slow file systems. Default: false."""
     evaluate: HeldOutConfig | None = None
     """Evaluation on held-out tasks. Default: none."""
 
     @property
     def over_length(self) -> OverLengthConfig | None:
-        """The step ``over_length`` of ``data``."""
+        """Settings of the ``over_length`` step of ``data``. ``None`` if ``data`` has no such step."""
         return next((step.over_length for step in self.data if step.over_length), None)
 
     @field_validator("policies", mode="before")

@@ -1,8 +1,8 @@
 """Environment variables of this package: those that users may set, and internal ones.
 
-The campaign file defines what to do. Variables tell where things are on this machine, or override detected values.
-``megaflow-hpc help variables`` prints them, and docs/reference/variables.md contains the output of :func:`markdown`. A
-test requires an entry here for every name used in the package, scripts and launchers.
+The campaign file defines the work. Variables specify paths on this machine, or override detected values.
+``megaflow-hpc help variables`` prints them, and docs/reference/variables.md contains the output of :func:`markdown`.
+A test requires an entry in this module for every name used in the package, scripts and launchers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable that a user may set."""
+    """An environment variable that users may set."""
 
     name: str
     """Name without the prefix ``MEGAFLOW_``."""
     meaning: str
     default: str
-    """Behaviour if the variable is unset."""
+    """Effect if the variable is unset."""
     reader: str
-    """Commands, jobs or launchers that read it."""
+    """Commands, jobs or launchers that read the variable."""
 
 
 PREFIX = "MEGAFLOW_"
@@ -145,7 +145,7 @@ VARIABLES: Mapping[str, tuple[Variable, ...]] = {
     "overrides of detected features": _BY_HAND,
     "launchers of a clone": _CLONE,
 }
-"""Title → variables that users may set."""
+"""Heading → variables that users may set."""
 
 INTERNAL: Mapping[str, str] = {
     "POD": "batch script → pod: its name",
@@ -168,11 +168,11 @@ INTERNAL: Mapping[str, str] = {
     "KEEP_LAB": "launchers/demo → lab-session: leave the lab running",
     "LAB_ID": "launchers/lab → its daemons: which lab they belong to",
 }
-"""Name without ``MEGAFLOW_`` → its sender, its reader and its meaning."""
+"""Name without ``MEGAFLOW_`` → sender, reader and meaning."""
 
 
 def markdown() -> str:
-    """Returns the tables of docs/reference/variables.md."""
+    """Returns the Markdown tables of docs/reference/variables.md."""
     parts = []
     for title, variables in VARIABLES.items():
         head = ["| variable | means | default | read by |", "| --- | --- | --- | --- |"]

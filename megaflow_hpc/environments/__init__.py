@@ -1,8 +1,8 @@
-"""Sandboxes on plain Apptainer (``sandbox``), images (``images``) and builds of Dockerfiles (``builds``).
+"""Provides Apptainer sandboxes (``sandbox``), container images (``images``) and Dockerfile builds (``builds``).
 
-Agents and verifiers get sandboxes here. An :class:`ApptainerProvider` takes a :class:`SandboxSpec` and returns an
-:class:`ApptainerSandbox`, the only implementation of :class:`megaflow_hpc.types.Sandbox`. This room knows nothing of
-tasks, agents or models. The names are imported on first use, which keeps imports of single modules fast.
+An :class:`ApptainerProvider` starts an :class:`ApptainerSandbox` from a :class:`SandboxSpec`. Agents and verifiers run
+in these sandboxes. :class:`ApptainerSandbox` is the only implementation of :class:`megaflow_hpc.types.Sandbox`. This
+package does not depend on tasks, agents or models. Names are imported lazily, so importing one submodule stays fast.
 """
 
 from __future__ import annotations

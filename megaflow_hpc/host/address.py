@@ -11,16 +11,17 @@ import struct
 from collections.abc import Mapping
 
 LOOPBACK = "127.0.0.1"
-"""Address that is reachable from this node only."""
+"""IPv4 address that is reachable only from this node."""
 LOOPBACKS = (LOOPBACK, "localhost", "::1")
 
 
 _FAMILIES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Address families in order of preference, each with an address for documentation. Nothing is sent to it."""
+"""Address families in order of preference, each with an address reserved for documentation. Nothing is sent to that
+address."""
 
 
 def address() -> str:
-    """Returns the address at which other nodes reach this one, by IPv4 if possible.
+    """Returns the address at which other nodes reach this node, over IPv4 if possible.
 
     It is ``MEGAFLOW_ADDRESS`` if set, else the host name if it resolves, else the source address of the outbound route,
     else :data:`LOOPBACK`. An IPv6-only node has an AAAA record or an IPv6 route.
@@ -54,7 +55,7 @@ def listen_everywhere() -> socket.socket:
 
 
 def _source_towards(host: str, family: socket.AddressFamily) -> str:
-    """Returns this node's own address on the route to ``host``. Empty if there is no route."""
+    """Returns this node's own address on the route to ``host``, or an empty string if there is no route."""
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # a UDP connect sends nothing
         return str(probe.getsockname()[0])
@@ -63,7 +64,7 @@ def _source_towards(host: str, family: socket.AddressFamily) -> str:
 
 def interface_towards(host: str) -> str:
     """Returns the interface through which this node reaches the IPv4 address ``host``, which may be the node itself.
-    Empty if unknown."""
+    Returns an empty string if the interface is unknown."""
     own = _source_towards(host or LOOPBACK, socket.AF_INET)
     if not own:
         return ""
@@ -77,18 +78,18 @@ def interface_towards(host: str) -> str:
 
 
 SIOCGIFADDR = 0x8915
-"""ioctl request for an interface's IPv4 address; see netdevice(7)."""
+"""ioctl request for an interface's IPv4 address. See netdevice(7)."""
 
 
 def unproxied(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns ``no_proxy`` and ``NO_PROXY`` with the loopback address added to the site's own entries.
 
     Gateways and engines are called at this node's own addresses. Without these entries, an agent's HTTP client would
-    send such calls to the site's proxy. Clients prefer the lower-case variable if it is set, so both get the same
+    send these calls to the site's proxy. Clients prefer the lower-case variable if it is set, so both get the same
     value.
     """
-    there = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
-    value = ",".join([*LOOPBACKS, there] if there else LOOPBACKS)
+    existing = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    value = ",".join([*LOOPBACKS, existing] if existing else LOOPBACKS)
     return {"no_proxy": value, "NO_PROXY": value}
 
 

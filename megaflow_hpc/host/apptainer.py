@@ -2,7 +2,7 @@
 
 Every call builds a new environment. ``APPTAINER_BINDPATH`` and similar variables, which site modules set, bind host
 paths despite ``--containall --cleanenv``. ``PMI*`` and ``SLURM*`` would let a process in a container act as part of the
-job. The new environment contains none of them.
+job. The new environment contains neither.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def find_apptainer() -> str:
 
 
 def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxies: bool = False) -> dict[str, str]:
-    """Returns the environment in which to run Apptainer itself. Set ``proxies`` only for builds, which may download."""
+    """Returns the environment in which to run Apptainer. Set ``proxies`` only for builds, which may download files."""
     environment = {
         "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}".lstrip(":"),
         "HOME": os.environ.get("HOME", "/"),
@@ -58,13 +58,13 @@ def clean_environment(temporary: str | os.PathLike[str] | None = None, *, proxie
 
 
 def proxy_variables() -> dict[str, str]:
-    """Returns the caller's proxy variables."""
+    """Returns the proxy settings in this process's environment variables."""
     return {name: os.environ[name] for name in _PROXIES if name in os.environ}
 
 
 @functools.cache
 def unshare() -> tuple[str, ...]:
-    """Returns the argv prefix that runs a command as uid 0 in a new user namespace. Empty if namespaces are
+    """Returns the argv prefix that runs a command as uid 0 in a new user namespace. It is empty if namespaces are
     unavailable."""
     program = shutil.which("unshare")
     words = (program, "--user", "--map-root-user") if program else ()
@@ -73,10 +73,10 @@ def unshare() -> tuple[str, ...]:
 
 @functools.cache
 def only_by_root() -> bool:
-    """Returns whether users cannot create user namespaces, so that containers need a setuid Apptainer.
+    """Returns whether only root can create user namespaces, so that containers need a setuid Apptainer.
 
     In that case, commands run as the caller, without any capabilities. A setuid Apptainer has no privileges inside a
-    user namespace. So if namespaces are available, it is as safe as any other.
+    user namespace. So if namespaces are available, it is as safe as an unprivileged Apptainer.
     """
     return os.geteuid() != 0 and shutil.which("unshare") is not None and not unshare()
 
@@ -98,9 +98,9 @@ _SETTINGS = (
     ("kernel/unprivileged_userns_clone", "0", "the kernel forbids"),
     ("user/max_user_namespaces", "0", "the kernel forbids"),
 )
-"""Settings below ``/proc/sys`` that prevent users from creating user namespaces, and the value that does so."""
+"""Settings below ``/proc/sys``, each with the value that prevents users from creating user namespaces."""
 _NAMESPACE_WORDS = ("namespace", "uid_map", "setgroups", "unshare")
-"""Words in the output of a program that could not create a user namespace."""
+"""Words that a program may print if it cannot create a user namespace."""
 
 
 def explained(output: str, settings: str = "/proc/sys") -> str:
@@ -120,7 +120,8 @@ def explained(output: str, settings: str = "/proc/sys") -> str:
 
 
 def _restriction(text: str, settings: str) -> str:
-    """Describes the setting that prevents users from creating user namespaces. Empty if none is known to."""
+    """Describes the setting that prevents users from creating user namespaces. Returns an empty string if it finds
+    none."""
     for name, value, who in _SETTINGS:
         try:
             with open(f"{settings}/{name}", encoding="ascii") as file:
@@ -133,7 +134,7 @@ def _restriction(text: str, settings: str) -> str:
 
 
 def version(apptainer: str) -> str:
-    """Returns Apptainer's version, such as ``1.4.5``. If the output cannot be parsed, returns all of it."""
+    """Returns Apptainer's version, such as ``1.4.5``, or its whole output if that cannot be parsed."""
     return re.sub(r"^(apptainer|singularity(-ce)?) version ", "", _run([apptainer, "--version"]))
 
 

@@ -19,8 +19,8 @@ SHARED = stat.S_ISGID | stat.S_IRGRP
 
 @functools.lru_cache(maxsize=256)
 def file_mode(folder: Path) -> int:
-    """Returns the mode for new files in ``folder``: 0640 if it is shared with its group, else 0600. Cached per
-    process."""
+    """Returns the mode for new files in ``folder``: 0640 if the folder is shared with its group, else 0600. The result
+    is cached."""
     return 0o640 if folder.stat().st_mode & SHARED == SHARED else 0o600
 
 
@@ -36,7 +36,7 @@ def make_directory(path: Path) -> None:
 def without_links(folder: Path) -> Iterator[Path]:
     """Opens a directory, creating it if needed, and yields a path that always refers to the opened directory.
 
-    Use it for a run's directories: a run from another user may have a symlink in place of a directory.
+    Use it for a run's directories, because another user's run may have a symlink in place of a directory.
 
     Raises:
         OSError: The directory is a symlink, or cannot be opened.
@@ -77,7 +77,7 @@ def write_atomic(
 def new_file(
     path: Path, mode: int | None = None, exclusive: bool = False, temporary: Path | None = None
 ) -> Iterator[BinaryIO]:
-    """Opens a file that is published at the end of the block, or removed if the block raises; see
+    """Opens a file that is published at the end of the block, or removed if the block raises an exception. See
     :func:`write_atomic`."""
     mode = file_mode(path.parent) if mode is None else mode
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -100,7 +100,7 @@ def new_file(
 
 
 def fsync(path: Path) -> None:
-    """Makes a file or directory durable with ``fsync``."""
+    """Flushes a file or directory to disk with ``fsync``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -109,16 +109,16 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Makes a directory tree durable."""
+    """Flushes all files and directories of a tree to disk."""
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
 
 
 def to_json(value: Any) -> str:
-    """Returns indented JSON with sorted keys. Values that are not JSON-serializable become strings."""
+    """Returns indented JSON with sorted keys. Values that are not JSON-serializable are converted to strings."""
     return json.dumps(value, indent=1, sort_keys=True, default=str) + "\n"
 
 
 def write_json(path: Path, value: Any, mode: int | None = None) -> None:
-    """Publishes ``value`` as JSON; see :func:`write_atomic`."""
+    """Publishes ``value`` as JSON. See :func:`write_atomic`."""
     write_atomic(path, to_json(value), mode)

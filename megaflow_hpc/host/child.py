@@ -29,21 +29,21 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
 @functools.cache
 def dies_with_parent(signal_name: str = "KILL") -> tuple[str, ...]:
-    """Returns an argv prefix that makes the kernel kill a command when the thread that started it ends.
-
-    Empty if ``setpriv`` is missing.
+    """Returns an argv prefix that makes the kernel kill a command when the thread that started it ends. It is empty if
+    ``setpriv`` is missing.
     """
     setpriv = shutil.which("setpriv")
     return (setpriv, "--pdeathsig", signal_name) if setpriv else ()
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that forked it ends. For a child between fork and exec."""
+    """Asks the kernel to kill this process when the thread that forked it ends. Call it in a child between fork and
+    exec."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the new parent of orphaned descendants (a child subreaper)."""
+    """Makes this process a child subreaper, which becomes the parent of orphaned descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -55,8 +55,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def argv_of(module: ModuleType) -> list[str]:
-    """Returns the command line, without arguments, that runs a module's ``main`` with fast startup. The module
-    should import little."""
+    """Returns the command line, without arguments, that runs a module's ``main`` with fast startup. The module should
+    have few imports."""
     program = f"import sys; sys.path.append(sys.argv.pop(1)); from {module.__name__} import main; main()"
     return [*dies_with_parent(), sys.executable, "-S", "-E", "-c", program, _LIBRARY]
 
@@ -72,10 +72,9 @@ def cp(
 
     Args:
         options: Additional options for ``cp``.
-        prefix: Command that runs ``cp``, such as one that changes its user, as an argv prefix.
+        prefix: Argv prefix that runs ``cp``, for example as another user.
 
-    Returns:
-        The error message in one line. Empty on success.
+    Returns: The error message in one line, or an empty string on success.
     """
     done = subprocess.run(
         [*prefix, *dies_with_parent(), "cp", "-a", "--reflink=auto", *options, "--", source, target],
@@ -115,26 +114,28 @@ async def run(argv: Sequence[str], stdin: bytes = b"") -> tuple[int, bytes, byte
 
 
 class ProcessLimits(NamedTuple):
-    """Limits on the resources of a process."""
+    """Resource limits of a process."""
 
     memory_bytes: int
-    """Limit on private writable memory. Address space is not limited, because libraries reserve more than they use."""
+    """Maximum private writable memory in bytes. Address space is not limited, because libraries reserve more than they
+    use."""
     cpu_s: int
     file_bytes: int
-    """Maximum size of each file that the process writes."""
+    """Maximum size in bytes of each file that the process writes."""
 
 
 def confine(limits: ProcessLimits, network: bool = False) -> None:
     """Permanently limits the resources of this process and its children.
 
     Args:
-        network: Keep network access. Otherwise the process enters an empty network namespace, if users may create one.
+        network: True to keep network access. If false, the process enters an empty network namespace where users may
+            create one.
     """
     kinds = (resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
-    for kind, most in zip(kinds, (limits.memory_bytes, limits.cpu_s, limits.file_bytes, 0), strict=True):
+    for kind, limit in zip(kinds, (limits.memory_bytes, limits.cpu_s, limits.file_bytes, 0), strict=True):
         hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each additional numpy thread would use memory
     if not network:
         _leave_network()

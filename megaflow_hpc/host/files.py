@@ -1,4 +1,4 @@
-"""Reads, removes and copies files and trees that an untrusted process may have created."""
+"""Reads, removes and copies files and directory trees that an untrusted process may have created."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import BinaryIO
 from megaflow_hpc.errors import SandboxError
 
 LARGEST = 256 * 2**20
-"""Default maximum size in bytes for reading a whole file. The package's own files are much smaller."""
+"""Default maximum size in bytes of a file to read. The package's own files are much smaller."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -42,7 +42,7 @@ def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
     """Returns the content of a regular file.
 
     Raises:
-        OSError: As for :func:`open_regular`, or the file is larger than ``most`` bytes.
+        OSError: The file cannot be opened, is not a regular file, or is larger than ``most`` bytes.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -61,7 +61,7 @@ def read_regular(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
 def behind_hole(file: BinaryIO, offset: int) -> int:
     """Returns the offset of the first data at or after ``offset``, or the file's size if only a hole follows.
 
-    Skip holes with it: they take no disk space, but reading them takes as long as reading data.
+    Use it to skip holes. They take no disk space, but reading them takes as long as reading data.
     """
     try:
         return os.lseek(file.fileno(), offset, os.SEEK_DATA)
@@ -72,14 +72,15 @@ def behind_hole(file: BinaryIO, offset: int) -> int:
 
 
 def remove_tree(path: str | os.PathLike[str], *, ignore_errors: bool = False) -> None:
-    """Removes a file or a tree of any depth, whatever the modes of its directories. Does not follow symlinks.
+    """Removes a file or a tree of any depth, even if its directories are not writable. Does not follow symlinks.
 
     A missing tree is not an error, and several processes may remove the same tree concurrently. Files owned by the
     caller's subordinate ids, left by image builds, are removed too. If a file cannot be removed, the rest of the tree
     is still removed.
 
     Raises:
-        OSError: A file could not be removed, such as another user's. Not raised with ``ignore_errors``.
+        OSError: A file could not be removed, for example because it belongs to another user. Not raised if
+            ``ignore_errors`` is set.
     """
     failed: list[OSError] = []
     try:
@@ -174,7 +175,7 @@ def _walk(
                 here = parent
                 identity, waiting, name = above.pop()
                 if _identity(here) != identity:
-                    raise OSError(errno.ESTALE, "moved elsewhere while it was walked through", name)
+                    raise OSError(errno.ESTALE, "moved while its tree was walked", name)
                 try:
                     leave(here, name)
                 except OSError as error:
@@ -191,8 +192,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_directory(name: str, parent: int | None = None) -> int:
-    """Opens a directory without following symlinks, and returns its descriptor. If its owner lacks access, its mode
-    is first set to 0700, as far as permitted."""
+    """Opens a directory without following symlinks, and returns its descriptor. If the owner of the directory lacks
+    access to it, first tries to set its mode to 0700."""
     try:
         opened = os.open(name, _DIRECTORY, dir_fd=parent)
     except PermissionError:
@@ -222,7 +223,7 @@ def _entries(directory: int) -> list[os.DirEntry[str]]:
 
 
 def _unlink_files(directory: int, failed: list[OSError]) -> list[str]:
-    """Removes all entries except directories. Returns the names of the directories."""
+    """Removes all entries of an open directory except subdirectories. Returns the names of the subdirectories."""
     directories = []
     for entry in _entries(directory):
         if entry.is_dir(follow_symlinks=False):
@@ -245,7 +246,7 @@ def _rmdir(parent: int | None, name: str) -> None:
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Copies a directory tree. Symlinks are copied as symlinks; sockets, devices and FIFOs are rejected."""
+    """Copies a directory tree. Symlinks are copied as symlinks. Sockets, devices and FIFOs are rejected."""
 
     def special(directory: str, names: list[str]) -> list[str]:
         for name in names:

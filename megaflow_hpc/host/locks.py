@@ -1,5 +1,5 @@
-"""File locks (``flock``). The kernel releases a lock when its last descriptor is closed, so a killed process blocks
-nobody."""
+"""File locks (``flock``). The kernel releases a lock when its last descriptor is closed, so a killed process does not
+block other processes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.005, 0.1
 
 
 def lock_descriptor(descriptor: int, *, shared: bool = False, timeout_s: float = math.inf) -> None:
-    """Locks an open file or directory, or converts the lock that the descriptor already holds.
+    """Locks an open file or directory. If the descriptor already holds a lock, converts it.
 
     Args:
         timeout_s: Maximum wait in seconds. 0 or less means a single attempt.
 
     Raises:
-        TimeoutError: another process holds the lock.
-        OSError: the file system does not support locks.
+        TimeoutError: Another process holds the lock.
+        OSError: The file system does not support locks.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     if timeout_s == math.inf:
@@ -48,8 +48,8 @@ def lock_file(path: Path, *, shared: bool = False, timeout_s: float = math.inf) 
     The holder may remove the file. A process waiting for the lock then locks the new file at the same path.
 
     Raises:
-        TimeoutError: another process holds the lock.
-        OSError: the file system does not support locks, or the directory is missing.
+        TimeoutError: Another process holds the lock.
+        OSError: The file system does not support locks, or the directory is missing.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_CACHED_S = 60
-"""Maximum number of seconds for which directory attributes may be cached. NFS's default."""
+"""Longest supported caching of directory attributes, in seconds. This is NFS's default."""
 
 
 @dataclass(frozen=True)
 class MountInfo:
-    """One line of ``/proc/self/mountinfo``; see proc_pid_mountinfo(5)."""
+    """One line of ``/proc/self/mountinfo``. See proc_pid_mountinfo(5)."""
 
     point: str = ""
     type: str = ""
     options: tuple[str, ...] = ()
-    """Options of the mount and of its file system."""
+    """Options of the mount and of the mounted file system."""
 
     def cached_s(self) -> int:
         """Returns the number of seconds for which an NFS client may cache attributes (acregmax, acdirmax). Default:
@@ -30,7 +30,7 @@ class MountInfo:
 
 
 def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> MountInfo:
-    """Returns the mount that contains ``path``. Empty if it is unknown.
+    """Returns the mount that contains ``path``. All its fields are empty if it is unknown.
 
     Args:
         mountinfo: Content of ``/proc/self/mountinfo``. Default: that of this process.
@@ -41,7 +41,7 @@ def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> Moun
             mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
         except OSError:
             return MountInfo()
-    found = MountInfo()
+    mount = MountInfo()
     for line in mountinfo.splitlines():
         before, separator, after = line.partition(" - ")
         fields, rest = before.split(), after.split()
@@ -50,14 +50,14 @@ def mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> Moun
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         is_inside = real == point or real.startswith(point.rstrip("/") + "/")
         # If two mounts have the same path, the later one hides the earlier one.
-        if is_inside and len(point) >= len(found.point):
+        if is_inside and len(point) >= len(mount.point):
             options = [*fields[5].split(","), *(rest[2].split(",") if len(rest) > 2 else [])]
-            found = MountInfo(point, rest[0], tuple(options))
-    return found
+            mount = MountInfo(point, rest[0], tuple(options))
+    return mount
 
 
 def why_no_links(folder: Path) -> str:
-    """Returns why a directory does not support hard links. Empty if it does. Leaves no files behind.
+    """Explains why a directory does not support hard links. Returns an empty string if it does. Leaves no files behind.
 
     Raises:
         OSError: No file can be created there.
@@ -76,7 +76,8 @@ def why_no_links(folder: Path) -> str:
 
 
 def refusal_of_links(folder: Path) -> str:
-    """Explains why a directory cannot hold a run. Pods claim work with hard links. Empty if they work."""
+    """Explains why a directory cannot hold a run: pods claim work with hard links. Returns an empty string if these are
+    supported."""
     if not (why := why_no_links(folder)):
         return ""
     mount = mount_of(folder)

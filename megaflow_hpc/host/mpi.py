@@ -30,13 +30,13 @@ print(MPI.Get_library_version())
 
 
 def find_mpiexec() -> str:
-    """Returns the path of this interpreter's mpiexec, else of the one on PATH.
+    """Returns the path of the mpiexec installed with this interpreter, else of the first mpiexec on PATH.
 
     Raises:
         SiteError: No mpiexec was found.
     """
-    own = Path(sys.executable).parent / "mpiexec"
-    path = str(own) if own.exists() else shutil.which("mpiexec")
+    bundled = Path(sys.executable).parent / "mpiexec"
+    path = str(bundled) if bundled.exists() else shutil.which("mpiexec")
     if not path:
         raise SiteError(
             "mpiexec: not found; pip install mpich next to megaflow-hpc, load an MPI module, or run with --ranks 1"
@@ -48,15 +48,15 @@ def mpiexec(ranks: int) -> list[str]:
     """Returns the command prefix that starts ``ranks`` ranks on this machine, regardless of its core count.
 
     Raises:
-        SiteError: There is no mpiexec.
+        SiteError: No mpiexec was found.
     """
-    more = ["--oversubscribe"] if mpi_library().startswith("Open MPI") else []
-    return [find_mpiexec(), *more, "-n", str(ranks)]
+    options = ["--oversubscribe"] if mpi_library().startswith("Open MPI") else []
+    return [find_mpiexec(), *options, "-n", str(ranks)]
 
 
 @functools.cache
 def mpi_library() -> str:
-    """Returns the name of mpi4py's MPI library. Empty if the library cannot be loaded.
+    """Returns the name of mpi4py's MPI library, or an empty string if the library cannot be loaded.
 
     A child process loads it without initializing MPI, because loading can hang or crash the process.
     """
@@ -75,17 +75,18 @@ def mpi_order(library: str) -> tuple[str, ...]:
 
 
 def network_variables(library: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns MPI's network settings for a job step with several nodes. Empty if MPI should choose by itself.
+    """Returns environment variables with MPI's network settings for a job step on several nodes. The mapping is empty
+    if MPI should use its defaults.
 
     With UCX, MPICH publishes 4 KB that contain its address, in chunks of 1,022 digits, each with a key. Slurm's pmi2
     and ParaStation's pspmi read at most 1,024 bytes per line, so a full chunk makes startup hang. With libfabric, MPICH
-    publishes only 16 bytes. libfabric's provider ``sockets`` lets the other ranks continue if one is killed. With
+    publishes only 16 bytes. libfabric's provider ``sockets`` lets the other ranks continue if a rank is killed. With
     ``tcp``, rank 0 would wait forever. On nodes with several interfaces, libfabric may choose an unusable one, such as
-    a container bridge. So ``FI_SOCKETS_IFACE`` names the interface through which this node reaches the step's
-    ``srun``.
+    a container bridge. So ``FI_SOCKETS_IFACE`` names the interface through which this node reaches the step's ``srun``.
 
     Args:
-        library: Full version string of the MPI library. Without both UCX and libfabric, there is no choice to make.
+        library: Full version string of the MPI library. The mapping is empty unless the library supports both UCX and
+            libfabric.
         environ: Environment of this rank. Network settings in it take precedence.
     """
     device = re.search(r"MPICH Device:\s*(.*)", library)

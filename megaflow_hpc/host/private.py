@@ -18,7 +18,7 @@ from megaflow_hpc.host.process import Identity, mapped_files, processes, user_na
 
 SHARED_MEMORY = "/dev/shm"
 STALE_S = 60.0
-"""Minimum age in seconds of an unmapped shared-memory file. A younger one may belong to an MPI world that is still
+"""Minimum age in seconds of a shared-memory file to remove. A younger file may belong to an MPI world that is still
 starting."""
 POD_DIRECTORY, BUILD_DIRECTORY = "megaflow-pod", "megaflow-build"
 """Kinds of private directories, named ``KIND.HOST.PID-START.RANDOM`` after the process that owns them."""
@@ -36,8 +36,8 @@ def is_private(path: str | os.PathLike[str]) -> bool:
 
 
 def open_to_others(path: Path) -> str:
-    """Explains why a file with a secret is not private, and how to fix it. Empty if only its owner may read or write
-    it.
+    """Explains why a file with a secret is not private, and how to fix it. Returns an empty string if only its owner
+    may read or write it.
 
     Raises:
         OSError: The file is missing.
@@ -49,16 +49,16 @@ def open_to_others(path: Path) -> str:
 
 
 _MAX_LINKS = 40
-"""Symlinks followed before a path counts as a loop, as in the kernel."""
+"""Maximum number of symlinks in a path, as in the kernel. A path with more symlinks counts as a loop."""
 
 
 def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what: str = "it") -> str:
-    """Explains which other user could modify or replace ``path``. Empty if none could.
+    """Explains which other user could modify or replace ``path``. Returns an empty string if no other user could.
 
-    Checks every component of the path, including symlinks. Each must belong to this user, to root or to ``owner``, and
-    must not be writable by its group or others. A parent directory of ``path`` may be writable if it has the sticky
-    bit, because users cannot rename each other's files there. Missing components are assumed to be created by this
-    user.
+    Checks every component of the path, including symlinks. Each component must belong to this user, to root or to
+    ``owner``, and must not be writable by its group or by other users. A parent directory of ``path`` may be writable
+    if it has the sticky bit, because users cannot rename each other's files in it. Missing components are assumed to be
+    created by this user.
 
     Args:
         path: A file or directory.
@@ -102,7 +102,7 @@ def who_may_replace(path: str | os.PathLike[str], owner: int | None = None, what
 
 
 def _open_to(path: str, status: os.stat_result, what: str) -> str:
-    """Returns a message that says who may write to a file or directory, and how to change that."""
+    """Explains which users may write to a file or directory, and how to change that."""
     open_bits = status.st_mode & 0o022
     who = "its group" if open_bits == 0o020 else "everybody"
     change = {0o020: "g-w", 0o002: "o-w"}.get(open_bits, "o-w,g-w")
@@ -128,10 +128,11 @@ def private_directory(path: Path) -> Path:
         status = path.lstat()
     except OSError as error:
         raise SiteError(
-            f"{path}: scratch cannot be made ({error.strerror}); set TMPDIR to a local directory of yours"
+            f"{path}: the scratch directory cannot be created ({error.strerror}); set TMPDIR to a local directory "
+            "that you own"
         ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise SiteError(f"{path}: not a directory of this user's; set TMPDIR to a local directory of yours")
+        raise SiteError(f"{path}: not a directory that you own; set TMPDIR to a local directory that you own")
     if status.st_mode & 0o077:
         path.chmod(0o700)
     return path
@@ -156,7 +157,8 @@ def own_directory(base: Path, name: str) -> Path:
             return private_directory(others[0]) if others else Path(tempfile.mkdtemp(prefix=f"{name}.", dir=base))
     except OSError as error:
         raise SiteError(
-            f"{plain}: scratch cannot be made ({error.strerror}); set TMPDIR to a local directory of yours"
+            f"{plain}: the scratch directory cannot be created ({error.strerror}); set TMPDIR to a local directory "
+            "that you own"
         ) from error
 
 
@@ -229,8 +231,8 @@ def sweep_shared_memory(prefix: str = "mpich") -> int:
 
 
 def _ours(base: str | os.PathLike[str], prefix: str) -> dict[str, os.stat_result]:
-    """Returns this user's entries with ``prefix`` in a world-writable directory. Symlinks are not followed, because
-    any user may have created them."""
+    """Returns this user's entries with ``prefix`` in a world-writable directory, with their status. Does not follow
+    symlinks, because any user may have created them."""
     entries: dict[str, os.stat_result] = {}
     try:
         names = [name for name in os.listdir(base) if name.startswith(prefix)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 def node_name() -> str:
-    """Returns this node's name in Slurm, else the host name."""
+    """Returns this node's name in Slurm, or the host name outside Slurm."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
@@ -47,12 +47,12 @@ class Identity:
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
-        """Returns the identity of the process that currently has ``pid``. ``None`` if it is missing or a zombie."""
+        """Returns the identity of the process that currently has ``pid``, or ``None`` if it is missing or a zombie."""
         fields = stat_fields(pid)
         return cls(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
     def alive(self) -> bool:
-        """Returns whether this process is still running. Zombies do not count."""
+        """Returns whether this process is still running. Zombies count as ended."""
         return Identity.of(self.pid) == self
 
     def kill(self) -> bool:
@@ -86,8 +86,8 @@ def kill_each(pids: Iterable[int]) -> None:
 
 
 def read_proc(path: str) -> bytes:
-    """Reads a file in ``/proc``. Needs half the system calls of a file object, because a watchdog reads thousands per
-    second.
+    """Reads a file in ``/proc``. Makes half as many system calls as a file object, because a watchdog reads thousands
+    of files per second.
 
     Raises:
         OSError: The file cannot be read because the process has ended.
@@ -104,7 +104,8 @@ def read_proc(path: str) -> bytes:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Returns the fields of ``/proc/PID/stat`` from the third (state) onwards. Empty if the process has ended."""
+    """Returns the fields of ``/proc/PID/stat`` from the third (state) onwards, or an empty list if the process has
+    ended."""
     try:
         # The second field is in parentheses and may contain spaces and parentheses.
         return read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()
@@ -176,13 +177,14 @@ def processes() -> Iterator[int]:
 
 
 def argv(pid: int) -> list[bytes]:
-    """Returns a process's command-line arguments. Empty if it has ended or belongs to another user."""
+    """Returns a process's command-line arguments. The list is empty if the process has ended or belongs to another
+    user."""
     return _zero_separated(pid, "cmdline")
 
 
 def environment(pid: int) -> list[bytes]:
-    """Returns a process's initial environment as ``NAME=VALUE`` entries. Empty if it has ended or belongs to another
-    user."""
+    """Returns a process's initial environment as ``NAME=VALUE`` entries. The list is empty if the process has ended or
+    belongs to another user."""
     return _zero_separated(pid, "environ")
 
 
@@ -195,7 +197,8 @@ def _zero_separated(pid: int, name: str) -> list[bytes]:
 
 
 def mapped_files(pid: int) -> set[str]:
-    """Returns the paths of a process's mapped files. Empty if it has ended or belongs to another user."""
+    """Returns the paths of a process's mapped files. The set is empty if the process has ended or belongs to another
+    user."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as file:
             paths = [line.rstrip("\n").partition("/")[2] for line in file]
@@ -213,10 +216,8 @@ def user_name(uid: int) -> str:
 
 
 MAX_DESCRIPTORS = 65_536
-"""Soft limit for processes with many connections, if the hard limit allows it.
-
-The hard limit may be millions. Child processes inherit the soft limit, and some programs loop over all possible
-descriptors.
+"""Soft limit for processes with many connections, if the hard limit allows it. It is lower than the hard limit, which
+may be millions, because child processes inherit it and some programs loop over all possible descriptors.
 """
 
 
@@ -238,7 +239,7 @@ def raise_descriptor_limit() -> None:
 
 
 def inherited_descriptor_limit() -> int | None:
-    """Returns the soft limit with which this process was started. ``None`` if it has not been raised since."""
+    """Returns the soft limit with which this process was started, or ``None`` if it has not been raised since."""
     return _inherited_limit if _inherited_limit != descriptor_limit() else None
 
 

@@ -1,8 +1,8 @@
 """Resolves untrusted paths below a directory, one component at a time, so that no symlink can escape it.
 
-Resolving a path twice may give different results, because another process can change symlinks in between. Here, every
-component is opened by name relative to the directory already open. So the object that was checked is the one that is
-used. Since Linux 5.6, ``openat2`` does the same.
+Resolving a path twice may give different results, because another process can change symlinks in between. This module
+opens every component by name, relative to the directory already open. So the object that was checked is also the object
+that is used. Since Linux 5.6, ``openat2`` does the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) 
     Args:
         root: Descriptor of a directory.
         follow: If the last component is a symlink, open its target. Otherwise open the symlink itself.
-        as_root: Resolve symlinks as if ``root`` were ``/``, as after a chroot, so that none can escape.
+        as_root: Resolve symlinks as if ``root`` were ``/``, as after a chroot, so that no symlink can escape.
 
     Raises:
         OSError: ``EXDEV`` if the path escapes ``root``, otherwise the kernel's error.
@@ -69,7 +69,7 @@ def opened(root: int, path: str, *, follow: bool = True, as_root: bool = False) 
 
 
 def reopen(descriptor: int, flags: int) -> int:
-    """Reopens the object of an ``O_PATH`` descriptor for reading or writing. It must not be a symlink."""
+    """Reopens the object of an ``O_PATH`` descriptor for reading or writing. The object must not be a symlink."""
     return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
 
 

@@ -24,7 +24,8 @@ from megaflow_hpc.host.child import dies_with_parent
 def all_ids() -> tuple[str, ...]:
     """Returns the argv prefix that runs a command as uid 0 of a user namespace with the caller's subordinate ids.
 
-    Without subordinate ids, returns the prefix of :func:`.apptainer.unshare`: uid 0 only, or empty without namespaces.
+    Without subordinate ids, returns the prefix of :func:`.apptainer.unshare`, which maps only uid 0. The prefix is
+    empty if namespaces are unavailable.
     """
     if os.geteuid() == 0 or not unshare() or not shutil.which("newuidmap") or not shutil.which("newgidmap"):
         return unshare()
@@ -66,7 +67,7 @@ def namespace() -> Iterator[tuple[str, ...]]:
 
 
 def _range(path: str, *options: str) -> str:
-    """Returns ``START:COUNT`` of the caller's largest range. Empty if the caller has no range."""
+    """Returns ``START:COUNT`` of the caller's largest range, or an empty string if the caller has no range."""
     name = pwd.getpwuid(os.getuid()).pw_name
     rows = []
     try:

@@ -5,13 +5,14 @@ rank. In the oldest supported Python, ``tarfile`` loops forever on a negative si
 extended header. It also expands sparse files of any size in memory. So this module reads only the few record types that
 tar programs write, and rejects all others. Time and memory are linear in the bytes read.
 
-**Unpacking.** Every file is created by its bare name in a directory that is already open. Every such directory was
-opened step by step from the root without following symlinks. An obstacle, such as a symlink from an earlier archive, is
+**Unpacking.** Every file is created by its bare name in a directory that is already open. That directory was opened
+step by step from the root, without following symlinks. An obstacle, such as a symlink from an earlier archive, is
 replaced. No string from the archive is ever resolved as a path.
 
 Symlinks are created last, and only if their target is relative and has ``..`` only at its beginning. The number of
-``..`` must not exceed the symlink's depth. Each symlink then stays inside, whatever the tree contains now or later: the
-``..`` lead through real directories, and every later name leads down, or to a symlink with the same property.
+``..`` must not exceed the symlink's depth. Each symlink then stays inside the tree, even if the tree changes later. Its
+``..`` components lead through real directories. Its other components lead down, or to a symlink that satisfies the same
+rules.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MAX_EXTENDED_HEADER_BYTES = 1 << 20
 """Maximum size in bytes of an extended header, which contains one or two names."""
 _CHUNK = 1 << 20
 MAX_DEPTH = 200
-"""Maximum depth of directories, because later tree walks may recurse and path lengths are limited."""
+"""Maximum depth of directories. It is limited because later tree walks may recurse, and path lengths are limited."""
 MAX_PATH_BYTES = 2000
 """Maximum length in bytes of a path in the archive."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -58,22 +59,22 @@ class RefusedMember(ValueError):
 
 @dataclass(frozen=True)
 class Member:
-    """One entry, with its name as stored in the archive. ``size`` is in bytes, and set only for files."""
+    """An entry of an archive, with its name as stored. ``size`` is in bytes, and set only for files."""
 
     name: bytes
     kind: Kind
     size: int
     mode: int
     target: bytes
-    """Target of a link."""
+    """Target of a link. Meaningless for other members."""
     uid: int = 0
     gid: int = 0
     mtime: int = 0
-    """Modification time in Unix seconds."""
+    """Modification time in seconds since the Unix epoch."""
 
 
 class TarReader:
-    """Reads the members of an archive in order. :meth:`content` reads the content of the current one.
+    """Reads the members of an archive in order. :meth:`content` reads the content of the current member.
 
     Args:
         stream: The uncompressed archive. It is read sequentially to the end, without seeking.
@@ -146,7 +147,7 @@ class TarReader:
         return Member(name, kind, self._left, mode, target, uid, gid, modified_at)
 
     def content(self) -> Iterator[bytes]:
-        """Yields the remaining content of the current file, in chunks.
+        """Yields the unread content of the current file, in chunks.
 
         Raises:
             RefusedMember: The archive ends within the content.
@@ -176,14 +177,14 @@ class TarReader:
 def _checked(header: bytes) -> int:
     """Returns the size in a header, after verifying the checksum."""
     if _number(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * ord(" "):
-        raise RefusedMember("not a tar archive, or a damaged one")
+        raise RefusedMember("not a tar archive, or damaged")
     return _number(header[124:136])
 
 
 def _number(field: bytes) -> int:
     if field[0] & 0x80:  # GNU's base-256 encoding, for values too large for octal digits
         if field[0] != 0x80 or any(field[1:-7]):
-            raise RefusedMember("a number that is negative or beyond reason")
+            raise RefusedMember("a number that is negative or too large")
         return int.from_bytes(field[-7:], "big")
     text = field.partition(b"\0")[0].strip()
     if text.strip(b"01234567"):
@@ -192,7 +193,7 @@ def _number(field: bytes) -> int:
 
 
 def _optional_number(field: bytes, extended: bytes | None) -> int:
-    """Returns a non-essential number, or 0 if it is invalid."""
+    """Parses a number from a header or an extended record. Returns 0 if it is invalid."""
     try:
         return _number(field) if extended is None else _decimal(extended.partition(b".")[0])
     except RefusedMember:
@@ -220,10 +221,10 @@ def _records(data: bytes) -> dict[bytes, bytes]:
         length = _decimal(digits)
         record = data[at + len(digits) + 1 : at + length]
         if length <= len(digits) + 2 or at + length > len(data) or record[-1:] != b"\n":
-            raise RefusedMember("a broken extended header")
+            raise RefusedMember("a damaged extended header")
         keyword, equals, value = record[:-1].partition(b"=")
         if not equals or keyword.startswith(b"GNU.sparse"):
-            raise RefusedMember(f"{keyword[:40]!r} in an extended header: a sparse file, or a broken one")
+            raise RefusedMember(f"{keyword[:40]!r} in an extended header: a sparse file, or a damaged archive")
         records[keyword] = value
         at += length
     return records
@@ -234,7 +235,7 @@ def _records(data: bytes) -> dict[bytes, bytes]:
 
 @dataclass
 class Budget:
-    """Remaining budget for writing: bytes of content, and number of files, directories and links."""
+    """Remaining budget for unpacking: bytes of content, and number of files, directories and links."""
 
     bytes: int
     entries: int
@@ -297,12 +298,15 @@ def plain(name: bytes) -> Parts:
     if b".." in parts:
         raise RefusedMember(f"{name[:200]!r} leaves the directory")
     if len(parts) > MAX_DEPTH or len(name) > MAX_PATH_BYTES:
-        raise RefusedMember(f"{len(parts)} directories in one another, or a name of {len(name)} bytes")
+        raise RefusedMember(
+            f"a path of {len(parts)} components and {len(name)} bytes; {MAX_DEPTH} and {MAX_PATH_BYTES} are allowed"
+        )
     return parts
 
 
 class TreeWriter:
-    """Writes files below one directory. The directory's own path is trusted and may be a symlink; see the module.
+    """Writes files below one directory. The directory's own path is trusted and may be a symlink. The module docstring
+    describes the method.
 
     Methods raise :class:`RefusedMember` if the budget is exceeded or a directory exists in place of a file. They may
     also raise :class:`OSError`.
@@ -315,7 +319,7 @@ class TreeWriter:
         self._here, self._at = os.dup(self._root), cast(Parts, ())  # most files share the previous directory
         self._files: set[Parts] = set()
         self._links: dict[Parts, bytes] = {}
-        """Symlink targets by path. Empty for skipped symlinks."""
+        """Symlink targets by path. The target of a skipped symlink is empty."""
 
     def __enter__(self) -> Self:
         return self
@@ -361,7 +365,7 @@ class TreeWriter:
             with open(descriptor, "rb", buffering=0) as file:
                 self.file(parts, iter(lambda: file.read(_CHUNK), b""), mode)
         else:
-            raise RefusedMember(f"a link to {b'/'.join(source)[:200]!r}, which did not come before it")
+            raise RefusedMember(f"a link to {b'/'.join(source)[:200]!r}, which does not precede it")
 
     def link(self, parts: Parts, target: bytes) -> None:
         """Schedules a symlink for creation at the end. Skips a symlink that could escape the directory."""
@@ -387,27 +391,27 @@ class TreeWriter:
             try:
                 os.unlink(name, dir_fd=parent)
             except IsADirectoryError:
-                raise RefusedMember(f"a file {name[:200]!r} where there is a directory") from None
+                raise RefusedMember(f"a file {name[:200]!r} in place of a directory") from None
             return os.open(name, _NEW, mode, dir_fd=parent)
 
     def _open(self, parts: Parts) -> int:
-        """Returns a descriptor of the directory at ``parts``, creating missing parents. It stays open until another
-        directory is requested."""
+        """Returns a descriptor of the directory at ``parts``, creating missing parents. The descriptor stays open until
+        the next call for another directory."""
         if parts == self._at:
             return self._here
         begin = len(self._at) if parts[: len(self._at)] == self._at else 0
-        here = os.dup(self._here if begin else self._root)
+        descriptor = os.dup(self._here if begin else self._root)
         try:
             for part in parts[begin:]:
-                below = self._enter(here, part)
-                os.close(here)
-                here = below
+                subdirectory = self._enter(descriptor, part)
+                os.close(descriptor)
+                descriptor = subdirectory
         except BaseException:
-            os.close(here)
+            os.close(descriptor)
             raise
         os.close(self._here)
-        self._here, self._at = here, parts
-        return here
+        self._here, self._at = descriptor, parts
+        return descriptor
 
     def _enter(self, here: int, name: bytes) -> int:
         try:
@@ -422,7 +426,8 @@ class TreeWriter:
 
 
 def stays_inside(target: bytes, depth: int) -> bool:
-    """Returns whether a symlink in a directory at this depth can never point outside, whatever the tree contains."""
+    """Returns whether a symlink in a directory at this depth can never point outside the tree, even if the tree
+    changes."""
     parts = [part for part in target.split(b"/") if part not in (b"", b".")]
     up = next((number for number, part in enumerate(parts) if part != b".."), len(parts))
     return bool(target) and not target.startswith(b"/") and up <= depth and b".." not in parts[up:]

@@ -1,8 +1,8 @@
 """Messages between processes: msgpack maps, framed on sockets with a four-byte little-endian length.
 
 A frame contains a *parcel*: one or more packed messages in a row. A process in the middle forwards parcels without
-unpacking them. Messages that accumulate while it is busy are forwarded as one parcel. Strings may contain lone
-surrogates, from undecodable sandbox output, which are preserved.
+unpacking them. Messages that accumulate while it is busy are forwarded as one parcel. Lone surrogates in strings, which
+come from undecodable sandbox output, are preserved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pack(message: Any, strict: bool = False) -> bytes:
     """Packs one message or part of a message.
 
     Args:
-        strict: Reject values that msgpack does not support. Otherwise, send their ``str``.
+        strict: Reject values that msgpack does not support. If false, sends their ``str`` instead.
 
     Raises:
         TypeError: ``strict`` is set and msgpack does not support a value.
@@ -37,7 +37,8 @@ def pack(message: Any, strict: bool = False) -> bytes:
 
 
 def packer() -> Callable[[Any], bytes]:
-    """Returns a reusable, single-threaded variant of :func:`pack` that takes half the time for small messages."""
+    """Returns a variant of :func:`pack` that takes half the time for small messages. It is reusable, but not
+    thread-safe."""
     return msgpack.Packer(unicode_errors="surrogatepass", default=str).pack
 
 
@@ -112,7 +113,7 @@ class WireLink:
         """Returns the next message, or ``None`` if none has arrived.
 
         Raises:
-            EOFError: The peer closed the connection or sent an invalid message.
+            EOFError: The peer has closed the connection or sent an invalid message.
         """
         if not self._messages:
             parcel = self.receive_parcel(0)

@@ -39,11 +39,11 @@ from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 _providers: dict[tuple[asyncio.AbstractEventLoop, str], tuple[ApptainerProvider, list[ApptainerEnvironment]]] = {}
-"""Event loop and scratch directory → provider, and the environments currently using it."""
+"""Maps (event loop, scratch directory) to a provider and the environments that currently use it."""
 
 
 class ApptainerEnvironment(BaseEnvironment):
-    """Sandbox of one trial. The module docstring lists the keyword arguments."""
+    """The sandbox of one trial. The module docstring lists the keyword arguments."""
 
     def __init__(
         self,
@@ -155,8 +155,8 @@ class ApptainerEnvironment(BaseEnvironment):
         return provider
 
     async def stop(self, delete: bool) -> None:
-        """Stops the sandbox, and closes the provider after its last sandbox. Nothing is kept, whatever ``delete``
-        is."""
+        """Stops the sandbox, and closes the provider after its last sandbox. Removes all files, even if ``delete`` is
+        false."""
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.stop()

@@ -1,9 +1,12 @@
-"""The ledger: blocks, claims, leases and seals in ``RUN/tasks`` and ``RUN/ledger``. Pods coordinate only here.
+"""The ledger: blocks, claims, leases and seals in ``RUN/tasks`` and ``RUN/ledger``.
 
-The input is rollouts, grouped into blocks. The outputs are claims and seals. A seal tells readers how much of a journal
-is valid. All rules hold on NFS and Lustre: hosts never compare wall clocks or mtimes, and use no file locks. Planning
-writes blocks. Pods claim them through :class:`Ledger`. A consumer of the rollouts adds blocks while it holds an
-:class:`OpenLease`. Readers open a ledger without an identity.
+Pods coordinate only through these files. Rollouts are grouped into blocks, and a pod claims a block before it runs the
+block's rollouts. If another pod takes over the block, a seal tells readers how much of the first pod's journal is
+valid. The protocol works on NFS and Lustre: it never compares wall clocks or mtimes of different hosts, and uses no
+file locks.
+
+Planning writes blocks. Pods claim them through :class:`Ledger`. A consumer of the rollouts adds blocks while it holds
+an :class:`OpenLease`. Readers open a ledger without an identity.
 """
 
 from megaflow_hpc.ledger.blocks import Block, add_blocks, read_block, read_blocks, write_blocks

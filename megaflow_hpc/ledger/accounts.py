@@ -1,13 +1,14 @@
-"""Accounts of pod starts: progress, core-seconds and stored rollouts.
+"""Accounting of pod starts: progress, core-seconds and stored rollouts.
 
-They come from leases, events and the record of ended pods. A start takes over the sums of the element's earlier starts
-into its own lease, under the key ``earlier``. For pods that ended for good, the coordinator adds the sums to the record
-``ledger/ended/<n>``. A new version of the record is linked under the next number, so only one of two coordinators can
-add to the same version. The latest number counts.
+The numbers come from leases, events and the record of ended pods. A new start of an array element copies the totals of
+the element's earlier starts into its own lease, under the key ``earlier``. When a pod has ended or is gone, the
+coordinator adds its totals to the record ``ledger/ended/<n>``. Each new version of the record is hard-linked under the
+next number, so only one coordinator can extend a given version. The highest number is current.
 
-An element may start again after its last start was recorded and before that lease is removed. So a lease lists under
-``took`` the leases that it has taken over. The record keeps the facts of each start apart, under ``recent``, until the
-start's lease has been absent for long enough. Facts of a start that a lease has taken over do not count.
+An element may restart after its last start was recorded, but before that start's lease is removed. To avoid counting a
+start twice, each lease lists under ``took`` the starts whose totals it includes. The record also keeps recent starts
+separate from its totals, under ``recent``, until their leases have been absent for long enough. A recent start that is
+listed under ``took`` in any lease is not counted again.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from megaflow_hpc.rundir.logs import last_events
 from megaflow_hpc.rundir.record import JOB_ID, array_of
 
 RECENT_EVENTS = 200
-"""Read this many of the latest events of a start that has not ended."""
+"""Number of latest events to read for a start that has not ended."""
 
 
 class Progress(NamedTuple):
     """Progress of a pod, as published in its lease."""
 
     t: Time
-    """Unix seconds, by the pod's clock."""
+    """Time of publication in Unix seconds, on the pod's clock."""
     running: Count
     queued: Count
     stored: Count
     tokens: Count = 0
-    """Number of tokens that engines have sampled for the pod."""
+    """Number of tokens that the engines have sampled for this pod."""
     tokens_per_s: Number = 0.0
 
 
 def progress_of(lease: Mapping[str, object]) -> Progress | None:
-    """Returns the progress published in a pod's lease, or ``None``."""
+    """Returns the progress published in a pod's lease, or ``None`` if it is missing or invalid."""
     try:
         content = {**Progress._field_defaults, **lease}
         return msgspec.convert([content[name] for name in Progress._fields], Progress)
@@ -52,9 +53,13 @@ def progress_of(lease: Mapping[str, object]) -> Progress | None:
 
 
 def stored_by(run: RunDir, pod: str, lease: Mapping[str, Any]) -> int:
-    """Returns the number of rollouts that a start of a pod (``<pod>.<start>``) has stored.
+    """Returns the number of rollouts that one start of a pod has stored.
 
-    Reads its last events too. They are newer than its lease if the start was killed or its run was moved.
+    Also reads the start's last events, which are newer than its lease if the start was killed or the run was moved.
+
+    Args:
+        pod: ``<pod>.<start>``.
+        lease: Content of the start's lease.
     """
     progress = progress_of(lease)
     events, all_of_them = last_events(run, pod, 1 if lease.get("ended") else RECENT_EVENTS)
@@ -68,19 +73,19 @@ def stored_by(run: RunDir, pod: str, lease: Mapping[str, Any]) -> int:
 
 
 Facts = dict[str, Any]
-"""Sums over starts: the number of ``starts`` and of ``stored`` rollouts, ``core_s``, ``began_at`` of the first start in
-Unix seconds, ``journals`` (the number of starts that stored a rollout), and ``arrays`` (ids of their Slurm jobs). Empty
-before the first start."""
+"""Accounting totals over pod starts. Empty before the first start. Keys: ``starts`` and ``stored`` count starts and
+stored rollouts. ``core_s`` is in core-seconds. ``began_at`` is when the first start began, in Unix seconds.
+``journals`` counts the starts that stored a rollout. ``arrays`` lists the ids of their Slurm job arrays."""
 TOOK = "took"
 MAX_TOOK = 100
-"""Maximum number of names under ``took``. A name is needed only for some minutes."""
+"""Maximum number of names under ``took``. Each name is needed for a few minutes only."""
 MAX_LOOKS = 10
 """Maximum number of attempts to read the record. An attempt fails only if a coordinator has just replaced the
 record."""
 
 
 def facts_of(lease: Mapping[str, Any]) -> Facts:
-    """Returns the facts of one start. Excludes earlier starts."""
+    """Returns the totals of a single start, excluding earlier starts."""
     stored, job = _count(lease.get("stored")), lease.get("job_id")
     array = array_of(job) if isinstance(job, str) else None
     return {
@@ -94,7 +99,7 @@ def facts_of(lease: Mapping[str, Any]) -> Facts:
 
 
 def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
-    """Adds up facts. Values of a wrong type count as missing."""
+    """Sums several totals. Values of the wrong type count as missing."""
     total: Facts = {}
     for facts in several:
         if not facts:
@@ -111,7 +116,11 @@ def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
 
 
 def facts_of_starts(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
-    """Adds up the facts of some starts of one array element, and of the earlier starts that their leases include."""
+    """Sums the totals of several starts of one array element, and of the earlier starts that their leases include.
+
+    Args:
+        leases: ``<pod>.<start>`` → content of its lease.
+    """
     several: list[Mapping[str, Any]] = []
     for name in sorted(leases, key=lambda name: (len(name), name), reverse=True):  # the latest start first
         several.append(facts_of(leases[name]))
@@ -122,10 +131,10 @@ def facts_of_starts(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
 
 
 def take_over(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
-    """Returns the entry ``earlier`` of a start's lease.
+    """Returns the value of ``earlier`` for a new start's lease. Empty if there are no earlier starts.
 
     Args:
-        leases: ``<pod>.<start>`` → lease, for earlier starts of the element.
+        leases: ``<pod>.<start>`` → content of its lease, for earlier starts of the same element.
     """
     facts = facts_of_starts(leases)
     took = sorted(taken_over(leases) | leases.keys(), key=lambda name: (len(name), name))
@@ -133,12 +142,12 @@ def take_over(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
 
 
 def taken_over(leases: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Returns the starts that the starts with these leases have taken over."""
+    """Returns the names ``<pod>.<start>`` of all starts whose totals these leases include."""
     return {name for lease in leases.values() for name in _texts(_earlier(lease).get(TOOK))}
 
 
 def recent(record: Mapping[str, Any]) -> dict[str, Facts]:
-    """Returns ``<pod>.<start>`` → facts, for the starts that a record of ended pods keeps apart."""
+    """Returns ``<pod>.<start>`` → totals, for the starts that a record of ended pods lists separately."""
     apart = record.get("recent")
     if not isinstance(apart, Mapping):
         return {}
@@ -146,12 +155,16 @@ def recent(record: Mapping[str, Any]) -> dict[str, Facts]:
 
 
 def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, Facts]:
-    """Returns the facts of every start that the run ever had, for
+    """Returns the totals of every start in the history of the run, for
     :meth:`~megaflow_hpc.rundir.budget.CampaignBudget.exceeded`.
 
     Args:
         leases: ``<pod>.<start>`` → content of its lease.
         record: The latest record of ended pods.
+
+    Returns:
+        ``<pod>.<start>`` → totals of that start; ``<pod>.<start> earlier`` → totals of the element's earlier starts;
+            the empty string → totals of all ended pods.
     """
     counted = set(record.get("names", ()))
     took = taken_over(leases)
@@ -167,14 +180,18 @@ def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any])
 
 
 def counted(name: str, lease: dict[str, Any]) -> Steps[dict[str, Any]]:
-    """Returns the lease with an exact ``stored`` count, including rollouts stored since its last renewal."""
+    """Returns the lease with an exact ``stored`` count, including rollouts stored after its last renewal."""
     if not lease or lease.get("ended"):
         return lease
     return {**lease, "stored": (yield Stored(name, lease))}
 
 
 def read_record() -> Steps[tuple[int, dict[str, Any]]]:
-    """Returns number and content of the latest record of ended pods, or (0, {}) if there is none."""
+    """Returns the number and content of the latest record of ended pods, or ``(0, {})`` if there is none.
+
+    Raises:
+        FileNotFoundError: The record is listed but cannot be read.
+    """
     number = 0
     for _ in range(MAX_LOOKS):
         number = max((int(name) for name in (yield Names(ENDED)) if name.isdigit()), default=0)

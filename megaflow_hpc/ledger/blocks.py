@@ -1,15 +1,15 @@
-"""Blocks: immutable lists of rollouts, the unit that pods claim.
+"""Blocks: immutable lists of rollouts. A block is the unit that pods claim.
 
-The number of file-system operations grows with the number of blocks, not with the number of rollouts. A block is a
-JSON file ``RUN/tasks/<number>.json``. Blocks are never removed. The plan adds blocks, and so do ``resume --failed``,
-pods that hand off work, and consumers of the rollouts while the campaign runs.
+File-system traffic grows with the number of blocks, not with the number of rollouts. Each block is a JSON file
+``RUN/tasks/<number>.json`` and is never removed. Blocks are created by planning, by ``resume --failed``, by pods that
+hand off work, and by consumers that add rollouts to a running campaign.
 
-*Adding exactly once.* A process reserves a block number by hard-linking its file. A repeated call, or another process
-with the same token, must find the blocks that the first call added. So the first process links a record
-``ledger/added/<token>.0`` beforehand. The record contains the split into blocks, and the number of the first block.
-Every process with that token then links the same blocks under the same numbers. If other rollouts have taken a number,
-the next record ``<token>.1`` contains the number at which the remaining blocks start, and so on. Records never change,
-so all processes agree on the numbers.
+*Adding exactly once.* A process reserves a block number by hard-linking the block's file. If a call is repeated, or
+another process uses the same token, it must find the blocks that the first call added. So the first process first links
+a record ``ledger/added/<token>.0``. The record contains the split into blocks and the number of the first block. Every
+process with that token then links the same blocks under the same numbers. If a number is already taken by other
+rollouts, a further record ``<token>.1`` defines the number at which the remaining blocks start, and so on. Records
+never change, so all processes agree on the numbers.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.types import Rollout
 
 MAX_BLOCK = 256
-"""Maximum number of rollouts in a block. Larger blocks lose more unfinished work with a pod. Smaller blocks need more
-claims, each with five metadata operations."""
+"""Maximum number of rollouts in a block. With larger blocks, more unfinished work is lost when a pod dies. With smaller
+blocks, pods need more claims, and each claim costs five metadata operations."""
 WAVE_SHARE = 3
-"""Each wave of blocks takes 1/WAVE_SHARE of the remaining work. So blocks become small towards the end, and no pod has
-a backlog while others are idle (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
+"""Each wave of blocks contains 1/WAVE_SHARE of the remaining work. Blocks shrink towards the end, so no pod has a
+backlog while other pods are idle (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
 TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 MAX_LOOKS = 10
-"""Maximum number of attempts to read a file that must exist, but that a cache may still hide."""
+"""Maximum number of attempts to read an existing file that a cache may still hide."""
 
 
 class RolloutGroups(Sequence[Rollout]):
-    """The rollouts of a plan as a sequence that creates each rollout on access. Only the groups are stored.
+    """Sequence of a plan's rollouts. Stores only the groups and creates each rollout on access.
 
     Args:
-        groups: The first sample of each group, and the sample indices of the group.
+        groups: The first rollout and the sample indices of each group.
     """
 
     def __init__(self, groups: Iterable[tuple[Rollout, Sequence[int]]] = ()) -> None:
@@ -63,18 +63,18 @@ class RolloutGroups(Sequence[Rollout]):
         return self._ends[-1] if self._ends else 0
 
     @overload
-    def __getitem__(self, place: int) -> Rollout: ...
+    def __getitem__(self, index: int) -> Rollout: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Rollout]: ...
+    def __getitem__(self, index: slice) -> list[Rollout]: ...
 
-    def __getitem__(self, place: int | slice) -> Rollout | list[Rollout]:
-        if isinstance(place, slice):
-            return [self[n] for n in range(*place.indices(len(self)))]
-        place = range(len(self))[place]
-        group = bisect_right(self._ends, place)
+    def __getitem__(self, index: int | slice) -> Rollout | list[Rollout]:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        group = bisect_right(self._ends, index)
         first, samples = self._groups[group]
-        return replace(first, sample_index=samples[place - self._ends[group] + len(samples)])
+        return replace(first, sample_index=samples[index - self._ends[group] + len(samples)])
 
     def __iter__(self) -> Iterator[Rollout]:
         for first, samples in self._groups:
@@ -86,7 +86,7 @@ class RolloutGroups(Sequence[Rollout]):
         return [first for first, _ in self._groups]
 
     def spans(self) -> list[range]:
-        """Returns the range of indices of each group."""
+        """Returns the range of positions of each group in the sequence."""
         return [range(end - len(samples), end) for end, (_, samples) in zip(self._ends, self._groups, strict=True)]
 
     def where(self, chosen: Callable[[Rollout], bool]) -> RolloutGroups:
@@ -96,7 +96,7 @@ class RolloutGroups(Sequence[Rollout]):
 
 @dataclass(frozen=True)
 class Block:
-    """Rollouts that are claimed together."""
+    """A numbered list of rollouts that a pod claims as a whole."""
 
     number: int
     rollouts: tuple[Rollout, ...]
@@ -110,14 +110,14 @@ class _BlockFile(msgspec.Struct):
 
 
 def deal(work: Sequence[float], pods: int, longest_first: bool = False) -> list[list[int]]:
-    """Distributes items over blocks. Returns the items of each block, in claim order.
+    """Distributes items over blocks. Returns the item indices of each block, in claim order.
 
-    Blocks come in waves. A wave contains about 1/:data:`WAVE_SHARE` of the remaining work.
+    Blocks come in waves. Each wave contains about 1/:data:`WAVE_SHARE` of the remaining work.
 
     Args:
-        work: Expected cost of each item. All 1 if unknown.
-        longest_first: Start with the most expensive items. They are dealt round-robin over the blocks of a wave.
-            Otherwise the first pods would get more expensive items than slots.
+        work: Expected cost of each item, in any unit. Use 1 for each item if the costs are unknown.
+        longest_first: Start with the most expensive items and deal them round-robin over the blocks of a wave.
+            Otherwise the first pods would get more expensive items than they have slots.
     """
     order = sorted(range(len(work)), key=lambda n: -work[n]) if longest_first else list(range(len(work)))
     blocks: list[list[int]] = []
@@ -146,12 +146,16 @@ def split(
     expected_s: Callable[[Rollout], float] | None = None,
     whole: bool = True,
 ) -> Iterator[list[Rollout]]:
-    """Splits rollouts into blocks for ``pods`` pods, or into blocks of about ``size``. Samples of a group stay
-    together. Yields one block at a time, because a plan may have a million rollouts.
+    """Splits rollouts into blocks. Samples of a group stay together.
+
+    Yields one block at a time, because a plan may contain a million rollouts.
 
     Args:
-        expected_s: Returns the expected duration of a rollout. Groups are sorted by their total, longest first.
-        whole: Keep groups whole even if there are fewer groups than pods.
+        pods: Number of pods to split for.
+        size: Approximate number of rollouts in a block. ``None`` derives it from ``pods``.
+        expected_s: Function that returns the expected duration of a rollout in seconds. If given, groups are sorted by
+            their total duration, longest first.
+        whole: True to keep groups whole even if there are fewer groups than pods.
     """
     groups, dealt = _deal_groups(rollouts, pods, size, expected_s, whole)
     for block in dealt:
@@ -159,7 +163,7 @@ def split(
 
 
 def count_blocks(rollouts: Sequence[Rollout], pods: int, whole: bool = True) -> int:
-    """Returns the number of blocks that :func:`split` would return."""
+    """Returns the number of blocks that :func:`split` would yield."""
     return len(_deal_groups(rollouts, pods, None, None, whole)[1])
 
 
@@ -170,7 +174,7 @@ def _deal_groups(
     expected_s: Callable[[Rollout], float] | None,
     whole: bool,
 ) -> tuple[list[range], list[list[int]]]:
-    """Returns the rollout indices of each group or part of a group, and the group numbers of each block."""
+    """Returns the rollout indices of each group (or part of a group), and the group indices of each block."""
     groups = _spans(rollouts)
     if not whole:
         parts: list[range] = []
@@ -210,7 +214,7 @@ def write_blocks(
     expected_s: Callable[[Rollout], float] | None = None,
     whole: bool = True,
 ) -> list[int]:
-    """Splits rollouts into blocks like :func:`split`, appends them, and returns their numbers."""
+    """Splits rollouts as :func:`split` does, writes the blocks, and returns their numbers."""
     files = Files(run)
     number = max((number for number in numbers(run) if number < FIRST_HANDED_OFF), default=-1) + 1
     written = []
@@ -226,17 +230,18 @@ def write_blocks(
 def add_blocks(
     run: RunDir, rollouts: Sequence[Rollout], token: str, pods: int = 1, size: int | None = None
 ) -> list[int]:
-    """Adds blocks to a campaign, even while it runs, and returns their numbers. Splits like :func:`split`.
+    """Adds blocks to a campaign, which may be running, and returns their numbers.
 
-    The call is idempotent: with the same token it adds nothing and returns the same numbers, even if an earlier caller
-    was killed at any point. Running pods claim the new blocks. Pods wait for them while there is an open lease.
-    ``resume`` starts new pods.
+    Splits the rollouts as :func:`split` does. The call is idempotent: repeated with the same token, it adds nothing and
+    returns the same numbers. This holds even if an earlier caller was killed at any point. Running pods claim the new
+    blocks. Idle pods wait for new blocks while a consumer holds an open lease. If no pods are left, ``resume`` starts
+    new ones.
 
     Args:
         token: Idempotency token of this batch, unique in the run.
 
     Raises:
-        LedgerError: The token is not a valid file name, or was used for other rollouts.
+        LedgerError: The token is not a valid file name or was used for other rollouts, or there are no rollouts.
         OSError: The run directory is full or unavailable. The call may be repeated.
     """
     make_directory(run.path / ADDED)
@@ -244,14 +249,14 @@ def add_blocks(
 
 
 def add(blocks: Sequence[Sequence[Rollout]], token: str, private: str) -> Steps[list[int]]:
-    """Adds blocks of rollouts once per token, as steps, and returns their numbers.
+    """Adds blocks of rollouts once per token and returns their numbers.
 
     Args:
-        blocks: The caller's split of the rollouts. If another process with this token was faster, its split counts.
-        private: Prefix for the private files of this call.
+        blocks: The rollouts of each block. If another process with the same token was faster, its split is used.
+        private: Prefix for the names of this call's private files.
 
     Raises:
-        LedgerError: The token is not a valid file name, or was used for other rollouts.
+        LedgerError: The token is not a valid file name or was used for other rollouts, or there are no rollouts.
     """
     if not TOKEN.match(token):
         raise LedgerError(f"token {token!r}: letters, digits and ._- alone; it names a file")
@@ -287,7 +292,8 @@ def digest(rollouts: Sequence[Rollout]) -> str:
 
 
 def _agree(token: str, turn: int, about: Mapping[str, Any], private: str) -> Steps[Mapping[str, Any]]:
-    """Returns the record of a turn. Its first writer decides the numbers of the remaining blocks for all processes."""
+    """Reads the token's record with number ``turn``, or creates it. The first writer fixes the numbers of the remaining
+    blocks for all processes."""
     path = added_path(token, turn)
     record = yield Read(path)
     if record is not None:
@@ -300,7 +306,7 @@ def _agree(token: str, turn: int, about: Mapping[str, Any], private: str) -> Ste
 
 
 def _place(number: int, content: Mapping[str, Any], private: str) -> Steps[bool]:
-    """Links a block. Returns True if it now exists, even if another process with the same token linked it."""
+    """Links a block. Returns True if the block now exists, even if another process with the same token linked it."""
     if (yield Link(task_path(number), content, private)):
         return True
     existing = yield from _read_existing(task_path(number))
@@ -319,7 +325,7 @@ def _read_existing(path: str) -> Steps[Mapping[str, Any]]:
 
 
 def numbers(run: RunDir) -> list[int]:
-    """Returns the numbers of all blocks, from a single listing."""
+    """Lists the numbers of all blocks."""
     return block_numbers(os.listdir(run.tasks)) if run.tasks.is_dir() else []
 
 
@@ -341,5 +347,5 @@ def read_block(run: RunDir, number: int) -> Block:
 
 
 def read_blocks(run: RunDir, which: Iterable[int] | None = None) -> list[Block]:
-    """Reads the given blocks, or all. Raises like :func:`read_block`."""
+    """Reads the given blocks, or all blocks if ``which`` is ``None``. Raises the errors of :func:`read_block`."""
     return [read_block(run, number) for number in (numbers(run) if which is None else which)]

@@ -1,8 +1,8 @@
 """File-system calls of the ledger, as data.
 
 The rules (:mod:`~megaflow_hpc.ledger.rules`) are generators that yield these calls and receive the results.
-:class:`~megaflow_hpc.ledger.files.Files` executes the calls. So tests can run the same code through every interleaving
-of its calls, and on a file system that misbehaves on purpose. Paths are relative to the run directory.
+:class:`~megaflow_hpc.ledger.files.Files` executes the calls. Tests can therefore run the same code through every
+interleaving of its calls, and on a file system with injected faults. Paths are relative to the run directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Names:
 
     directory: str
     private: bool = False
-    """True to list private names too. They begin with a dot."""
+    """True to include private names, which begin with a dot."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Read:
     """Opens and reads a JSON file. Result: ``dict``, or ``None`` if the file is missing.
 
     Raises:
-        ValueError: The file is being written.
+        ValueError: The file is not valid JSON, for example because another process is writing it.
     """
 
     path: str
@@ -43,20 +43,21 @@ class There:
 
 @dataclass(frozen=True)
 class Link:
-    """Publishes a complete file under a name that only one process can take. Result: ``bool``, True if this call
-    took it."""
+    """Publishes a complete file under a name that only one process can take. Result: True if this call took the
+    name."""
 
     path: str
     content: Mapping[str, Any] = field(hash=False)
     token: str = ""
-    """Name of the private file. A call with the same token is a retry of a call that may have succeeded."""
+    """Identifies the private file. A call with the token of an earlier call is a retry, and the earlier call may have
+    succeeded."""
     keep: bool = False
-    """True to keep the private file for the next call with this token."""
+    """True to keep the private file, so that the next call with this token can link it again."""
 
 
 @dataclass(frozen=True)
 class Publish:
-    """Publishes a complete file, replacing an existing one."""
+    """Writes a complete file atomically, replacing any existing file."""
 
     path: str
     content: Mapping[str, Any] = field(hash=False)
@@ -86,19 +87,19 @@ class Remove:
 
 @dataclass(frozen=True)
 class Clock:
-    """Reads this machine's monotonic clock. Result: seconds."""
+    """Reads this machine's monotonic clock. Result: ``float``, in seconds."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """Measures the journal of ``<pod>.<start>``. Result: number of bytes in complete records."""
+    """Measures the journal of ``<pod>.<start>``. Result: ``int``, the number of bytes in complete records."""
 
     owner: str
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Counts the rollouts that ``<pod>.<start>`` has stored. The lease may show fewer. Result: ``int``."""
+    """Counts the rollouts that ``<pod>.<start>`` has stored. The count in its lease may lag behind. Result: ``int``."""
 
     owner: str
     lease: Mapping[str, Any] = field(hash=False)
@@ -106,7 +107,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Do:
-    """Makes results durable. No result."""
+    """Calls ``action``, which makes results durable. No result."""
 
     action: Callable[[], object]
 

@@ -1,13 +1,13 @@
-"""Consumers of the rollouts: the leases that keep a campaign open, and the end of the campaign.
+"""Consumers: processes that read rollouts and may add more, such as a trainer. Their leases keep a campaign open.
 
-``RUN/ledger/open/<consumer>`` exists from planning or :meth:`OpenLease.open` until the consumer closes it, whether or
-not the consumer is running. Meanwhile the campaign is not finished and its engines keep running. Pods without work wait
-until the lease expires.
+The file ``RUN/ledger/open/<consumer>`` is created by planning or by :meth:`OpenLease.open`. It exists until the
+consumer closes it, whether or not the consumer is running. As long as it exists, the campaign is not finished and its
+engines keep running. Pods without work wait until the lease expires.
 
 A campaign is finished once all blocks are done and no consumer may add more. The finished mark records the number of
-blocks that it covers (:func:`megaflow_hpc.rundir.marks.counts`). A pod may list the blocks before one is added, and
-write the mark afterwards. That mark is void, and so is an earlier mark once a block is added. No process deletes a
-mark, because it might delete a newer one.
+blocks that it covers (:func:`megaflow_hpc.rundir.marks.counts`). A mark that covers fewer blocks than exist is void.
+This happens if a block is added after the mark was written, or while a pod is about to write it. Processes never delete
+marks, because they might delete a newer one.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, Marks, counts
 
 READ_S = 10.0
-"""Seconds between two reads of the open leases by a pod. It lists their names at every poll."""
+"""Interval in seconds at which a pod reads the open leases. The pod lists their names at every poll."""
 
 
 @dataclass
 class Consumers:
-    """Tracks the consumers that may add blocks. A lease counts as fresh when it is seen for the first time."""
+    """Tracks the consumers that may add blocks. A lease counts as fresh when it is first seen."""
 
     open_s: float = TIMES.open_s
     opened: bool = False
-    """True if some consumer may add blocks, as of the last :meth:`look`."""
+    """True if any consumer may add blocks, as of the last :meth:`look`."""
     awaited: bool = False
-    """True if some consumer's lease has not expired, as of the last :meth:`look`."""
+    """True if any consumer's lease has not expired, as of the last :meth:`look`."""
     _leases: dict[str, Lease] = field(default_factory=dict)
     _read_at: float | None = None
 
     def look(self) -> Steps[None]:
-        """Updates the list of consumers and reads their leases."""
+        """Lists the consumers. Reads their leases if the last read was at least :data:`READ_S` seconds ago."""
         names = yield Names(OPEN)
         self.opened = bool(names)
         if not names:
@@ -62,9 +62,10 @@ class Consumers:
 
 
 def finish(by: str, known: Iterable[int] = ()) -> Steps[bool]:
-    """Writes the finished mark if the campaign is finished. Returns whether it is finished.
+    """Writes the finished mark if the campaign is finished. Returns True if it is finished.
 
     Args:
+        by: Name of the pod or consumer that writes the mark.
         known: Blocks that exist, even if a stale listing does not show them.
     """
     blocks = set(known)
@@ -91,13 +92,13 @@ RENEW_S = 30.0
 
 
 class OpenLease:
-    """Open lease of one consumer, for the consumer itself. All methods are idempotent and may raise OSError.
+    """A consumer's own lease, which keeps the campaign open. All methods are idempotent and may raise OSError.
 
     Args:
         consumer: Name of the consumer, unique in the run. A trainer uses the name of its policy.
 
     Raises:
-        LedgerError: The name is not a valid file name.
+        LedgerError: The consumer's name is not a valid file name.
     """
 
     def __init__(self, run: RunDir, consumer: str) -> None:
@@ -109,7 +110,7 @@ class OpenLease:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Keeps the campaign open. After opening a finished campaign, ``resume`` continues it.
+        """Creates the lease. If the campaign has already finished, ``resume`` continues it.
 
         Raises:
             LedgerError: The campaign was cancelled.
@@ -130,7 +131,8 @@ class OpenLease:
         self._files.carry_out(self._lease.publish(now, self._content()))
 
     def renew(self) -> bool:
-        """Renews the lease if it is due. Call it often. Returns False if the campaign has been cancelled."""
+        """Renews the lease if it is due. Call it frequently. Returns False if the lease was removed because the
+        campaign was cancelled."""
         now = time.monotonic()
         if now - self._lease.renewed_at < RENEW_S:
             return True
@@ -143,21 +145,22 @@ class OpenLease:
         return exists
 
     def keep(self) -> None:
-        """Opens the lease and renews it in a thread until :meth:`leave` or :meth:`close`. Raises like :meth:`open`."""
+        """Opens the lease and renews it in a background thread until :meth:`leave` or :meth:`close`. Raises the errors
+        of :meth:`open`."""
         self.open()
         self._stop.clear()
         self._thread = threading.Thread(target=self._keep, name="open-lease", daemon=True)
         self._thread.start()
 
     def leave(self) -> None:
-        """Stops renewing. The campaign stays open until the consumer returns."""
+        """Stops renewing the lease without removing it. The campaign stays open, so that the consumer can return."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def close(self) -> None:
-        """Removes the lease, so that the campaign can finish. This consumer must not add further blocks."""
+        """Removes the lease, so that the campaign can finish. The consumer must not add blocks afterwards."""
         self.leave()
         self._files.answer(Remove(self._lease.path))
         self._files.carry_out(finish(self.consumer))  # no pod may be left to do so

@@ -1,10 +1,10 @@
-"""Surveys and pruning of the ledger, by one pod for all. Pure: no file is touched here.
+"""Surveys and pruning of the ledger, done by one pod on behalf of all. This module does no I/O itself.
 
-A survey scans blocks, requests, consumers and all leases, so that the other pods need not.
+A survey scans blocks, requests, consumers and all leases, so that the other pods do not have to.
 
-Pruning keeps the number of files from growing with time. The coordinator removes a file once every check for longer
-than :attr:`Times.lease_s` has found the file unneeded. By then, no cache shows a state in which the file was needed,
-and the fence of a pod that acts on such a state is closed. A file that is not needed now is never needed again:
+Pruning keeps the number of files from growing with time. The coordinator removes a file once all checks over more than
+:attr:`Times.lease_s` have found it unneeded. By then, caches no longer show a state in which the file was needed, and
+any pod that still acts on that state has a closed fence. An unneeded file never becomes needed again:
 
 ==================================== ========================================================================
 file                                 is not needed once
@@ -68,7 +68,8 @@ from megaflow_hpc.ledger.names import (
 from megaflow_hpc.ledger.rules import LedgerRules
 
 MAX_ORPHANS = 512
-"""Maximum number of orphaned blocks in a survey, since every pod reads it. Later surveys list the other blocks."""
+"""Maximum number of orphaned blocks in a survey, because every pod reads the survey. Later surveys list the remaining
+ones."""
 
 
 @dataclass(frozen=True)
@@ -76,27 +77,28 @@ class Surveyed:
     """Full result of a survey."""
 
     survey: Survey
-    """The part that is published for all pods."""
+    """The part of the result that is published for all pods."""
     leases: dict[str, dict[str, Any]]
-    """``<pod>.<start>`` → content of its lease, for the newest start of every pod that has one."""
+    """``<pod>.<start>`` → content of its lease, for the latest start of every pod that has a lease."""
     live: set[str]
-    """Every ``<pod>.<start>`` that has not ended and is not gone."""
+    """Names ``<pod>.<start>`` of the starts that have neither ended nor been marked as gone."""
     accounts: dict[str, Facts]
-    """Facts of every start that the run ever had (:func:`~megaflow_hpc.ledger.accounts.accounts`)."""
+    """Totals of every start in the history of the run (:func:`~megaflow_hpc.ledger.accounts.accounts`)."""
 
 
 def survey(rules: LedgerRules) -> Steps[Surveyed]:
-    """Finds the blocks that can be claimed, the pods that request work, and the leases that have expired.
+    """Finds claimable blocks, pods that request work, and expired leases.
 
-    Marks pods with expired leases as gone, so that other pods need not read those leases. Reads the lease of an ended
-    pod only once, and never the leases of superseded starts. Other operations of ``rules`` may run between these steps.
+    Marks pods with expired leases as gone, so that other pods do not have to read those leases. Reads the lease of an
+    ended pod only once, and never reads the leases of superseded starts. Other operations of ``rules`` may run between
+    the steps of a survey.
     """
     _, record = yield from read_record()
     gone = set((yield Names(GONE)))
     listed = newest_starts((yield Names(LEASES)))
     for name in sorted(listed):
-        known = rules.leases.get(name)
-        if known is not None and known.content and (name in gone or known.content.get("ended")):
+        lease = rules.leases.get(name)
+        if lease is not None and lease.content and (name in gone or lease.content.get("ended")):
             continue
         if (yield from rules.expired(name)) and name not in gone:
             gone.add(name)
@@ -134,7 +136,7 @@ def survey(rules: LedgerRules) -> Steps[Surveyed]:
             gone.add(owner)
             yield Touch(f"{GONE}/{owner}")
     claimable += sum(owner in gone for _, _, owner in held)
-    orphans = [one for one in held if one[2] in gone | superseded]
+    orphans = [claim for claim in held if claim[2] in gone | superseded]
     rules.forget(listed | holders, open_blocks)
     requests = yield from all_work_requests()
     yield from rules.consumers.look()
@@ -145,30 +147,30 @@ def survey(rules: LedgerRules) -> Steps[Surveyed]:
 
 
 PRUNE_S = 60.0
-"""Seconds between two checks for unneeded files."""
+"""Interval in seconds between two checks for unneeded files."""
 MAX_NAMES = 1000
-"""Maximum number of pods that one check adds to the record of ended pods."""
+"""Maximum number of pods that a single check adds to the record of ended pods."""
 
 
 class Pruning:
-    """Finds and removes unneeded files. Only one :meth:`look` may run at a time."""
+    """Finds and removes unneeded files. Calls of :meth:`look` must not overlap."""
 
     def __init__(self, rules: LedgerRules) -> None:
         self._rules = rules
         self._since: dict[str, float] = {}
-        """Path → time since which every check has found the file unneeded, on this machine's clock."""
+        """Path → time of the first of the consecutive checks that found the file unneeded, on this machine's clock."""
 
     def look(self) -> Steps[None]:
         """Checks for unneeded files, and removes those that have been unneeded for long enough.
 
-        Relies on the leases that the latest survey read.
+        Uses the leases that the latest survey read.
         """
         with suppress(NotYet):  # a cache hides the holder of a block, and a later check will see it
             yield from self._look()
 
     def _look(self) -> Steps[None]:
         began: float = yield Clock()
-        # Read the record before the leases, so that no lease is missing that the record does not contain.
+        # Read the record before the leases. A lease that is then missing is in the record.
         number, record = yield from read_record()
         gone = set((yield Names(GONE)))
         leases = set((yield Names(LEASES)))
@@ -182,13 +184,13 @@ class Pruning:
         newest = latest(f"{block}.{epoch}" for block, epoch in claims)
         holders, wanted = yield from self._owners(newest, done, released)
         current = newest_starts(leases)
-        known = {name: lease.content for name, lease in self._rules.leases.items() if lease.content}
-        over = {name for name in current if name in known and (name in gone or known[name].get("ended"))}
+        contents = {name: lease.content for name, lease in self._rules.leases.items() if lease.content}
+        over = {name for name in current if name in contents and (name in gone or contents[name].get("ended"))}
         recorded = set(record.get("names", ()))
         kept = current - ((over & recorded) - holders)
         paths = [f"{LEASES}/{name}" for name in sorted(leases - kept)]
         paths += [f"{GONE}/{name}" for name in gone if name not in leases and name not in holders]
-        alive = {name for name in leases if not known.get(name, {}).get("ended")}
+        alive = {name for name in leases if not contents.get(name, {}).get("ended")}
         for block, epoch in sorted(claims):
             if 0 < epoch < newest[block]:
                 owners = yield from self._rules.owners(block, newest[block])
@@ -205,7 +207,7 @@ class Pruning:
         ]
         paths += [f"{CLAIMS}/{name}" for name in listed if name[0] == "." and not _is_of(name, active)]
         paths += [f"{ENDED}/{older}" for older in (yield Names(ENDED)) if older.isdigit() and int(older) < number]
-        unread = {name.rpartition(".")[0] for name in current - known.keys()}  # may have taken over starts
+        unread = {name.rpartition(".")[0] for name in current - contents.keys()}  # may have taken over starts
         absent = [name for name in recorded if name not in leases and name.rpartition(".")[0] not in unread]
         unneeded = [*paths, *absent]
         self._since = {path: self._since.get(path, began) for path in unneeded}
@@ -215,8 +217,8 @@ class Pruning:
             names = [name for name in [*recorded, *new] if name not in due or name in leases]
             apart = recent(record)
             for name in new:
-                apart[name] = facts_of_starts({name: (yield from counted(name, known[name]))})
-            yield from self._record(number + 1, record, apart, names, taken_over(known))
+                apart[name] = facts_of_starts({name: (yield from counted(name, contents[name]))})
+            yield from self._record(number + 1, record, apart, names, taken_over(contents))
         for path in sorted(due - set(absent)):
             yield Remove(path)
             del self._since[path]
@@ -226,7 +228,7 @@ class Pruning:
     ) -> Steps[tuple[set[str], set[str]]]:
         """Returns the current holders of open blocks, and all pods that ever held an open block.
 
-        The first set excludes the holders of released blocks. Raises NotYet.
+        The first set excludes the last holders of released blocks. Raises NotYet.
         """
         holders: set[str] = set()
         ever: set[str] = set()
@@ -241,14 +243,14 @@ class Pruning:
     def _record(
         self, number: int, record: Mapping[str, Any], apart: Mapping[str, Facts], names: list[str], took: set[str]
     ) -> Steps[None]:
-        """Publishes the next record of ended pods. A lease is removed only after a later look finds it in the record.
+        """Publishes the next record of ended pods. Leases are removed only after a later check has seen this record.
 
         Args:
             number: Number of the new record.
-            record: The record before it.
-            apart: Facts of starts that are not part of the sums yet.
-            names: Starts that the new record counts and that may still have a lease.
-            took: Starts that later starts have taken over. The leases of the later starts count them.
+            record: Content of the previous record.
+            apart: ``<pod>.<start>`` → totals, for starts that the record's sums do not include yet.
+            names: Starts that the new record counts, and that may still have a lease.
+            took: Starts that the leases of later starts include.
         """
         not_in_sums = {*names, *took}
         sums = add_facts([record, *(facts for name, facts in apart.items() if name not in not_in_sums)])
@@ -258,6 +260,6 @@ class Pruning:
 
 
 def _is_of(private: str, pods: Collection[str]) -> bool:
-    """Returns whether the name of a private file begins with one of these ``<pod>.<start>``."""
+    """Returns True if the name of a private file begins with the name ``<pod>.<start>`` of any of these pods."""
     parts = private.lstrip(".").split(".")
     return any(".".join(parts[:count]) in pods for count in range(2, len(parts) + 1))

@@ -1,12 +1,13 @@
 """Execution of the ledger's calls on a shared file system that caches, resends requests and has outages.
 
-- *Link.* A private file is linked to its public name. A refusal proves nothing, because a network file system may have
+- *Link.* A private file is linked to its public name. A refusal is inconclusive, because a network file system may have
   resent the request after its first copy took the name. So the private file's link count decides.
-- *Rename.* A resent rename finds no source file. The file is published again.
+- *Rename.* If the file system resends a rename, the source file is missing. The file is then published again.
 - *Stale handles.* The file is reopened.
-- *Outages.* The error says nothing about the file. Each call waits until the file system is back, so the outcome of
-  every operation is known.
-- *Full disks and quotas.* The caller decides. The pod keeps its lease, which needs no space, and retries.
+- *Outages.* The error does not show whether the call took effect. Each call is retried until the file system is back,
+  so the outcome of every operation is known.
+- *Full disks and quotas.* The error is raised to the caller. The pod keeps its lease, because renewing needs no
+  additional space, and retries.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ MAX_STALE_TRIES = 5
 RETRY_S = 1.0
 """Seconds between retries while the file system is unavailable."""
 GIVE_UP_S = 600.0
-"""Raise the error after the file system has been unavailable for this many seconds."""
+"""Raise the error once the file system has been unavailable for this many seconds."""
 AWAY = frozenset(
     (errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.EAGAIN, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 )
-"""Error numbers of a file system that is unavailable."""
+"""Error numbers that indicate an unavailable file system."""
 
 
 def passing(error: OSError) -> bool:
-    """Returns whether an error is transient. The file may still exist."""
+    """Returns True if an error is transient. The file may still exist."""
     return error.errno in AWAY or error.errno == errno.ESTALE
 
 
 MAX_LINKS = 1000
-"""Maximum number of links to one private file. File systems limit the number."""
+"""Maximum number of hard links to one private file. File systems limit this number."""
 
 
 def boot_clock() -> float:
-    """Returns the seconds since boot, including time suspended."""
+    """Returns the seconds since boot, including suspended time."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -71,17 +72,17 @@ class Files:
     def __init__(self, run: RunDir, clock: Callable[[], float] = boot_clock) -> None:
         self._root, self.clock = run.path, clock
         self.journal_length: Callable[[str], int] = lambda owner: 0
-        """Returns the number of bytes in complete records of the journal of a ``<pod>.<start>``."""
+        """Takes a ``<pod>.<start>`` and returns the number of bytes in complete records of its journal."""
         self._rewritten: dict[str, BinaryIO] = {}
-        """Path → open file, for files that are overwritten in place."""
+        """Path → open file handle, for files that are overwritten in place."""
         self._private: dict[str, tuple[Path, int]] = {}
-        """Token → (private file for the next call with this token, its number of links)."""
+        """Token → (private file kept for the next call with this token, its link count)."""
 
     def carry_out(self, steps: Steps[T]) -> T:
         """Runs an operation to completion and returns its result.
 
         Raises:
-            LedgerError: Raised by the operation.
+            LedgerError: The operation raised it.
             OSError: See :meth:`answer`.
         """
         operation = Operation(self, steps)
@@ -90,10 +91,11 @@ class Files:
         return operation.result
 
     def answer(self, call: Call) -> Any:
-        """Executes one call. Waits while the file system is unavailable.
+        """Executes one call and returns its result. Retries while the file system is unavailable.
 
         Raises:
             OSError: The disk is full, access is denied, or the file system was unavailable for :data:`GIVE_UP_S`.
+            ValueError: The call read a file that is not valid JSON.
         """
         if isinstance(call, Do):
             return self._do(call)  # the journal handles its own errors
@@ -194,7 +196,7 @@ class Files:
         return won
 
     def remove_private(self) -> None:
-        """Removes the private files that were kept for further calls. Raises OSError."""
+        """Removes the private files that were kept for later calls. Raises OSError."""
         for private, _ in self._private.values():
             private.unlink(missing_ok=True)
         self._private.clear()
@@ -203,7 +205,7 @@ class Files:
         os.link(private, target)
 
     def _own(self, private: Path, call: Link) -> Path:
-        """Returns the private file of a call. If a retry finds the file, it is complete."""
+        """Returns the private file of a call and creates it if necessary. A file found by a retry is complete."""
         if call.keep or not private.exists():
             private.unlink(missing_ok=True)
             write_json(private, call.content)
@@ -212,10 +214,10 @@ class Files:
 
 
 class Operation(Generic[T]):
-    """An operation of the rules that is executed in parts."""
+    """A ledger operation that can be executed in several parts."""
 
     result: T
-    """The result. Set once the operation has ended."""
+    """Result of the operation. Set once the operation has ended."""
 
     def __init__(self, files: Files, steps: Steps[T]) -> None:
         self._files, self._steps = files, steps
@@ -225,7 +227,7 @@ class Operation(Generic[T]):
         """Executes up to ``calls`` further file-system calls. Returns True once the operation has ended.
 
         Raises:
-            LedgerError: Raised by the operation.
+            LedgerError: The operation raised it.
             OSError: See :meth:`Files.answer`.
         """
         try:
@@ -246,12 +248,12 @@ class Operation(Generic[T]):
 
 
 def _repeated(error: OSError, call: Call) -> bool:
-    """Returns whether the file system may have resent a request after its first copy renamed the file."""
+    """Returns True if the error may come from a resent request whose first copy already renamed the file."""
     return error.errno == errno.ENOENT and isinstance(call, Publish | Link)
 
 
 def _links(path: Path) -> int:
-    """Returns the link count of a file. Opens the file, because a network client then asks the server."""
+    """Returns the link count of a file. Opens the file to make a network client query the server."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.fstat(descriptor).st_nlink

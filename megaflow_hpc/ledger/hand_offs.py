@@ -1,9 +1,9 @@
-"""Hand-offs between pods: requests for work, and the new blocks that answer them. Pure.
+"""Hand-offs between pods: requests for work, and the new blocks that answer them. This module does no I/O itself.
 
-A pod hands off rollouts that it has not started. They become a new block, and any pod may claim it. Its number is at
-least ``FIRST_HANDED_OFF``, and its file names the block and epoch of its origin. The pod that holds the origin counts
-the blocks handed off from it. So does a pod that takes the origin over. A request is an empty file that carries all its
-data in its name: ``<pod>.<start>.<n>.<slots>``.
+A pod may hand off rollouts that it has not started. They become a new block, which any pod may claim. The number of a
+handed-off block is at least ``FIRST_HANDED_OFF``, and its file names the block and epoch of its origin. Each holder of
+the origin counts the blocks that were handed off from it, including those of earlier holders. A request for work is an
+empty file whose name contains all its data: ``<pod>.<start>.<n>.<slots>``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megaflow_hpc.types import Rollout
 
 
 class NotYet(Exception):
-    """A cache hides a file that is listed. A later poll will succeed."""
+    """A listed file cannot be read yet, because a cache hides it. A later poll will succeed."""
 
 
 class Origin(NamedTuple):
-    """Origin of a handed-off block."""
+    """The claim from which a block was handed off."""
 
     block: int
     epoch: int
@@ -32,7 +32,7 @@ class Origin(NamedTuple):
 
 @dataclass
 class HandOffs:
-    """Hand-offs and requests that one start of a pod knows. Operations are steps.
+    """The hand-offs and work requests of one pod start. Operations are steps.
 
     Args:
         name: ``<pod>.<start>``.
@@ -43,13 +43,13 @@ class HandOffs:
     """Held block → number of blocks handed off from it."""
     _origins: dict[int, Origin] = field(default_factory=dict)
     _requests: list[str] = field(default_factory=list)
-    """Paths of this pod's pending requests. There is more than one only after an error."""
+    """Paths of this pod's pending requests. After an error there may be more than one."""
     _requests_made: int = 0
 
     # --- blocks ---
 
     def make(self, block: int, epoch: int, rollouts: Sequence[Rollout], token: str) -> Steps[None]:
-        """Creates a block from some rollouts of a held block. Idempotent for the same token."""
+        """Creates a new block from some rollouts of a held block. Idempotent for the same token."""
         number = max([FIRST_HANDED_OFF - 1, *block_numbers((yield Names(TASKS)))]) + 1
         content = {"from": [block, epoch], "rollouts": [rollout.to_dict() for rollout in rollouts]}
         while not (yield Link(task_path(number), content, f"{self.name}.{token}")):
@@ -61,7 +61,11 @@ class HandOffs:
         return self._counts.get(block, 0)
 
     def made_of(self, block: int, blocks: Iterable[int]) -> Steps[list[int]]:
-        """Returns the members of ``blocks`` that were handed off from ``block``."""
+        """Returns the numbers in ``blocks`` that were handed off from ``block``.
+
+        Raises:
+            NotYet: a hand-off record is not readable yet.
+        """
         handed_off = []
         for number in blocks:
             if number >= FIRST_HANDED_OFF:
@@ -71,10 +75,11 @@ class HandOffs:
         return handed_off
 
     def take_over(self, block: int, given: int | Sequence[int]) -> Steps[frozenset[str]]:
-        """Records the hand-offs that a claim lists for its block. Returns the ids of the rollouts that were handed off.
+        """Records the hand-offs that a claim lists for its block. Returns the ids of the handed-off rollouts.
 
         Args:
-            given: The blocks handed off, or just their number if the predecessor has excluded their rollouts.
+            given: Numbers of the handed-off blocks. A plain count means that the predecessor already excluded their
+                rollouts.
 
         Raises:
             NotYet: One of these blocks cannot be read yet.
@@ -103,8 +108,8 @@ class HandOffs:
     # --- requests for work ---
 
     def request_work(self, slots: int) -> Steps[None]:
-        """Asks other pods for work to fill ``slots`` idle slots, after no block could be claimed. 0 withdraws the
-        request."""
+        """Publishes a request for work to fill ``slots`` idle slots. Pods request work when they find no block to
+        claim. 0 withdraws the request."""
         if slots:
             self._requests_made += 1
             self._requests.append(f"{REQUESTS}/{self.name}.{self._requests_made}.{slots}")
@@ -114,17 +119,17 @@ class HandOffs:
             del self._requests[0]
 
     def work_requests(self, known: Mapping[str, int] | None) -> Steps[dict[str, int]]:
-        """Returns other pods' pending requests, each with its number of slots.
+        """Returns the pending requests of other pods, as ``<pod>.<start>.<n>`` → number of slots.
 
         Args:
-            known: The requests of all pods. If ``None``, they are listed.
+            known: The requests of all pods. If ``None``, the directory is listed.
         """
         requests = (yield from all_work_requests()) if known is None else known
         return {name: slots for name, slots in requests.items() if name.rpartition(".")[0] != self.name}
 
 
 def all_work_requests() -> Steps[dict[str, int]]:
-    """Returns all pods' pending requests, each with its number of slots."""
+    """Returns the pending requests of all pods, as ``<pod>.<start>.<n>`` → number of slots."""
     requests: dict[str, int] = {}
     for name in (yield Names(REQUESTS)):
         request, _, slots = name.rpartition(".")

@@ -1,9 +1,10 @@
-"""Leader election: one process of a campaign does a job on behalf of all. The coordinator is such a leader.
+"""Leader election: one process of a campaign does a job on behalf of all.
 
-The leader holds the lease ``RUN/ledger/<role>.json``. The file also contains the leader's report. Another process may
-take the lease once it has expired. If two processes take it at the same moment, the later write wins, and the loser
-notices at its next poll. So the job must tolerate that it is done twice. The coordinator is the pod that surveys the
-ledger for all pods. Its report is a :class:`Report`.
+The leader holds the lease ``RUN/ledger/<role>.json``, which also contains the leader's report. Another process may take
+the lease once it has expired. If two processes take it at the same moment, the later write wins, and the loser notices
+at its next poll. So the job must tolerate being done twice.
+
+One such leader is the coordinator, the pod that surveys the ledger for all pods. Its report is a :class:`Report`.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.live import Asked
 
 SCALER = "scaler"
-"""Role that releases held elements of the engine array when there is work for them."""
+"""Role of the process that releases held elements of the engine array when there is work for them."""
 COORDINATOR = "coordinator"
 """Role of the pod that surveys the ledger for all pods."""
 RENEW_S = 30.0
 """Seconds between two renewals of the lease."""
 STALE_S = 100.0
-"""Seconds without a renewal after which the lease expires."""
+"""The lease expires after this many seconds without a renewal."""
 
 
 class Leader:
-    """Leader election for one role, used by candidates and observers.
+    """Leader election for one role. Used by candidates and observers.
 
     Args:
-        role: Names the lease file.
+        role: Name of the role, which is also the name of the lease file.
         name: Name of the candidate, unique in the run. Empty for an observer.
         clock: A monotonic clock, in seconds.
     """
@@ -52,8 +53,8 @@ class Leader:
         return self._lease.content
 
     def holder(self) -> str:
-        """Returns the leader's name. Empty without a leader. A lease counts as fresh when it is seen for the first
-        time."""
+        """Reads the lease and returns the leader's name, or an empty string if there is no leader. A lease counts as
+        fresh when it is first seen."""
         try:
             unchanged_s = self._files.carry_out(self._lease.look())
         except OSError:
@@ -61,7 +62,7 @@ class Leader:
         return str(self.report.get("holder", "")) if unchanged_s < STALE_S else ""
 
     def confirmed(self) -> bool:
-        """Returns whether the lease is fresh, and this object has seen a renewal."""
+        """Returns True if the lease is fresh and this object has seen a renewal of it."""
         return bool(self.holder()) and self._lease.changed
 
     def hold(self, report: Mapping[str, Any] | None = None) -> bool:
@@ -98,38 +99,38 @@ class Leader:
 
 
 FEW = 8
-"""Every pod scans the ledger itself, without a coordinator, if there are at most this many pods."""
+"""Up to this many pods, every pod scans the ledger itself and there is no coordinator."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """State of the ledger, which one pod surveys for all pods."""
+    """State of the ledger, as surveyed by one pod for all pods."""
 
     open: int
     """Number of blocks that are not done."""
     claimable: int
     """Number of open blocks that are free or released, or whose holder is gone."""
     orphans: list[tuple[int, int, str]] = field(default_factory=list)
-    """(block, epoch, holder ``<pod>.<start>``) of blocks that can be taken over, because the holder is gone or has
-    restarted. Pods that take over a block need not read all claims."""
+    """Blocks that can be taken over, because their holder is gone or has restarted, as (block, epoch, holder
+    ``<pod>.<start>``). A pod that takes over a block does not have to read all claims."""
     requests: dict[str, int] = field(default_factory=dict)
-    """Pending requests for work, each with its number of slots."""
+    """Pending requests for work, as ``<pod>.<start>.<n>`` → number of slots."""
     opened: bool = False
-    """True if a consumer may add blocks."""
+    """True if any consumer may add blocks."""
     awaited: bool = False
-    """True if the lease of such a consumer has not expired."""
+    """True if the lease of any consumer that may add blocks has not expired."""
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """The coordinator's report, ``RUN/ledger/coordinator.json``."""
+    """The coordinator's report, published in ``RUN/ledger/coordinator.json``."""
 
     pods: int = 0
-    """Number of pods that are renewing their lease."""
+    """Number of pods that are renewing their leases."""
     survey: Survey | None = None
     generation: str = ""
-    """Generation of the published listing of engines."""
+    """Generation of the published list of engines."""
     exceeded: str = ""
-    """Describes the campaign limit that is exceeded. Empty if none is."""
+    """Describes the campaign limit that was exceeded. Empty if no limit was exceeded."""
     progress: dict[str, Progress] = msgspec.field(default_factory=dict)
     """``<pod>.<start>`` → progress, for every pod that has not ended."""
     asked: Asked = Asked()
@@ -137,7 +138,8 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def reported(leader: Leader) -> Report:
-    """Returns the leader's report as of the last poll. Empty if it is invalid or of another version."""
+    """Returns the coordinator's report as of the last poll. Returns an empty report if it is invalid or of another
+    version."""
     try:
         return msgspec.convert(leader.report, Report)
     except ValueError:  # also raised for lone surrogates

@@ -1,20 +1,21 @@
-"""The ledger of one run, for a pod or a reader. It applies the rules to the run directory.
+"""The ledger of one run, for a pod or a reader. Executes the protocol on the run directory.
 
 ::
 
-    ledger/claims/<block>.<epoch>         the pod that holds the block; from epoch 1 on also the seals of all earlier
-                                          epochs, or the word *done*, written by the predecessor itself
-    ledger/released/<block>.<epoch>       the pod of that epoch released the block: its seal, and what is left to run
-    ledger/done/<block>.<epoch>.<n>       that claim finished the block: all is durable, except n blocks handed off
+    ledger/claims/<block>.<epoch>         the pod that holds the block. From epoch 1 on, also the seals of all
+                                          earlier epochs, or the word *done* if the previous holder finished the block
+    ledger/released/<block>.<epoch>       the pod of that epoch released the block: its seal, and the rollouts left
+    ledger/done/<block>.<epoch>.<n>       the claim ended the block: all its results are durable, except those
+                                          of n handed-off blocks
     ledger/leases/<pod>.<start>           the pod's identity, progress, and a counter renewed for all its blocks
     ledger/gone/<pod>.<start>             Slurm (or this host's process table) reports that this pod is gone
-    ledger/ended/<n>                      sums over pods that ended for good, whose leases were removed
+    ledger/ended/<n>                      totals of ended pods whose leases were removed
     ledger/hungry/<pod>.<start>.<n>.<s>   the pod has s idle slots and finds nothing to claim
     ledger/added/<token>.<n>              numbers of the blocks that are added while the campaign runs
-    ledger/open/<consumer>                lease of a consumer, who may add blocks: the campaign is not finished
+    ledger/open/<consumer>                lease of a consumer that may add blocks, so the campaign is not finished
     ledger/finished                       all n blocks are done
 
-:mod:`megaflow_hpc.ledger.rules` contains the rules; docs/explanation/ledger.md explains them.
+:mod:`megaflow_hpc.ledger.rules` implements the protocol. docs/explanation/ledger.md explains it.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class Ledger:
 
     Args:
         identity: The pod. ``None`` for a reader.
-        clock: See :func:`~megaflow_hpc.ledger.files.boot_clock`.
-        times: Intervals and timeouts of leases.
-        files: Executes the calls instead of the default implementation.
+        clock: A monotonic clock in seconds that includes suspended time.
+        times: Lease intervals and timeouts.
+        files: Implementation of the file-system calls, for tests. The default uses the run directory.
         pods: Number of pods that may claim concurrently.
     """
 
@@ -71,7 +72,7 @@ class Ledger:
         self._pruning: Pruning | None = None
 
     def create(self) -> None:
-        """Creates the directories. Called once, when the run directory is created."""
+        """Creates the ledger's directories. Called once, when the run directory is created."""
         for directory in DIRECTORIES:
             make_directory(self.run.ledger / directory)
 
@@ -82,23 +83,23 @@ class Ledger:
         self.renew(force=True)
 
     def renew(self, force: bool = False) -> None:
-        """Renews the lease if it is due. Call it often."""
+        """Renews the lease if it is due, or always with ``force``. Call it frequently."""
         self._files.carry_out(self._rules.renew(force))
 
     def show(self, progress: Mapping[str, Any], every_s: float) -> None:
-        """Publishes the pod's progress in its lease, at least every ``every_s`` seconds."""
+        """Sets the progress to publish in this pod's lease. Renews the lease at least every ``every_s`` seconds."""
         rules = self._rules
         rules.progress = dict(progress)
         rules.renew_s = min(every_s, rules.times.renew_s)
 
     @property
     def may_commit(self) -> bool:
-        """False once the lease is so old that another pod may take over soon."""
+        """True while the fence is open. False once the lease is so old that another pod may soon take over."""
         return self._rules.open_at(self._files.answer(Clock()))
 
     @property
     def superseded(self) -> bool:
-        """True if this array element has a later start, which takes over."""
+        """True if a later start of this array element has taken over."""
         return self._rules.superseded
 
     @property
@@ -107,15 +108,15 @@ class Ledger:
         return self._rules.closes_at
 
     def committed(self, commit: Callable[[], object]) -> bool:
-        """Calls ``commit``. Returns True if the results count: the fence was open before *and after* they became
-        durable."""
+        """Calls ``commit``. Returns True if the results are valid: the fence was open before the call *and after* the
+        results became durable."""
         return self._files.carry_out(self._rules.committed(commit))
 
     def leases(self) -> dict[str, dict[str, Any]]:
-        """Returns the lease of the latest start of every pod, by ``<pod>.<start>``.
+        """Returns ``<pod>.<start>`` → lease, for the latest start of every pod.
 
-        The leases of pods that ended for good are removed after some minutes (:meth:`accounts` keeps their facts).
-        Leases with an invalid job id are skipped, since no pod wrote them.
+        The lease of an ended pod is removed a few minutes after its end, but :meth:`accounts` still includes the pod.
+        Leases with an invalid job id are skipped, because they were not written by a pod.
         """
         leases = {}
         for name in sorted(names.newest_starts(self._names(names.LEASES))):
@@ -127,75 +128,76 @@ class Ledger:
         return leases
 
     def accounts(self, leases: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Facts]:
-        """Returns core-seconds and other facts of every start that the run ever had.
+        """Returns the core-seconds and other totals of every start in the history of the run.
 
         Args:
-            leases: Result of :meth:`leases`. Read if not given.
+            leases: Result of :meth:`leases`. ``None`` reads the leases.
         """
         # Read the record first, so that a lease that is removed in the meantime is not missed.
         _, record = self._files.carry_out(read_record())
         return accounts(self.leases() if leases is None else leases, record)
 
     def arrays(self) -> set[str]:
-        """Returns the job arrays of all pods that ever started. Reads no lease, because it is called often."""
+        """Returns the ids of the job arrays of all pods that ever started. Reads no leases, because callers poll it."""
         _, record = self._files.carry_out(read_record())
         ended = add_facts([record, *recent(record).values()])
         return {*ended.get("arrays", ()), *filter(None, map(array_of, self.pods()))}
 
     def pods(self) -> set[str]:
-        """Returns the pods that have a lease: running ones, and others that ended recently or still hold a block."""
+        """Returns the pods that have a lease. These pods are running, ended recently, or still hold a block."""
         return {name.rpartition(".")[0] for name in self._names(names.LEASES)}
 
     def mark_gone(self, pod_start: str) -> None:
-        """Records that a start of a pod is gone. The caller must have proof (from Slurm or the process table)."""
+        """Marks a start of a pod as gone. The caller must have proof from Slurm or the process table."""
         write_atomic(self.run.path / names.GONE / pod_start, b"")
 
     def gone(self) -> set[str]:
-        """Returns every ``<pod>.<start>`` that is marked as gone."""
+        """Returns the names ``<pod>.<start>`` that are marked as gone."""
         return set(self._names(names.GONE))
 
     # --- claims ---
 
     def claim(self, journal_length: Callable[[str], int]) -> Claim | None:
-        """Claims one block that is free, or that has lost its holder. Returns ``None`` if no block is available now.
+        """Claims a block that is free or whose holder is gone. Returns ``None`` if no block is available now.
 
         Args:
-            journal_length: Function that takes a ``<pod>.<start>`` and returns how many bytes of its journal are
-                complete records. It is called to seal a predecessor's journal.
+            journal_length: Takes a ``<pod>.<start>`` and returns the number of bytes in complete records of its
+                journal. Called to seal a predecessor's journal.
         """
         self._files.journal_length = journal_length
         return self._files.carry_out(self._rules.claim())
 
     def release(self, claim: Claim, sealed: int, left: Iterable[str]) -> None:
-        """Releases a block. Does nothing once the fence is closed.
+        """Releases a block so that other pods can claim it. Does nothing if the fence is closed.
 
         Args:
-            sealed: Bytes of this pod's journal that include everything committed for the block.
-            left: Ids of the rollouts that are not stored.
+            sealed: Number of leading bytes of this pod's journal that contain everything committed for the block.
+            left: Ids of the block's rollouts that are not stored.
         """
         self._files.carry_out(self._rules.release(claim, sealed, left))
 
     def hand_off(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> bool:
-        """Creates a new block from unstarted rollouts of a held block. Any pod may claim it.
+        """Moves unstarted rollouts of a held block to a new block, which any pod may claim.
 
         Args:
             token: Idempotency token, unique in this pod. After an error, repeat the call with the same token.
 
         Returns:
-            False if the fence is closed, so nothing was handed off.
+            False if nothing was handed off, because the fence is closed.
         """
         return self._files.carry_out(self._rules.hand_off(claim, rollouts, token))
 
     def mark_done(self, claim: Claim) -> None:
-        """Marks a block done: all its rollouts are durable. Writes the finished mark after the last block.
+        """Marks a block done once all its rollouts are durable. Writes the finished mark after the last block.
 
         Raises:
-            LedgerError: Another pod took over the block. Anything stored after that does not count.
+            LedgerError: Another pod took over the block. Results stored after the takeover are not valid.
         """
         self._files.carry_out(self._rules.mark_done(claim))
 
     def leave(self) -> None:
-        """Removes this pod's private files at its end. The coordinator removes those of killed pods."""
+        """Removes this pod's private files. Called when the pod ends. The coordinator removes the private files of
+        killed pods."""
         self._files.remove_private()
 
     @property
@@ -205,29 +207,29 @@ class Ledger:
 
     @property
     def free(self) -> list[int]:
-        """Blocks that were still free after the last :meth:`claim`. Other pods may have claimed some since."""
+        """Blocks that were still free after the last :meth:`claim`. Other pods may have claimed some of them since."""
         return self._rules.free
 
     def prefer(self, blocks: Iterable[int]) -> None:
-        """Makes :meth:`claim` try these blocks first if they are free."""
+        """Makes :meth:`claim` try these blocks first, in this order, if they are free."""
         self._rules.preferred = tuple(blocks)
 
     # --- requests for work ---
 
     def request_work(self, slots: int) -> None:
-        """Tells other pods that this pod has ``slots`` idle slots and finds nothing to claim. 0 withdraws the
+        """Publishes a request for work: this pod has ``slots`` idle slots and found no block to claim. 0 withdraws the
         request."""
         self._files.carry_out(self._rules.hand_offs.request_work(slots))
 
     def work_requests(self) -> dict[str, int]:
-        """Returns other pods' pending requests, each with its number of slots."""
+        """Returns the pending requests of other pods, as ``<pod>.<start>.<n>`` → number of slots."""
         surveyed = self._rules.surveyed
         return self._files.carry_out(self._rules.hand_offs.work_requests(surveyed.requests if surveyed else None))
 
     # --- for all pods ---
 
     def survey(self) -> Operation[Surveyed]:
-        """Returns an operation that surveys the ledger for all pods. It marks pods with expired leases as gone."""
+        """Returns an operation that surveys the ledger for all pods and marks pods with expired leases as gone."""
         return Operation(self._files, survey(self._rules))
 
     def prune(self) -> Operation[None]:
@@ -237,32 +239,34 @@ class Ledger:
         return Operation(self._files, self._pruning.look())
 
     def follow(self, survey: Survey | None) -> None:
-        """Uses another pod's survey from now on. With ``None``, this pod scans the ledger itself again."""
+        """Makes this pod rely on another pod's survey. ``None`` makes it scan the ledger itself."""
         self._rules.surveyed = survey
 
     # --- reading ---
 
     @property
     def finished(self) -> bool:
-        """True if every block is done."""
+        """True if every block is done and no consumer may add blocks."""
         return self._marks.finished
 
     def added(self) -> set[str]:
-        """Returns the names of the records of all batches that were added after planning. Records never change."""
+        """Lists the records of all batches added after planning. Each batch has one such record, which never
+        changes."""
         return {name for name in self._names(names.ADDED) if name.endswith(".0")}
 
     def rollouts_added(self, record: str) -> int:
-        """Returns the number of rollouts in a record listed by :meth:`added`. 0 if the record is damaged."""
+        """Returns the number of rollouts in a batch, given a name returned by :meth:`added`. 0 if the record is
+        damaged."""
         content = self._read(f"{names.ADDED}/{record}") or {}
         rollouts = content.get("rollouts")
         return rollouts if isinstance(rollouts, int) and 0 <= rollouts < 1 << 53 else 0
 
     def marked_done(self) -> set[int]:
-        """Returns the blocks with a done mark. Rollouts that were handed off from them may not be done."""
+        """Returns the blocks with a done mark. Rollouts that were handed off from them may still be running."""
         return set(names.done_blocks(self._names(names.DONE)))
 
     def done(self) -> set[int]:
-        """Returns the blocks with only durable rollouts, including those that were handed off."""
+        """Returns the blocks whose rollouts are all durable, including any that were handed off."""
         done = names.done_blocks(self._names(names.DONE))
         handed_off = [n for n in names.block_numbers(self._names(names.TASKS)) if n >= names.FIRST_HANDED_OFF]
         all_back = all(block in done for block in handed_off)
@@ -280,7 +284,8 @@ class Ledger:
         return self._files.answer(Names(directory))
 
     def _read(self, path: str) -> dict[str, Any] | None:
-        """Reads a file. Returns ``None`` if it is missing, damaged or being written. The next poll retries."""
+        """Reads a JSON file. Returns ``None`` if it is missing, damaged or being written, so that the next poll
+        retries."""
         try:
             return self._files.answer(Read(path))
         except ValueError:
@@ -294,7 +299,7 @@ class Ledger:
 
 
 def all_seals() -> Steps[Seals]:
-    """Returns the seals of all superseded epochs. The latest claim of a block repeats the seals of all earlier ones.
+    """Returns the seals of all superseded epochs, from the latest claim of each block.
 
     Raises:
         LedgerError: A claim is listed but cannot be read.

@@ -1,4 +1,4 @@
-"""File names of the ledger, and the facts that they encode."""
+"""File names of the ledger and the data that they encode."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ def task_path(block: int) -> str:
 
 
 def earlier(start: str, than: str) -> bool:
-    """Returns whether a start of an array element came before another start. Slurm numbers the starts."""
+    """Returns True if ``start`` is an earlier start of an array element than ``than``. Slurm numbers the starts. A
+    start that is not numbered counts as earlier than any other."""
     return start != than and (not (start.isdigit() and than.isdigit()) or int(start) < int(than))
 
 
 def precedes(name: str, than: str) -> bool:
-    """Returns whether ``<pod>.<start>`` ``name`` is an earlier start of the same array element as ``than``.
+    """Returns True if ``name`` is an earlier start of the same array element as ``than``.
 
-    The earlier start is over, even if its node has not noticed yet.
+    Both names have the form ``<pod>.<start>``. The earlier start is superseded, even if its node has not noticed yet.
     """
     (pod, _, start), (other, _, later) = name.rpartition("."), than.rpartition(".")
     return pod == other and start.isdigit() and later.isdigit() and int(start) < int(later)
 
 
 def newest_starts(names: Iterable[str]) -> set[str]:
-    """Returns the names ``<pod>.<start>`` that have no later start (:func:`precedes`)."""
+    """Returns those of the names ``<pod>.<start>`` that have no later start of the same pod (:func:`precedes`)."""
     newest: dict[str, str] = {}
     unnumbered = set()
     for name in names:
@@ -65,56 +66,56 @@ def latest(names: Iterable[str]) -> dict[int, int]:
 
 
 def done_path(block: int, epoch: int, given: int) -> str:
-    """Returns the path of a done mark, relative to the run directory. The claim with this ``epoch`` ended the block."""
+    """Returns the path of a done mark, relative to the run directory. ``epoch`` is that of the claim that ended the
+    block, and ``given`` is the number of blocks handed off."""
     return f"{DONE}/{block:06d}.{epoch}.{given}"
 
 
 def done_blocks(names: Iterable[str]) -> dict[int, int]:
-    """Returns done block → number of blocks handed off from it. If a block has several marks, the highest epoch
-    counts."""
+    """Returns a mapping of done block to number of blocks handed off from it. If a block has several marks, the highest
+    epoch wins."""
     marks = sorted(tuple(map(int, name.split("."))) for name in names)
     return {block: given for block, _, given in marks}
 
 
 def ends(names: Iterable[str]) -> set[tuple[int, int]]:
-    """Returns the (block, epoch) of each claim that ended a block, from the names of the done marks."""
+    """Parses the names of done marks. Returns the (block, epoch) of each claim that ended a block."""
     marks = (name.split(".") for name in names)
     return {(int(block), int(epoch)) for block, epoch, _ in marks}
 
 
 def block_numbers(names: Iterable[str]) -> list[int]:
-    """Returns the sorted block numbers among the names in ``tasks/``."""
+    """Parses the names in ``tasks/``. Returns the block numbers in ascending order."""
     stems = (name.removesuffix(".json") for name in names if name.endswith(".json"))
     return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
 def all_done(done: Mapping[int, int], blocks: Collection[int]) -> bool:
-    """Returns whether the campaign is finished. ``blocks`` must have been listed after ``done``."""
+    """Returns True if all blocks are done, including every block handed off. List ``done`` before ``blocks``."""
     given = sum(block >= FIRST_HANDED_OFF for block in blocks)
     return bool(blocks) and done.keys() >= set(blocks) and given >= sum(done.values())
 
 
 def added_path(token: str, turn: int) -> str:
-    """Returns the path of a record of added blocks. Each turn numbers the blocks that are not placed yet."""
+    """Returns the path of a record of added blocks, relative to the run directory. The record with number ``turn``
+    assigns numbers to the blocks that earlier records could not place."""
     return f"{ADDED}/{token}.{turn}"
 
 
 class Seal(NamedTuple):
-    """The valid part of a superseded epoch of a block."""
+    """The valid part of the journal of a superseded epoch."""
 
     owner: str
-    """``<pod>.<start>`` of that epoch."""
+    """The pod start ``<pod>.<start>`` that held the block in that epoch."""
     sealed: int
-    """Length of the valid part of its journal, in bytes."""
+    """Length in bytes of the valid part of the owner's journal."""
     given: int | Sequence[int]
-    """Numbers of the handed-off blocks, or just their count if the owner released the block."""
+    """Numbers of the blocks handed off, or only their count if the owner released the block."""
 
 
 def seals_in(content: Mapping[str, Any]) -> list[Seal]:
-    """Returns the seals of all epochs before a claim, oldest first, from the content of the claim.
-
-    A claim repeats the seals of the claim before it, so the latest claim of a block contains all of them.
-    """
+    """Returns the seals of all epochs before a claim, oldest first, from the claim's content. Each claim repeats the
+    seals of the previous claim, so the latest claim of a block contains them all."""
     seals = [Seal(str(owner), int(sealed), given) for owner, sealed, given in content.get("seals", ())]
     if "predecessor" in content:  # missing in a claim that ended its block
         seals.append(Seal(str(content["predecessor"]), int(content["sealed"]), content["given"]))

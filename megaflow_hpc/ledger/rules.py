@@ -1,22 +1,24 @@
-"""The rules for sharing blocks between pods: leases, claims, takeovers, hand-offs. Pure: no file is touched here.
+"""The protocol for sharing blocks between pods: leases, claims, takeovers and hand-offs. This module does no I/O
+itself.
 
-*Fence.* A pod commits nothing once its lease is ``commit_s`` old, measured from *before* the lease was written. A
-result counts if the fence is still open *after* the result became durable. A pod that sees a later start of the same
-array element closes its fence for good: Slurm considers its node lost, and the later start takes over its blocks.
+*Fence.* A pod may commit results while its fence is open. The fence closes once the pod's lease is ``commit_s`` seconds
+old, measured from *before* the lease was written. A result is valid if the fence is still open *after* the result
+became durable. A pod that sees a later start of the same array element closes its fence permanently: Slurm considers
+its node lost, and the later start takes over its blocks.
 
-*Claim.* Only one pod can create ``claims/<block>.<epoch>``. The claim is valid as long as the pod's lease.
+*Claim.* Only one pod can create ``claims/<block>.<epoch>``. The claim is valid for as long as the pod's lease is.
 
 *Takeover.* If a block was released, or its pod is gone, another pod claims the next epoch. The claim contains the
 *seal*: how much of the predecessor's journal is valid. The predecessor writes the seal when it releases a block.
 Otherwise, the seal is the length of the journal after the predecessor was found to be gone. The new holder excludes
 rollouts that were handed off (:mod:`~megaflow_hpc.ledger.hand_offs`), and lists the handed-off blocks that it knows.
-Handed-off blocks that appear later are void. They are marked done without being run.
+Handed-off blocks that appear later are void, and pods mark them done without running them.
 
 *End of a block.* The pod that finishes a block claims its next epoch with the word *done*. So a block is either done or
-taken over, no matter what its holder and its successor know about each other. A mark ``done/<block>.<epoch>.<n>``
-repeats this for listings: that epoch ended the block, and n blocks were handed off from it. The campaign is finished
-when all visible blocks are done, all handed-off blocks that the marks count are visible, and no consumer may add blocks
-(:mod:`megaflow_hpc.ledger.consumers`).
+taken over, no matter what its holder and its successor know about each other. The mark ``done/<block>.<epoch>.<n>``
+makes this visible in listings: the claim of that epoch ended the block, and n blocks were handed off from it. The
+campaign is finished when all visible blocks are done, all handed-off blocks that the marks count are visible, and no
+consumer may add blocks (:mod:`megaflow_hpc.ledger.consumers`).
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ from megaflow_hpc.types import Rollout
 T = TypeVar("T")
 
 MAX_REFUSALS = 3
-"""List the claims again after this many refused claims."""
+"""The claims are listed again after this many refused ones."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,10 @@ class Claim:
     block: int
     epoch: int
     left: tuple[str, ...] | None = field(default=None, compare=False)
-    """Ids of the rollouts left to run, from the predecessor's release. ``None`` means all that are not stored."""
+    """Ids of the rollouts still to run, from the predecessor's release. ``None`` means all rollouts that are not
+    stored."""
     without: frozenset[str] = field(default=frozenset(), compare=False)
-    """Ids of the rollouts that were handed off."""
+    """Ids of the block's rollouts that were handed off."""
     seals: tuple[Seal, ...] = field(default=(), compare=False)
     """Seals of all earlier epochs of the block, starting with epoch 0."""
 
@@ -87,10 +90,10 @@ class Holding(Enum):
     state      evidence                                                next step
     ========== ======================================================= ==========================================
     ENDED      the claim says that its block is done                   write the done mark, which its pod did not
-    FORGOTTEN  the claim is ours, but we neither held nor dropped it   hold it, because the call's reply was lost
-    OURS       the claim is ours                                       none
-    GONE       its pod is marked as gone, or its lease expired         claim the next epoch
-    ALIVE      its pod was seen to renew, or a survey says so          none
+    FORGOTTEN  this pod's claim, but it neither held nor dropped it    hold it, because the call's reply was lost
+    OURS       this pod's claim                                        none
+    GONE       its pod is marked as gone, or the lease has expired     claim the next epoch
+    ALIVE      its pod renewed its lease, or a survey reports it alive none
     SILENT     nothing is known about its pod yet                      poll again
     ========== ======================================================= ==========================================
     """
@@ -104,38 +107,42 @@ class Holding(Enum):
 
 
 class HeldBlock(NamedTuple):
-    """One claimed block and its state."""
+    """A claimed block and its state."""
 
     block: int
     epoch: int
     state: Holding
     owner: str = ""
-    """``<pod>.<start>`` of the holder. Empty if a survey reports that the holder is alive."""
+    """``<pod>.<start>`` of the holder. Empty if a survey reports the holder as alive."""
     handed_off: int = 0
     """Number of blocks that were handed off from this block, if it has ended."""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """Findings of a pod's last search for a block to claim."""
+    """Result of a pod's last search for a block to claim."""
 
     unsettled: bool = False
-    """True if a block may become available soon, because some holder may be dead or other pods were faster."""
+    """True if a block may become available soon, because a holder may be dead or other pods were faster."""
     others: bool = False
-    """True if another pod holds a block and may be alive."""
+    """True if another pod that may be alive holds a block."""
     unfinished: bool = True
-    """True if some block is not done."""
+    """True if any block is not done."""
     opened: bool = False
-    """True if a consumer may add blocks, so the campaign is not finished. Only set if nothing was claimed."""
+    """True if a consumer may add blocks, so that the campaign is not finished. Set only if no block was claimed."""
     awaited: bool = False
-    """True if such a consumer's lease has not expired, so the pod should stay. Only set if nothing was claimed."""
+    """True if the lease of any consumer that may add blocks has not expired, so that the pod should stay. Set only if
+    no block was claimed."""
 
 
 class LedgerRules:
-    """One start of a pod and its knowledge of the ledger. Operations are steps. Only one operation may run at a time.
+    """The ledger protocol for one pod start, with its view of the ledger.
+
+    Operations are steps. Only one operation may run at a time.
 
     Args:
-        pods: Number of pods that may claim concurrently. Each starts at a different position in the claim order.
+        pods: Number of pods that may claim at the same time. Each pod starts at a different position in the claim
+            order.
     """
 
     def __init__(self, identity: PodIdentity, times: Times = TIMES, pods: int = 1) -> None:
@@ -145,15 +152,16 @@ class LedgerRules:
         self.renew_s = times.renew_s
         """Seconds between two renewals. Shorter than the default if the lease publishes the pod's progress."""
         self.progress: dict[str, Any] = {}
-        """Additional content of the lease."""
+        """Progress to publish in the lease."""
         self.superseded = False
-        """True if a later start of this array element removed this pod's lease, or has one itself."""
+        """True if a later start of this array element has a lease, or has removed this pod's lease."""
         self.earlier: dict[str, Any] = {}
-        """Facts of earlier starts whose leases this start has removed (:mod:`megaflow_hpc.ledger.accounts`)."""
+        """Totals of the earlier starts whose leases this start has removed (:mod:`megaflow_hpc.ledger.accounts`)."""
         self.leases: dict[str, Lease] = {}
-        """``<pod>.<start>`` → lease, for other pods."""
+        """``<pod>.<start>`` → lease, for other starts."""
         self.surveyed: Survey | None = None
-        """Another pod's latest survey, if one pod surveys for all. That pod then reads all leases for the others."""
+        """Latest survey by the coordinator, which reads all leases for the other pods. ``None`` if this pod scans the
+        ledger itself."""
         self.held: set[Claim] = set()
         self._dropped: set[Claim] = set()
         """Claims that this pod no longer holds. A cache may still show them."""
@@ -163,18 +171,18 @@ class LedgerRules:
         self.free: list[int] = []
         """Blocks that were still free after the last :meth:`claim`."""
         self.preferred: tuple[int, ...] = ()
-        """Blocks to claim before others if they are free, in this order."""
+        """Blocks to claim first if they are free, in this order."""
         self._known: set[int] = set()
-        """Every block that has ever been listed."""
+        """All blocks seen in any listing."""
         self._owners: dict[tuple[int, int], tuple[str, int | None]] = {}
         """(block, epoch) → (holder of that claim, number of blocks handed off). The number is ``None`` unless the claim
         ended the block."""
         self._chains: dict[tuple[int, int], tuple[str, ...]] = {}
-        """(block, epoch) → result of :meth:`owners`. Used only by a coordinator."""
+        """(block, epoch) → result of :meth:`owners`. Used only by the coordinator."""
         self._looked_at = -math.inf
-        """Time at the beginning of the last scan, on this machine's clock."""
+        """Time when the last scan began, on this machine's clock."""
         self._unanswered: set[tuple[int, int]] = set()
-        """Our claims without a reply. They may have succeeded."""
+        """This pod's claims whose reply was lost. They may have succeeded."""
 
     # --- the lease and the fence ---
 
@@ -184,24 +192,24 @@ class LedgerRules:
         return -math.inf if self.superseded else self.lease.renewed_at + self.times.commit_s
 
     def open_at(self, now: float) -> bool:
-        """Returns whether the fence is open at ``now``. Results that became durable before count."""
+        """Returns True if the fence is open at ``now``. Results that became durable before then are valid."""
         return now < self.closes_at
 
     def may_commit(self) -> Steps[bool]:
-        """Returns whether the fence is open now."""
+        """Returns True if the fence is open now."""
         return self.open_at((yield Clock()))
 
     def committed(self, commit: Callable[[], object]) -> Steps[bool]:
-        """Calls ``commit``. Returns True if the results count: the fence was open before, and is still open once they
-        are durable."""
+        """Calls ``commit``. Returns True if the results are valid: the fence was open before the call, and is still
+        open after the results became durable."""
         if not (yield from self.may_commit()):
             return False
         yield Do(commit)
         return (yield from self.may_commit())
 
     def renew(self, force: bool = False) -> Steps[None]:
-        """Renews the lease if it is due, or always with ``force``. Never renews a lease after the fence has closed,
-        because a takeover may have begun."""
+        """Renews the lease if it is due, or always with ``force``. Does nothing if the fence has closed, because a
+        takeover may have begun."""
         now: float = yield Clock()
         if not self.lease.counter:
             yield from self._register(now)
@@ -219,7 +227,7 @@ class LedgerRules:
         return {**asdict(self.identity), **self.progress, **({"earlier": self.earlier} if self.earlier else {})}
 
     def _register(self, now: float) -> Steps[None]:
-        """Writes the lease, and removes the leases of the element's earlier starts. Those are over.
+        """Writes the lease, and removes the leases of the element's earlier starts, which are superseded.
 
         Start 0 has no earlier starts. If a later start already has a lease, this start writes none.
         """
@@ -242,7 +250,7 @@ class LedgerRules:
             yield Remove(f"{UNSTARTED}/{self.identity.pod}")
 
     def _look_after(self, owners: Collection[str]) -> Steps[set[str]]:
-        """Returns the members of ``owners`` that are gone."""
+        """Returns those of ``owners`` that are gone."""
         marked = set((yield Names(GONE))) if owners else set()
         latest_marked = {name.rpartition(".")[0]: name for name in newest_starts(marked)}
         gone = set()
@@ -261,13 +269,13 @@ class LedgerRules:
         return pod == self.identity.pod and earlier(start, self.identity.start)
 
     def expired(self, owner: str) -> Steps[bool]:
-        """Reads another pod's lease. Returns whether it has expired."""
+        """Reads the lease of another start. Returns True if it has expired."""
         lease = self.leases.setdefault(owner, Lease(f"{LEASES}/{owner}"))
         unchanged_s = yield from lease.look()
         return unchanged_s > self.times.lease_s
 
     def forget(self, leases: Collection[str], open_blocks: Collection[int]) -> None:
-        """Drops knowledge of other leases and blocks, so that memory does not grow with the campaign."""
+        """Drops cached data about other leases and blocks, so that memory does not grow with the campaign."""
         self.leases = {name: lease for name, lease in self.leases.items() if name in leases}
         keep = {*open_blocks, *(claim.block for claim in self.held)}
         self._owners = {claim: owner for claim, owner in self._owners.items() if claim[0] in keep}
@@ -280,7 +288,7 @@ class LedgerRules:
     # --- claims ---
 
     def claim(self) -> Steps[Claim | None]:
-        """Claims a block that is free, or that has lost its holder. Returns ``None`` if no block is available now."""
+        """Claims a block that is free or whose holder is gone. Returns ``None`` if no block is available now."""
         if not (yield from self.may_commit()):
             return None
         try:
@@ -308,7 +316,8 @@ class LedgerRules:
 
     @property
     def _usable_survey(self) -> Survey | None:
-        """The latest survey, if usable. After a lost reply, only a scan can tell whether the claim is ours."""
+        """The latest survey, or ``None`` if it cannot be used. After a lost reply, only a scan can show whether the
+        claim succeeded."""
         return None if self._unanswered else self.surveyed
 
     def _may_take(self, survey: Survey) -> bool:
@@ -368,7 +377,7 @@ class LedgerRules:
         return None
 
     def _states(self, claimed: Iterable[tuple[int, int]], survey: Survey | None) -> Steps[list[HeldBlock]]:
-        """Determines the state of claimed blocks. A survey saves reading the claims of live pods."""
+        """Determines the states of claimed blocks. With a survey, the claims of live pods are not read."""
         orphans = {(block, epoch): owner for block, epoch, owner in survey.orphans} if survey else {}
         self._owners.update({claim: (owner, None) for claim, owner in orphans.items()})
         states: list[HeldBlock] = []
@@ -393,13 +402,13 @@ class LedgerRules:
         return states
 
     def _forget_answered(self, claimed: Mapping[int, int], done: Collection[int]) -> None:
-        """Forgets the claims without a reply that this scan has found. A cached listing may not show the others yet."""
+        """Forgets the claims with a lost reply that this scan has found. A cached listing may not show the remaining
+        ones yet."""
         for block, epoch in list(self._unanswered):
             if block in done or claimed.get(block, -1) >= epoch:
                 self._unanswered.discard((block, epoch))
 
     def _take_released(self, released: Sequence[tuple[int, int]]) -> Steps[Claim | None]:
-        """Claims one of the released blocks."""
         for block, epoch in _from(self._place, released):
             release = yield Read(f"{RELEASED}/{block:06d}.{epoch}")
             if release is None:
@@ -414,8 +423,8 @@ class LedgerRules:
     def _first_of(self, free: Sequence[int]) -> Steps[Claim | None]:
         """Claims the first available block, and remembers the remaining blocks as free.
 
-        Pods that start together begin at different positions in the list. If all began at the first block, most claims
-        would be refused. The list is in claim order, and no pod deviates from it by more than the number of pods.
+        Pods that start together begin at different positions in the list, because otherwise most claims would be
+        refused. The list is in claim order, and a pod deviates from it by at most the number of pods.
         """
         refused = 0
         left = list(free)
@@ -437,7 +446,7 @@ class LedgerRules:
     def _succeed(self, block: int, epoch: int, owner: str, seal: Mapping[str, Any]) -> Steps[Claim | None]:
         """Claims the epoch after another pod's epoch, and seals that pod's journal.
 
-        Repeats the seals of the previous claim, so that the previous claim may be removed.
+        Repeats the seals of the previous claim, so that the coordinator may remove the previous claim.
         """
         content = {"owner": self.identity.name, "predecessor": owner, **seal}
         if epoch:
@@ -451,13 +460,13 @@ class LedgerRules:
         return self._hold((yield from self._claim_of(block, epoch + 1, content)))
 
     def _seal(self, block: int, owner: str) -> Steps[dict[str, Any]]:
-        """Returns the seal of a pod that is gone: the valid length of its journal, and the blocks handed off."""
+        """Returns the seal for a pod that is gone: the valid length of its journal, and the blocks it handed off."""
         blocks = block_numbers((yield Names(TASKS)))
         given = yield from self.hand_offs.made_of(block, blocks)
         return {"sealed": (yield Length(owner)), "left": None, "given": given}
 
     def _remembered(self, block: int, epoch: int) -> Steps[Claim]:
-        """Restores a claim of ours after its reply was lost."""
+        """Restores a claim of this pod whose reply was lost."""
         if not epoch:
             return Claim(block, epoch)
         return (yield from self._claim_of(block, epoch, (yield from self._read_claim(block, epoch))))
@@ -468,15 +477,15 @@ class LedgerRules:
         return Claim(block, epoch, None if left is None else tuple(left), without, tuple(seals_in(content)))
 
     def _read_claim(self, block: int, epoch: int) -> Steps[dict[str, Any]]:
-        """Reads a claim. Raises NotYet if it is not visible yet, or if it was removed after a later claim."""
+        """Reads a claim. Raises NotYet if it is not visible yet, or was removed after a later claim."""
         content = yield Read(claim_path(block, epoch))
         if content is None:
             raise NotYet
         return content
 
     def _belongs(self, number: int) -> Steps[bool]:
-        """Returns whether a handed-off block counts. If the next holder of its origin did not know the block, marks it
-        done."""
+        """Returns True if a handed-off block is valid. If the next holder of its origin did not know the block, marks
+        it done and returns False."""
         origin = yield from self.hand_offs.origin(number)
         epoch = origin.epoch + 1
         successor = yield Read(claim_path(origin.block, epoch))
@@ -504,18 +513,18 @@ class LedgerRules:
         return self._owners[block, epoch]
 
     def owners(self, block: int, epoch: int) -> Steps[tuple[str, ...]]:
-        """Returns the holders of a block up to this claim, oldest first. Raises NotYet."""
+        """Returns all holders of a block up to this claim, oldest first. Raises NotYet."""
         if (block, epoch) not in self._chains:
             content = yield from self._read_claim(block, epoch)
             self._chains[block, epoch] = (*(seal.owner for seal in seals_in(content)), str(content["owner"]))
         return self._chains[block, epoch]
 
     def _link(self, block: int, epoch: int, content: Mapping[str, Any], token: str, keep: bool = False) -> Steps[bool]:
-        """Claims one epoch of a block. Returns whether this pod won the claim.
+        """Claims one epoch of a block. Returns True if this pod won the claim.
 
         Args:
             token: Identifies this content among all claims of this pod.
-            keep: Later claims of this pod have the same content, and share its private file.
+            keep: True if later claims of this pod have the same content and can share its private file.
         """
         name = f"{self.identity.name}.{token}"
         self._unanswered.add((block, epoch))
@@ -536,7 +545,8 @@ class LedgerRules:
         self._dropped.add(claim)
 
     def release(self, claim: Claim, sealed: int, left: Iterable[str]) -> Steps[None]:
-        """Releases a block. The first ``sealed`` bytes of the journal contain everything committed for it."""
+        """Releases a block. The first ``sealed`` bytes of the journal must contain everything committed for the
+        block."""
         self._drop(claim)
         if not (yield from self.may_commit()):
             return
@@ -544,7 +554,8 @@ class LedgerRules:
         yield Publish(f"{RELEASED}/{claim.block:06d}.{claim.epoch}", content)
 
     def hand_off(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> Steps[bool]:
-        """Hands off unstarted rollouts of a held block. The caller must not start them afterwards.
+        """Hands off unstarted rollouts of a held block, which the caller must not start afterwards. Returns False if
+        the fence is closed.
 
         Args:
             token: Idempotency token. After an error, a call with the same token repeats the same hand-off.
@@ -555,10 +566,10 @@ class LedgerRules:
         return True
 
     def mark_done(self, claim: Claim) -> Steps[None]:
-        """Marks a block done: all its rollouts are durable. Writes the finished mark after the last block.
+        """Marks a block done once all its rollouts are durable. Writes the finished mark after the last block.
 
         Raises:
-            LedgerError: Another pod took over the block. Anything stored after that does not count.
+            LedgerError: Another pod took over the block. Results stored after the takeover are not valid.
         """
         if not (yield from self._end(claim.block, claim.epoch + 1, self.hand_offs.count(claim.block))):
             raise LedgerError(
@@ -587,13 +598,15 @@ class LedgerRules:
         return (yield from finish(self.identity.name, self._known))
 
 
-def _from(place: int, items: Sequence[T]) -> list[T]:
-    """Rotates items, so that pods that scan at the same time start at different items."""
-    place %= max(1, len(items))
-    return [*items[place:], *items[:place]]
+def _from(start: int, items: Sequence[T]) -> list[T]:
+    """Rotates ``items`` to start at position ``start``. Pods that scan at the same time thus start at different
+    items."""
+    start %= max(1, len(items))
+    return [*items[start:], *items[:start]]
 
 
 def _number(pod: str) -> int:
-    """Returns the index of a pod's array element, or else a number derived from its name."""
+    """Returns the index of a pod's array element. For a pod outside an array, returns a number derived from its
+    name."""
     element = re.search(r"_(\d+)(?:@|$)", pod)
     return int(element[1]) if element else zlib.crc32(pod.encode())

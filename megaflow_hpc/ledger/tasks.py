@@ -1,4 +1,4 @@
-"""A run's tasks in a single file. A pod reads only the tasks of its blocks.
+"""A run's tasks, stored in a single file. A pod reads only the tasks of its blocks.
 
 ::
 
@@ -9,10 +9,10 @@
 
     RUN/ledger/tasks.json    task id → :class:`AcceptedTask`, for tasks with accepted changes
 
-The first two files are written once, before ``run.json``. They never change. ``run.json`` contains the number of tasks
-and the size of tasks.jsonl. If the index is missing or damaged, readers rebuild it from the lines. A user may accept
-changed files of a task (``resume --accept-changes``). Readers then replace the digests of its files. Instructions and
-settings stay as planned.
+The first two files are written once, before ``run.json``, and never change. ``run.json`` contains the number of tasks
+and the size of tasks.jsonl. If the index is missing or damaged, readers rebuild it from the lines. If a task's files
+have changed, a user may accept the change (``resume --accept-changes``). Readers then use the new digests of the task's
+files. Instructions and settings stay as planned.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from megaflow_hpc.rundir.record import PackedTasks, RunRecord, decode
 
 
 class Change(msgspec.Struct):
-    """One accepted change of a task's files."""
+    """One accepted change to a task's files."""
 
     at: float
-    """Unix seconds."""
+    """Time when the user accepted the change, in Unix seconds."""
     before: str
     """Digest of the files before the change."""
     after: str
 
 
 class AcceptedTask(msgspec.Struct):
-    """A task with changed files."""
+    """A task whose changed files the user has accepted."""
 
     files: dict[str, Any]
     """Digests of the current files. They replace those in the task's metadata."""
     changes: list[Change] = []
-    """All changes, in order."""
+    """All accepted changes, oldest first."""
 
 
 def accepted(run: RunDir) -> dict[str, AcceptedTask]:
-    """Returns task id → task, for the tasks with accepted changes.
+    """Returns the tasks with accepted changes, by task id.
 
     Raises:
         ConfigError: The file is damaged.
@@ -74,21 +74,21 @@ def accepted(run: RunDir) -> dict[str, AcceptedTask]:
 
 
 def accept(run: RunDir, tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
-    """Records changed tasks.
+    """Records that the user has accepted changed tasks.
 
     Args:
         tasks: Task id → (digest of the files before the change, digests of the current files).
     """
-    known, now = accepted(run), time.time()
+    accepted_tasks, now = accepted(run), time.time()
     for name, (before, files) in tasks.items():
-        task = known.setdefault(name, AcceptedTask({}))
+        task = accepted_tasks.setdefault(name, AcceptedTask({}))
         task.files = dict(files)
         task.changes.append(Change(now, before, str(files["content"])))
-    write_json(run.accepted_tasks, msgspec.to_builtins(known))
+    write_json(run.accepted_tasks, msgspec.to_builtins(accepted_tasks))
 
 
 def accepted_line(run: RunDir) -> str:
-    """Returns one line that describes the accepted changes. Empty if there are none."""
+    """Describes the accepted changes in one line. Returns an empty string if there are none."""
     tasks = accepted(run)
     if not tasks:
         return ""
@@ -109,18 +109,18 @@ _HEAD = struct.Struct("<8sQQI")
 
 
 class PlannedTask(msgspec.Struct, frozen=True):
-    """A task and the files of its images."""
+    """A task and the files of its container images."""
 
     task: dict[str, Any]
     """Output of :meth:`megaflow_hpc.types.Task.to_dict`."""
     images: dict[str, str] = {}
     """Image name in the task → SIF file or directory. Images that were not built are omitted."""
     alike: int = 1
-    """Number of the campaign's tasks with the same image name for the agent, including this task."""
+    """Number of tasks in the campaign with the same agent image, including this task."""
 
     @property
     def image(self) -> str | None:
-        """File or directory of the agent's image. ``None`` if it was not built."""
+        """SIF file or directory of the agent's image. ``None`` if it was not built."""
         return self.images.get(self.task.get("image", ""))
 
 
@@ -138,7 +138,7 @@ class _Values(ValuesView[PlannedTask]):
 
 
 def write_tasks(run: RunDir, tasks: Iterable[PlannedTask]) -> PackedTasks:
-    """Writes the tasks of a run, before its ``run.json`` exists. Holds one task in memory at a time."""
+    """Writes the tasks of a run, before its ``run.json`` exists. Holds only one task in memory at a time."""
     lines: list[tuple[int, int, int]] = []
     end = 0
     with new_file(run.packed_tasks) as file:
@@ -153,12 +153,12 @@ def write_tasks(run: RunDir, tasks: Iterable[PlannedTask]) -> PackedTasks:
 
 
 def planned_tasks(run: RunDir, record: RunRecord) -> Mapping[str, PlannedTask]:
-    """Returns task id → task, in planned order. Reads each task on access."""
+    """Returns a mapping of task id to task, in planned order. Each access reads the task from disk."""
     return TaskFile(run, record.packed, accepted(run)) if record.packed is not None else {}
 
 
 def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:
-    """Returns image name → file for all images of a run."""
+    """Returns the image files of all tasks, as image name → SIF file or directory."""
     files: dict[str, str] = {}
     for planned in tasks.values():
         files |= planned.images
@@ -166,9 +166,9 @@ def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:
 
 
 class TaskFile(Mapping[str, PlannedTask]):
-    """Mapping of task id to task. Reads each task on access. Not thread-safe.
+    """Mapping of task id to task that reads each task from disk on access. Not thread-safe.
 
-    Any access may raise ConfigError if the file is damaged or missing, and OSError if the run directory is unavailable.
+    Any access may raise ConfigError if the file is damaged or missing, or OSError if the run directory is unavailable.
     """
 
     def __init__(self, run: RunDir, packed: PackedTasks, changed: Mapping[str, AcceptedTask]) -> None:
@@ -197,7 +197,7 @@ class TaskFile(Mapping[str, PlannedTask]):
             yield planned.task["id"]
 
     def values(self) -> ValuesView[PlannedTask]:
-        """Returns a view that reads the file sequentially and holds one task in memory at a time."""
+        """Returns a view that reads the file sequentially and holds only one task in memory at a time."""
         return _Values(self)
 
     def in_order(self) -> Iterator[PlannedTask]:
@@ -228,7 +228,8 @@ class TaskFile(Mapping[str, PlannedTask]):
         return planned
 
     def _open(self) -> int:
-        """Opens the file once and returns its descriptor. Raises OSError."""
+        """Opens the file on first use and returns its descriptor. Raises ConfigError if the file is missing or
+        damaged."""
         if self._descriptor < 0:
             try:
                 with open_regular(self._run.packed_tasks) as file:

@@ -38,9 +38,10 @@ MAX_DEPTH = 64
 _MAX_NAME = 256
 """Maximum length of an identifier, in characters."""
 _MAGIC, _HEADER_AT = b"\x93NUMPY\x01\x00", 10
-"""First bytes of a ``.npy`` file of version 1, and the offset of its header, after two bytes for its length."""
+"""First bytes of a version 1 ``.npy`` file, and the offset of its header. The two bytes before the header are its
+length."""
 _BYTES = {"|u1": 1, "<u2": 2}
-"""Array type → bytes per entry."""
+"""Maps the type of an array to the size of an entry in bytes."""
 
 
 class _Function(msgspec.Struct):
@@ -118,7 +119,7 @@ def check_size(reply: Mapping[str, Any], size: int) -> None:
 
     Args:
         reply: The response, without fields that the agent did not request.
-        size: Bytes that the engine sent.
+        size: Size of the engine's response in bytes.
 
     Raises:
         ValueError: The response is nested too deeply.
@@ -129,7 +130,7 @@ def check_size(reply: Mapping[str, Any], size: int) -> None:
     if size > MAX_TEXT:
         choices = [{k: v for k, v in choice.items() if k != "logprobs"} for choice in reply["choices"]]
         if sum(map(len, _texts(choices))) > MAX_TEXT:
-            raise TooMuch(f"texts of more than {MAX_TEXT >> 20} million characters")
+            raise TooMuch(f"strings of more than {MAX_TEXT >> 20} million characters in total")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -168,10 +169,10 @@ def log_probabilities(values: Any, count: int) -> array[float]:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts that routers chose for consecutive tokens of a prompt and its answer."""
+    """The experts that the model's routers chose for consecutive tokens of a prompt and its answer."""
 
     start: int
-    """Index of the first token, from the start of the prompt."""
+    """Index of the first token with known experts, counted from the start of the prompt."""
     layers: int
     per_token: int
     row: int
@@ -192,7 +193,7 @@ def routed_experts(value: Any, tokens: int, start: int = 0) -> RoutedExperts | N
         start: Number of prompt tokens that the request told the engine to omit.
 
     Raises:
-        ValueError, TypeError: The value is not such an array, or covers another number of tokens.
+        ValueError, TypeError: The value is not an array of this form, or covers another number of tokens.
     """
     if value is None:
         return None

@@ -34,11 +34,12 @@ KEY_TIMEOUT_S = 10.0
 key."""
 BODY_TIMEOUT_S = 120.0
 MAX_WAITING = 256
-"""Maximum connections waiting for a key; lower if the process's file descriptor limit is low."""
+"""Maximum number of connections waiting for a key. The server lowers it if the process may open few file
+descriptors."""
 MIN_CONNECTIONS = 4
 """Lower bound for both connection limits, for waiting connections and per owner."""
 BACKLOG = 4096
-"""Listen backlog; the kernel may cap it."""
+"""Listen backlog, which the kernel may cap."""
 ACCEPT_PAUSE_S = 0.2
 """Seconds to wait before accepting again after running out of descriptors or memory."""
 STOP_TIMEOUT_S = 60.0
@@ -75,12 +76,12 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytearray:
     except web.RequestPayloadError:
         raise BadBody(400, "malformed") from None
     except TimeoutError:
-        raise BadBody(408, f"not whole within {BODY_TIMEOUT_S:g} s") from None
+        raise BadBody(408, f"incomplete after {BODY_TIMEOUT_S:g} s") from None
     return body
 
 
 def bearer_key(request: web.BaseRequest) -> bytes:
-    """Returns the key of a request, from ``Authorization: Bearer`` or ``x-api-key``; empty if it is missing."""
+    """Returns the key from ``Authorization: Bearer`` or ``x-api-key``, or an empty string if a request has neither."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     given = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     return given.encode("utf-8", "surrogateescape")  # headers may not be valid UTF-8
@@ -98,7 +99,7 @@ class BoundedLog:
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._kinds: dict[str, tuple[float, int]] = {}
-        """Kind → (time of its latest line, events since then)."""
+        """Maps each kind to (time of its latest line, number of events since then)."""
 
     def refused(self, kind: str, owner: str = "") -> None:
         """Counts one event.
@@ -111,7 +112,7 @@ class BoundedLog:
             self._log.warning("refused: %s: %d%s", kind, number, f", the latest of {owner}" if owner else "")
 
     def exception(self, message: str, *arguments: object, exc_info: object = True) -> None:
-        """Logs an exception with its traceback, or counts it."""
+        """Logs an exception with its traceback, or only counts it if the same message was logged in the past minute."""
         if number := self._due(message):
             self._log.error(message, *arguments, exc_info=exc_info)  # type: ignore[arg-type]
             if number > 1:
@@ -121,7 +122,7 @@ class BoundedLog:
         """Discards aiohttp's debug messages."""
 
     def _due(self, kind: str) -> int:
-        """Returns the count to log now, or 0 if this kind was logged too recently."""
+        """Returns the number of events to log now, or 0 if this kind was logged too recently."""
         written_at, number = self._kinds.get(kind, (-LOG_INTERVAL_S, 0))
         now = time.monotonic()
         if now - written_at < LOG_INTERVAL_S:
@@ -137,7 +138,7 @@ class _Connection(web.RequestHandler):
     def __init__(self, server: HttpServer, **options: Any) -> None:
         super().__init__(server, **options)
         self.owner = ""
-        """Empty while the connection waits for a key."""
+        """Owner of the connection. Empty while the connection waits for a key."""
         self.busy = False
         """True while a request is being handled."""
         self.connecting: asyncio.Task[Any] | None = None
@@ -174,12 +175,13 @@ class _Connection(web.RequestHandler):
 
 
 class HttpServer(web.Server):
-    """Serves listening sockets. Confined to one event loop.
+    """Serves listening sockets. Use it from a single event loop.
 
     Args:
         handle: Request handler.
         log: Receives refusals, through a :class:`BoundedLog`.
-        max_per_owner: Maximum connections per owner; lower if the process's file descriptor limit is low.
+        max_per_owner: Maximum number of connections per owner. The server lowers it if its file descriptors do not
+            suffice for all owners.
     """
 
     def __init__(self, handle: Handler, log: logging.Logger, *, max_per_owner: int) -> None:
@@ -193,7 +195,7 @@ class HttpServer(web.Server):
         self._waiting: dict[_Connection, None] = {}
         """Connections without a key, oldest first."""
         self._owned: dict[str, dict[_Connection, None]] = {}
-        """Owner → its connections, longest idle first."""
+        """Maps each owner to its connections, longest idle first."""
         self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
         super().__init__(
             self._handle,
@@ -293,7 +295,7 @@ class HttpServer(web.Server):
     def _connect(
         self, client: socket.socket, connection: _Connection, context: ssl.SSLContext | None
     ) -> asyncio.Task[Any]:
-        """Connects an accepted socket to the protocol, with a TLS handshake if there is a context."""
+        """Connects an accepted socket to the protocol, after a TLS handshake if ``context`` is given."""
         connecting = self._loop.connect_accepted_socket(
             lambda: connection, client, ssl=context, ssl_handshake_timeout=KEY_TIMEOUT_S if context else None
         )

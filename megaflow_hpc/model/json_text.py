@@ -29,7 +29,7 @@ MAX_DEPTH = 254
 """Deepest nesting that orjson can encode. Recorded documents must be encodable again."""
 _WINDOW = 16 * 2**10
 _OBJECT = 512
-"""Cost of one object or array, as the equivalent bytes of plain text."""
+"""Cost of decoding one object or array, as the equivalent number of bytes of plain text."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _thread = ThreadPoolExecutor(1, "large-documents")
 
@@ -53,20 +53,21 @@ class Bounds(NamedTuple):
     """Limits on the parts of a document, or their actual counts. The contents of strings are ignored."""
 
     objects: int
-    """Arrays and objects."""
+    """Number of arrays and objects."""
     names: int
-    """Object keys."""
+    """Number of object keys."""
     values: int
-    """Values that follow a comma."""
+    """Number of values that follow a comma."""
 
 
 REQUEST = Bounds(100_000, 200_000, 1_000_000)
 ANSWER = Bounds(500_000, 1_000_000, 4_000_000)
-"""Larger than :data:`REQUEST`: engines report an object and two arrays for each sampled and alternative token."""
+"""Bounds of an engine's response. They exceed :data:`REQUEST`, because engines report an object and two arrays for each
+sampled and alternative token."""
 
 
 def effort(raw: bytes | bytearray) -> int:
-    """Estimates the cost of processing a document, as the equivalent bytes of plain text."""
+    """Estimates the cost of processing a document, as the equivalent number of bytes of plain text."""
     if len(raw) > OFFLOAD_BYTES:
         return len(raw)  # large enough already; the exact value is not needed
     if len(raw) + _OBJECT * (raw.count(b"[") + raw.count(b"{")) <= OFFLOAD_BYTES:
@@ -94,7 +95,7 @@ def packed(value: Any, *, sort_keys: bool = False) -> bytes:
 def decoded(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> Any:
     """Decodes untrusted JSON.
 
-    Accepts lone surrogates, as in truncated tool output, and in small documents ``NaN``.
+    Accepts lone surrogates, as in truncated tool output, and also ``NaN`` in small documents.
 
     Raises:
         TooMuch: The document exceeds its bounds.

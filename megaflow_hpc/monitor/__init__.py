@@ -1,6 +1,6 @@
-"""The state of a campaign, read from its run directory: ``status``, ``evaluation`` of rewards, ``usage`` of cores.
+"""State of a campaign, read from its run directory: ``status``, ``evaluation`` of rewards, ``usage`` of cores.
 
-The input is event files, endpoint files, flags and answers from Slurm; the output is dictionaries that the CLI prints.
-Nothing here queries Slurm, and only ``live`` writes, to ask pods for details. The CLI and ``campaign`` use this
-package.
+Input is event files, endpoint files, flags and answers from Slurm. Output is dictionaries that the CLI prints. No
+module in this package queries Slurm. Only ``live`` writes files, to request details from pods. The CLI and
+``campaign`` use this package.
 """

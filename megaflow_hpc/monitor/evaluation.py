@@ -1,15 +1,21 @@
-"""The evaluation of a campaign: mean reward and pass@k of each policy, with 95 % confidence intervals.
+"""Evaluation of a campaign: mean reward and pass@k of each policy, with 95 % confidence intervals.
 
-The samples of a task are not independent, so every figure is first computed per task. The mean and its interval are
-then taken over tasks. pass@k is the unbiased estimator of Chen et al. (2021), *Evaluating Large Language Models Trained
-on Code*: if c of n samples passed, it is ``1 - C(n - c, k) / C(n, k)``. Rollouts without a reward (infrastructure
-failures) are excluded and counted.
+The samples of a task are not independent. Every figure is therefore computed per task first. The mean and its
+interval are taken over tasks.
 
-Shares, and rewards between 0 and 1, get Wilson's interval (1927). Unlike mean ± 1.96 standard errors, it stays between
-0 and 1 and does not shrink to a point if all samples pass or fail. Its number of trials accounts for the similarity of
-a task's samples, as in cluster surveys (Korn and Graubard 1998; Franco et al. 2019). This number is the one with which
-independent trials have the standard error observed over tasks. It is at most the number of samples and at least the
-number of tasks. Other rewards get Student's interval of the mean over tasks, if at least two tasks differ.
+pass@k is the unbiased estimator of Chen et al. (2021), *Evaluating Large Language Models Trained on Code*. If c of n
+samples passed, it is ``1 - C(n - c, k) / C(n, k)``. Rollouts without a reward (infrastructure failures) are excluded
+and counted.
+
+Proportions, and rewards between 0 and 1, get Wilson's interval (1927). Unlike mean ± 1.96 standard errors, this
+interval stays between 0 and 1. It does not shrink to a point if all samples pass or fail.
+
+Wilson's interval requires a number of trials. This module accounts for the similarity of a task's samples, as in
+cluster surveys (Korn and Graubard 1998; Franco et al. 2019). It uses the number of independent trials that would
+have the standard error observed over tasks. The number is at least that of the tasks and at most that of the
+samples.
+
+Other rewards get Student's interval of the mean over tasks, if at least two tasks differ.
 """
 
 from __future__ import annotations
@@ -22,16 +28,16 @@ from typing import Any
 Z = 1.959964
 """97.5 % quantile of the normal distribution, for a 95 % interval."""
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""The same quantile of Student's t-distribution with 1 to 9 degrees of freedom."""
+"""97.5 % quantiles of Student's t-distribution with 1 to 9 degrees of freedom."""
 
 Interval = tuple[float, float]
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Estimates the probability that at least one of ``k`` samples passes, given that ``passed`` of ``samples`` did.
+    """Estimates the probability that at least one of ``k`` samples passes, if ``passed`` of ``samples`` did.
 
     Raises:
-        ValueError: There are fewer samples than ``k``, or ``passed`` exceeds ``samples``.
+        ValueError: ``samples`` is less than ``k`` or ``passed``.
     """
     if not 0 <= passed <= samples or not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {passed} passed among {samples} samples")
@@ -44,7 +50,7 @@ def wilson(share: float, trials: float) -> Interval:
 
     Args:
         share: The proportion, from 0 to 1.
-        trials: At least 1; need not be an integer.
+        trials: A number of at least 1, not necessarily an integer.
     """
     middle = (share + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
     half = Z * math.sqrt(share * (1 - share) / trials + (Z / (2 * trials)) ** 2) / (1 + Z * Z / trials)
@@ -55,8 +61,8 @@ def share_interval(values: Sequence[float], samples: int) -> Interval:
     """Returns the 95 % interval of a mean over tasks, for values between 0 and 1.
 
     Args:
-        values: One value per task, at least one.
-        samples: Number of independent samples behind the values, over all tasks.
+        values: A value per task. Must not be empty.
+        samples: Total number of samples from which the values were computed.
     """
     mean, error = _mean_and_error(values)
     spread = mean * (1 - mean)
@@ -69,7 +75,7 @@ def share_interval(values: Sequence[float], samples: int) -> Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Returns the 95 % interval of a mean (Student's t), or ``None`` if all values are equal."""
+    """Returns the 95 % interval of a mean (Student's t). ``None`` if all values are equal."""
     mean, error = _mean_and_error(values)
     if not error:
         return None
@@ -80,17 +86,18 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 def evaluate(
     rewards: Mapping[str, Sequence[float | None]], ks: Sequence[int] = (), threshold: float = 1.0
 ) -> dict[str, Any] | None:
-    """Computes the figures of one policy.
+    """Computes the figures of a policy.
 
     Args:
-        rewards: For each task, the rewards of its rollouts. ``None`` and infinite values count as missing.
+        rewards: Rewards of the rollouts of each task. ``None`` and infinite values count as missing.
         ks: Values of k for pass@k. Default: 1 and the largest number of samples of a task.
-        threshold: Minimum reward for a rollout to pass.
+        threshold: Minimum reward at which a rollout counts as passed.
 
     Returns:
-        ``tasks``, ``samples``, ``passed`` (number of samples), ``unrated``, ``mean``, ``low`` and ``high`` (its 95 %
-        interval, ``None`` if unknown), and ``pass_at``: k → ``value``, ``low``, ``high`` and ``tasks`` (tasks with at
-        least k samples). ``None`` if no rollout has a reward.
+        Numbers of rated ``tasks``, rated ``samples``, ``passed`` samples and ``unrated`` samples.
+        ``mean`` with its 95 % interval ``low`` to ``high``. The bounds are ``None`` if unknown.
+        ``pass_at``: k → ``value``, ``low``, ``high`` and the number of ``tasks`` with at least k samples.
+        ``None`` instead of all these if no rollout has a reward.
     """
     rated: dict[str, list[float]] = {}
     for task, given in rewards.items():
@@ -133,7 +140,8 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _student(freedom: int) -> float:
-    """Returns the 97.5 % quantile of Student's t. From 10 degrees of freedom, uses Abramowitz and Stegun 26.7.5."""
+    """Returns the 97.5 % quantile of Student's t-distribution. From 10 degrees of freedom, uses the approximation
+    26.7.5 of Abramowitz and Stegun."""
     if freedom <= len(STUDENT):
         return STUDENT[freedom - 1]
     return Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)

@@ -1,7 +1,8 @@
-"""A snapshot of a run for viewers: its status, and its rollouts in order of interest.
+"""Snapshot of a run for viewers: its status, and its rollouts in order of interest.
 
-Running rollouts come first, longest-running at the top. Stored rollouts follow, latest first. Viewers ask pods for the
-progress of running rollouts and for the conversation of the open one (:mod:`megaflow_hpc.rundir.live`).
+Running rollouts come first, with the longest-running at the top. Stored rollouts follow, with the latest first.
+Viewers request the progress of running rollouts, and the conversation of the rollout they show, from pods
+(:mod:`megaflow_hpc.rundir.live`).
 """
 
 from __future__ import annotations
@@ -19,47 +20,47 @@ from megaflow_hpc.rundir.pods.running import AttemptPlace
 from megaflow_hpc.types import VERIFIED
 
 STUCK_S = 300.0
-"""A running rollout is stuck after this many seconds without an answer of the model."""
+"""A running rollout counts as stuck after this many seconds without an answer from the model."""
 PRESENT = ("started", "draining", "silent")
 """Pod states in which rollouts may be running."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """One rollout, as shown in a table."""
+    """A rollout, as shown in a table."""
 
     id: str
     state: str
-    """``running``, ``silent`` if its pod is silent, or the stored status."""
+    """``running``, ``silent`` if its pod is silent, or the status of a stored rollout."""
     place: AttemptPlace | None
-    """Where its last attempt ran; ``None`` if unknown."""
+    """Pod, rank and node of the latest attempt. ``None`` if unknown."""
     seconds: float
-    """Seconds since the attempt started, or duration of a stored rollout."""
+    """Seconds since the start of the attempt, or the duration of a stored rollout."""
     live: LiveStatus | None = None
-    """Progress of a running rollout, if its pod reports it."""
+    """Progress of a running rollout. ``None`` if its pod does not report it."""
     stored: RolloutEvent | None = None
 
     @property
     def turns(self) -> int | None:
-        """Number of model calls, or ``None`` if unknown."""
+        """Number of model calls. ``None`` if unknown."""
         if self.stored is not None:
             return self.stored.turns
         return self.live.calls if self.live else None
 
     @property
     def stuck(self) -> bool:
-        """True if the rollout is running and got no answer for :data:`STUCK_S`."""
+        """True if the rollout is running and has had no answer from the model for :data:`STUCK_S` seconds."""
         return self.live is not None and self.live.quiet_s > STUCK_S
 
 
 class Rollouts(Sequence[RolloutRow]):
-    """A snapshot of all rollouts. Rows are created on access, so tens of thousands of rollouts are cheap.
+    """Snapshot of all rollouts. Rows are created on access, so tens of thousands of rollouts are cheap.
 
     Args:
         running: Running rollouts, longest-running first.
         stored: Stored rollouts, latest first.
-        last: Rollout → its last attempt.
-        silent: Pods without a recent sign of life.
+        last: Rollout id → its latest attempt.
+        silent: Names of pods without a recent sign of life.
         now: Current time in Unix seconds.
     """
 
@@ -75,7 +76,7 @@ class Rollouts(Sequence[RolloutRow]):
         self._running, self._stored, self._last = running, stored, last
         self._live, self._silent, self._now = live, silent, now
         self.ids = [place.id for place in running] + [event.id for event in stored]
-        """Rollout ids by row."""
+        """Rollout id of each row."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -92,11 +93,12 @@ class Rollouts(Sequence[RolloutRow]):
         return RolloutRow(event.id, event.status, self._last.get(event.id), event.seconds, stored=event)
 
     def of(self, rollout: str) -> RolloutRow | None:
-        """Returns the row of a rollout, or ``None`` if it has not started."""
+        """Returns the row of a rollout. ``None`` if it has not started."""
         return self[self.ids.index(rollout)] if rollout in self.ids else None
 
     def matching(self, text: str = "", failed: bool = False) -> Rollouts:
-        """Returns the rollouts whose id, node, state or error contains ``text``. With ``failed``, only failed ones."""
+        """Returns the rollouts whose id, node, state or error contains ``text``. ``failed`` selects only failed
+        rollouts."""
         if not text and not failed:
             return self
         wanted = text.lower()
@@ -114,35 +116,36 @@ class Rollouts(Sequence[RolloutRow]):
 
     @property
     def stuck(self) -> int:
-        """Number of stuck rollouts, among those with known progress."""
+        """Number of stuck rollouts, among rollouts whose progress is known."""
         return sum(live.quiet_s > STUCK_S for live in self._live.values())
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """State of a run as of one poll."""
+    """State of a run at the time of a poll."""
 
     status: Mapping[str, Any]
     rollouts: Rollouts
     transcript: Transcript | None = None
-    """Conversation of the open rollout, while it is running."""
+    """Conversation of the opened rollout while it is running, otherwise ``None``."""
     unasked: str = ""
-    """Why pods could not be asked for progress; empty if they could."""
+    """Reason why progress could not be requested from pods. Empty if it could."""
     unlisted: int = 0
-    """Number of successful rollouts that are not listed because there are too many."""
+    """Number of successful rollouts that are omitted because there are too many."""
 
 
 @dataclass
 class Live:
-    """Follows a run. Not thread-safe, except that another thread may set :attr:`shown` and :attr:`opened`."""
+    """Builds snapshots of a run. Not thread-safe, except that another thread may set :attr:`shown` and
+    :attr:`opened`."""
 
     run: RunDir
     monitor: Monitor
     clock: Callable[[], float] = time.monotonic
     shown: Sequence[str] = ()
-    """Rollouts currently on screen."""
+    """Ids of the rollouts on the screen."""
     opened: str = ""
-    """The rollout whose conversation is shown, or an empty string."""
+    """Id of the rollout whose conversation is shown. Empty if none is shown."""
     _asked: tuple[list[str], str] = field(default_factory=lambda: ([], ""))
     _asked_at: float = 0.0
     _unasked: str = ""
@@ -151,10 +154,10 @@ class Live:
         self._files = LiveFiles(self.run, self.clock)
 
     def look(self, status: Mapping[str, Any]) -> RunSnapshot:
-        """Returns the current snapshot.
+        """Returns a snapshot of the run.
 
         Args:
-            status: The status that :attr:`monitor` has just returned.
+            status: Latest status returned by :attr:`monitor`.
         """
         pods = {pod["pod"] for pod in status["pods"] if pod["state"] in PRESENT}
         running = self.monitor.running.longest(pods)
@@ -176,7 +179,11 @@ class Live:
         return RunSnapshot(status, rollouts, transcript, self._unasked, max(0, ended_well - listed))
 
     def leave(self) -> None:
-        """Withdraws this viewer's requests to pods. May raise OSError."""
+        """Withdraws this viewer's requests to pods.
+
+        Raises:
+            OSError: The file system refused the change.
+        """
         self._files.leave()
 
     def _ask(self, rollouts: list[str], transcript: str) -> None:

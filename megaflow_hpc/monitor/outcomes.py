@@ -1,9 +1,10 @@
-"""Outcomes of a run's rollouts: counts by status and policy, the listed rollouts, and causes of failures.
+"""Outcomes of a run's rollouts: counts by status and policy, listed rollouts, and causes of failures.
 
-An unsuccessful rollout may run again in another pod and succeed there, so these are stored by id. Successful rollouts
-(``completed``, ``truncated``) are only counted, however many there are. A rollout that succeeded in two pods is counted
-twice. This happens, for example, if a node was mistaken for lost. :meth:`Outcomes.by_status` never returns more than
-were planned.
+An unsuccessful rollout may run again in another pod and succeed there, so unsuccessful rollouts are kept by id.
+Successful rollouts (``completed``, ``truncated``) are only counted, whatever their number.
+
+A rollout that succeeded in two pods is counted twice, for example if a node was wrongly declared lost.
+:meth:`Outcomes.by_status` never returns more rollouts than were planned.
 """
 
 from __future__ import annotations
@@ -27,31 +28,33 @@ from megaflow_hpc.types import VERIFIED, RolloutName
 
 
 class Outcomes:
-    """Collects all stored rollouts. Events of a pod must be applied in order; the order of pods does not matter.
+    """Collects the outcomes of stored rollouts from events.
+
+    Events of the same pod must be added in order. Events of different pods may be added in any order.
 
     Args:
-        listed: Number of latest successful rollouts to list. If ``None``, all are listed.
+        listed: Number of latest successful rollouts to list. ``None`` lists all.
     """
 
     def __init__(self, listed: int | None = 0) -> None:
         self.limit = listed
         """Number of latest successful rollouts to list. ``None`` lists all."""
         self._kept: dict[str, RolloutEvent] = {}
-        """Unsuccessful rollouts, or all rollouts if all are listed."""
+        """Unsuccessful rollouts by id. All rollouts if :attr:`limit` is ``None``."""
         self._latest: deque[RolloutEvent] = deque(maxlen=listed or 0)
         self._well: dict[str, Counter[str]] = {}
-        """Policy → status → number of successful rollouts outside of :attr:`_kept`."""
+        """Policy → status → number of successful rollouts that are not in :attr:`_kept`."""
         self._inexact: Counter[str] = Counter()
-        """Policy → number of inexact model calls in these rollouts."""
+        """Policy → number of inexact model calls of the rollouts in :attr:`_well`."""
         self._constrained: Counter[str] = Counter()
         self._recent: Counter[int] = Counter()
-        """Second → number of rollouts stored in that second, for the last minutes."""
+        """Unix second → number of rollouts stored in that second. Covers the last minutes."""
         self._ended: list[str] = []
-        """Rollouts that succeeded since the last call of :meth:`between_pods`."""
+        """Rollouts that have succeeded since the last call of :meth:`between_pods`."""
         self._digests: list[bytes] = []
 
     def apply(self, event: RolloutEvent) -> None:
-        """Adds a stored rollout."""
+        """Adds the outcome of a stored rollout."""
         self._recent[int(event.t)] += 1
         if event.status not in VERIFIED or self.limit is None:
             self._keep(event)
@@ -64,7 +67,7 @@ class Outcomes:
         self._ended.append(event.id)
 
     def adopt(self, summary: Summary) -> None:
-        """Adds a pod's summary, which replaces its first events or those of its earlier starts."""
+        """Adds a pod's summary. It replaces the pod's first events, or those of its earlier starts."""
         for policy, statuses in summary.ended_well.items():
             self._well.setdefault(policy, Counter()).update(statuses)
         self._inexact.update(summary.inexact)
@@ -82,10 +85,11 @@ class Outcomes:
         self._kept[event.id] = event
 
     def between_pods(self, running: Iterable[str]) -> list[str]:
-        """Returns the rollouts that succeeded since the last call, and forgets failures of them in other pods.
+        """Returns the rollouts that have succeeded since the last call. Drops failures of the same rollouts in other
+        pods.
 
         Args:
-            running: Rollouts that a pod appears to be running.
+            running: Rollouts that are running according to the events.
         """
         ended, self._ended = self._ended, []
         if self._digests:
@@ -98,7 +102,7 @@ class Outcomes:
         return ended
 
     def settle(self, stored: Iterable[RolloutEvent]) -> None:
-        """Replaces the outcomes taken from events with the stored rollouts."""
+        """Replaces all outcomes collected from events with the stored rollouts."""
         before, self._kept = self._kept, {}
         self.limit, self._well = None, {}
         self._latest.clear()
@@ -114,11 +118,12 @@ class Outcomes:
 
     @property
     def listed(self) -> dict[str, RolloutEvent]:
-        """The listed rollouts by id: all unsuccessful ones, and the requested number of successful ones."""
+        """Listed rollouts by id: all unsuccessful rollouts, and the requested number of successful rollouts."""
         return {**self._kept, **{event.id: event for event in self._latest}} if self._latest else self._kept
 
     def by_status(self, planned: int) -> Counter[str]:
-        """Counts rollouts by status. Any excess over ``planned`` (0 if unknown) was counted twice and is subtracted."""
+        """Counts rollouts by status. Subtracts any excess over ``planned``, which was counted twice. 0 means
+        unknown."""
         counts = Counter(event.status for event in self._kept.values())
         for statuses in self._well.values():
             counts.update(statuses)
@@ -128,12 +133,12 @@ class Outcomes:
 
     @property
     def failures(self) -> list[RolloutEvent]:
-        """The failed rollouts. Those from a pod's summary have no error text."""
+        """Failed rollouts. Rollouts from a pod's summary have no error text."""
         return [event for event in self._kept.values() if event.status == "failed"]
 
     @property
     def errors(self) -> list[RolloutEvent]:
-        """The listed rollouts that were verified, although their agent or verifier ended with an error."""
+        """Listed rollouts that were verified although their agent or verifier ended with an error."""
         return [event for event in self._kept.values() if event.status in VERIFIED and event.kind]
 
     def rate(self) -> float:
@@ -144,10 +149,10 @@ class Outcomes:
         return stored / max(1.0, now - min(self._recent)) if stored >= 2 else 0.0
 
     def policies(self, pass_threshold: float) -> dict[str, dict[str, Any]]:
-        """Returns the figures of each policy over the listed rollouts. Only meaningful if all rollouts are listed.
+        """Returns the figures of each policy over the listed rollouts. Meaningful only if all rollouts are listed.
 
         Args:
-            pass_threshold: Minimum reward for a rollout to pass.
+            pass_threshold: Minimum reward at which a rollout counts as passed.
         """
         by_policy: dict[str, list[RolloutEvent]] = {}
         for event in self._kept.values():
@@ -186,24 +191,24 @@ def _arm_of(rollout_id: str) -> str:
 
 @dataclass
 class Cause:
-    """One cause of failures."""
+    """A cause of failures."""
 
     kind: str
     count: int
-    """Number of rollouts that failed for this reason."""
+    """Number of rollouts with this cause."""
     id: str
-    """Id of the first of these rollouts."""
+    """Id of the first rollout with this cause."""
     error: str
     log: str
-    """Log of the pod that ran it, empty if unknown or removed."""
+    """Log of the pod that ran the first rollout. Empty if unknown or removed."""
 
 
 def causes(run: RunDir, failures: Iterable[RolloutEvent], places: Mapping[str, AttemptPlace]) -> list[Cause]:
     """Returns the causes of failures, most frequent first.
 
     Args:
-        failures: The failed rollouts.
-        places: Rollout → where it last ran, if known.
+        failures: Failed rollouts.
+        places: Rollout id → where it last ran, if known.
     """
     by_kind: dict[str, list[RolloutEvent]] = {}
     for event in failures:
@@ -221,7 +226,7 @@ def causes(run: RunDir, failures: Iterable[RolloutEvent], places: Mapping[str, A
 
 @functools.lru_cache(256)
 def _error(events: Path, pod: str, rollout: str, t: float) -> str:
-    """Looks up an error that the pod's summary omits. Cached, because it reads all events of the pod."""
+    """Looks up an error text that the pod's summary omits. Cached, because it reads all events of the pod."""
     reader = EventReader(events, "rollout", rollout)
     for _, its_events in reader.read([pod]):
         for event in its_events:
@@ -244,10 +249,10 @@ def failing_agents(rollouts: Iterable[RolloutEvent]) -> list[str]:
 
 
 def broken_verifiers(rollouts: Iterable[RolloutEvent]) -> list[str]:
-    """Returns a warning for each task whose verifier failed for every verified rollout.
+    """Returns a warning for each task whose verifier failed in every verified rollout.
 
-    Such rollouts have reward 0. If this affects all rollouts of a task, the verifier is more likely at fault than the
-    agents.
+    Such rollouts have reward 0. If all rollouts of a task are affected, the verifier is more likely at fault than
+    the agents.
 
     Args:
         rollouts: All stored rollouts.
@@ -262,10 +267,10 @@ def broken_verifiers(rollouts: Iterable[RolloutEvent]) -> list[str]:
 def _always_with(
     rollouts: Iterable[RolloutEvent], kind: str, group_of: Callable[[str], str]
 ) -> list[tuple[str, list[RolloutEvent]]]:
-    """Returns the groups whose verified rollouts all have an error of this kind, with these rollouts.
+    """Returns the groups, with their rollouts, in which every verified rollout has an error of this kind.
 
     Args:
-        group_of: Returns the group of a rollout id.
+        group_of: Maps a rollout id to its group.
     """
     groups: dict[str, list[RolloutEvent]] = {}
     for event in rollouts:

@@ -1,4 +1,4 @@
-"""Decides the state of a run and of each of its pods, for ``status``, ``watch`` and ``list``."""
+"""Determines the state of a run and whether its pods are alive, for ``status``, ``watch`` and ``list``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def run_state(
 ) -> str:
     """Returns the state of a run.
 
-    One of ``planned``, ``queued``, ``running``, ``waiting``, ``serving``, ``stopped``, ``cancelled`` and ``finished``;
-    or ``unknown`` if the run has Slurm jobs and Slurm does not respond.
+    The state is ``planned``, ``queued``, ``running``, ``waiting``, ``serving``, ``stopped``, ``cancelled`` or
+    ``finished``. It is ``unknown`` if the run has Slurm jobs and Slurm does not respond.
 
     Args:
         finished: The run has the finished flag.
@@ -34,8 +34,8 @@ def run_state(
         alive: A pod is alive.
         waits: All rollouts are stored, and a trainer may add more.
         submitted: The run has Slurm jobs.
-        queued: Slurm still has one of its jobs. ``None`` if unknown.
-        started: A pod has started, or has failed to.
+        queued: Slurm still has a job of the run. ``None`` if unknown.
+        started: A pod has started, or has failed to start.
     """
     if finished:
         return "finished"
@@ -57,9 +57,9 @@ def lives(*, ended: bool, runs: bool | None, process: bool | None, silent_s: flo
 
     Args:
         ended: Whether the pod has written its final event.
-        runs: Whether Slurm is running its job. ``None`` if it has no job, or Slurm does not respond.
-        process: Whether its process exists. ``None`` for a Slurm job, or on another host.
-        silent_s: Seconds since its last sign of life. Decides if the other arguments do not.
+        runs: Whether Slurm is running the pod's job. ``None`` if it has no job, or Slurm does not respond.
+        process: Whether the pod's process exists. ``None`` for a Slurm job, or on another host.
+        silent_s: Seconds since the pod's last sign of life. Used only if the other arguments do not decide.
     """
     if ended:
         return False
@@ -70,7 +70,7 @@ def lives(*, ended: bool, runs: bool | None, process: bool | None, silent_s: flo
 
 @dataclass
 class PodView:
-    """One start of a pod, according to its events and its lease."""
+    """A start of a pod, according to its events and its lease."""
 
     name: str
     state: str = "starting"
@@ -81,39 +81,38 @@ class PodView:
     workers: int = 0
     slots: int = 0
     seen_at: float = 0.0
-    """Unix time of the pod's last event or progress, by the pod's own clock."""
+    """Unix time of the pod's last event or lease update, on the pod's clock."""
     tokens_per_s: float = 0.0
     why: str = ""
     excluded: dict[str, str] = field(default_factory=dict)
     """Node excluded from new work → reason."""
     queued: int = 0
-    """Number of rollouts claimed but not started."""
+    """Number of rollouts that the pod has claimed but not started."""
     busy_at: float = 0.0
-    """Unix time at which the pod last started or ended a rollout, by the pod's own clock."""
+    """Unix time at which the pod last started or ended a rollout, on the pod's clock."""
     grown_at: float = 0.0
     """Monotonic time at which this process last saw the pod's event file grow."""
     live: dict[int, int] = field(default_factory=dict, repr=False)
-    """Worker rank → slots."""
+    """Rank of each live worker → number of slots."""
     begun: set[str] = field(default_factory=set, repr=False)
-    """Running rollouts, according to the events."""
+    """Ids of running rollouts, according to the events."""
 
     @property
     def pod(self) -> str:
-        """Name of the pod without the number of the start."""
+        """Name of the pod without the number of its start."""
         return self.name.rpartition(".")[0]
 
     @property
     def start(self) -> int:
-        """Number of the start."""
         return start_number(self.name.rpartition(".")[2])
 
     @property
     def active(self) -> bool:
-        """True if the pod has started and not ended."""
+        """True if the pod has started but not ended."""
         return self.state in ("started", "draining")
 
     def adopt(self, summary: Summary) -> None:
-        """Adds the pod's summary, which replaces its earliest events."""
+        """Adds the pod's summary. It replaces the pod's earliest events."""
         for event in summary.events:
             if not isinstance(event, AttemptEvent) or event.id in self.begun:  # the summary counts the others
                 self.apply(event)
@@ -131,7 +130,7 @@ class PodView:
             self.queued, self.tokens_per_s = progress.queued, progress.tokens_per_s
 
     def apply(self, event: AnyEvent) -> None:
-        """Adds the pod's next event."""
+        """Updates this view with the pod's next event."""
         self.seen_at, self.grown_at = event.t, time.monotonic()
         self.busy_at = busy_at(self.busy_at, event)
         match event:

@@ -1,9 +1,11 @@
 """Computes the status of a campaign: ``status --json``, and the progress that ``run`` and ``watch`` show.
 
-A :class:`Monitor` reads each event file from where the last poll stopped. The first poll starts where the pod's summary
-ends. Progress is read from the pods' leases or, if there are many pods, from the report of the pod that reads all
-leases. So the first poll of an old run is fast, and later polls are cheap. Their cost grows with the number of pods but
-not with the number of starts: a pod's later starts condense the events of its earlier ones.
+A :class:`Monitor` reads each event file from where its last poll stopped. The first poll starts at the end of the
+pod's summary. Progress is read from the pods' leases. If there are many pods, it is read from the report of the pod
+that reads all leases.
+
+The first poll of an old run is therefore fast, and later polls are cheap. The cost grows with the number of pods but
+not with the number of starts. A later start of a pod condenses the events of earlier starts.
 """
 
 from __future__ import annotations
@@ -39,26 +41,26 @@ from megaflow_hpc.rundir.record import read_jobs, read_run
 from megaflow_hpc.rundir.summaries import Condensed, Summary
 
 IDLE_S = 60.0
-"""A pod that has had nothing to run for this many seconds is shown as idle."""
+"""A pod is shown as idle after this many seconds without work."""
 ENGINES_INTERVAL_S = 10.0
-"""Seconds between reads of the engine files, if there are more than a few, and between reads of a lost pod's log."""
+"""Seconds between reads of the engine files, if there are many, and between reads of a lost pod's log."""
 LISTED = 10_000
 """Number of latest successful rollouts to list if there are too many to list all."""
 CLOCKS_DIFFER_S = 2.0
 """Tolerated difference between the clocks of two hosts, in seconds."""
 STALE_S = 60.0
-"""A pod whose last event is older than this many seconds is shown as silent."""
+"""A pod is shown as silent after this many seconds without an event."""
 
 
 class Monitor:
-    """Follows the status of a run directory."""
+    """Computes the status of a run from its directory. Reads only what was added since the last poll."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
         planned = read_run(run)
         self.name, self._planned = planned.name, planned.total
         self._added: dict[str, int] = {}
-        """Record of a batch added to the plan → its number of rollouts."""
+        """Record of a batch added to the plan → number of rollouts in the batch."""
         self._pass_threshold = pass_threshold_of(planned.campaign)
         self._marks = Marks(run)
         self._is_pool = planned.campaign.get("pool") is not None and not planned.packed
@@ -67,24 +69,24 @@ class Monitor:
         self._events = EventReader(run.events, use_summaries=True, restart=self._restart)
         self._outcomes = Outcomes()
         self._starts: dict[str, PodView] = {}
-        """``<pod>.<start>`` → that start of the pod, unless its events are condensed."""
+        """``<pod>.<start>`` → that start of the pod, unless its events were condensed."""
         self._condensed: dict[str, Condensed] = {}
-        """Pod → its condensed starts."""
+        """Name of the pod → its condensed starts."""
         self._last_condensed: dict[str, PodView] = {}
-        """Pod → the last of its condensed starts, which is shown if no later start has events."""
+        """Name of the pod → the last of its condensed starts. Shown if no later start has events."""
         self._lost: dict[str, tuple[float, str]] = {}
-        """Start of a lost pod → (monotonic time when its log was read, cause found in it)."""
+        """Start of a lost pod → (monotonic time of reading its log, cause found in the log)."""
         self._processes: dict[str, Identity] = {}
-        """``<pod>.<start>`` → its process, for pods that run or ran on this host outside of Slurm."""
+        """``<pod>.<start>`` → process of a pod that ran on this host outside of Slurm."""
         self._coordinator = Leader(run, COORDINATOR)
         self._ledger = Ledger(run)
         self.running = RunningRollouts()
-        """The running rollouts and where they run."""
+        """Running rollouts and where they run."""
         self._servers: list[dict[str, Any]] = []
         self._servers_at = 0.0
         self._finished = False
         self._first_look_at = math.inf
-        """Monotonic time at which the first poll ended. Events read before that may be of any age."""
+        """Monotonic time at which the first poll ended. Events read by the first poll may be of any age."""
 
     # --- reading ---
 
@@ -116,7 +118,7 @@ class Monitor:
         self._first_look_at = min(self._first_look_at, time.monotonic())
 
     def _condense(self, name: str, condensed: Condensed) -> None:
-        """Replaces the starts of a pod up to ``name`` by their condensed events."""
+        """Replaces the starts of a pod up to ``name`` with their condensed events."""
         if not condensed.seen:
             self.running.adopt(name, condensed)
             self._outcomes.adopt(condensed)
@@ -131,13 +133,13 @@ class Monitor:
         self._condensed[last.pod] = msgspec.structs.replace(condensed, **kept)
 
     def _restart(self) -> None:
-        """Discards everything that was read. Called if events were condensed before they were read completely."""
+        """Discards all collected state. Called if events were condensed before this process had read all of them."""
         self._outcomes = Outcomes(self._outcomes.limit)
         self._starts, self._condensed, self._last_condensed, self.running = {}, {}, {}, RunningRollouts()
 
     @property
     def _pods(self) -> list[PodView]:
-        """Returns the latest start of each pod, by name."""
+        """The latest start of each pod, sorted by name."""
         latest = dict(self._last_condensed)
         for view in self._starts.values():
             if view.pod not in latest or latest[view.pod].start <= view.start:
@@ -155,13 +157,13 @@ class Monitor:
                 yield name, progress
 
     def list_rollouts(self, max_bytes: int | None = None) -> None:
-        """Makes :attr:`rollouts` include successful rollouts, except for those in condensed events.
+        """Makes :attr:`rollouts` include successful rollouts, except those in condensed events.
 
         Call it before the first poll.
 
         Args:
-            max_bytes: Maximum total size of the event files. If they are larger, only the last :data:`LISTED` rollouts
-                that end from now on are listed.
+            max_bytes: Maximum total size of the event files. If they are larger, only the latest :data:`LISTED`
+                rollouts that end after this call are listed.
         """
         size = 0 if max_bytes is None else sum(path.stat().st_size for path in self.run.events.glob("*.jsonl"))
         if max_bytes is None or size <= max_bytes:
@@ -170,7 +172,7 @@ class Monitor:
             self._outcomes = Outcomes(LISTED)
 
     def settle(self, stored: Iterable[RolloutEvent]) -> None:
-        """Replaces the outcomes taken from events with the stored rollouts."""
+        """Replaces all outcomes collected from events with the stored rollouts."""
         self.refresh()
         self._outcomes.settle(stored)
 
@@ -178,7 +180,8 @@ class Monitor:
 
     @property
     def rollouts(self) -> dict[str, RolloutEvent]:
-        """The listed rollouts by id: unsuccessful ones, and successful ones according to :meth:`list_rollouts`."""
+        """Listed rollouts by id: all unsuccessful rollouts, and the successful ones requested with
+        :meth:`list_rollouts`."""
         return self._outcomes.listed
 
     @property
@@ -187,7 +190,8 @@ class Monitor:
         return self._outcomes.lists_all
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Returns the figures of each policy over the listed rollouts. After :meth:`settle`, these are all rollouts."""
+        """Returns the figures of each policy over the listed rollouts. After :meth:`settle`, all rollouts are
+        listed."""
         return self._outcomes.policies(self._pass_threshold)
 
     def at_work(self) -> list[tuple[str, float]]:
@@ -196,7 +200,7 @@ class Monitor:
         return [(active[place.pod], place.began_at) for place in self.running.longest(active)]
 
     def warnings(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns the warnings about idle pods and, if all rollouts are listed, about agents and verifiers that always
+        """Returns warnings about idle pods. If all rollouts are listed, also about agents and verifiers that always
         fail."""
         warnings = self.idle_warning(pods)
         if not self.lists_all:
@@ -205,17 +209,17 @@ class Monitor:
         return [*warnings, *failing_agents(rollouts), *broken_verifiers(rollouts)]
 
     def errors(self) -> list[dict[str, Any]]:
-        """Returns the causes of errors in verified rollouts, in the form of ``first_failures`` in :meth:`status`.
+        """Returns the causes of errors in verified rollouts, in the format of ``first_failures`` in :meth:`status`.
 
-        They are complete only if all rollouts are listed.
+        Complete only if all rollouts are listed.
         """
         return [asdict(cause) for cause in causes(self.run, self._outcomes.errors, self.running.last)]
 
     def idle_warning(self, pods: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns a warning if some pods have no work while others have more than they can run.
+        """Returns a warning if some pods are idle while other pods have claimed more rollouts than they can run.
 
         Args:
-            pods: The pods in :meth:`status`.
+            pods: The value of ``pods`` in :meth:`status`.
         """
         idle = [pod for pod in pods if "idle_s" in pod]
         queued = sum(pod.queued for pod in self._pods if pod.active)
@@ -235,13 +239,13 @@ class Monitor:
         asked_at: float = math.inf,
         trainers: Mapping[str, TrainerJob] | None = None,
     ) -> dict[str, Any]:
-        """Returns the contents of ``status --json``.
+        """Returns the content of ``status --json``.
 
         Args:
-            live_jobs: Array elements that Slurm still has, used to tell silent pods from dead ones. ``None`` if
+            live_jobs: Array elements that Slurm still has, to distinguish silent pods from dead pods. ``None`` if
                 unknown.
-            pending: Those of ``live_jobs`` that are pending in the queue.
-            asked_at: Monotonic time of the query. A pod that wrote something later is alive.
+            pending: Elements of ``live_jobs`` that are pending.
+            asked_at: Monotonic time of the Slurm query. A pod that wrote later is alive.
             trainers: Policy → its running or queued trainer. ``None`` if unknown.
         """
         self.refresh()
@@ -295,7 +299,7 @@ class Monitor:
         }
 
     def _waits_for(self, remaining: int, pods: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns the consumers that may add rollouts, if the run cannot continue until they do."""
+        """Returns the consumers that the run is waiting for, because only they can add rollouts."""
         if self._finished or remaining:
             return []
         # A rollout that was counted twice may hide one that is still running.
@@ -303,14 +307,14 @@ class Monitor:
         return [] if self.running.longest(present) else self._marks.open
 
     def _engines(self) -> list[dict[str, Any]]:
-        """Returns the engine servers. If there are many, their files are read less often."""
+        """Returns the engine servers. Reads their files less often if there are many."""
         now = time.monotonic()
         if len(self._servers) <= FEW or self._finished or now - self._servers_at >= ENGINES_INTERVAL_S:
             self._servers, self._servers_at = servers(self.run, self._finished), now
         return [*self._servers]
 
     def _rows(self, pods: Sequence[PodView], jobs: Collection[str] | None, asked_at: float) -> list[dict[str, Any]]:
-        """Returns one row per pod: its latest start, with the stored rollouts and the number of all its starts."""
+        """Returns a row for each pod: its latest start, with stored rollouts and starts counted over all starts."""
         self._lost = {pod.name: self._lost[pod.name] for pod in pods if pod.name in self._lost}
         starts = Counter(view.pod for view in self._starts.values())
         stored: Counter[str] = Counter()
@@ -324,9 +328,9 @@ class Monitor:
         ]
 
     def _why_lost(self, pod: PodView) -> str:
-        """Returns why a pod ended without a last event, if its log explains it.
+        """Returns the reason why a pod ended without a final event, according to its log. Empty if unknown.
 
-        An empty result is not cached for long, because the log may be written later.
+        An empty result is cached only briefly, because the log may be written later.
         """
         asked_at, why = self._lost.get(pod.name, (-math.inf, ""))
         if not why and time.monotonic() - asked_at >= ENGINES_INTERVAL_S:
@@ -359,7 +363,7 @@ class Monitor:
         }
 
     def _lives(self, pod: PodView, jobs: Collection[str] | None, asked_at: float, silent_s: float) -> bool:
-        """Returns whether a pod is alive. ``silent_s`` decides if neither Slurm nor the process table can tell."""
+        """Returns whether a pod is alive. If neither Slurm nor the process table knows, decides by ``silent_s``."""
         if not pod.active:
             return False
         asked_wall = time.time() - (time.monotonic() - asked_at)  # another process may have queried Slurm, minutes ago
@@ -375,14 +379,14 @@ class Monitor:
 
     @property
     def heard_s(self) -> float:
-        """Seconds since any pod was last seen writing. Infinite before the second poll."""
+        """Seconds since this process last saw a pod write. Infinite before the second poll."""
         grown_at = max((pod.grown_at for pod in self._pods if pod.active), default=0.0)
         return time.monotonic() - grown_at if grown_at > self._first_look_at else math.inf
 
     def _silent_s(self, pod: PodView) -> float:
         """Returns the seconds since the pod's last sign of life.
 
-        Uses the local clock and, on the first poll, also the pod's clock.
+        Uses the local clock. On the first poll, also uses the pod's clock.
         """
         unseen_s = time.monotonic() - pod.grown_at
         return unseen_s if pod.grown_at > self._first_look_at else max(unseen_s, time.time() - pod.seen_at)
@@ -392,7 +396,7 @@ def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
     """Returns the engine servers of a run, with the cause of each failure.
 
     Args:
-        over: True if the campaign has ended. Servers that are not serving yet are then omitted.
+        over: Whether the campaign has ended. If so, servers that are not serving are omitted.
     """
     files = EndpointFiles(run)
     shown: list[dict[str, Any]] = []
@@ -431,7 +435,7 @@ def servers(run: RunDir, over: bool) -> list[dict[str, Any]]:
 
 
 def pool_warnings(run: RunDir) -> list[str]:
-    """Returns a warning for each engine pool that the campaign uses and that is not responding."""
+    """Returns a warning for each engine pool that the campaign uses and that does not respond."""
     warnings = []
     with suppress(OSError):  # memberships of another user's run are not readable
         for member in EndpointFiles(run).memberships():

@@ -1,4 +1,4 @@
-"""Training progress: the ``training`` section of ``status --json``, also shown by ``status`` and ``watch``."""
+"""Progress of training: the ``training`` section of ``status --json``, also shown by ``status`` and ``watch``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.training import Commit, TrainingView
 
 NOTHING_SAMPLED = "nothing sampled"
-"""Reason for dropping a rollout without any tokens to train on (:mod:`megaflow_hpc.training.algorithms.choice`)."""
+"""Reason for dropping a rollout that has no tokens to train on (:mod:`megaflow_hpc.training.algorithms.choice`)."""
 SUSPICIOUS_Z = 6.0
 """Warn if the absolute value of ``sampling_z``, averaged over the last steps, exceeds this."""
 SUSPICIOUS_SHARE = 0.03
-"""Do not warn if ``sampling_temperature`` differs from 1 by less than this. In large samples, even harmless
-differences have a high z-score."""
+"""Warn only if ``sampling_temperature`` deviates from 1 by more than this. In large samples, even harmless
+deviations have a high z-score."""
 STEPS = 5
-"""Number of most recent steps to show. Their means describe the current state."""
+"""Number of latest steps to show. Metrics are averaged over these steps."""
 SHOWN = {
     "reward": "reward",
     "pass_rate": "passed",
@@ -37,9 +37,9 @@ SHOWN = {
     "not_finite": "not_finite",
     "dropped/amended": "left_out",
 }
-"""Commit metric → its name in the status."""
+"""Name of a metric in a commit → name in the status."""
 BY_AGENT = "reward/"
-"""Prefix of the commit metrics that hold the mean reward of each of several agents."""
+"""Prefix of the metrics in a commit that contain the mean reward of each agent, if there are several."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class TrainerJob:
     job_id: str = ""
     node: str = ""
     reason: str = ""
-    """Slurm's pending reason, while it is queued."""
+    """Slurm's reason for pending. Empty if the trainer is running."""
 
 
 class Trainings:
-    """Follows the trained policies of a run."""
+    """Computes the training progress of a run's policies."""
 
     def __init__(self, run: RunDir, config: TrainingConfig) -> None:
         self._config, self._marks = config, Marks(run)
@@ -146,7 +146,8 @@ def _shown(commit: Commit) -> dict[str, float]:
 
 
 def _means(steps: list[dict[str, float]]) -> dict[str, float | None]:
-    """Returns the mean of each metric over the steps that have it, and ``wait_share`` over the time of all steps."""
+    """Returns the mean of each metric over the steps that report it, and ``wait_share``, the fraction of time spent
+    waiting."""
     means: dict[str, float | None] = {}
     for name in SHOWN.values():
         values = [step[name] for step in steps if name in step]

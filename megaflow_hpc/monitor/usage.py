@@ -1,8 +1,8 @@
-"""Core and GPU time that a campaign held, from the start to the end of each allocation, and how much of it was idle.
+"""Core and GPU time held by a campaign, from the start to the end of each allocation, and how much of it was idle.
 
-A pod is idle while none of its own rollouts is running: it is starting, waiting for an engine, or has no work left. An
-engine is idle while no rollout is running at all. Times come from Slurm's accounting and the trajectories, both in Unix
-seconds.
+A pod is idle while none of its own rollouts is running: it is starting, waiting for an engine, or out of work. An
+engine is idle while no rollout of the campaign is running. Times come from Slurm's accounting and from the
+trajectories, both in Unix seconds.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from dataclasses import dataclass
 Span = tuple[float, float]
 
 ROUNDED_S = 1.0
-"""Slurm's accounting counts whole seconds and omits a job's last one."""
+"""Maximum rounding error in seconds. Slurm's accounting counts whole seconds and may omit the last second of a job."""
 
 
 @dataclass(frozen=True)
 class JobUse:
-    """Resources allocated to one start of a job, and those it used according to Slurm's accounting."""
+    """Resources allocated to a start of a job, and resources used according to Slurm's accounting."""
 
     span: Span
     cores: int
     gpus: int
     job: str
-    """``<job>_<element>`` or ``<job>``."""
+    """Job id: ``<job>_<element>`` for an array element, otherwise ``<job>``."""
     role: str
     """Role in the run's job records: ``pods``, ``servers``, ``trainer``, ``gather``, …"""
     state: str = ""
     cpu_s: float | None = None
-    """CPU time of all its processes, in seconds."""
+    """CPU time of all processes of the job, in seconds. ``None`` if unknown."""
     memory_asked_mb: float | None = None
     memory_peak_mb: float | None = None
-    """Largest memory usage of any of its steps."""
+    """Maximum memory use of any step of the job. ``None`` if unknown."""
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -48,7 +48,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(span: Span, busy: Sequence[Span]) -> float:
-    """Returns how many seconds of ``span`` are covered by ``busy``, which must be merged."""
+    """Returns how many seconds of ``span`` are covered by ``busy``, the result of :func:`merged`."""
     return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in busy)
 
 
@@ -59,7 +59,7 @@ def idled(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> Itera
     omits.
 
     Args:
-        rollouts: As for :func:`totals`.
+        rollouts: (Pod's job id, time span) of each attempt at a rollout.
     """
     by_pod: dict[str, list[Span]] = {}
     for pod, span in rollouts:
@@ -78,10 +78,11 @@ def idled(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> Itera
 
 
 def totals(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> dict[str, float]:
-    """Returns total and idle core-seconds and GPU-seconds, and how long GPUs were held after the last rollout.
+    """Returns total and idle core-seconds and GPU-seconds, and the seconds for which GPUs were held after the last
+    rollout.
 
     Args:
-        rollouts: (pod's job id, time span) of each attempt at a rollout.
+        rollouts: (Pod's job id, time span) of each attempt at a rollout.
     """
     held, ran = list(held), list(rollouts)
     sums = dict.fromkeys(("core_seconds", "idle_core_seconds", "gpu_seconds", "idle_gpu_seconds"), 0.0)
@@ -97,7 +98,8 @@ def totals(held: Iterable[JobUse], rollouts: Iterable[tuple[str, Span]]) -> dict
 
 
 def added(usages: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Sums the totals of several runs, but takes the maximum of how long GPUs were held after the last rollout."""
+    """Combines the totals of several runs. Takes the maximum of ``gpus_outlived_last_rollout_s``, and the sum of all
+    others."""
     sums: dict[str, float] = {}
     for usage in usages:
         for name, value in usage.items():

@@ -1,8 +1,8 @@
 """Entry point of every rank: ``python -m megaflow_hpc.pod RUN``, started by srun, by mpiexec or directly.
 
-Started directly, it is a pod of one process and its runner, without MPI. If engines and pod share one job,
-``MEGAFLOW_SERVER`` names the engine server of a rank. :mod:`megaflow_hpc.pod.master.assembly` lists the variables that
-rank 0 reads.
+Started directly, it runs a pod without MPI that consists of this process and its runner. If engines and pod share one
+job, ``MEGAFLOW_SERVER`` contains the index of the rank's engine server. :mod:`megaflow_hpc.pod.master.assembly` lists
+the environment variables that rank 0 reads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ LEAVE_S = 30
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one rank, then exits the process: with 0 after an orderly end, else with the error's exit status or 1."""
+    """Runs one rank, then exits the process. The exit status is 0 after an orderly end. Otherwise it is that of the
+    error, or 1."""
     parser = argparse.ArgumentParser(prog="python -m megaflow_hpc.pod", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", help="run directory, as megaflow-hpc plan printed it")
     run = RunDir(parser.parse_args(argv).run)

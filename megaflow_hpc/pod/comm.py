@@ -1,12 +1,13 @@
-"""Message passing between the ranks of a pod. The only module that imports mpi4py.
+"""Message passing between the ranks of a pod. Only this module imports mpi4py.
 
-A :class:`Comm` never blocks in MPI. A blocking receive spins on a core, and hangs if the sender dies while sending a
-large message. :meth:`Comm.push` sends all queued messages to a rank as one parcel, so MPI's overhead is paid once per
-iteration of the loop. There are no collectives and no pickle.
+A :class:`Comm` never blocks in MPI, because a blocking receive spins on a core, and hangs if the sender dies while
+sending a large message. :meth:`Comm.push` sends all messages queued for a rank as one parcel, so MPI's overhead is paid
+once per iteration of the loop. There are no collective operations except barriers at the start, and no pickle.
 
-``op`` names a message; :mod:`megaflow_hpc.host.wire` packs it. Rank 0 sends ``init`` ``start`` ``cancel`` ``endpoints``
-``images`` ``suspend`` ``mirror`` ``beat`` ``stop``. A worker sends ``ready`` ``result`` ``activity`` ``transcript``
-``beat`` ``left``. A rank with an engine server sends ``engine`` instead of ``ready``.
+Each message has the key ``op`` and is packed by :mod:`megaflow_hpc.host.wire`. Rank 0 sends ``init``, ``start``,
+``cancel``, ``endpoints``, ``images``, ``suspend``, ``mirror``, ``beat`` and ``stop``. A worker sends ``ready``,
+``result``, ``activity``, ``transcript``, ``beat`` and ``left``. A rank with an engine server sends ``engine`` instead
+of ``ready``.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from megaflow_hpc.host.process import mapped_files
 from megaflow_hpc.host.wire import Message, WireLink, pack, packer, unpack_all
 
 BEAT, STOP = pack({"op": "beat"}), pack({"op": "stop"})
-"""Packed messages that are sent as parcels of their own, so that a rank recognizes them without unpacking."""
+"""Packed messages that are sent as separate parcels, so that a rank can recognize them without unpacking."""
 TAG = 77
 BEAT_S = 5.0
-"""Seconds between two heartbeats of a rank."""
+"""Interval between two heartbeats of a rank, in seconds."""
 FIRST_S, SHORT_S, LONG_S = 5e-5, 1e-3, 0.08
-"""Sleep times of an idle rank in seconds; see :class:`Backoff`."""
+"""Sleep times of an idle rank, in seconds. See :class:`Backoff`."""
 PUSH_BYTES = 1 << 20
-"""Send larger messages immediately, without waiting for a push."""
+"""Messages larger than this many bytes are sent immediately, without waiting for a push."""
 INIT_S = 120
-"""Give up initialising MPI after this many seconds."""
+"""Timeout for initialising MPI, in seconds."""
 
 
 class Comm(Protocol):
@@ -47,22 +48,23 @@ class Comm(Protocol):
 
     @property
     def link(self) -> WireLink | None:
-        """A link that ``select`` can wait on for messages. ``None`` under MPI."""
+        """The link for ``select`` to wait on for messages. ``None`` under MPI."""
 
     def send(self, rank: int, message: Message | bytes) -> None:
-        """Queues a message, packed or not. It is sent with the next push at the latest."""
+        """Queues a message, packed or unpacked. It is sent with the next push at the latest."""
 
     def push(self) -> None:
         """Sends the queued messages."""
 
     def poll(self) -> tuple[int, Message] | None:
-        """Returns the next message with its sender's rank, or ``None``. Reports a lost rank as ``{"op": "left"}``."""
+        """Returns the sender's rank and the next message, or ``None`` if there is none. A lost rank is reported as a
+        message ``{"op": "left"}`` from that rank."""
 
 
 def world_hint() -> tuple[int, int]:
-    """Returns rank and size from the launcher's environment variables, or (0, 1) without a launcher.
+    """Returns this process's rank and the number of ranks, as reported by the launcher's environment variables.
 
-    Works before MPI is initialised.
+    Returns (0, 1) without a launcher. Works before MPI is initialised.
     """
     pairs = [("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMIX_RANK", "SLURM_NTASKS")]
     if "SLURM_STEP_ID" in os.environ:
@@ -76,8 +78,8 @@ def world_hint() -> tuple[int, int]:
 def unlink_shared_memory() -> None:
     """Unlinks MPI's shared-memory files that this process has mapped. Call it once every rank has mapped them.
 
-    The mappings stay valid until the last rank ends. A rank that is killed, or calls ``os._exit`` as ours do, would
-    leave the files on the node. MPICH names them by job and step, so a requeued job would attach to the old files.
+    The mappings stay valid until the last rank ends. Ranks end with ``os._exit`` or are killed, so the files would
+    otherwise remain on the node. MPICH names them by job and step, so a requeued job would attach to the old files.
     """
     for path in mapped_files(os.getpid()):
         if path.startswith("/dev/shm/") and not path.endswith("(deleted)"):
@@ -86,9 +88,13 @@ def unlink_shared_memory() -> None:
 
 
 def check_shared_memory() -> None:
-    """Raises :class:`SiteError` if another user shares memory with this rank. Call it before any rank unlinks files.
+    """Checks that all of MPI's shared-memory files belong to this user. Call it before any rank unlinks them.
 
-    MPICH opens an existing file of the expected name. Any user of the node can derive that name from job and step.
+    MPICH opens an existing file if it has the expected name, and any user of the node can derive that name from job and
+    step.
+
+    Raises:
+        SiteError: A shared-memory file belongs to another user.
     """
     for path in mapped_files(os.getpid()):
         if path.startswith("/dev/shm/mpich"):
@@ -106,7 +112,8 @@ def check_shared_memory() -> None:
 class MpiComm:
     """A :class:`Comm` that sends point-to-point messages over MPI_COMM_WORLD.
 
-    The constructor initialises MPI and waits for every rank. After :data:`INIT_S` seconds, SIGALRM ends the process.
+    The constructor initialises MPI and waits for every rank. If that takes longer than :data:`INIT_S` seconds, SIGALRM
+    ends the process.
     """
 
     link: WireLink | None = None
@@ -130,13 +137,13 @@ class MpiComm:
         self.size: int = self._world.Get_size()
         self._status = MPI.Status()
         self.lost: dict[int, str] = {}
-        """Lost rank → MPI's error."""
+        """Lost rank → MPI's error message."""
         self._unreported: list[int] = []
         """Lost ranks that :meth:`poll_parcel` has not returned yet."""
         self._queued: dict[int, list[bytes]] = {}
-        """Rank → queued messages for its next parcel."""
+        """Rank → messages queued for its next parcel."""
         self._outgoing: list[tuple[Any, bytes, int]] = []
-        """Parcels being sent: request, data, receiver."""
+        """Parcels being sent, as (request, data, receiver)."""
         self._arriving: dict[int, deque[tuple[Any, bytearray]]] = {}
         """Rank → its partially received parcels, in sending order."""
         self._incoming: deque[tuple[int, Message]] = deque()
@@ -183,10 +190,10 @@ class MpiComm:
         return self._incoming.popleft()
 
     def poll_parcel(self) -> tuple[int, bytes | bytearray] | None:
-        """Returns a rank and its next parcel, still packed, or ``None``.
+        """Returns the sender's rank and its next parcel, still packed, or ``None`` if there is none.
 
-        Reports a rank once as ``{"op": "left"}`` if MPI says that it failed. If a rank dies or hangs while sending a
-        message, only its heartbeats stop.
+        If MPI reports that a rank failed, it is reported once as ``{"op": "left"}``. If a rank dies or hangs while
+        sending a message, MPI reports no error, and only the rank's heartbeats stop.
         """
         if self._unreported:
             rank = self._unreported.pop()
@@ -206,7 +213,7 @@ class MpiComm:
         return self._arrived() if self._arriving else None
 
     def _arrived(self) -> tuple[int, bytearray] | None:
-        """Returns the next parcel that needed more than one poll and is now complete."""
+        """Returns the next complete parcel among those that needed more than one poll."""
         for source, parcels in self._arriving.items():
             try:
                 if not parcels[0][0].Test():
@@ -236,7 +243,7 @@ class MpiComm:
             self._unreported.append(rank)
 
     def flush(self, seconds: float) -> None:
-        """Sends the queued messages and waits at most ``seconds`` until they are delivered to MPI."""
+        """Sends the queued messages, and waits up to ``seconds`` until MPI has sent them."""
         self.push()
         end = time.monotonic() + seconds
         while self._outgoing and time.monotonic() < end:
@@ -244,10 +251,14 @@ class MpiComm:
             time.sleep(0.001)
 
     def leave(self, seconds: int = 0) -> None:
-        """Calls MPI_Finalize under PMIx. Its launcher treats a rank that simply exits as lost, and kills the job.
+        """Leaves the MPI world before this process exits. Calls MPI_Finalize under PMIx, and does nothing otherwise.
 
-        MPI_Finalize waits for the other ranks. SIGALRM ends the process after ``seconds``, unless that is 0. Under
-        other launchers, this does nothing, because MPI_Finalize would wait for a dead rank.
+        Under PMIx, the launcher treats a rank that exits without MPI_Finalize as lost, and kills the job. Under other
+        launchers, MPI_Finalize would only risk waiting for a dead rank.
+
+        Args:
+            seconds: MPI_Finalize waits for the other ranks. After this many seconds, SIGALRM ends the process. 0 waits
+                indefinitely.
         """
         if "PMIX_NAMESPACE" in os.environ:
             signal.alarm(seconds)
@@ -258,7 +269,7 @@ class MpiComm:
         self._outgoing = [parcel for parcel in self._outgoing if not self._is_sent(parcel)]
 
     def _is_sent(self, parcel: tuple[Any, bytes, int]) -> bool:
-        """Returns True if a parcel was sent or cannot be sent any more."""
+        """Returns True if a parcel was sent, or can no longer be sent."""
         request, _, rank = parcel
         try:
             sent: bool = request.Test()
@@ -269,7 +280,7 @@ class MpiComm:
 
 
 class ChildComm:
-    """A :class:`Comm` without MPI: this process is rank 0, and its runner at the other end of ``link`` is rank 1.
+    """A :class:`Comm` without MPI. This process is rank 0, and its runner at the other end of ``link`` is rank 1.
 
     Args:
         clock: A monotonic clock, in seconds.
@@ -308,10 +319,10 @@ class ChildComm:
 
 
 class Backoff:
-    """Increases sleep times while nothing happens, so that an idle rank costs little and a busy one adds no latency.
+    """Sleep times that increase while a rank is idle, so that polling uses little CPU time.
 
-    The first sleep takes :data:`FIRST_S`. Each further sleep is twice as long, up to :data:`SHORT_S`. Later sleeps take
-    a fiftieth of the idle time, up to :data:`LONG_S`.
+    The first sleep takes :data:`FIRST_S`. Each further sleep takes twice as long, up to :data:`SHORT_S`. After that,
+    each sleep takes a fiftieth of the idle time so far, up to :data:`LONG_S`.
 
     Args:
         clock: A monotonic clock, in seconds.
@@ -323,11 +334,11 @@ class Backoff:
         self._since = 0.0
 
     def reset(self) -> None:
-        """Resets the backoff after activity."""
+        """Starts again with the shortest sleep, after activity."""
         self._sleep_s = 0.0
 
     def next_s(self) -> float:
-        """Returns the next sleep time in seconds."""
+        """Returns the next sleep time in seconds, and increases the one after it."""
         if not self._sleep_s:
             self._since, self._sleep_s = self._clock(), FIRST_S
         elif self._sleep_s < SHORT_S:
@@ -337,5 +348,5 @@ class Backoff:
         return self._sleep_s
 
     def sleep(self, link: WireLink | None = None) -> None:
-        """Sleeps until the next poll, or until ``link`` has data."""
+        """Sleeps for the next sleep time, or until ``link`` has data."""
         select.select([link] if link else [], [], [], self.next_s())

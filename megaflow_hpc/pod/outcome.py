@@ -1,6 +1,7 @@
-"""The outcome of an attempt, as a worker sends it to rank 0. Rank 0 never unpacks the trajectory in it.
+"""The outcome of an attempt, as a worker sends it to rank 0. Rank 0 does not unpack the trajectory in it.
 
-Unpacking and repacking would triple the CPU time: from 2 to 6 us for 1 kB, and from 270 to 830 us for 2 MB.
+Unpacking and repacking would triple rank 0's CPU time for each outcome: from 2 to 6 us for 1 kB, and from 270 to 830 us
+for 2 MB.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Outcome:
     """Cause of a failure (:mod:`megaflow_hpc.pod.scheduling.failures`). Empty if the attempt did not fail."""
     record: bytes
     checkpoint: str = ""
-    """Checkpoint to resume an interrupted rollout from, relative to ``RUN/partial``. Empty if there is none."""
+    """Checkpoint from which an interrupted rollout can resume, relative to ``RUN/partial``. Empty if there is none."""
     cpu_s: float | None = None
     memory_peak_mb: float | None = None
     disk_peak_mb: float | None = None
@@ -47,16 +48,16 @@ class Outcome:
     def of(
         cls, trajectory: Trajectory, attempts: Sequence[Attempt] = (), cause: str = "", checkpoint: str = ""
     ) -> Outcome:
-        """Packs ``trajectory`` with the earlier ``attempts`` and its own.
+        """Packs ``trajectory`` together with a list of all attempts: the earlier ``attempts`` and this one.
 
-        Drops the messages if they cannot be packed, such as a thousand nested lists from an agent. The rollout keeps
-        its verdict.
+        If the messages cannot be packed, for example because an agent nested a thousand lists, they are dropped. The
+        rollout keeps its verdict.
 
         Args:
             cause: Cause of the failure. Default: the trajectory's ``error_kind``.
 
         Raises:
-            TypeError, ValueError, OverflowError: Another field cannot be packed.
+            TypeError, ValueError, OverflowError: A field other than the messages cannot be packed.
         """
         trajectory.attempts = [*attempts, attempt_of(trajectory)]
         try:
@@ -78,7 +79,7 @@ class Outcome:
         return self.finished_at - self.started_at
 
     def to_event(self) -> RolloutEvent:
-        """Returns the event that reports this outcome as stored."""
+        """Returns the event that reports this outcome once it is stored."""
         return RolloutEvent(
             id=self.id,
             status=self.status,
@@ -95,7 +96,7 @@ class Outcome:
         )
 
     def to_message(self) -> Message:
-        """Returns the ``result`` message for rank 0. It omits the field names, which take time to parse."""
+        """Returns the ``result`` message for rank 0. Omits the field names to save parsing time."""
         return {"op": "result", "outcome": [getattr(self, name) for name in _NAMES]}
 
     @classmethod
@@ -104,7 +105,7 @@ class Outcome:
         return cls(*message["outcome"])
 
     def payload(self, epoch: int, block: int) -> bytes:
-        """Returns the journal record: ``{kind, epoch, block, trajectory}`` in msgpack."""
+        """Returns the journal record for this outcome: ``{kind, epoch, block, trajectory}``, packed with msgpack."""
         return _ENCODER.encode(
             {"kind": "trajectory", "epoch": epoch, "block": block, "trajectory": msgspec.Raw(self.record)}
         )
@@ -117,5 +118,5 @@ _ATTEMPT_NAMES = tuple(field.name for field in fields(Attempt))
 
 
 def attempt_of(ended: Trajectory | Outcome) -> Attempt:
-    """Returns an attempt's entry in the list of attempts that later trajectories of the rollout contain."""
+    """Converts an ended attempt to an entry for the rollout's list of attempts."""
     return Attempt(**{name: getattr(ended, name) for name in _ATTEMPT_NAMES})

@@ -1,11 +1,11 @@
-"""Ranks other than rank 0. Their main thread only drives MPI, so nothing delays a heartbeat.
+"""Ranks other than rank 0. Their main thread only handles MPI, so nothing delays a heartbeat.
 
-A *worker rank* forwards parcels between rank 0 (MPI) and its runner (a socket) without unpacking them, and monitors
-both.
+A *worker rank* forwards parcels between rank 0 (over MPI) and its runner (over a socket) without unpacking them, and
+monitors both.
 
-An *engine rank* is part of a heterogeneous job, in which engines and pod share one MPI world. It runs an engine server.
-Like any other, that server registers and serves gateways over its own port. Rank 0 learns immediately when an engine
-ends. The engine ends with the pod. Neither waits in Slurm's queue for the other.
+An *engine rank* is part of a heterogeneous job, in which engines and pod share one MPI world. It runs an ordinary
+engine server, which registers itself and serves gateways over its own port. If the engine ends, rank 0 learns of it
+immediately, and the engine ends with the pod. Because they share a job, neither waits in Slurm's queue for the other.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.texts import printable
 
 MASTER_LOST_S = 30.0
-"""Consider rank 0 lost after this many seconds without a message."""
+"""Rank 0 counts as lost after this many seconds without a message from it."""
 RUNNER_STOP_S = 20.0
-"""Kill a runner that takes longer than this to stop its sandboxes."""
+"""Seconds that a runner may take to stop its sandboxes before it is killed."""
 SERVER_STOP_S = 30.0
-"""Kill an engine server that takes longer than this to stop."""
+"""Seconds that an engine server may take to stop before it is killed."""
 MPI_VARIABLES = ("PMI_", "PMIX_", "PMI2_", "MPI", "HYDI_", "HYDRA_", "OMPI_", "SLURM_PMI")
-"""Prefixes of environment variables that a child process must not inherit."""
+"""Prefixes of environment variables that child processes must not inherit."""
 
 
 def start_runner() -> tuple[subprocess.Popen[bytes], WireLink]:
-    """Starts the runner. Call it before MPI is initialised. End-of-file on its socket ends the runner with this
-    process."""
+    """Starts the runner. Call it before MPI is initialised. When this process ends, end-of-file on the runner's socket
+    ends the runner too."""
     ours, theirs = socket.socketpair()
     number = theirs.fileno()
     process = _start("megaflow_hpc.pod.rollout.runner", [str(number)], pass_fds=[number])
@@ -45,7 +45,7 @@ def start_runner() -> tuple[subprocess.Popen[bytes], WireLink]:
 
 
 def start_server(run: RunDir, index: int) -> subprocess.Popen[bytes]:
-    """Starts engine server ``index`` of ``run.json``. Call it before MPI is initialised."""
+    """Starts the engine server with this index in ``run.json``. Call it before MPI is initialised."""
     return _start("megaflow_hpc.model.server", [str(run), "--index", str(index)])
 
 
@@ -60,7 +60,7 @@ def _start(module: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) 
 
 
 def stop_runner(process: subprocess.Popen[bytes], link: WireLink) -> None:
-    """Stops a runner by closing its socket."""
+    """Stops a runner by closing its socket. Kills it if it takes longer than :data:`RUNNER_STOP_S`."""
     link.close()
     _await_end(process, RUNNER_STOP_S)
 
@@ -74,7 +74,7 @@ def _await_end(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 class _Heart:
-    """Sends heartbeats to rank 0, and detects the loss of rank 0."""
+    """Sends heartbeats to rank 0, and detects when rank 0 is lost."""
 
     def __init__(self, comm: MpiComm, name: str) -> None:
         self._comm, self._name = comm, name
@@ -91,7 +91,7 @@ class _Heart:
             self._comm.send(0, BEAT)
 
     def master_lost(self) -> bool:
-        """Returns True if rank 0 is lost, and reports it on stderr."""
+        """Returns True if rank 0 is lost, and reports the loss on stderr."""
         if 0 in self._comm.lost:
             why = f"rank 0 is lost: {self._comm.lost[0]}"
         elif time.monotonic() - self._heard_at > MASTER_LOST_S:

@@ -1,8 +1,9 @@
-"""Tests one compute node together with the other nodes of a job: ``python -m megaflow_hpc.prove.node DIR``.
+"""Tests a compute node together with the other nodes of a job: ``python -m megaflow_hpc.prove.node DIR``.
 
-One task per node runs this program. Tasks synchronise through files in ``DIR``, so they need neither MPI nor the
-network, which is itself tested. Each task writes ``DIR/result.<task>.json``. With ``--left MARK``, it only lists this
-user's processes whose command line or environment contains ``MARK``.
+Each node runs one task. Tasks synchronise through files in ``DIR``, because MPI and the network are themselves under
+test. Each task writes ``DIR/result.<task>.json``.
+
+With ``--left MARK``, a task only lists this user's processes whose command line or environment contains ``MARK``.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ from megaflow_hpc.host.process import node_name, parent, read_proc
 from megaflow_hpc.resources import RUNNING
 
 MEET_S = 90.0
-"""Seconds within which all tasks must reach the same step."""
+"""Timeout in seconds for all tasks to reach the same step."""
 POLL_S = 0.02
 NAMES = 100
-"""Number of names that all nodes try to claim at the same time."""
+"""Number of names that all nodes try to claim simultaneously."""
 RENAMES = 100
 """Number of times that a file is replaced while other nodes read it."""
 PINGS = 5
 VISIBLE_S = 30.0
-"""Seconds after which a change that another node does not see counts as a failure."""
+"""Timeout in seconds for a change to become visible on another node."""
 
 
 class Nodes:
-    """One task's view of the job's nodes.
+    """A task's view of the job's nodes.
 
     Args:
-        folder: Directory that all nodes share. It is empty at first.
+        folder: Directory shared by all nodes. It must be empty at first.
         task: Index of this task.
         tasks: Number of tasks, one per node.
     """
@@ -60,7 +61,7 @@ class Nodes:
         """Waits until every task has reached ``step``.
 
         Raises:
-            TimeoutError: A task did not reach it in time.
+            TimeoutError: A task did not reach the step in time.
         """
         write_atomic(self.folder / f"{step}.{self.task}", b"")
         self.wait(lambda: set(range(self.tasks)) - self._arrived(step) == set(), f"all nodes reach step {step}", MEET_S)
@@ -73,7 +74,7 @@ class Nodes:
         """Polls until ``condition`` is true. Returns the elapsed seconds.
 
         Raises:
-            TimeoutError: It did not become true in time.
+            TimeoutError: The condition did not become true in time.
         """
         began = time.monotonic()
         while not condition():
@@ -85,12 +86,12 @@ class Nodes:
     # --- the file system between nodes ---
 
     def new_files(self) -> dict[str, float]:
-        """Measures how long a new file takes to become visible on another node, and the difference between clocks.
+        """Measures the delay until a new file is visible on another node, and the difference between clocks.
 
         Task 0 writes a file and waits for a reply from each other node.
 
         Returns:
-            ``visible_s`` (the longest round trip, halved) and ``clock_s`` (the largest clock difference).
+            ``visible_s`` (half of the longest round trip) and ``clock_s`` (the largest clock difference).
         """
         worst = drift = 0.0
         for n in range(PINGS):
@@ -110,7 +111,8 @@ class Nodes:
         return {"visible_s": round(worst, 3), "clock_s": round(max(0.0, drift), 1)}
 
     def links(self) -> int:
-        """Lets all nodes compete for the same names with hard links. Returns how many names this task has won.
+        """Creates hard links with the same names on all nodes at once. Returns the number of names that this task
+        won.
 
         Raises:
             OSError: The file system does not support hard links.
@@ -127,10 +129,10 @@ class Nodes:
         return taken
 
     def renames(self) -> None:
-        """Replaces a file repeatedly while other nodes read it. They must always find it complete.
+        """Replaces a file repeatedly while other nodes read it. Readers must always find a complete file.
 
         Raises:
-            ValueError: A node found it missing or incomplete.
+            ValueError: A reader found the file missing or incomplete.
         """
         path = self.folder / "replaced"
         content = b"0123456789" * 400
@@ -162,7 +164,7 @@ class Nodes:
         """Appends records to a file with fsync. Returns the seconds until another node has read all of them.
 
         Raises:
-            TimeoutError: The records did not become visible.
+            TimeoutError: The records did not become visible in time.
         """
         path, record = self.folder / "journal", b"x" * 1000
         self.meet("append")
@@ -180,11 +182,11 @@ class Nodes:
         )
 
     def rewritten(self) -> float:
-        """Overwrites a small file in place, the way pods renew their leases. Returns the seconds until another node has
+        """Overwrites a small file in place, as pods do to renew leases. Returns the seconds until another node has
         read it.
 
         Raises:
-            TimeoutError: The new content did not become visible.
+            TimeoutError: The new content did not become visible in time.
         """
         path = self.folder / "lease"
         if self.task == 0:
@@ -205,10 +207,10 @@ class Nodes:
     # --- the network between nodes ---
 
     def network(self) -> list[str]:
-        """Connects to every other node at the address that it publishes.
+        """Connects to every other node at the address that the node publishes.
 
         Returns:
-            A message for each node that could not be reached.
+            An error message for each unreachable node.
         """
         here = address()
         family = socket.AF_INET6 if ":" in here else socket.AF_INET
@@ -249,7 +251,7 @@ def _not_reached(host: str, port: int) -> str:
 
 
 def here(folder: Path) -> dict[str, Any]:
-    """Returns facts about this node. A value that starts with ``error`` describes what is missing."""
+    """Returns facts about this node. If scratch or sandboxes are unavailable, ``error`` contains the reason."""
     facts: dict[str, Any] = {
         "node": node_name(),
         "machine": platform.machine(),
@@ -295,7 +297,7 @@ def _gpus() -> int | None:
 
 
 def left(mark: str) -> list[str]:
-    """Returns the command lines of this user's processes that mention ``mark``, except those of this job."""
+    """Returns the command lines of this user's processes that mention ``mark``, except processes of this job."""
     found, own = [], {os.getpid()}
     pid = os.getpid()
     while pid := parent(pid):
@@ -317,7 +319,7 @@ STEPS = ("new_files", "links", "renames", "appended", "rewritten", "network")
 
 
 def main(folder: Path, mark: str = "") -> int:
-    """Runs all tests of this task and writes its result. With ``mark``, only runs :func:`left`."""
+    """Runs all tests of this task and writes the result. With ``mark``, only runs :func:`left`."""
     task, tasks = int(os.environ.get("SLURM_PROCID", "0")), int(os.environ.get("SLURM_NTASKS", "1"))
     if mark:
         write_atomic(folder / f"result.{task}.json", json.dumps({"left": left(mark)}).encode())

@@ -19,7 +19,7 @@ Level = Literal["ok", "warn", "FAIL", "skip"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """A line of the report."""
 
     check: str
     level: Level
@@ -29,10 +29,10 @@ class Finding:
 
 @dataclass
 class ProofReport:
-    """All findings of one run of ``prove``.
+    """All findings of a run of ``prove``.
 
     Args:
-        secrets: Private text, such as the user's name → its replacement in the report.
+        secrets: Private text, such as the user's name → replacement in the report.
     """
 
     secrets: Mapping[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class ProofReport:
     began_at: float = field(default_factory=time.time)
 
     def add(self, finding: Finding) -> Finding:
-        """Adds a finding, with private names replaced. Returns it."""
+        """Adds a finding with private names replaced. Returns the changed finding."""
         kept = Finding(finding.check, finding.level, self._public(finding.found), self._public(finding.remedy))
         self.findings.append(kept)
         return kept
@@ -53,7 +53,7 @@ class ProofReport:
         return any(finding.level == "FAIL" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as written to ``report.json``."""
+        """Returns the content of ``report.json``."""
         return {
             "ok": not self.failed,
             "version": __version__,
@@ -80,7 +80,7 @@ class ProofReport:
 
 
 def secrets_of(accounts: Iterable[str], folders: Sequence[Path]) -> dict[str, str]:
-    """Returns private text → its replacement in the report.
+    """Maps private text to its replacement in the report.
 
     Args:
         accounts: Slurm accounts that jobs are charged to.

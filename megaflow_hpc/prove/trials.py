@@ -1,4 +1,4 @@
-"""The trials of ``prove``: one job that tests nodes, and small campaigns with planned faults."""
+"""The trials of ``prove``: a job that tests nodes, and small campaigns with planned faults."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ from megaflow_hpc.slurm.ids import scancel
 POLL_INTERVAL_S = 3.0
 """Seconds between two polls of Slurm or of a run's status."""
 GONE_S = 120.0
-"""Maximum seconds to wait until Slurm no longer has jobs that have ended or were cancelled."""
+"""Timeout in seconds for ended or cancelled jobs to leave Slurm."""
 NODE_MINUTES = 8
-"""Walltime of the job that tests nodes."""
+"""Walltime in minutes of the job that tests nodes."""
 CAMPAIGN_MINUTES = 15
-"""Walltime of most trials, without the time that a pod gets to drain."""
+"""Walltime in minutes of most trials, excluding the time that a pod gets to drain."""
 USABLE_S = 75
-"""Minimum walltime of the walltime trial's pod, without ``slurm.lead_s``. A pod that starts slowly still stores one
-rollout."""
+"""Minimum walltime in seconds of the walltime trial's pod, excluding ``slurm.lead_s``. A pod that starts slowly
+still has time to store a rollout."""
 WAIT_S = 15.0
-"""Duration of each rollout of the walltime trial."""
+"""Duration in seconds of each rollout of the walltime trial."""
 REFUSAL_INTERVAL_S = 15.0
 """Seconds between two polls for refused requeues."""
 SLOW_VISIBLE_S = 10.0
-"""Seconds after which a change that becomes visible on another node counts as slow."""
+"""A change is reported as slow if another node sees it only after this many seconds."""
 CLOCK_S = 5.0
-"""Clock difference in seconds above which logs and reports of two nodes are confusing."""
+"""Clock difference in seconds above which logs of two nodes become confusing."""
 OWN_OPTIONS = ("time", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
-"""sbatch options that a trial chooses itself. It ignores them in ``extra`` of the user's campaign file."""
+"""sbatch options that each trial sets itself. They are dropped from ``extra`` in the user's campaign file."""
 KEPT = ("site", "share", "environment", "slurm")
-"""Keys of the user's campaign file that every trial uses."""
+"""Keys of the user's campaign file that every trial copies."""
 ANSWERS = [f"I write it.\n\n```bash\n{work.SOLUTION}\n```", "Done."]
 
 
 @dataclass
 class ProofSite:
-    """The parts of the user's campaign that the trials use.
+    """The user's campaign and site, from which trials are derived.
 
     Args:
         campaign: The user's campaign, with its partitions, accounts, ``setup`` lines and images.
         image: Image of the sandboxes: a SIF file or a reference.
-        folder: Directory of this proof, on the file system of the user's runs.
-        wait_s: Maximum time for each job, both queued and running.
+        folder: Directory of this run of ``prove``, on the file system of the user's runs.
+        wait_s: Maximum seconds for each job, including the time in the queue.
     """
 
     campaign: Campaign
@@ -74,12 +74,12 @@ class ProofSite:
 
     @cached_property
     def own(self) -> dict[str, Any]:
-        """Content of the user's campaign file."""
+        """Parsed content of the user's campaign file."""
         return yaml.safe_load(self.campaign.text) or {}
 
     @property
     def pod_nodes(self) -> int:
-        """Number of nodes of a trial's pod: two if the partition has at least two, otherwise one."""
+        """Number of nodes in the pod of a trial: two if the partition has them, otherwise one."""
         partition = site.partitions().get(self._pod_partition)
         return min(2, partition.nodes) if partition else 2
 
@@ -90,20 +90,20 @@ class ProofSite:
 
     @property
     def engines_have_gpus(self) -> bool:
-        """True if the partition of the engine servers has GPUs."""
+        """True if the engine servers' partition has GPUs."""
         named = (self.campaign.config.slurm.servers.partition or "").partition(",")[0]
         partition = site.partitions().get(named or self._pod_partition)
         return bool(partition and partition.gpus)
 
     def walltime(self, usable_s: float) -> int:
-        """Returns the shortest walltime in minutes of a pod that works for ``usable_s`` seconds before it drains."""
+        """Returns the shortest walltime in minutes that gives a pod ``usable_s`` seconds of work before it drains."""
         return math.ceil((usable_s + self.campaign.config.slurm.lead_s) / 60)
 
     def fields(self, name: str, time: float, slots: int = 2, nodes: int = 1, rollouts: int = 6) -> dict[str, Any]:
-        """Returns the fields of a trial's campaign, with the settings for the site from the user's campaign.
+        """Returns the fields of a trial's campaign, with the site settings of the user's campaign.
 
         Args:
-            time: Minutes until its pod drains. Its walltime is longer by ``slurm.lead_s``.
+            time: Minutes until the pod drains. Its walltime is longer by ``slurm.lead_s``.
             slots: Concurrent rollouts of each worker rank.
         """
         fields = {key: self.own[key] for key in KEPT if self.own.get(key)}
@@ -130,7 +130,7 @@ class ProofSite:
         return run
 
     def cancel(self) -> None:
-        """Cancels all jobs that are still queued or running."""
+        """Cancels all jobs of the trials that are still queued or running."""
         for run in self.runs:
             if not run.ledger.finished:
                 run.cancel()
@@ -138,24 +138,24 @@ class ProofSite:
             scancel(self.jobs)
 
     def submit(self, *words: str) -> str:
-        """Submits a job that belongs to no campaign. Returns its id.
+        """Submits a job outside of any campaign. Returns its id.
 
         Args:
             words: sbatch options and the script.
 
         Raises:
-            SiteError: Slurm refused the job. Includes Slurm's message.
+            SiteError: Slurm refused the job. The message includes Slurm's own.
         """
         job = site.ask(*submission.sbatch("--parsable", *words)).strip().partition(";")[0]
         self.jobs.append(job)
         return job
 
     def wait_until_gone(self) -> None:
-        """Waits until the jobs of the trials' campaigns have ended, but at most :data:`GONE_S` seconds."""
+        """Waits until the jobs of all trial campaigns have ended, but at most :data:`GONE_S` seconds."""
         wait_for([job for run in self.runs for job in run.job_ids()], GONE_S)
 
     def environment_script(self) -> Path:
-        """Writes the script that every job of a campaign sources first. Returns its path."""
+        """Writes the script that every job of a campaign sources. Returns its path."""
         path = self.folder / "env.sh"
         write_atomic(path, job_environment.environment_script(self.campaign.config, site.mpi_attempts()))
         return path
@@ -165,10 +165,10 @@ class ProofSite:
 
 
 def submit_nodes(proof: ProofSite, name: str, arguments: str, nodes: int, nodelist: str = "") -> tuple[str, Path]:
-    """Submits a job that runs :mod:`.node` once on each of its nodes. Returns the job's id and the shared directory.
+    """Submits a job that runs :mod:`.node` once on each node. Returns the job id and the job's directory.
 
     Raises:
-        SiteError: Slurm refused the job. Includes Slurm's message.
+        SiteError: Slurm refused the job. The message includes Slurm's own.
     """
     folder = proof.folder / name
     (folder / "shared").mkdir(parents=True)
@@ -189,7 +189,7 @@ def submit_nodes(proof: ProofSite, name: str, arguments: str, nodes: int, nodeli
 
 
 def wait_for(jobs: Sequence[str], timeout_s: float) -> bool:
-    """Waits until jobs have ended. Returns False if they did not end in time."""
+    """Waits until jobs have ended. Returns false on timeout."""
     end = time.monotonic() + timeout_s
     while any(state.live for state in accounting.live_jobs(jobs).values()):
         if time.monotonic() > end:
@@ -202,8 +202,8 @@ def nodes_findings(folder: Path, expected: int, report: ProofReport) -> Iterator
     """Evaluates the measurements of :mod:`.node` on each node.
 
     Args:
-        folder: The job's directory.
-        expected: Number of nodes.
+        folder: Directory of the job.
+        expected: Expected number of nodes.
     """
     results = _results(folder)
     if len(results) < expected:
@@ -213,14 +213,14 @@ def nodes_findings(folder: Path, expected: int, report: ProofReport) -> Iterator
             "nodes", "FAIL", f"{len(results)} of {expected} nodes reported; the job's log ends: {tail}", remedy
         )
         return
-    here = [result["here"] for result in results]
-    names = sorted({facts["node"] for facts in here})
+    nodes = [result["here"] for result in results]
+    names = sorted({facts["node"] for facts in nodes})
     yield Finding("nodes", "ok" if len(names) > 1 else "warn", f"{len(names)} nodes were tested", _one_node(names))
     for key in ("machine", "kernel", "python", "shared_file_system", "scratch_type", "scratch_gb", "gpus"):
-        report.facts[key] = ", ".join(sorted({str(facts.get(key)) for facts in here}))
-    for facts in here:
+        report.facts[key] = ", ".join(sorted({str(facts.get(key)) for facts in nodes}))
+    for facts in nodes:
         yield from _node(facts)
-    yield from _between(results, report)
+    yield from _findings_between_nodes(results, report)
 
 
 def _results(folder: Path) -> list[dict[str, Any]]:
@@ -261,8 +261,8 @@ def _node(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("Slurm in jobs", "warn", f"{node}: squeue does not answer: pods cannot be requeued", remedy)
 
 
-def _between(results: list[dict[str, Any]], report: ProofReport) -> Iterator[Finding]:
-    """Evaluates the tests between nodes."""
+def _findings_between_nodes(results: list[dict[str, Any]], report: ProofReport) -> Iterator[Finding]:
+    """Evaluates the tests that involve several nodes."""
     if broken := [result["error"] for result in results if "error" in result]:
         remedy = "use a run directory on a file system that all nodes mount"
         yield Finding("nodes", "FAIL", f"the nodes did not finish their tests together: {broken[0]}", remedy)
@@ -279,7 +279,7 @@ def _between(results: list[dict[str, Any]], report: ProofReport) -> Iterator[Fin
         if errors:
             yield Finding(step.replace("_", " "), "FAIL", errors[0], remedies[step])
     if not any(_error(result["new_files"]) for result in results):
-        yield from _visible(results, report, remedies["rewritten"])
+        yield from _visibility_findings(results, report, remedies["rewritten"])
     if not any(_error(result["links"]) for result in results):
         taken = sum(result["links"] for result in results)
         good = taken == NAMES
@@ -295,8 +295,8 @@ def _between(results: list[dict[str, Any]], report: ProofReport) -> Iterator[Fin
         yield Finding("network", "ok", "every node reaches every other at its published address")
 
 
-def _visible(results: list[dict[str, Any]], report: ProofReport, remedy: str) -> Iterator[Finding]:
-    """Evaluates how quickly changes become visible on other nodes, and how far the clocks differ."""
+def _visibility_findings(results: list[dict[str, Any]], report: ProofReport, remedy: str) -> Iterator[Finding]:
+    """Evaluates how quickly changes become visible on other nodes, and how much the clocks differ."""
     delays = {"a new file": results[0]["new_files"]["visible_s"]}
     for what, step in (("appended bytes", "appended"), ("an overwritten file", "rewritten")):
         delays[what] = max((r[step] for r in results if not _error(r[step])), default=0.0)
@@ -338,7 +338,7 @@ def start_worker(proof: ProofSite) -> Run:
 
 
 def start_walltime(proof: ProofSite) -> Run:
-    """Submits a campaign whose rollouts do not fit into one walltime."""
+    """Submits a campaign whose rollouts need more than one walltime."""
     name = "walltime"
     usable_s = proof.walltime(USABLE_S) * 60 - proof.campaign.config.slurm.lead_s
     rollouts = math.ceil(usable_s / WAIT_S) + 1  # one more than a pod can start before it drains
@@ -348,7 +348,7 @@ def start_walltime(proof: ProofSite) -> Run:
 
 
 def start_model(proof: ProofSite) -> Run | None:
-    """Submits two rollouts with the user's own model. Returns ``None`` if the user's campaign has none."""
+    """Submits two rollouts that use the user's own model. Returns ``None`` if the user's campaign has no model."""
     own = proof.own
     models = dict(own.get("models") or {}) | ({"default": own["model"]} if own.get("model") else {})
     model = next((m for m in models.values() if m.get("engine", "vllm") not in ("scripted", "replay")), None)
@@ -371,7 +371,7 @@ STARTS: dict[str, Callable[[ProofSite], Run | None]] = {
 
 
 def start_preempted(proof: ProofSite) -> Run:
-    """Submits a campaign whose pod will be preempted."""
+    """Submits a campaign whose pod is to be preempted."""
     name = "preemption"
     fields = proof.fields(name, CAMPAIGN_MINUTES, slots=1)
     agent = {"name": "megaflow_hpc.prove.work:Waits", "args": {"seconds": 20.0}}
@@ -379,7 +379,7 @@ def start_preempted(proof: ProofSite) -> Run:
 
 
 def preempt(proof: ProofSite, run: Run, options: list[str]) -> str:
-    """Waits until the run's pod is working, and submits a job that preempts it. Returns an error message, or "".
+    """Waits until the run's pod is working, then submits a job that preempts it. Returns an error message, or "".
 
     Args:
         options: sbatch options of the preempting job, such as ``--qos=high``.
@@ -447,17 +447,17 @@ def campaign_findings(proof: ProofSite, run: Run, report: ProofReport) -> Iterat
 
 
 class _RequeueRefusedError(Exception):
-    """Slurm refused repeatedly to requeue a pod. The message is Slurm's."""
+    """Slurm repeatedly refused to requeue a pod. The message is Slurm's."""
 
 
 def _wait(proof: ProofSite, run: Run) -> Mapping[str, Any]:
     """Waits until the run has ended. Returns its status.
 
     Raises:
-        _RequeueRefusedError: Slurm still refused a requeue at the second poll. The run is cancelled, because waiting
+        _RequeueRefusedError: Slurm refused a requeue in two consecutive polls. The run is cancelled, because waiting
             longer would replace its pods with new jobs and hide the fault.
-        TimeoutError: It did not end in time.
-        MegaflowError: It failed.
+        TimeoutError: The run did not end in time.
+        MegaflowError: The run failed.
     """
     refused, looked = set[str](), time.monotonic()
 
@@ -529,7 +529,7 @@ def _remedy(run: Run, name: str) -> str:
 
 
 def causes(status: Mapping[str, Any]) -> list[str]:
-    """Returns the causes of failure that a run's status names, at most three."""
+    """Returns at most three causes of failure from the status of a run."""
     messages = [
         f"pod {pod['pod']} ended on {pod['node']} before any rollout: {pod['cause']}" for pod in status["unstarted"]
     ]
@@ -558,14 +558,14 @@ def left_findings(folder: Path) -> Iterator[Finding]:
 
 
 def check_image(image: str, campaign: Campaign) -> str:
-    """Returns the image for the sandboxes: ``image`` if given, else the first of the campaign's images.
+    """Returns ``image`` if given, otherwise the first image of the campaign.
 
     Raises:
-        ConfigError: No image is given, and the campaign names none.
+        ConfigError: No image is given, and the campaign does not name any.
     """
-    found = image or next(iter(campaign.config.environment.images.values()), "")
-    if not found:
+    chosen = image or next(iter(campaign.config.environment.images.values()), "")
+    if not chosen:
         raise ConfigError(f"{campaign.where('environment.images')}: no image is named; give one with --image SIF")
-    if "://" not in found and not (campaign.base / found).exists():
-        raise ConfigError(f"{'--image' if image else campaign.where('environment.images')}: {found}: no such file")
-    return found
+    if "://" not in chosen and not (campaign.base / chosen).exists():
+        raise ConfigError(f"{'--image' if image else campaign.where('environment.images')}: {chosen}: no such file")
+    return chosen

@@ -1,4 +1,4 @@
-"""The task and the agents of the campaigns that ``prove`` runs."""
+"""The task and agents of the campaigns that ``prove`` runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megaflow_hpc.host.process import Identity, parent, read_proc
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 IMAGE = "prove-image"
-"""Name of the tasks' image in ``environment.images``."""
+"""Name of the image of all tasks in ``environment.images``."""
 TASKS = 12
-"""Number of tasks. Enough for the walltime trial at any ``slurm.lead_s``."""
+"""Number of tasks. Large enough for the walltime trial with any ``slurm.lead_s``."""
 SOLUTION = "echo 42 > answer"
 
 
 class ProofTask:
-    """A task: write 42 into a file."""
+    """A task that asks the agent to write 42 into a file."""
 
     image = IMAGE
     workdir = "/prove"
@@ -28,27 +28,25 @@ class ProofTask:
 
     @classmethod
     def instances(cls) -> dict[str, dict[str, Any]]:
-        """Returns the tasks by id."""
         return {f"work{number}": {"number": number} for number in range(TASKS)}
 
     def instruction(self) -> str:
-        """Returns the agent's instruction."""
         return "Write 42 into the file answer."
 
     async def score(self, sandbox: Any) -> float:
-        """Returns 1 if the file has the right content."""
+        """Returns 1 if the file has the expected content, otherwise 0."""
         return float(await sandbox.read("answer") == b"42\n")
 
     async def solve(self, sandbox: Any) -> None:
-        """Solves the task, for the oracle agent."""
+        """Solves the task. Used by the oracle agent."""
         await sandbox.exec(SOLUTION)
 
 
 class KillsItsWorker(MyAgent):
-    """An example agent that first kills its own MPI rank, once per run.
+    """An example agent that kills its own MPI rank once per run before solving the task.
 
     Args:
-        mark: File that this agent creates before the kill. If it exists, nothing is killed.
+        mark: File that the agent creates before the kill. If it exists, the agent kills nothing.
     """
 
     def __init__(self, mark: str, max_turns: int | None = None) -> None:
@@ -56,7 +54,6 @@ class KillsItsWorker(MyAgent):
         self.mark = mark
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint) -> AgentResult:
-        """Runs one rollout."""
         if task.id == "work0" and first(self.mark):
             rank = own_rank()
             if rank is not None:
@@ -66,24 +63,23 @@ class KillsItsWorker(MyAgent):
 
 
 class Waits:
-    """An agent that waits and then solves the task.
+    """An agent that waits before solving the task.
 
     Args:
-        seconds: Time to wait.
+        seconds: Waiting time in seconds.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        """Runs one rollout."""
         await asyncio.sleep(self.seconds)
         done = await sandbox.exec(SOLUTION)
         return AgentResult(error="" if done.exit_code == 0 else f"exit code {done.exit_code}")
 
 
 def first(mark: str) -> bool:
-    """Creates the file ``mark``. Returns ``False`` if it already exists."""
+    """Creates the file ``mark``. Returns false if it already exists."""
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
@@ -92,7 +88,8 @@ def first(mark: str) -> bool:
 
 
 def own_rank() -> Identity | None:
-    """Returns this process's MPI rank: its topmost ancestor that runs this package. ``None`` if there is none."""
+    """Returns the process of this worker's MPI rank, the topmost ancestor that runs this package. ``None`` if not
+    found."""
     rank, pid = None, os.getpid()
     while pid and b"megaflow_hpc" in read_proc(f"/proc/{pid}/cmdline"):
         rank, pid = Identity.of(pid), parent(pid)

@@ -1,10 +1,10 @@
 """Builds charts of figures as Vega-Lite specifications.
 
-A specification is a plain dictionary. The page passes it to Vega in the browser, and ``report.files`` renders it with
+A specification is a plain dictionary. The page passes it to Vega in the browser. ``report.files`` renders it with
 the same Vega without a browser. Charts show values from the figures and compute nothing themselves.
 
-Colours come from the two themes and from :data:`PALETTE`, which is safe for colour-blind readers (Okabe and Ito 2008).
-Text from tasks and agents appears only in the data, which Vega treats as plain text.
+Colours come from the two themes and from :data:`PALETTE`, which is safe for colour-blind readers (Okabe and Ito
+2008). Text from tasks and agents appears only in the data, which Vega treats as plain text.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megaflow_hpc.texts import in_one_line
 
 Spec = dict[str, Any]
 Data = list[dict[str, Any]]
-"""Data rows of a chart."""
+"""Rows of a chart's data."""
 Named = Sequence[tuple[str, RunFigures]]
-"""(label in charts, figures) of each run."""
+"""(Label in charts, figures) of each run."""
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#8A8A8A")
 ON_DARK = ("#56B4E9", "#E69F00", "#2CC295", "#E08FC0", "#8FA8FF", "#FF8A4C", "#D9CB3A", "#B0B0B0")
-"""The same hues in the same order, lightened for a dark background."""
+"""The hues of :data:`PALETTE` in the same order, lightened for a dark background."""
 OUTCOMES = {
     "passed": "#009E73",
     "not passed": "#56B4E9",
@@ -47,13 +47,13 @@ _FONT = "system-ui, 'Segoe UI', 'Helvetica Neue', 'Liberation Sans', Arial, sans
 
 
 class Chart(msgspec.Struct, kw_only=True):
-    """A chart of a report, as a Vega-Lite specification with its texts."""
+    """A chart of a report: a Vega-Lite specification with title and caption."""
 
     name: str
-    """Base name of the PNG and element id in the page."""
+    """Base name of the PNG, and element id in the page."""
     title: str
     note: str
-    """One-sentence caption."""
+    """Caption in one sentence."""
     spec: Spec
     wide: bool = False
 
@@ -78,17 +78,22 @@ def theme(dark: bool) -> Spec:
 
 
 def spec_of(values: Data, **more: Any) -> Spec:
-    """Builds a specification over data rows that fills the width of its container."""
+    """Builds a specification over data rows. The chart fills the width of its container."""
     return {"$schema": SCHEMA, "data": {"values": values}, "width": "container", "height": 240, **more}
 
 
 def height_of(values: Data, field: str, each: int) -> int:
-    """Returns the chart height in pixels, with ``each`` pixels per distinct value of a field."""
+    """Returns the height of a chart with ``each`` pixels per distinct value of a field."""
     return each * len({value[field] for value in values})
 
 
 def channel(field: str, kind: str = "Q", title: str | None = "", **more: Any) -> Spec:
-    """Builds an encoding channel: field, type (Q quantitative, N nominal, O ordinal) and title (``None``: no title)."""
+    """Builds an encoding channel.
+
+    Args:
+        kind: Q (quantitative), N (nominal) or O (ordinal).
+        title: Title of the channel. ``None``: no title. Empty: the field's name.
+    """
     kinds = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
     spec: Spec = {"field": field, "type": kinds[kind]}
     if title != "":
@@ -97,7 +102,7 @@ def channel(field: str, kind: str = "Q", title: str | None = "", **more: Any) ->
 
 
 def tooltip(**fields: str) -> list[Spec]:
-    """Builds tooltip channels. Each field maps to ``N`` (a name) or to a number format, which may be empty."""
+    """Builds tooltip channels. The value of a field is ``N`` for a name, or a number format, which may be empty."""
     channels = []
     for field, kind in fields.items():
         if kind == "N":
@@ -113,7 +118,7 @@ def series_name(label: str, policy: str, runs: Named) -> str:
 
 
 def by_series() -> Spec:
-    """Builds the channel that distinguishes policies and runs."""
+    """Builds the colour channel that distinguishes policies and runs."""
     return channel("series", "N", None)
 
 
@@ -144,7 +149,7 @@ def pass_at(runs: Named) -> Chart | None:
 
 
 def mean_differences(of_runs: Sequence[Difference]) -> Chart | None:
-    """Charts the difference of each run from the first, with its interval."""
+    """Charts the difference of each run from the first run, with its confidence interval."""
     values = []
     for one in of_runs:
         if one.difference is not None:
@@ -162,7 +167,7 @@ def mean_differences(of_runs: Sequence[Difference]) -> Chart | None:
 
 
 def _intervals(values: Data, x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
-    """Charts a point on a line from ``low`` to ``high`` for each series."""
+    """Charts each series as a point on a line from ``low`` to ``high``."""
     encoding = {"y": channel("series", "N", None), "color": {**by_series(), "legend": None}, "tooltip": list(tip)}
     return spec_of(
         values,
@@ -175,7 +180,7 @@ def _intervals(values: Data, x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
 
 
 def _of_policies(runs: Named, name: str) -> Data:
-    """Flattens a list field of every policy's figures into data rows."""
+    """Flattens the list field ``name`` of every policy's figures into data rows."""
     rows = []
     for label, run in runs:
         for policy in run.policies:
@@ -223,7 +228,7 @@ def rewards(runs: Named) -> Chart | None:
 
 
 def tokens(runs: Named) -> Iterator[Chart | None]:
-    """Yields charts of the distributions of tokens and model calls; none if no policy calls a model."""
+    """Yields charts of the distributions of tokens and model calls. Yields none if no policy calls a model."""
     if any(policy.turns.max for _, run in runs for policy in run.policies):
         note = "Tokens of each completed or truncated rollout, including prompts."
         yield _histogram("tokens", "Tokens", note, _of_policies(runs, "token_bins"), runs)
@@ -240,7 +245,7 @@ def use(runs: Named) -> Iterator[Chart | None]:
 
 
 def training(runs: Named) -> Iterator[Chart]:
-    """Yields one chart per metric: its curve over training steps."""
+    """Yields a chart of each training metric over training steps."""
     titles = {"reward": "Reward", "passed": "Share that passed", "staleness": "Staleness", "entropy": "Entropy"}
     titles |= {"clipped": "Share clipped", "mismatch": "Mismatch", "tokens_per_s": "Tokens per second"}
     for metric, title in titles.items():
@@ -265,15 +270,15 @@ def training(runs: Named) -> Iterator[Chart]:
 
 TASKS_SHOWN = 40
 MAX_HEIGHT = 1000
-"""Maximum height of a timeline in pixels, unless it has very many pods."""
+"""Maximum height of a timeline in pixels. Timelines of very many pods may exceed it."""
 FACET_WIDTH = {"width": 420}
 """Width in pixels of faceted charts, which Vega cannot fit to their container."""
 UNITS = ((10_000.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""(minimum seconds, seconds per unit, name) for each unit of a time axis."""
+"""(Minimum seconds, seconds per unit, name) of each unit of a time axis."""
 
 
 def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) -> Chart | None:
-    """Charts the rollouts of one run over time, one row per pod."""
+    """Charts the rollouts of a run over time, with a row for each pod."""
     if not bars:
         return None
     shown = {bar.pod for bar in bars}
@@ -337,7 +342,7 @@ def timeline(label: str, run: RunFigures, bars: Sequence[Bar], several: bool) ->
 
 
 def _by_element(pods: Sequence[PodFigures]) -> list[str]:
-    """Returns pod names ordered by first start, with all starts of an array element next to each other."""
+    """Returns pod names ordered by first start. All starts of an array element are adjacent."""
     first: dict[str, float] = {}
     for pod in pods:
         first.setdefault(_element(pod), pod.start)
@@ -376,12 +381,12 @@ def concurrency(runs: Named) -> Chart | None:
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    """Returns (seconds per unit, unit name) for a time axis of this length."""
+    """Returns (seconds per unit, unit name) for a time axis of ``seconds``."""
     return next((size, unit) for least, size, unit in UNITS if seconds >= least)
 
 
 def phases(runs: Named) -> Chart | None:
-    """Charts the mean seconds of each rollout phase."""
+    """Charts the mean seconds of each phase of a rollout."""
     note = (
         "Environment: preparation of the sandbox and its files. Model: calls, including waits for an engine. Agent: "
         "its own work and its commands. Evaluation: the verifier. Other: the rest, until the rollout ended."
@@ -395,7 +400,7 @@ def phases(runs: Named) -> Chart | None:
 
 
 def stages(runs: Named) -> Chart | None:
-    """Charts the mean seconds of each stage, from planning the campaign to the end of a rollout."""
+    """Charts the mean seconds of each stage between planning the campaign and the end of a rollout."""
     note = (
         "From the planning of the campaign to each rollout's end, in the four phases of the MegaFlow paper (arXiv "
         "2601.07526, figure 5). Scheduling: Slurm's queue, the start of pods and engines, the wait for a slot."
@@ -415,7 +420,7 @@ def _stack_row(series: str, part: str, seconds: Spread, share: float, colours: M
 
 
 def _stacked(name: str, title: str, note: str, values: Data, colours: Mapping[str, str]) -> Chart | None:
-    """Charts one stacked bar per policy, with the mean seconds of its parts."""
+    """Charts a stacked bar per policy, with the mean seconds of each part."""
     if not values:
         return None
     scale = {"domain": list(colours), "range": list(colours.values())}
@@ -454,7 +459,7 @@ def failures(runs: Named) -> Chart | None:
 
 
 def tasks(runs: Named) -> Chart | None:
-    """Charts the slowest tasks by policy, for a single run only. Several runs are compared in the table instead."""
+    """Charts the slowest tasks by policy. Only for a single run, because the table compares several runs."""
     if len(runs) > 1 or not runs[0][1].tasks:
         return None
     values = []
@@ -473,7 +478,7 @@ def tasks(runs: Named) -> Chart | None:
 
 
 def cost(runs: Named) -> Chart | None:
-    """Charts hours held by role."""
+    """Charts the hours held by each role."""
     values: Data = []
     for label, run in runs:
         for role in run.cost.roles:
@@ -503,7 +508,7 @@ def _hours(role: str, what: str, hours: float, idle: float | None) -> Data:
 
 
 def efficiency(runs: Named) -> Chart | None:
-    """Charts the share of the held resources that jobs used."""
+    """Charts the share of held resources that jobs used."""
     values = []
     for label, run in runs:
         for job in run.cost.jobs:
@@ -533,14 +538,14 @@ def charts_of(
     """Returns the charts for which these runs have data, in page order.
 
     Args:
-        bars: The timeline bars of each run.
+        bars: Timeline bars of each run.
     """
     labels = labels_of(runs)
     named = list(zip(labels, runs, strict=True))
     timelines = []
     for label, run, own in zip(labels, runs, bars, strict=True):
         timelines.append(timeline(label, run, own, several=len(runs) > 1))
-    found = (
+    charts = (
         pass_at(named),
         mean_differences(differences),
         rewards(named),
@@ -556,11 +561,11 @@ def charts_of(
         efficiency(named),
         *training(named),
     )
-    return [_printable(chart) for chart in found if chart]
+    return [_printable(chart) for chart in charts if chart]
 
 
 def _printable(chart: Chart) -> Chart:
-    """Returns the chart without control characters, NaN and infinities, which SVG and JSON cannot represent."""
+    """Returns the chart without control characters, NaN and infinity, which SVG and JSON cannot represent."""
     return Chart(
         name=chart.name, title=in_one_line(chart.title), note=chart.note, spec=_clean(chart.spec), wide=chart.wide
     )

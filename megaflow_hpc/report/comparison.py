@@ -1,9 +1,11 @@
 """Compares campaigns with the first one, policy by policy and task by task.
 
-Policies are matched by name. If two runs have one policy each, these are compared even if the names differ. A
-difference is the mean over the tasks rated in both runs, and each task counts once. Its 95 % interval is that of paired
-differences (Student's t over tasks). If all tasks differ by the same amount, the sample does not show the spread. The
-interval then uses Wilson's upper bound for the share of an event that was never observed.
+Policies are matched by name. If two runs have a single policy each, these are compared even if the names differ.
+
+A difference is the mean over the tasks rated in both runs, and each task counts once. Its 95 % interval is that of
+paired differences (Student's t over tasks). If all tasks differ by the same amount, the sample contains no
+information about the spread. The interval then uses Wilson's upper bound for the proportion of an event that was
+never observed.
 """
 
 from __future__ import annotations
@@ -18,34 +20,34 @@ from megaflow_hpc.report.series import significant
 
 
 class Difference(msgspec.Struct, kw_only=True):
-    """Mean reward of one policy compared with the first run, over the tasks rated in both."""
+    """Difference of a policy's mean reward from the first run, over the tasks rated in both runs."""
 
     run: str
     policy: str
     against_run: str
     against_policy: str
     tasks: int
-    """Number of tasks rated in both runs; 0 if there is nothing to compare."""
+    """Number of tasks rated in both runs. 0 if there is nothing to compare."""
     tasks_only_here: int = 0
     tasks_only_there: int = 0
     mean: float | None = None
-    """Mean reward of this run over these tasks."""
+    """Mean reward of this run over the common tasks."""
     against_mean: float | None = None
     difference: float | None = None
     low: float | None = None
     high: float | None = None
     better: int = 0
-    """Number of tasks with a higher mean reward in this run."""
+    """Number of common tasks with a higher mean reward in this run."""
     worse: int = 0
     changed: list[str] = []
-    """The tasks that changed most, best first, e.g. ``task +1``."""
+    """The tasks that changed most, such as ``task +1``, with improvements first."""
 
 
 MAX_CHANGED = 12
 
 
 def labels_of(runs: Sequence[RunFigures]) -> list[str]:
-    """Returns a short, unique label for each run."""
+    """Returns a short unique label for each run."""
     names = [run.campaign or run.run for run in runs]
     if len(set(names)) == len(names):
         return names
@@ -54,7 +56,7 @@ def labels_of(runs: Sequence[RunFigures]) -> list[str]:
 
 
 def compare(runs: Sequence[RunFigures]) -> list[Difference]:
-    """Compares every run with the first."""
+    """Compares every other run with the first."""
     first, *others = zip(labels_of(runs), runs, strict=True)
     differences = []
     for label, run in others:
@@ -73,24 +75,24 @@ def _means(run: RunFigures, policy: str) -> dict[str, float]:
 
 
 def _difference(named: tuple[str, RunFigures], policy: str, first: tuple[str, RunFigures], against: str) -> Difference:
-    here = _means(named[1], policy)
-    there = _means(first[1], against)
-    both = sorted(here.keys() & there.keys())
+    rewards = _means(named[1], policy)
+    first_rewards = _means(first[1], against)
+    both = sorted(rewards.keys() & first_rewards.keys())
     result = Difference(
         run=named[0],
         policy=policy,
         against_run=first[0],
         against_policy=against,
         tasks=len(both),
-        tasks_only_here=len(here.keys() - there.keys()),
-        tasks_only_there=len(there.keys() - here.keys()),
+        tasks_only_here=len(rewards.keys() - first_rewards.keys()),
+        tasks_only_there=len(first_rewards.keys() - rewards.keys()),
     )
     if not both:
         return result
-    by_task = {task: here[task] - there[task] for task in both}
+    by_task = {task: rewards[task] - first_rewards[task] for task in both}
     low, high = paired_interval(list(by_task.values()))
-    result.mean = significant(sum(here[task] for task in both) / len(both))
-    result.against_mean = significant(sum(there[task] for task in both) / len(both))
+    result.mean = significant(sum(rewards[task] for task in both) / len(both))
+    result.against_mean = significant(sum(first_rewards[task] for task in both) / len(both))
     result.difference = round(sum(by_task.values()) / len(both), 6)
     result.low = round(low, 6)
     result.high = round(high, 6)
@@ -103,7 +105,8 @@ def _difference(named: tuple[str, RunFigures], policy: str, first: tuple[str, Ru
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean of one or more paired differences; see the module docstring."""
+    """Returns the 95 % interval of the mean of at least one paired difference. The module docstring describes the
+    method."""
     interval = mean_interval(differences)
     if interval is not None:
         return interval

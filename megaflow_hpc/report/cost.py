@@ -1,7 +1,7 @@
-"""The cost of a campaign: core-hours and GPU-hours, their price, and how much of them was used.
+"""Cost of a campaign: core-hours and GPU-hours, their price, and how much of them was used.
 
-Slurm's accounting records every start of every job. Without it, the cost is computed from the core-seconds in the pods'
-leases and the GPU-seconds reported by engine servers.
+Slurm's accounting records every start of every job. Without accounting, the cost is computed from the core-seconds
+in the pods' leases and the GPU-seconds reported by engine servers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOUR = 3600.0
 
 
 class Prices(msgspec.Struct, kw_only=True):
-    """Prices per hour, ``None`` if not given."""
+    """Prices per hour. ``None`` if unknown."""
 
     core_hour: float | None = None
     gpu_hour: float | None = None
@@ -28,27 +28,27 @@ class Prices(msgspec.Struct, kw_only=True):
 
 
 class HeldHours(msgspec.Struct, kw_only=True):
-    """Hours held by jobs."""
+    """Core-hours and GPU-hours allocated to jobs, with the idle part and the price."""
 
     core_hours: float = 0.0
     gpu_hours: float = 0.0
     idle_core_hours: float | None = None
-    """Idle part of the core-hours (:mod:`megaflow_hpc.monitor.usage`). ``None`` without accounting."""
+    """Core-hours that were idle (:mod:`megaflow_hpc.monitor.usage`). ``None`` without accounting."""
     idle_gpu_hours: float | None = None
     price: float | None = None
 
 
 class RoleCost(HeldHours, kw_only=True):
-    """Hours held by the jobs of one role."""
+    """Hours allocated to the jobs of a role."""
 
     role: str
     """``pods``, ``servers``, ``trainer``, ``gather`` or ``build``."""
     jobs: int = 0
-    """Number of job starts, counting each array element; 0 without accounting."""
+    """Number of job starts, counting each array element separately. 0 without accounting."""
 
 
 class JobFigures(msgspec.Struct, kw_only=True):
-    """One start of a job, with the figures that ``seff`` shows."""
+    """A start of a job, with the figures that ``seff`` shows."""
 
     job: str
     role: str
@@ -57,27 +57,25 @@ class JobFigures(msgspec.Struct, kw_only=True):
     cores: int
     gpus: int
     cpu_efficiency: float | None = None
-    """CPU time divided by held core time, 0 to 1."""
+    """CPU time divided by allocated core time, from 0 to 1."""
     memory_asked_mb: float | None = None
     memory_peak_mb: float | None = None
     memory_efficiency: float | None = None
 
 
 class Cost(HeldHours, kw_only=True):
-    """The cost of a campaign."""
-
     source: str
-    """``accounting`` (Slurm), ``reports`` (pods and engine servers) or ``none``."""
+    """Source of the figures: ``accounting`` (Slurm), ``reports`` (pods and engine servers) or ``none``."""
     price_per_rollout: float | None = None
     price_per_passed: float | None = None
     currency: str = ""
     cpu_efficiency: float | None = None
-    """Efficiency over all jobs with known CPU time."""
+    """CPU efficiency over all jobs whose CPU time is known."""
     memory_efficiency: float | None = None
-    """Peak memory divided by requested memory, weighted by the request."""
+    """Peak memory divided by requested memory, weighted by requested memory."""
     roles: list[RoleCost] = []
     jobs: list[JobFigures] = []
-    """The jobs that held the most core-seconds, in descending order."""
+    """Jobs that held the most core-seconds, in descending order."""
     jobs_left_out: int = 0
 
 
@@ -95,10 +93,10 @@ def cost_of(
     """Computes the cost of a run.
 
     Args:
-        uses: Accounting data of its jobs; empty without accounting.
-        rollouts: Pod job id and time span of each attempt, to compute idle time.
-        stored: Number of stored rollouts, to compute the price of one.
-        passed: Number of rollouts that passed.
+        uses: Accounting data of the run's jobs. Empty without accounting.
+        rollouts: (Pod's job id, time span) of each attempt, to compute idle time.
+        stored: Number of stored rollouts, to compute the price per rollout.
+        passed: Number of rollouts that passed, to compute the price per passed rollout.
     """
     if uses:
         cost = _of_accounting(uses, rollouts)
@@ -167,10 +165,10 @@ def _figures(use: JobUse) -> JobFigures:
 
 
 def _mean(weighted: Sequence[tuple[float | None, float]]) -> float | None:
-    """Returns the weighted mean of the known values, or ``None`` if there are none."""
-    known = [(value, weight) for value, weight in weighted if value is not None]
-    total = sum(weight for _, weight in known)
-    return significant(sum(value * weight for value, weight in known) / total) if total else None
+    """Returns the weighted mean of the known values. ``None`` if all are unknown."""
+    known_values = [(value, weight) for value, weight in weighted if value is not None]
+    total = sum(weight for _, weight in known_values)
+    return significant(sum(value * weight for value, weight in known_values) / total) if total else None
 
 
 def _of_reports(run: RunDir) -> Cost:

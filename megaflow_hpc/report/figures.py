@@ -1,11 +1,13 @@
-"""The figures of one run, typed and bounded. ``report --json`` prints them; charts and tables are built from them.
+"""Figures of a run, typed and bounded in size. ``report --json`` prints them. Charts and tables are built from
+them::
 
     figures = figures_of("runs/fix-bugs-…")
     figures.policies[0].evaluation["mean"], figures.phases[0].seconds.p90
 
-This module does not query Slurm; the caller passes in the accounting data. All tasks and pods are included. Lists that
-could grow with the number of rollouts (errors, stragglers, jobs, curve points) are capped by constants in their
-modules.
+This module does not query Slurm. The caller passes in the accounting data.
+
+All tasks and pods are included. Lists that could grow with the number of rollouts (errors, stragglers, jobs, curve
+points) are capped by constants in their modules.
 """
 
 from __future__ import annotations
@@ -52,17 +54,17 @@ MAX_COMMITS = 1_000_000
 
 
 class TrainingCurve(msgspec.Struct, kw_only=True):
-    """One metric of a policy over training steps."""
+    """A metric of a policy over training steps."""
 
     policy: str
     metric: str
-    """Metric name as in ``status --json``."""
+    """Name of the metric as in ``status --json``."""
     steps: list[int]
     values: list[float]
 
 
 class RunFigures(msgspec.Struct, kw_only=True):
-    """All figures of one run."""
+    """All figures of a run."""
 
     run: str
     """Name of the run directory or file."""
@@ -70,20 +72,20 @@ class RunFigures(msgspec.Struct, kw_only=True):
     state: str
     versions: dict[str, Any]
     total: int
-    """Number of rollouts in the campaign, as far as known."""
+    """Number of planned rollouts, or of stored rollouts if that is larger."""
     stored: int
     states: dict[str, int]
     started_at: float
-    """Start of the first rollout in Unix seconds, 0 if there is none."""
+    """Start of the first rollout in Unix seconds. 0 if there are no rollouts."""
     seconds: float
-    """Seconds from the start of the first rollout to the end of the last."""
+    """Seconds from the start of the first rollout to the end of the last rollout."""
     tail_seconds: float
-    """Seconds from when 95 % of the rollouts had ended to the end of the last."""
+    """Seconds from the time when 95 % of the rollouts had ended to the end of the last rollout."""
     rollouts_per_hour: float
     policies: list[PolicyFigures]
     phases: list[RolloutPhase]
     stages: list[LatencyStage]
-    """Empty if rollouts are added while the campaign runs, or if its planning time is unknown."""
+    """Mean stages of each policy's rollouts. Empty if the campaign trains, or if its planning time is unknown."""
     unphased: int
     """Number of completed or truncated rollouts without recorded phases."""
     concurrency: Concurrency
@@ -100,11 +102,11 @@ class RunFigures(msgspec.Struct, kw_only=True):
 
 
 class LoadedRun:
-    """A run with its figures and its open store. A context manager.
+    """A run with its figures and its open store. Use it as a context manager.
 
     Args:
         path: A run directory, finished or not, or a ``trajectories.h5``.
-        uses: Accounting data of its jobs.
+        uses: Accounting data of the run's jobs.
 
     Raises:
         ConfigError: ``path`` is neither, or is damaged.
@@ -132,7 +134,7 @@ class LoadedRun:
     def _figures(self, path: Path, record: RunRecord, uses: Sequence[JobUse], prices: Prices) -> RunFigures:
         rows, events = self.rollouts, self.events
         self.threshold = threshold_of(record, self.store)
-        """Minimum reward for a rollout to pass."""
+        """Minimum reward at which a rollout counts as passed."""
         policies = [policy_figures(rows, name, self.threshold) for name in rows.policy.names]
         began = seconds = tail_seconds = 0.0
         if len(rows):
@@ -178,7 +180,7 @@ class LoadedRun:
         )
 
     def _submitted_at(self) -> float:
-        """Returns when the first job was submitted, in Unix seconds; 0 if unknown."""
+        """Returns the submission time of the first job in Unix seconds. 0 if unknown."""
         jobs = read_jobs(self.run).values() if self.run else ()
         return min((job.submitted_at for job in jobs if job.submitted_at), default=0.0)
 
@@ -198,7 +200,7 @@ def figures_of(path: str | os.PathLike[str], uses: Sequence[JobUse] = (), prices
 
 
 def threshold_of(record: RunRecord, store: TrajectoryStore) -> float:
-    """Returns the campaign's ``pass_threshold``, or the default if the file does not record one."""
+    """Returns the campaign's ``pass_threshold``, or the default if none is recorded."""
     campaign = record.campaign
     if not campaign and isinstance(store.source, Hdf5Source):
         campaign = attribute(store.source.file, "config") or {}
@@ -211,13 +213,13 @@ def to_builtins(figures: Any) -> Any:
 
 
 def curves_of(run: RunDir, record: RunRecord) -> list[TrainingCurve]:
-    """Returns the curves of every trained policy, from its trainer's commits. Unreadable commits are skipped."""
+    """Returns the curves of every trained policy, from its trainer's commits. Skips unreadable commits."""
     if not record.campaign.get("training") or not record.config.training:
         return []
     curves = []
     for policy in record.config.training.policies:
         commits = TrainingView(run, policy).commits(MAX_COMMITS)
-        # (metric, its name, series): the rewards of each of several agents are series of their own
+        # (metric, name, series). If there are several agents, the rewards of each agent form a series.
         shown = [(metric, name, policy) for metric, name in SHOWN.items()]
         by_agent = sorted({metric for commit in commits for metric in commit.metrics if metric.startswith(BY_AGENT)})
         shown += [(metric, "reward", f"{policy}+{metric.removeprefix(BY_AGENT)}") for metric in by_agent]

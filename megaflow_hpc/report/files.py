@@ -1,8 +1,9 @@
-"""Writes the files of a report: ``index.html``, ``figures.json`` and one PNG per chart; or a single metrics file.
+"""Writes the files of a report: ``index.html``, ``figures.json`` and a PNG per chart, or a single metrics file.
 
-Each file is published by rename, the page last. A second report replaces the files that it writes. It leaves all others
-alone, including PNGs of charts that it does not contain. vl-convert renders the PNGs with an embedded engine, without a
-browser or network access.
+Publishes each file by rename, with the page last. A later report replaces only the files that it writes, and leaves
+all other files alone, including PNGs of charts that it lacks.
+
+vl-convert renders the PNGs with an embedded engine, without a browser or network access.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from megaflow_hpc.report.transcripts import Wanted
 from megaflow_hpc.rundir.layout import RunDir
 
 PICTURE_WIDTH = 720
-"""Width in pixels of a chart that fills its container. PNGs are twice as wide."""
+"""Width in pixels of a chart that fills its container. The PNG has twice as many pixels."""
 
 Say = Callable[[str], object]
 
 
 def default_folder(path: Path) -> Path:
-    """Returns the default report directory for a run directory or a file."""
+    """Returns the default report directory for a run directory or a trajectory file."""
     return RunDir(path).report if path.is_dir() else path.absolute().parent / "report"
 
 
@@ -41,10 +42,10 @@ def write_report(
     with_pictures: bool = True,
     say: Say = lambda text: None,
 ) -> list[Path]:
-    """Writes a report and returns its files, the page last.
+    """Writes a report. Returns the paths of its files, with the page last.
 
     Args:
-        wanted: The transcripts to include in the page.
+        wanted: Transcripts to include in the page.
         say: Called with each line of progress.
 
     Raises:
@@ -75,7 +76,7 @@ def write_report(
 
 
 def write_metrics(path: Path, figures: Sequence[RunFigures]) -> Path:
-    """Writes a world-readable metrics file, because the node exporter runs as another user.
+    """Writes a metrics file. It is world-readable, because the node exporter runs as another user.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -90,7 +91,7 @@ def write_metrics(path: Path, figures: Sequence[RunFigures]) -> Path:
 
 
 def check_installed() -> None:
-    """Imports the libraries needed for a report, so that a missing one is reported before any run is read.
+    """Imports the libraries that a report needs, so that a missing one is reported before any run is read.
 
     Raises:
         ModuleNotFoundError: A library is not installed.
@@ -111,5 +112,5 @@ def pictures(charts: Sequence[Chart]) -> Iterator[tuple[str, bytes]]:
 
 
 def file_name(name: str) -> str:
-    """Converts a chart name, which contains the campaign name, to a safe file name."""
+    """Converts a chart's name, which contains the campaign's name, to a safe file name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "chart"

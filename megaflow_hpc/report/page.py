@@ -1,8 +1,9 @@
-"""Renders the page: a single HTML file that works offline.
+"""Renders a report as a single HTML file that works offline.
 
-Text from tasks, agents and models is untrusted. The template escapes it in markup. The data of charts, rollouts and
-transcripts is gzipped and base64-encoded, so it cannot contain markup, and the page's script inserts it as text. The
-Content-Security-Policy of the page allows only the two scripts whose digests it names, and no network requests.
+Text from tasks, agents and models is untrusted. The template escapes it in markup. Data of charts, rollouts and
+transcripts is gzipped and base64-encoded, so it cannot contain markup, and the page's script inserts it as text.
+
+The page's Content-Security-Policy allows only the two scripts whose digests it lists, and no network requests.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megaflow_hpc.version import __version__
 
 MAX_LISTED_ROLLOUTS = 20_000
 CHUNK_CHARS = 400_000
-"""Approximate number of transcript characters that the page unpacks at a time."""
+"""Approximate number of transcript characters that the page unpacks at once."""
 MAX_TASKS, MAX_PODS = 1000, 200
 """Maximum number of rows in the tables of tasks and pods."""
 
@@ -37,10 +38,10 @@ MAX_TASKS, MAX_PODS = 1000, 200
 def page(
     runs: Sequence[LoadedRun], charts: Sequence[Chart], differences: Sequence[Difference], wanted: Wanted = "some"
 ) -> str:
-    """Renders the page for some runs.
+    """Renders the page.
 
     Args:
-        wanted: The transcripts to include.
+        wanted: Transcripts to include.
     """
     import vl_convert
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -89,10 +90,10 @@ def page(
 
 
 def packed(value: Any) -> str:
-    """Encodes a value as JSON, gzip and base64: only letters, digits, ``+``, ``/`` and ``=``.
+    """Encodes a value as JSON, gzip and base64. The result contains only letters, digits, ``+``, ``/`` and ``=``.
 
     Raises:
-        ValueError: The value contains NaN or an infinity, which JSON does not support.
+        ValueError: The value contains NaN or infinity, which JSON does not support.
     """
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
@@ -140,14 +141,14 @@ _COLUMNS = (
 
 
 class _Chunks:
-    """Groups of transcripts. The page unpacks a whole group when the reader opens one of its transcripts."""
+    """Groups of transcripts. The page unpacks a whole group when the user opens any of its transcripts."""
 
     def __init__(self) -> None:
         self.lists: list[list[Transcript]] = []
         self._size = CHUNK_CHARS
 
     def add(self, transcript: Transcript) -> tuple[int, int]:
-        """Adds a transcript. Returns its group number and its index in the group."""
+        """Adds a transcript. Returns the number of its group and its index in the group."""
         if self._size >= CHUNK_CHARS:
             self.lists.append([])
             self._size = 0
@@ -159,7 +160,7 @@ class _Chunks:
 def _browser(
     runs: Sequence[LoadedRun], labels: Sequence[str], wanted: Wanted
 ) -> tuple[dict[str, Any], list[list[Transcript]], str]:
-    """Returns the columns of the rollout list, the transcript groups, and a sentence about omitted transcripts."""
+    """Returns the columns of the rollout list, the groups of transcripts, and a sentence about omitted transcripts."""
     names: dict[str, dict[str, int]] = {key: {} for key in ("policies", "statuses", "kinds", "nodes")}
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
     errors: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Figures per policy and per task: statuses, rewards, pass@k, tokens, turns and durations."""
+"""Figures of policies and tasks: statuses, rewards, pass@k, tokens, turns and durations."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from megaflow_hpc.report.series import Bin, Floats, Spread, edges_of, histogram,
 MAX_KS = 64
 """Maximum number of points of a pass@k curve."""
 STAGES = ("submission", "scheduling", "environment startup", "task execution")
-"""The stages from planning a campaign to the end of a rollout.
+"""Stages from planning a campaign to the end of a rollout.
 
-Submission lasts until jobs are submitted. Scheduling lasts until the final attempt starts: time in Slurm's queue, in
-pod and engine startup, behind other rollouts, and in failed attempts. Environment startup lasts until the agent starts.
-Task execution lasts until the verdict.
+Submission ends when jobs are submitted. Scheduling ends when the final attempt starts. It includes time in Slurm's
+queue, the startup of pods and engines, waiting for other rollouts, and failed attempts. Environment startup ends
+when the agent starts. Task execution ends with the verdict.
 """
 STATES = ("completed", "truncated", "failed", "cancelled")
 
 
 class RolloutPhase(msgspec.Struct, kw_only=True):
-    """One phase of a policy's rollouts."""
+    """A phase of a policy's rollouts."""
 
     policy: str
     phase: str
-    """One of :data:`~megaflow_hpc.report.rollouts.PHASES`, or ``other``."""
+    """An element of :data:`~megaflow_hpc.report.rollouts.PHASES`, or ``other``."""
     seconds: Spread
     share: float
-    """Share of the total seconds, 0 to 1."""
+    """Fraction of the total seconds, from 0 to 1."""
 
 
 class LatencyStage(msgspec.Struct, kw_only=True):
-    """One of the four stages from planning a campaign to the end of a policy's rollouts.
+    """A stage between planning a campaign and the end of a policy's rollouts.
 
     The names match the latency breakdown in the MegaFlow paper (arXiv 2601.07526, figure 5).
     """
 
     policy: str
     stage: str
-    """One of :data:`STAGES`."""
+    """An element of :data:`STAGES`."""
     seconds: Spread
     share: float
-    """Share of the total seconds, 0 to 1."""
+    """Fraction of the total seconds, from 0 to 1."""
 
 
 class PassAt(msgspec.Struct, kw_only=True):
-    """One point of a pass@k curve, with its 95 % interval."""
+    """A point of a pass@k curve, with its 95 % interval."""
 
     k: int
     value: float
@@ -61,7 +61,7 @@ class PassAt(msgspec.Struct, kw_only=True):
 
 
 class PolicyFigures(msgspec.Struct, kw_only=True):
-    """Figures of one policy's rollouts."""
+    """Figures of a policy's rollouts."""
 
     policy: str
     rollouts: int
@@ -75,7 +75,7 @@ class PolicyFigures(msgspec.Struct, kw_only=True):
     turns: Spread
     seconds: Spread
     cpu_s: Spread
-    """CPU seconds of each rollout's sandboxes; ``n`` counts the rollouts with known values."""
+    """CPU seconds of each rollout's sandboxes. ``n`` counts only the rollouts whose value is known."""
     memory_peak_mb: Spread
     disk_peak_mb: Spread
     cpu_bins: list[Bin]
@@ -83,11 +83,11 @@ class PolicyFigures(msgspec.Struct, kw_only=True):
     token_bins: list[Bin]
     turn_bins: list[Bin]
     inexact: int = 0
-    """Number of model calls recorded without all their token ids."""
+    """Number of model calls recorded without some of their token ids."""
 
 
 class TaskFigures(msgspec.Struct, kw_only=True):
-    """Figures of one task under one policy."""
+    """Figures of a task under a policy."""
 
     task: str
     policy: str
@@ -95,13 +95,13 @@ class TaskFigures(msgspec.Struct, kw_only=True):
     rated: int
     passed: int
     mean: float | None
-    """Mean reward; ``None`` if no sample has a reward."""
+    """Mean reward. ``None`` if no sample has a reward."""
     seconds: float
-    """Median duration in seconds."""
+    """Median duration of the task's rollouts in seconds."""
 
 
 def policy_figures(rows: RolloutColumns, policy: str, threshold: float) -> PolicyFigures:
-    """Computes the figures of one policy."""
+    """Computes the figures of a policy."""
     own = rows.policy.where(policy)
     by_task: dict[str, list[float | None]] = {}
     for task, reward in zip(rows.task.codes[own].tolist(), rows.reward[own].tolist(), strict=True):
@@ -139,7 +139,7 @@ def policy_figures(rows: RolloutColumns, policy: str, threshold: float) -> Polic
 
 
 def phases_of(rows: RolloutColumns) -> list[RolloutPhase]:
-    """Returns the phases of every policy, over completed or truncated rollouts with recorded phases."""
+    """Returns the phases of every policy, over its completed and truncated rollouts with recorded phases."""
     phases = []
     has_phases = rows.carried_out & ~np.isnan(rows.phases["model"] + rows.phases["environment"])
     for policy in rows.policy.names:
@@ -147,8 +147,7 @@ def phases_of(rows: RolloutColumns) -> list[RolloutPhase]:
         if not own.any():
             continue
         parts = {name: rows.phases[name][own] for name in PHASES}
-        # A rollout that was resumed in another allocation has the phases of both allocations, but the times of the
-        # last.
+        # A rollout resumed in another allocation has the phases of both allocations, but the duration of the last one.
         parts["other"] = np.maximum(0.0, rows.seconds[own] - sum(parts.values()))
         for name, seconds, share in _shares(parts):
             phases.append(RolloutPhase(policy=policy, phase=name, seconds=seconds, share=share))
@@ -156,18 +155,19 @@ def phases_of(rows: RolloutColumns) -> list[RolloutPhase]:
 
 
 def _shares(parts: dict[str, Floats]) -> Iterator[tuple[str, Spread, float]]:
-    """Yields (name, distribution of seconds, share of the total seconds) for each part."""
+    """Yields (name, distribution of seconds, fraction of the total seconds) for each part."""
     total = sum(float(seconds.sum()) for seconds in parts.values()) or 1.0
     for name, seconds in parts.items():
         yield name, spread(seconds), significant(float(seconds.sum()) / total)
 
 
 def stages_of(rows: RolloutColumns, planned_at: float, submitted_at: float) -> list[LatencyStage]:
-    """Returns the four stages of every policy, over completed or truncated rollouts with a known setup time.
+    """Returns the stages of every policy, over its completed and truncated rollouts with a known setup time.
 
     Args:
-        planned_at: Planning time of the campaign in Unix seconds. If 0 (unknown), no stages are returned.
-        submitted_at: Submission time of the first job. If 0 (unknown), all time before the start counts as scheduling.
+        planned_at: Planning time of the campaign in Unix seconds. If it is 0 (unknown), returns no stages.
+        submitted_at: Submission time of the first job in Unix seconds. If it is 0 (unknown), all time before the start
+            counts as scheduling.
     """
     stages: list[LatencyStage] = []
     if not planned_at:
@@ -197,10 +197,10 @@ def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))  # where each task and policy starts in the sorted order
     samples = np.diff(np.append(starts, len(order)))
     rewards = rows.reward[order]
-    known = ~np.isnan(rewards)
-    rated = np.add.reduceat(known.astype(np.int64), starts)
+    has_reward = ~np.isnan(rewards)
+    rated = np.add.reduceat(has_reward.astype(np.int64), starts)
     passed = np.add.reduceat((rewards >= threshold).astype(np.int64), starts)
-    sums = np.add.reduceat(np.where(known, rewards, 0.0), starts)
+    sums = np.add.reduceat(np.where(has_reward, rewards, 0.0), starts)
     seconds = seconds[order]
     medians = (seconds[starts + (samples - 1) // 2] + seconds[starts + samples // 2]) / 2
     return [
@@ -218,7 +218,7 @@ def tasks_of(rows: RolloutColumns, threshold: float) -> list[TaskFigures]:
 
 
 def _ks(most: int) -> tuple[int, ...]:
-    """Returns the values of k for a curve up to ``most``: all of them, or a subset with growing gaps."""
+    """Returns the values of k for a curve up to ``most``. Above :data:`MAX_KS`, returns a subset with growing gaps."""
     if most <= MAX_KS:
         return tuple(range(1, most + 1))
     return tuple(np.unique(np.geomspace(1, most, MAX_KS).round().astype(np.int64)).tolist())

@@ -1,7 +1,7 @@
 """Formats figures in the Prometheus text format, for the node exporter's textfile collector.
 
 Names and units follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` for counters, ``_ratio``
-for values from 0 to 1. Samples carry no timestamp, because the textfile collector rejects them.
+for values from 0 to 1. Samples have no timestamps, because the textfile collector rejects them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megaflow_hpc.report.cost import HOUR
 from megaflow_hpc.report.figures import RunFigures
 
 Sample = tuple[str, str, dict[str, str], float | None]
-"""(name, help, labels, value); the value is ``None`` if unknown."""
+"""(Name, help, labels, value). The value is ``None`` if unknown."""
 NAMESPACE = "megaflow"
 
 
 def text(runs: Sequence[RunFigures]) -> str:
-    """Returns the metrics of all runs, grouped by name as the format requires."""
+    """Formats the metrics of all runs. Samples of the same metric are adjacent, as the format requires."""
     families: dict[str, list[str]] = {}
     names = [run.run for run in runs]
     for number, run in enumerate(runs, 1):

@@ -1,4 +1,4 @@
-"""The campaign columns that figures are computed from, read once: numbers, and labels as integer codes."""
+"""Columns of a campaign from which figures are computed, read once: numbers, and labels as integer codes."""
 
 from __future__ import annotations
 
@@ -16,50 +16,51 @@ from megaflow_hpc.types import VERIFIED
 
 PHASES = ("environment", "model", "agent", "evaluation")
 """Phases of a rollout. ``environment``: preparing the sandbox and files. ``model``: model calls, including waits for
-an engine. ``agent``: the agent and its commands. ``evaluation``: the verifier. The rest is handover."""
+an engine. ``agent``: the agent and its commands. ``evaluation``: the verifier. The remaining time is overhead
+between phases."""
 ERROR_CHARS = 300
 
 
 class Labels(NamedTuple):
-    """A categorical text column."""
+    """A categorical text column, stored as integer codes."""
 
     names: list[str]
-    """The distinct values, sorted."""
+    """Sorted distinct values."""
     codes: Integers
-    """(n), indices into :attr:`names`."""
+    """Index into :attr:`names` for each row. Shape (n)."""
 
     def of(self, row: int) -> str:
         """Returns the value of a row."""
         return self.names[self.codes[row]]
 
     def where(self, *names: str) -> Mask:
-        """Returns a mask (n) of the rows with one of these values."""
+        """Returns a mask of the rows whose value is in ``names``. Shape (n)."""
         return np.isin(self.codes, [code for code, name in enumerate(self.names) if name in names])
 
 
 @dataclass(frozen=True)
 class RolloutColumns:
-    """Columns of all rollouts of a campaign. Every array has n entries."""
+    """Columns of all rollouts of a campaign. Every array has shape (n)."""
 
     ids: NDArray[Any]
-    """Object array of ``str``."""
+    """Ids of the rollouts, as an object array of ``str``."""
     task: Labels
     policy: Labels
-    """Policy, followed by ``+`` and the agent if the policy has rollouts of several agents."""
+    """Name of the policy, followed by ``+`` and the agent if several agents ran rollouts of the policy."""
     status: Labels
     error_kind: Labels
     error: NDArray[Any]
-    """Object array of ``str``, truncated; mostly empty."""
+    """Object array of ``str``, truncated to :data:`ERROR_CHARS`. Empty for rollouts without an error."""
     node: Labels
     job: Labels
     reward: Floats
-    """NaN if not verified or not finite."""
+    """NaN if the rollout was not verified or its reward is not finite."""
     started_at: Floats
     finished_at: Floats
     phases: dict[str, Floats]
-    """Phase from :data:`PHASES` → seconds, NaN if not recorded."""
+    """Phase from :data:`PHASES` → seconds. NaN if not recorded."""
     cpu_s: Floats
-    """CPU seconds of each rollout's sandboxes. Unknown values are NaN, here and in the two columns below."""
+    """CPU seconds of each rollout's sandboxes. NaN if unknown, as in ``memory_peak_mb`` and ``disk_peak_mb``."""
     memory_peak_mb: Floats
     disk_peak_mb: Floats
     turns: Integers
@@ -78,7 +79,7 @@ class RolloutColumns:
 
     @property
     def carried_out(self) -> Mask:
-        """True for each rollout that completed or was truncated."""
+        """True for each completed or truncated rollout."""
         return self.status.where(*VERIFIED)
 
 
@@ -133,7 +134,7 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
 
 
 def attempt_spans(store: TrajectoryStore, rows: RolloutColumns) -> Iterator[tuple[str, Span]]:
-    """Yields (pod job id, time span) of each attempt at a rollout. Final attempts occur twice."""
+    """Yields (pod's job id, time span) of each attempt at a rollout. Yields final attempts twice."""
     for row in range(len(rows)):
         yield rows.job.of(row), (float(rows.started_at[row]), float(rows.finished_at[row]))
     column = store.source.column
@@ -144,7 +145,7 @@ def attempt_spans(store: TrajectoryStore, rows: RolloutColumns) -> Iterator[tupl
 
 
 def _finite(values: NDArray[Any]) -> Floats:
-    """Converts to float64, replacing NaN and infinities with 0."""
+    """Converts to float64 and replaces NaN and infinity with 0."""
     return np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
 
 

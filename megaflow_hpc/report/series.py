@@ -14,11 +14,11 @@ Integers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Span = tuple[float, float]
 CURVE_POINTS = 240
-"""Number of points in a curve over time, more than a screen can show."""
+"""Number of points in a curve over time. A screen cannot show more."""
 
 
 class Spread(msgspec.Struct, kw_only=True):
-    """The distribution of some numbers. All fields are 0 if there are none."""
+    """Distribution of a sample of numbers. All fields are 0 for an empty sample."""
 
     n: int = 0
     mean: float = 0.0
@@ -30,7 +30,7 @@ class Spread(msgspec.Struct, kw_only=True):
 
 
 class Bin(msgspec.Struct, kw_only=True):
-    """A histogram bar: the count of numbers in ``[low, high)``. The last bar includes ``high``."""
+    """Histogram bin: the count of numbers in ``[low, high)``. The last bin includes ``high``."""
 
     low: float
     high: float
@@ -38,42 +38,42 @@ class Bin(msgspec.Struct, kw_only=True):
 
 
 def spread(values: Floats | Integers) -> Spread:
-    """Summarises the distribution of numbers, ignoring NaN."""
-    known = np.asarray(values, np.float64)
-    known = known[np.isfinite(known)]
-    if not len(known):
+    """Summarises the distribution of numbers. Ignores NaN."""
+    finite = np.asarray(values, np.float64)
+    finite = finite[np.isfinite(finite)]
+    if not len(finite):
         return Spread()
-    p50, p90, p99 = np.quantile(known, (0.5, 0.9, 0.99)).tolist()
+    p50, p90, p99 = np.quantile(finite, (0.5, 0.9, 0.99)).tolist()
     return Spread(
-        n=len(known),
-        mean=significant(float(known.mean())),
+        n=len(finite),
+        mean=significant(float(finite.mean())),
         p50=significant(p50),
         p90=significant(p90),
         p99=significant(p99),
-        max=significant(float(known.max())),
-        total=round(float(known.sum()), 3),
+        max=significant(float(finite.max())),
+        total=round(float(finite.sum()), 3),
     )
 
 
 def significant(value: float) -> float:
-    """Rounds to six significant digits, to keep files of figures readable and comparable."""
+    """Rounds to six significant digits, so that files of figures are readable and comparable."""
     return float(f"{value:.6g}")
 
 
 def edges_of(values: Floats, bars: int = 30) -> Floats:
-    """Returns the edges of at most ``bars`` histogram bars over finite numbers. A few integers get one bar per
-    value."""
-    known = values[np.isfinite(values)]
-    if not len(known):
+    """Returns the edges of at most ``bars`` histogram bins over finite numbers. A few distinct integers get a bin
+    each."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
         return np.array([0.0, 1.0])
-    low, high = float(known.min()), float(known.max())
-    if high - low < bars and (known == np.round(known)).all():
+    low, high = float(finite.min()), float(finite.max())
+    if high - low < bars and (finite == np.round(finite)).all():
         return np.arange(low - 0.5, high + 1.0, 1.0)
     return np.linspace(low, high if high > low else low + 1.0, bars + 1)
 
 
 def histogram(values: Floats, edges: Floats) -> list[Bin]:
-    """Returns the non-empty bars of a histogram."""
+    """Returns the non-empty bins of a histogram."""
     counts, _ = np.histogram(values[np.isfinite(values)], edges)
     bins = []
     for count, (low, high) in zip(counts.tolist(), pairwise(edges.tolist()), strict=True):
@@ -88,13 +88,13 @@ def mean_level(
     edges: Floats,
     weights: Floats | None = None,
 ) -> Floats:
-    """Returns the mean number of open spans between adjacent edges.
+    """Returns the mean number of concurrent spans in each interval. Shape (k).
 
     Args:
-        starts: (n) start of each span, in seconds.
-        ends: (n) end of each span, in seconds.
-        edges: (k+1) edges of k intervals, in seconds, ascending.
-        weights: (n) weight of each span. Default: 1.
+        starts: Start of each span in seconds. Shape (n).
+        ends: End of each span in seconds. Shape (n).
+        edges: Edges of k adjacent intervals in seconds, ascending. Shape (k+1).
+        weights: Weight of each span. Shape (n). Default: 1.
     """
     weights = np.ones(len(starts)) if weights is None else weights
 
@@ -110,7 +110,7 @@ def mean_level(
 
 
 def peak_level(starts: Floats, ends: Floats) -> int:
-    """Returns the maximum number of overlapping spans. Spans that only touch do not overlap."""
+    """Returns the maximum number of concurrent spans. Spans that only touch do not overlap."""
     times = np.concatenate([starts, ends])
     steps = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
     order = np.lexsort((steps, times))
@@ -118,7 +118,7 @@ def peak_level(starts: Floats, ends: Floats) -> int:
 
 
 def lanes(spans: Sequence[Span]) -> list[int]:
-    """Assigns each span, ordered by start, to the lowest lane without an open span."""
+    """Assigns each span to the first lane that is free at its start. Spans must be ordered by start."""
     free_at: list[float] = []
     chosen = []
     for start, end in spans:
@@ -131,7 +131,7 @@ def lanes(spans: Sequence[Span]) -> list[int]:
 
 
 def thinned(count: int, most: int) -> Integers:
-    """Returns at most ``most`` evenly spaced numbers from 0 to ``count - 1``, including both ends."""
+    """Returns at most ``most`` evenly spaced integers from 0 to ``count - 1``, including both ends."""
     if count <= most:
         return np.arange(count)
     return np.unique(np.linspace(0, count - 1, most).round().astype(np.int64))

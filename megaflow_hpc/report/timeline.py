@@ -1,6 +1,7 @@
-"""Timelines of a run: its pods, its running and waiting rollouts, its slots, and each rollout in a lane.
+"""Timelines of a run: pods, running and waiting rollouts, slots, and the lane of each rollout.
 
-The earlier starts of a pod whose events are condensed form one entry. Their numbers of slots are means over periods.
+Earlier starts of a pod whose events are condensed form a single entry. Their numbers of slots are means over
+periods.
 """
 
 from __future__ import annotations
@@ -25,35 +26,35 @@ from megaflow_hpc.rundir.summaries import Condensed
 MAX_BARS = 2500
 """Maximum number of rollouts in a timeline."""
 LONGEST_BARS = 100
-"""Number of longest rollouts that are always shown."""
+"""Number of longest rollouts that a timeline always shows."""
 MAX_POD_ROWS = 64
-"""Maximum number of pods that get their own row. Those with the most rollouts are shown."""
+"""Maximum number of pods shown. The pods with the most rollouts are shown."""
 ALIVE = ("started", "draining")
 """States of a pod that has not ended."""
 
 
 @dataclass
 class PodHistory:
-    """One start of a pod, or its condensed earlier starts. Times are Unix seconds by its node's clock."""
+    """A start of a pod, or its condensed earlier starts. Times are Unix seconds on the clock of the pod's node."""
 
     name: str
     node: str = ""
     job: str = ""
     state: str = "started"
-    """State according to the last event, or ``gone`` if the pod was killed."""
+    """State after the last event, or ``gone`` if the pod was killed."""
     why: str = ""
     started_at: float = 0.0
     last_at: float = 0.0
-    """Time of the last event. If the pod has ended, this is its end."""
+    """Time of the last event, which is the end of the pod if it has ended."""
     slots: int = 0
-    """Maximum number of slots at the same time."""
+    """Maximum number of concurrent slots."""
     slot_spans: list[tuple[Span, float]] = field(default_factory=list)
-    """(time span, slots) of each worker, or (period, mean slots) of condensed starts."""
+    """(Time span, slots) of each worker, or (period, mean slots) of condensed starts."""
     stored: int = 0
 
     @property
     def element(self) -> str:
-        """The pod's array element, which has several starts if it was requeued."""
+        """Array element of the pod. An element has several starts if it was requeued."""
         return self.name.rpartition(".")[0]
 
 
@@ -63,7 +64,7 @@ class Events:
 
     pods: list[PodHistory] = field(default_factory=list)
     pod_of: dict[str, str] = field(default_factory=dict)
-    """Rollout id → the pod that stored it."""
+    """Rollout id → pod that stored it."""
     repeated: Counter[str] = field(default_factory=Counter)
     """Cause → number of failed attempts that were retried."""
     repeated_on: Counter[str] = field(default_factory=Counter)
@@ -71,7 +72,7 @@ class Events:
 
 
 def read_events(run: RunDir) -> Events:
-    """Reads every event file of a run. Unreadable files and lines are skipped."""
+    """Reads all event files of a run. Skips unreadable files and lines."""
     all_events = Events()
 
     def restart() -> None:
@@ -115,7 +116,7 @@ def read_events(run: RunDir) -> Events:
 
 
 def _add_condensed(all_events: Events, name: str, condensed: Condensed) -> None:
-    """Adds the condensed starts of a pod, up to ``name``."""
+    """Adds an entry for the condensed starts of a pod, up to ``name``."""
     all_events.repeated.update(condensed.retries)
     all_events.repeated_on[name] += sum(condensed.retries.values())
     spans = [((begin, end), slots) for begin, end, slots in condensed.slots if begin < end]
@@ -137,8 +138,8 @@ def _add_condensed(all_events: Events, name: str, condensed: Condensed) -> None:
 def _mark_gone(run: RunDir, pods: Sequence[PodHistory]) -> None:
     """Marks killed pods as gone.
 
-    A pod without a final event was killed if another pod found its lease expired or removed it, if its array element
-    has started again, or if the campaign has finished.
+    A pod without a final event counts as killed in three cases. Another pod removed its lease or declared it
+    expired. Its array element has started again. Or the campaign has finished.
     """
     with suppress(OSError):
         gone, leases = Ledger(run).gone(), Ledger(run).leases()
@@ -160,24 +161,24 @@ def _add_span(pod: PodHistory, worker: tuple[float, int], end: float) -> None:
 
 
 class Concurrency(msgspec.Struct, kw_only=True):
-    """Means over equal time intervals."""
+    """Concurrency over time, as means over equal intervals."""
 
     at: list[float] = []
     """Midpoint of each interval, in seconds since the first rollout started."""
     running: list[float] = []
     waiting: list[float] = []
-    """Rollouts that had not started. Empty if rollouts are added while the campaign runs."""
+    """Rollouts that had not started. Empty if the campaign adds rollouts while it runs."""
     slots: list[float] = []
-    """Slots of all workers. Empty without events."""
+    """Slots of all workers. Empty if there are no events."""
     ended: list[float] = []
-    """Rollouts that ended in each interval, per hour."""
+    """Rate at which rollouts ended in each interval, per hour."""
     peak: int = 0
     slot_use: float | None = None
-    """Share of the slot time during which a rollout was running."""
+    """Fraction of slot time during which a rollout was running. ``None`` if unknown."""
 
 
 class PodFigures(msgspec.Struct, kw_only=True):
-    """One start of a pod, or a node if there are no events."""
+    """A start of a pod. If there are no events, a node."""
 
     pod: str
     node: str
@@ -192,7 +193,7 @@ class PodFigures(msgspec.Struct, kw_only=True):
 
 
 class Bar(msgspec.Struct, kw_only=True):
-    """One rollout in a timeline."""
+    """A rollout in a timeline."""
 
     rollout: str
     pod: str
@@ -208,7 +209,7 @@ def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool
 
     Args:
         total: Number of rollouts in the campaign.
-        grows: Whether rollouts are added while it runs, so that the number of waiting ones is unknown.
+        grows: Whether the campaign adds rollouts while it runs, so that the number of waiting rollouts is unknown.
     """
     if not len(rows):
         return Concurrency()
@@ -219,7 +220,7 @@ def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool
     waiting = mean_level(np.full(len(rows), began), rows.started_at, edges) + (total - len(rows))
     spans = [span for pod in events.pods for span in pod.slot_spans]
     slots = _slots(spans, edges) if spans else None
-    held = float(slots.sum()) if slots is not None else 0.0
+    slot_total = float(slots.sum()) if slots is not None else 0.0
     counts, _ = np.histogram(rows.finished_at, edges)
     stretch_s = edges[1] - edges[0]
     return Concurrency(
@@ -229,7 +230,7 @@ def concurrency_of(rows: RolloutColumns, events: Events, total: int, grows: bool
         slots=[] if slots is None else _list(slots),
         ended=_list(counts / stretch_s * 3600),
         peak=peak_level(rows.started_at, rows.finished_at),
-        slot_use=significant(min(1.0, float(running.sum()) / held)) if held else None,
+        slot_use=significant(min(1.0, float(running.sum()) / slot_total)) if slot_total else None,
     )
 
 
@@ -240,7 +241,7 @@ def _slots(spans: list[tuple[Span, float]], edges: Floats) -> Floats:
 
 
 def pods_of(rows: RolloutColumns, events: Events) -> list[PodFigures]:
-    """Returns the pods ordered by start, or the nodes of the rollouts if there are no events."""
+    """Returns the pods, ordered by start. If there are no events, returns the nodes of the rollouts."""
     if not len(rows) and not events.pods:
         return []
     began = float(rows.started_at.min()) if len(rows) else min(pod.started_at for pod in events.pods)
@@ -279,14 +280,14 @@ def pods_of(rows: RolloutColumns, events: Events) -> list[PodFigures]:
 
 
 def pod_of(rows: RolloutColumns, events: Events, row: int) -> str:
-    """Returns the pod that ran a rollout, or its node if events do not name the pod."""
+    """Returns the pod that ran a rollout, or its node if the events do not name the pod."""
     return events.pod_of.get(rows.ids[row]) or rows.node.of(row) or "unknown"
 
 
 def bars_of(rows: RolloutColumns, events: Events, threshold: float) -> list[Bar]:
     """Returns timeline bars for the pods with the most rollouts.
 
-    If there are too many rollouts, returns an even sample over time and the longest ones.
+    If there are too many rollouts, returns an evenly spaced sample and the longest rollouts.
     """
     if not len(rows):
         return []
@@ -320,7 +321,7 @@ def bars_of(rows: RolloutColumns, events: Events, threshold: float) -> list[Bar]
 
 
 def outcome_of(rows: RolloutColumns, row: int, threshold: float) -> str:
-    """Returns ``passed`` or ``not passed`` for a rollout with a reward, otherwise its status."""
+    """Returns ``passed`` or ``not passed`` for a rollout with a reward, otherwise the rollout's status."""
     reward = rows.reward[row]
     if np.isnan(reward):
         return rows.status.of(row)

@@ -1,7 +1,7 @@
-"""The transcripts in a page: all of them if they fit, otherwise the most interesting ones.
+"""Selects the transcripts for a page: all of them if they fit, otherwise the most interesting ones.
 
-Messages keep their tool calls and their text, which is shortened in the middle if it is long. The page states how many
-transcripts it contains and how many were omitted.
+Messages keep their tool calls and text. Long text is shortened in the middle. The page states how many transcripts
+it contains and how many were omitted.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from megaflow_hpc.trajectories.reading.conversations import heading
 from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
 
 Wanted = int | Literal["all", "some", "none"]
-"""A number of transcripts, all of them, as many as fit in the page, or none."""
+"""Number of transcripts to include, or ``all``, ``some`` (as many as fit) or ``none``."""
 
 MAX_BYTES = 1_000_000
-"""Maximum size of compressed transcripts in a page, unless all or a number are requested. Base64 adds a third."""
+"""Maximum size in bytes of compressed transcripts in a page, unless the user requests a number or all. Base64 adds a
+third."""
 MAX_TRANSCRIPTS = 2000
-"""Maximum number of transcripts. Each is read separately, which takes time."""
+"""Maximum number of transcripts. Each requires a separate read."""
 MAX_MESSAGE_CHARS = 12_000
-"""Maximum length of a message. Longer ones keep their beginning and end."""
+"""Maximum number of characters in a message. Longer messages keep their beginning and end."""
 MAX_MESSAGES = 400
-"""Maximum number of messages per transcript. Longer ones keep the first and last messages."""
+"""Maximum number of messages in a transcript. Longer transcripts keep their first and last messages."""
 
 
 def chosen(rows: RolloutColumns) -> Iterator[int]:
-    """Yields every row once, the most interesting first.
+    """Yields every row once, most interesting first.
 
-    Each round takes the next failed, best, worst, truncated, longest and slowest rollout.
+    Each round yields the next failed, best, worst, truncated, longest and slowest rollout.
     """
     rated = np.flatnonzero(~np.isnan(rows.reward))
     groups = (
@@ -55,7 +56,7 @@ def chosen(rows: RolloutColumns) -> Iterator[int]:
 
 
 Transcript = list[dict[str, str]]
-"""Messages with ``role``, ``text``, and optionally ``thought`` and ``calls``."""
+"""Messages with the keys ``role`` and ``text``, and optionally ``thought`` and ``calls``."""
 
 
 def transcripts(
@@ -64,7 +65,7 @@ def transcripts(
     """Returns the transcripts to include, by row number.
 
     Args:
-        sharing: Number of runs in the page, which share its limits.
+        sharing: Number of runs in the page. They share its limits.
     """
     if wanted == "none":
         return {}
@@ -85,7 +86,7 @@ def transcripts(
 
 
 def transcript_of(row: Row) -> Transcript:
-    """Returns the conversations of a rollout as one transcript. If there are several, each gets a heading."""
+    """Returns all conversations of a rollout as a single transcript, with a heading for each if there are several."""
     conversations = row.conversations
     if len(conversations) == 1:
         return messages_of(conversations[0].messages)
@@ -97,7 +98,7 @@ def transcript_of(row: Row) -> Transcript:
 
 
 def messages_of(messages: list[dict[str, Any]]) -> Transcript:
-    """Converts OpenAI messages to a transcript. Content other than text is shown as JSON."""
+    """Converts OpenAI messages to a transcript. Content other than text becomes JSON."""
     if len(messages) > MAX_MESSAGES:
         left_out = f"{len(messages) - MAX_MESSAGES} messages are omitted"
         middle = {"role": "report", "content": left_out}

@@ -1,4 +1,4 @@
-"""Failures, grouped by similar error, and the slowest rollouts."""
+"""Failures grouped by similar error, and the slowest rollouts."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from megaflow_hpc.report.series import Integers, significant
 
 MAX_STRAGGLERS = 25
 MAX_FAILURES = 40
-"""Maximum number of distinct failures, causes or nodes."""
+"""Maximum number of failures, causes or nodes to list."""
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """Rollouts that failed with the same error, ignoring numbers in it."""
+    """Rollouts that failed with the same error. Numbers in the error are ignored."""
 
     kind: str
     error: str
-    """Error of the first rollout."""
+    """Error of the first rollout in the group."""
     rollouts: int
     example: str
-    """Id of the first rollout."""
+    """Id of the first rollout in the group."""
     nodes: int
 
 
 class Straggler(msgspec.Struct, kw_only=True):
-    """One of the slowest rollouts."""
+    """An unusually slow rollout."""
 
     rollout: str
     seconds: float
     usual: float
-    """Median duration of the task if at least three samples ran, otherwise of the policy."""
+    """Median duration in seconds of the task if at least three samples ran, otherwise of the policy."""
     phase: str
-    """The longest phase, empty if unknown."""
+    """The longest phase. Empty if unknown."""
     node: str
 
 
 def failures_of(rows: RolloutColumns) -> list[Failure]:
-    """Groups rollouts with an error by kind and text (ignoring numbers), largest group first."""
+    """Groups rollouts by kind and text of their error, ignoring numbers. Largest group first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for row in range(len(rows)):
         kind = rows.error_kind.of(row)
@@ -86,6 +86,6 @@ def stragglers_of(rows: RolloutColumns) -> list[Straggler]:
 
 
 def counted(names: Sequence[str], codes: Integers) -> dict[str, int]:
-    """Counts each name, most frequent first."""
+    """Counts the occurrences of each name, most frequent first."""
     counts = Counter(names[code] for code in codes.tolist())
     return dict(counts.most_common(MAX_FAILURES))

@@ -4,10 +4,10 @@
 
     RUN/training/<policy>/amendments/000003.json    :class:`Amendment`
 
-The plan of a step never changes. A user or the trainer amends it instead: an amendment leaves out a rollout or the
-whole step, or changes a setting. An amendment is claimed like a plan: it is linked to the next free number, which
-succeeds only once. It never changes either. The commit of a step stores the number of amendments that were known when
-the step was trained. So when a step is repeated after a crash, the same amendments apply again.
+The plan of a step is immutable. To change a step, the user or the trainer adds an amendment, which skips a rollout,
+skips the whole step, or changes a setting. Amendments are immutable too, and are claimed like plans: a hard link to the
+next free number succeeds for only one process. Each commit records how many amendments existed when its step was
+trained, so a step repeated after a crash applies the same ones.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ USER, TRAINER = "user", "trainer"
 
 
 class Amendment(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """A change to one step, or to all steps that start later. Settings that are ``None`` stay the same."""
+    """A change to one step, or to all later steps. Settings that are ``None`` are left unchanged."""
 
     step: int = 0
     """Step to amend. 0 means every step that starts after the amendment."""
     skip: bool = False
     """True to skip the whole step."""
     rollouts: tuple[str, ...] = ()
-    """Ids of the rollouts that the step leaves out."""
+    """Ids of the rollouts to leave out of the step."""
     lr: float | None = None
-    """Learning rate."""
+    """New learning rate."""
     microbatch: int | None = None
-    """Maximum number of tokens in one forward pass. If the trainer sets it, it applies to all later steps too."""
+    """New maximum number of tokens per forward pass. If the trainer sets it, it also applies to all later steps."""
     steps: int | None = None
-    """Number of training steps."""
+    """New total number of training steps."""
     cause: str = ""
-    """Reason, in words."""
+    """Human-readable reason."""
     by: str = USER
-    """:data:`USER` or :data:`TRAINER`."""
+    """Author of the amendment: :data:`USER` or :data:`TRAINER`."""
     at: float = 0.0
-    """Unix seconds."""
+    """Creation time, as a Unix timestamp in seconds."""
 
     def applies(self, step: int) -> bool:
-        """Returns whether the amendment applies to a step that starts after it."""
+        """Returns whether the amendment applies to a step that started after the amendment was made."""
         return self.step in (0, step) or (self.microbatch is not None and step > self.step)
 
 
 class Amendments:
-    """The amendments of one policy's training. Records are cached once read."""
+    """The amendments to one policy's training. Each record is read once and cached."""
 
     def __init__(self, run: RunDir, policy: str) -> None:
         self._run, self.path = run, run.training / policy / "amendments"
         self._records: list[Amendment] = []
 
     def read(self) -> list[Amendment]:
-        """Returns all amendments in the order of their numbers, from 1.
+        """Returns all amendments in numerical order.
 
         Raises:
             ConfigError: A record is damaged.
@@ -79,7 +79,7 @@ class Amendments:
                 raise ConfigError(f"{path}: cannot be read ({error}); the run directory is damaged") from None
 
     def claim(self, amendment: Amendment) -> int:
-        """Publishes an amendment durably under the next free number, and returns the number."""
+        """Publishes an amendment durably under the next free number, and returns that number."""
         for folder in (self._run.training, self.path.parent, self.path):
             make_directory(folder)
         while True:
@@ -91,12 +91,12 @@ class Amendments:
                 continue
 
     def in_force(self, step: int, known: int | None = None) -> list[Amendment]:
-        """Returns the amendments to apply to a step.
+        """Returns the amendments that apply to a step.
 
         Args:
-            known: Number of amendments in the step's commit. ``None`` if the step is not committed. A user's later
-                amendments do not apply. The trainer's own amendments always apply, because the step cannot be repeated
-                without them.
+            known: Number of amendments recorded in the step's commit. ``None`` if the step is not committed. The user's
+                amendments beyond this number do not apply. The trainer's own amendments always apply, because the step
+                cannot be repeated without them.
         """
         return [
             amendment
@@ -109,7 +109,7 @@ class Amendments:
 
 
 def settings(amendments: Iterable[Amendment]) -> dict[str, float | int]:
-    """Returns the settings that amendments change. The last one wins."""
+    """Returns the settings that the amendments change. Later amendments override earlier ones."""
     changed: dict[str, float | int] = {}
     for amendment in amendments:
         values = {"lr": amendment.lr, "microbatch": amendment.microbatch, "steps": amendment.steps}
@@ -131,11 +131,11 @@ class _Plan(msgspec.Struct):
 
 
 def skip(run: RunDir, policy: str, step: int, rollout: str | None = None, cause: str = "") -> tuple[int, bool]:
-    """Leaves a rollout, or all of them, out of a step.
+    """Leaves one rollout, or all of them, out of a step.
 
     Returns:
-        The amendment's number, and whether the step is already planned. A trainer may be training a planned step. Then
-        the amendment has an effect only if the trainer does not commit that attempt.
+        The amendment's number, and whether the step is already planned. If it is, a trainer may be training it, and the
+        amendment takes effect only if that attempt is not committed.
 
     Raises:
         ConfigError: The step is committed, or the rollout is not in its plan. Nothing is changed.
@@ -161,10 +161,10 @@ def skip(run: RunDir, policy: str, step: int, rollout: str | None = None, cause:
 
 
 def change(run: RunDir, policy: str, changes: dict[str, float | int], cause: str = "") -> int:
-    """Changes ``lr``, ``microbatch`` or ``steps`` of all steps that start later. Returns the amendment's number.
+    """Changes ``lr``, ``microbatch`` or ``steps`` for all steps not started yet. Returns the amendment's number.
 
     Raises:
-        ConfigError: A value is out of range, or more steps are committed. Nothing is changed.
+        ConfigError: A value is out of range, or ``steps`` is below the number of committed steps. Nothing is changed.
     """
     amendments = Amendments(run, policy)
     lr = changes.get("lr", 0.0)

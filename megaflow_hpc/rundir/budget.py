@@ -1,8 +1,8 @@
 """A campaign's total limits: ``limits.core_hours``, ``limits.gpu_hours`` and ``limits.wall``.
 
 Every pod reports the core-seconds of its allocation in its lease. Every engine server reports its GPU-seconds in a file
-of its own. One pod adds up all reports on behalf of the others. A campaign exceeds a limit by at most its usage between
-two polls. This takes neither messages between jobs nor Slurm queries.
+of its own. One pod sums the reports for the whole campaign. A campaign can exceed a limit by at most its usage between
+two polls. The jobs exchange no messages and do not query Slurm.
 
 ::
 
@@ -32,7 +32,7 @@ LIMITS = ("core_hours", "gpu_hours", "wall")
 REPORT_INTERVAL_S = 30.0
 """Seconds between two reports of GPU time."""
 MAX_S = 1e15
-"""Largest plausible number of core-seconds: a billion cores for more than ten days."""
+"""Largest plausible number of core-seconds: a billion cores for about ten days."""
 Hours = Annotated[float, Meta(gt=0, le=MAX_S)]
 _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -61,10 +61,10 @@ class GpuTime(msgspec.Struct):
 
 
 class CampaignBudget:
-    """Limits of one campaign and the total usage of all its jobs.
+    """A campaign's limits, and the total usage of all its jobs.
 
     Args:
-        limits: The ``limits`` section of the campaign file. Missing values mean unlimited.
+        limits: The ``limits`` section of the campaign file. A missing limit means unlimited.
     """
 
     def __init__(self, run: RunDir, limits: Mapping[str, Any]) -> None:
@@ -93,10 +93,10 @@ class CampaignBudget:
             write_json(self._run.raised_limits, {**self.limits(), **limits})
 
     def exceeded(self, leases: Mapping[str, Mapping[str, Any]]) -> str:
-        """Returns a sentence that describes an exceeded limit. Empty if no limit is exceeded.
+        """Returns a sentence that describes the first exceeded limit. Empty if none is exceeded.
 
         Args:
-            leases: ``core_s``, and ``began_at`` in Unix seconds, of every start of a pod.
+            leases: The lease of each pod start, with ``core_s`` and ``began_at`` (Unix timestamp in seconds).
         """
         limits = self.limits()
         core_h, gpu_h, wall = (limits[name] for name in LIMITS)
@@ -135,7 +135,7 @@ class Meter:
         self._next = 0.0
 
     def tick(self, now: bool = False) -> None:
-        """Writes a report if one is due, or always if ``now``. A killed server loses the time since its last report.
+        """Writes a report if one is due or ``now`` is true. A killed server loses the time since its last report.
 
         Raises:
             OSError: The run directory is not writable.
@@ -152,14 +152,14 @@ class Meter:
 
 
 def gpus_of(planned: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of GPUs of an engine server: Slurm's number if it is known, else ``planned``."""
+    """Returns the number of GPUs of an engine server: Slurm's number if known, otherwise ``planned``."""
     gpus = environment.get("SLURM_GPUS_ON_NODE", "") if environment.get("SLURM_ARRAY_JOB_ID") else ""
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
     return int(gpus) * int(nodes) if gpus.isdigit() and nodes.isdigit() else planned
 
 
 def held_before(file: Path) -> float:
-    """Returns the GPU-seconds in a server's report. 0 if there is none."""
+    """Returns the GPU-seconds recorded in a server's report. 0 if there is no valid report."""
     try:
         return read_json(file, GpuTime).gpu_s
     except (FileNotFoundError, ValueError):
@@ -167,5 +167,5 @@ def held_before(file: Path) -> float:
 
 
 def measured(value: object) -> float | None:
-    """Returns a time or an amount read from a file. ``None`` if the value is implausible."""
+    """Validates a number of seconds read from a file. Returns ``None`` if the value is implausible."""
     return float(value) if isinstance(value, int | float) and 0 <= value <= MAX_S else None

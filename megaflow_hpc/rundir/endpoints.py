@@ -1,4 +1,4 @@
-"""``RUN/endpoints``: files published by engine servers, and the keys for requests to them.
+"""``RUN/endpoints``: files that engine servers publish, and the keys for sending them requests.
 
 ::
 
@@ -7,12 +7,12 @@
     <policy>.<n>.starting       :class:`FailedServer`: the latest start failed and will be retried, or its external
                                 endpoint is unavailable
     <policy>.<n>.failed.json    :class:`FailedServer`: the server gave up
-    .pool.<policy>.key          :class:`PoolMembership`: the engine pool that serves this policy's model
-    .listing                    :class:`EndpointListing`: all endpoints, listed by one pod for the others
+    .pool.<policy>.key          :class:`PoolMembership`: access to the engine pool that serves this policy's model
+    .listing                    :class:`EndpointListing`: all endpoints, listed by one pod on behalf of all pods
 
-Every file has mode 0600 and is replaced by rename. A later start of the same array element may already have published
-its own files. So a start withdraws only files that contain its own ``start``. Readers skip files that are damaged or
-being withdrawn.
+Every file has mode 0600 and is replaced by rename. A server withdraws only files that contain its own ``start``,
+because a later start of the same array element may already have published new ones. Readers skip files that are damaged
+or being withdrawn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 FAILED, LOADING, LISTING, STARTING = ".failed.json", ".loading", ".listing", ".starting"
 STALE_S = 100.0
-"""A server counts as dead after this many seconds without a heartbeat, which is three periods."""
+"""Consider a server dead after this many seconds without a heartbeat. Equals three heartbeat periods."""
 
 
 SERVICE = "service:"
@@ -46,40 +46,40 @@ class RefusedWeights(msgspec.Struct):
 
 
 class Endpoint(msgspec.Struct, kw_only=True):
-    """An engine server that is serving."""
+    """An engine server that is serving requests."""
 
     server: str
-    """``<policy>.<n>``."""
+    """Server name, ``<policy>.<n>``."""
     policy: str
     url: str
     key: str = ""
-    """Bearer token. Omitted from the endpoints that an engine pool publishes."""
+    """Bearer token. Left empty in the endpoints that an engine pool advertises."""
     model_name: str = ""
     protocol: str = "plain"
     """Protocol between gateway and engine: ``text``, ``plain`` or ``split``."""
     template: str = ""
-    """Effect of the served chat template on earlier messages. Empty if unknown."""
+    """How the served chat template treats earlier messages. Empty if unknown."""
     weight: float = 1.0
-    """Share of the policy's requests, relative to the policy's other servers."""
+    """Relative share of the policy's requests that this server receives."""
     tls_fingerprint: str = ""
-    """SHA-256 fingerprint of the TLS certificate. Empty without TLS."""
+    """SHA-256 fingerprint of the TLS certificate. Empty if TLS is not used."""
     node: str = ""
     job_id: str = ""
     start: str = ""
-    """Random id of this start of the server."""
+    """Random id of this start of the server process."""
     started_at: float = 0.0
-    """Unix seconds."""
+    """Unix timestamp in seconds."""
     heartbeat: int = 0
     weight_version: int = 0
     refused: RefusedWeights | None = None
     down: str = ""
-    """Why the engine did not answer the latest request. Empty if it answered."""
+    """Reason the engine did not answer the latest request. Empty if it answered."""
     in_flight: int = 0
-    """Number of requests that the server processes or has queued."""
+    """Number of requests that are queued or being processed."""
     waiting: int = 0
     """Number of requests in the engine's queue."""
     wait_s: float = 0.0
-    """Expected seconds until the last queued request starts, at the rate of the past 30 seconds."""
+    """Expected seconds until the last queued request starts, based on the throughput of the past 30 seconds."""
 
 
 class FailedServer(msgspec.Struct, kw_only=True):
@@ -89,18 +89,18 @@ class FailedServer(msgspec.Struct, kw_only=True):
     policy: str
     cause: str
     lasting: bool = False
-    """True if another start would fail too."""
+    """True if restarting the server cannot help."""
     down: bool = False
-    """True if the server waits for an external endpoint that is unavailable."""
+    """True if the server is waiting for an unavailable external endpoint."""
     job_id: str = ""
     log: str = ""
     """Path of the engine's log. Empty if there is none."""
     at: float = 0.0
-    """Unix seconds."""
+    """Time of the failure, as a Unix timestamp in seconds."""
 
 
 class LoadingServer(msgspec.Struct, kw_only=True):
-    """An engine server that is loading weights and not serving."""
+    """An engine server that is loading weights and therefore not serving."""
 
     server: str = ""
     policy: str
@@ -115,21 +115,21 @@ class PoolMembership(msgspec.Struct, kw_only=True):
     """The pool's run directory."""
     policy: str
     theirs: str
-    """Name of the policy in the pool."""
+    """Name of the policy within the pool."""
     key: str
 
 
 class EndpointListing(msgspec.Struct, kw_only=True):
-    """All endpoints, which one pod lists for the others."""
+    """All endpoints of a run, listed by one pod on behalf of all pods."""
 
     generation: str
-    """Digest of the parts of the listing that gateways need."""
+    """Digest of the fields that gateways depend on. It changes only if one of them does."""
     found: dict[str, Any]
-    """File name → content of the endpoint file. For a pool's server, the key is this campaign's own key."""
+    """Maps the name of each endpoint file to its content. For a pool's server, ``key`` is this campaign's own key."""
 
 
 class Heartbeats:
-    """Detects dead processes: their heartbeats stop changing. Measures with this process's clock only.
+    """Detects dead processes by heartbeats that have stopped changing. Uses only this process's clock.
 
     Args:
         clock: A monotonic clock, in seconds.
@@ -138,10 +138,10 @@ class Heartbeats:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[str, tuple[object, float]] = {}
-        """Name → its latest state, and when this process first saw that state."""
+        """Maps each name to its latest state and the time at which this process first saw that state."""
 
     def unchanged_s(self, name: str, state: object) -> float:
-        """Returns the seconds for which this process has seen ``name`` in this state. The first state counts as new."""
+        """Returns how long this process has seen ``name`` in this state, in seconds. 0 for a new state."""
         now = self._clock()
         before, since = self._seen.setdefault(name, (state, now))
         if before != state:
@@ -150,7 +150,7 @@ class Heartbeats:
         return now - since
 
     def alive(self, endpoint: Endpoint) -> bool:
-        """Returns whether a server has renewed its heartbeat, or started again, within :data:`STALE_S`."""
+        """Returns whether a server has sent a heartbeat, or restarted, within the last :data:`STALE_S` seconds."""
         return self.unchanged_s(endpoint.server, (endpoint.start, endpoint.heartbeat)) < STALE_S
 
 
@@ -161,17 +161,17 @@ class EndpointFiles:
         self._folder = run.endpoints
 
     def serving(self, policy: str | None = None) -> list[Endpoint]:
-        """Returns the servers that serve a policy, or any policy, sorted by file name."""
+        """Returns the servers of one policy, or of all policies, sorted by file name."""
         paths = [path for path in self._folder.glob("*.json") if not path.name.endswith(FAILED)]
         endpoints = _readable(paths, Endpoint)
         return [endpoint for endpoint in endpoints if endpoint.url and policy in (None, endpoint.policy)]
 
     def failed(self) -> list[FailedServer]:
-        """Returns the servers that gave up."""
+        """Returns the servers that have given up."""
         return _readable(self._folder.glob(f"*{FAILED}"), FailedServer)
 
     def starting(self) -> list[FailedServer]:
-        """Returns the servers that retry after a failed start, or wait for an external endpoint that is down."""
+        """Returns the servers that are retrying a failed start or waiting for an unavailable external endpoint."""
         return _readable(self._folder.glob(f"*{STARTING}"), FailedServer)
 
     def loading(self, policy: str) -> list[LoadingServer]:
@@ -185,7 +185,7 @@ class EndpointFiles:
         return servers
 
     def memberships(self) -> list[PoolMembership]:
-        """Returns the engine pools that serve models of this campaign.
+        """Returns the campaign's memberships in engine pools.
 
         Raises:
             OSError: A key file cannot be read.
@@ -195,14 +195,14 @@ class EndpointFiles:
         return [read_json(path, PoolMembership) for path in paths]
 
     def publish(self, endpoint: Endpoint) -> None:
-        """Publishes a server's heartbeat, and withdraws its loading and starting files."""
+        """Publishes a server's heartbeat, and withdraws its ``.loading`` and ``.starting`` files."""
         self._write(self._file(endpoint.server), endpoint)
         self._loading_file(endpoint.server).unlink(missing_ok=True)
         if endpoint.heartbeat <= 1:
             self.withdraw_starting(endpoint.server)
 
     def publish_failed(self, server: FailedServer) -> None:
-        """Publishes the failure of a server that gave up."""
+        """Publishes that a server has given up, and why."""
         self._write(self._folder / f"{server.server}{FAILED}", server)
         self.withdraw_starting(server.server)
 
@@ -211,7 +211,7 @@ class EndpointFiles:
         self._write(self._folder / f"{server.server}{STARTING}", server)
 
     def withdraw_starting(self, server: str) -> None:
-        """Withdraws the reason of a failed start, once the server serves, gives up or leaves."""
+        """Withdraws the file that explains a failed start. Call it once the server serves, gives up or exits."""
         (self._folder / f"{server}{STARTING}").unlink(missing_ok=True)
 
     def publish_loading(self, server: LoadingServer) -> None:
@@ -219,23 +219,23 @@ class EndpointFiles:
         self._write(self._loading_file(server.server), server)
 
     def withdraw_failed(self, server: str) -> None:
-        """Withdraws the failure of an earlier start."""
+        """Withdraws the failure that an earlier start of the server published."""
         (self._folder / f"{server}{FAILED}").unlink(missing_ok=True)
 
     def publish_membership(self, membership: PoolMembership) -> None:
-        """Publishes the key for the engine pool that serves a policy's model."""
+        """Stores the campaign's key for the engine pool that serves a policy's model."""
         self._write(self._folder / f".pool.{membership.policy}.key", membership)
 
     def publish_listing(self, listing: EndpointListing) -> None:
-        """Publishes one pod's listing for the other pods."""
+        """Publishes one pod's listing for all other pods."""
         self._write(self._folder / LISTING, listing)
 
     def listing(self) -> EndpointListing | None:
-        """Returns the listing published by a pod, or ``None`` if there is none."""
+        """Returns the listing that one pod has published. ``None`` if there is none."""
         return try_read_json(self._folder / LISTING, EndpointListing)
 
     def withdraw(self, server: str, start: str) -> bool:
-        """Withdraws this start's files of a server. Returns False if a later start has published its own."""
+        """Withdraws the files that this start of a server published. Returns False if a later start replaced them."""
         endpoint = try_read_json(self._file(server), Endpoint)
         if endpoint is None or endpoint.start != start:
             return False
@@ -243,13 +243,13 @@ class EndpointFiles:
         return True
 
     def withdraw_loading(self, server: str, start: str) -> None:
-        """Withdraws this start's loading state. The file of a later start is kept."""
+        """Withdraws the loading file that this start published. Keeps the file of a later start."""
         loading = try_read_json(self._loading_file(server), LoadingServer)
         if loading is not None and loading.start == start:
             self._loading_file(server).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Withdraws all endpoints, on behalf of servers that were killed."""
+        """Withdraws all endpoint files, including those of killed servers."""
         for endpoint in self.serving():
             self._file(endpoint.server).unlink(missing_ok=True)
         for server in self.starting():
@@ -266,6 +266,6 @@ class EndpointFiles:
 
 
 def _readable(paths: Iterable[Path], kind: type[T]) -> list[T]:
-    """Returns the records of all readable files, in the order of their paths."""
+    """Returns the records of all readable files in path order."""
     records = [try_read_json(path, kind) for path in sorted(paths)]
     return [record for record in records if record is not None]

@@ -1,16 +1,15 @@
-"""Engine pools: model servers of one campaign that other campaigns share, possibly of other users.
+"""Engine pools: one campaign's model servers, shared with other campaigns and possibly with other users.
 
 ::
 
     POOL/pool/about.json             policies, and the number of servers of each
     POOL/pool/servers/<server>.json  an endpoint file without its key
-    POOL/pool/cancelled              the pool was cancelled, so clients should not wait for its servers
-    POOL/pool/members/<digest>       SHA-256 of a campaign's key, also the file's content; the file's owner is the user
+    POOL/pool/cancelled              marks the pool as cancelled: clients should not wait for its servers
+    POOL/pool/members/<digest>       a member: its name and content are the SHA-256 of the campaign's key
 
-A campaign generates a key, stores it in a file that only its user can read, and registers the key's digest. No other
-user ever gets the key. The owner of a digest's file is the user who registered it. Removing the file ends the
-membership. With ``share: group``, the pool owner's group may open the directories. Then the members directory has the
-sticky bit.
+To join, a campaign generates a key, stores it in a file that only its user can read, and registers only its digest.
+Other users never see the key. The file's owner identifies the member. Removing the file ends the membership. With
+``share: group``, the pool owner's group can access the directories, and the members directory has the sticky bit.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ class AboutPool(msgspec.Struct):
     """Public description of a pool."""
 
     policies: dict[str, int]
-    """Number of servers of each policy."""
+    """Maps each policy to its number of servers."""
     share: str = "user"
-    """Access to the pool: ``user`` (only its owner) or ``group``."""
+    """Who may use the pool: ``user`` (only its owner) or ``group``."""
 
 
 class EnginePool:
-    """The part of a pool's run directory that other users can see."""
+    """The part of a pool's run directory that is visible to other users."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self.path = Path(run) / "pool"
@@ -57,8 +56,8 @@ class EnginePool:
         """Creates the pool's directories.
 
         Args:
-            policies: Number of servers of each policy.
-            share: Access to the pool: ``user`` (only its owner) or ``group``.
+            policies: Maps each policy to its number of servers.
+            share: Who may use the pool: ``user`` (only its owner) or ``group``.
         """
         group = share == "group"
         # The setgid bit makes new files inherit the run directory's group instead of the writer's.
@@ -74,20 +73,21 @@ class EnginePool:
         write_atomic(self._cancelled, "", 0o640)
 
     def reopen(self) -> None:
-        """Removes the cancelled mark."""
+        """Removes the cancelled mark, so that clients use the pool again."""
         self._cancelled.unlink(missing_ok=True)
 
     @property
     def closed(self) -> str:
-        """Why clients should not wait for the pool's servers. Empty while the pool is open."""
+        """Reason clients should not wait for the pool's servers. Empty while the pool is open."""
         run = self.path.parent
         if not self._cancelled.exists():
             return ""
         return f"the engine pool {run} was cancelled; its owner can continue it with: megaflow-hpc resume {run}"
 
     def policy(self, name: str) -> str:
-        """Returns the pool's policy that serves a campaign's policy ``name``: the policy of that name, or else the
-        pool's only policy.
+        """Returns the pool's policy to use for a campaign's policy ``name``.
+
+        This is the policy with the same name, or the only policy of a pool that has just one.
 
         Raises:
             ConfigError: The pool was cancelled, or it has several policies and none has that name.
@@ -100,11 +100,11 @@ class EnginePool:
         return name if name in record else next(iter(record))
 
     def about(self) -> dict[str, int]:
-        """Returns policy → number of servers.
+        """Returns a mapping from policy to number of servers.
 
         Raises:
-            ConfigError: The directory is not a pool, this user may not use it, or another user could have replaced it.
-                A replaced pool could read every prompt.
+            ConfigError: The directory is not a pool, this user may not use it, or another user could replace it.
+                Whoever replaces a pool could read every prompt.
         """
         try:
             if why := who_may_replace(self.path, self.path.stat().st_uid, "this engine pool"):
@@ -128,16 +128,16 @@ class EnginePool:
         (self.servers / f"{server}.json").unlink(missing_ok=True)
 
     def serving(self, policy: str) -> list[Endpoint]:
-        """Returns the serving servers of a policy, without their keys."""
+        """Returns the pool's active servers for a policy, without their keys."""
         endpoints = [try_read_json(path, Endpoint) for path in sorted(self.servers.glob("*.json"))]
         return [endpoint for endpoint in endpoints if endpoint and endpoint.url and endpoint.policy == policy]
 
     def enrol(self, run: RunDir, policy: str, theirs: str) -> None:
-        """Registers a campaign as a member of the pool and writes the key to the campaign's run directory.
+        """Registers a campaign as a member of the pool, and stores its key in the campaign's run directory.
 
         Args:
             policy: The campaign's policy whose model the pool serves.
-            theirs: The pool's policy.
+            theirs: The corresponding policy of the pool.
 
         Raises:
             ConfigError: This user may not write to the pool.
@@ -152,7 +152,7 @@ class EnginePool:
             raise ConfigError(f"{self.members}: cannot enrol in this pool: {error.strerror}") from None
 
     def users(self) -> dict[str, str]:
-        """Returns digest → login name of the user who registered it."""
+        """Returns a mapping from key digest to the login name of the user who registered it."""
         users = {}
         for path in self.members.iterdir():
             if DIGEST.fullmatch(path.name):

@@ -1,4 +1,4 @@
-"""Reader of a run's event files. It follows them even while pods replace the files of their earlier starts."""
+"""Incremental reader of a run's event files. Handles pods that condense the files of their earlier starts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megaflow_hpc.rundir.events import AnyEvent, decode
 from megaflow_hpc.rundir.summaries import CONDENSED, EVENTS, Condensed, Summary, start_number
 
 PIECE = 16 << 20
-"""Read this many bytes of an event file at a time. Pods never write longer lines."""
+"""Number of bytes to read from an event file at a time. Pods never write longer lines."""
 PASSES = 5
-"""Maximum number of directory listings per read. One is enough unless a pod condenses its events meanwhile."""
-_LAST = re.compile(rb'"event": "pod".*"state": "(done|drained|paused)"')
-"""Matches the last event of a pod. Nothing is written to its file afterwards."""
+"""Maximum number of directory listings per read. More than one is needed only while a pod condenses events."""
+_FINAL_EVENT = re.compile(rb'"event": "pod".*"state": "(done|drained|paused)"')
+"""Matches the final event of a pod. Nothing is appended to its file afterwards."""
 
 
 @dataclass
@@ -29,13 +29,13 @@ class PodFiles:
     """Names of the event files of one pod."""
 
     starts: dict[str, str] = field(default_factory=dict)
-    """Start → name of its event file."""
+    """Maps each start to the name of its event file."""
     condensed: list[int] = field(default_factory=list)
-    """Last start that each condensed file of the pod covers, highest first. Normally there is at most one file."""
+    """For each condensed file, the last start that it covers, highest first. Usually there is at most one such file."""
 
 
 def list_pods(folder: Path, only: str = "") -> dict[str, PodFiles]:
-    """Returns pod → its event files, for all pods or only one. Costs one directory listing. Raises OSError."""
+    """Returns a mapping from pod to event files, for all pods or only one. Lists the directory once. Raises OSError."""
     pods: dict[str, PodFiles] = {}
     try:
         names = sorted(name for name in os.listdir(folder) if not only or name.startswith(f"{only}."))
@@ -56,18 +56,18 @@ def list_pods(folder: Path, only: str = "") -> dict[str, PodFiles]:
 
 
 class EventReader:
-    """Reads the events of a run incrementally. Files stay open between reads, as far as the descriptor limit allows.
+    """Reads the events of a run incrementally. Keeps files open between reads, within the descriptor limit.
 
-    The reader yields a pod's :class:`~.summaries.Condensed` in place of the events that it replaces. Its ``seen`` is
-    True if the reader has already yielded all of those events. If the reader has yielded only some of them, it calls
-    ``restart`` and begins again. Without ``restart``, it yields the condensed events in addition.
+    When a pod has condensed events that were only partly read, the reader calls ``restart`` and begins again. Without
+    ``restart``, it yields the :class:`~.summaries.Condensed` record in addition to the events already read. The
+    record's ``seen`` is True if the reader has already yielded everything that it replaces.
 
     Args:
         folder: ``RUN/events``.
         only: Kind of event to decode. Empty means every kind.
-        about: Id of a rollout, to decode only its events. Empty means all events.
-        use_summaries: Yield the summary of a file instead of the events that it covers.
-        restart: Called when the caller must discard everything that the reader has yielded.
+        about: Id of the rollout whose events to decode. Empty means all rollouts.
+        use_summaries: Yield a file's summary instead of the events that it covers.
+        restart: Called when the caller must discard everything yielded so far.
     """
 
     _readers: ClassVar[weakref.WeakSet[EventReader]] = weakref.WeakSet()
@@ -84,17 +84,17 @@ class EventReader:
         self._mark = f'"event": "{only}"'.encode() if only else b""
         self._about = f'"id": "{about}"'.encode("utf-8", "replace") if about else b""
         self._offsets: dict[str, dict[str, int]] = {}
-        """Pod → start → number of bytes read."""
+        """Maps pod and start to the number of bytes read."""
         self._covered: dict[str, int] = {}
-        """Pod → last start that the yielded condensed events cover."""
+        """Maps each pod to the last start that its yielded condensed events cover."""
         self._ended: set[Path] = set()
-        """Files that do not grow any more."""
+        """Files that will not grow any more."""
         self._open: dict[Path, BinaryIO] = {}
         self._most_open = 0
         self._readers.add(self)
 
     def read(self, starts: Iterable[str] | None = None) -> Iterator[tuple[str, list[AnyEvent | Summary]]]:
-        """Yields ``<pod>.<start>`` and its events since the last call, possibly none, for each file.
+        """Yields ``<pod>.<start>`` and its new events for each file. The list of events may be empty.
 
         Args:
             starts: Read only the files of these starts (``<pod>.<start>``). Default: all files.
@@ -109,7 +109,7 @@ class EventReader:
                 return
 
     def _read_all(self) -> Generator[tuple[str, list[AnyEvent | Summary]], None, bool]:
-        """Reads every file once. Returns False if a pod replaced a file in the meantime."""
+        """Reads every file once. Returns False if a file vanished because a pod condensed its events."""
         complete = True
         for pod, files in list_pods(self._folder).items():
             for number in files.condensed:
@@ -142,12 +142,11 @@ class EventReader:
         return complete
 
     def _may_continue(self, pod: str, number: int, condensed: Condensed) -> bool:
-        """Replaces the events of a pod's earlier starts by ``condensed``. Returns False if the reader must begin
-        again."""
+        """Replaces a pod's earlier events with ``condensed``. Returns False if the reader must begin again."""
         read = {start: size for start, size in self._offsets.get(pod, {}).items() if start_number(start) <= number}
         before = self._covered.get(pod, -1)
-        known = before >= 0 or any(read.values())
-        if known:
+        has_read = before >= 0 or any(read.values())
+        if has_read:
             sizes = {start: size for start, size in condensed.sizes.items() if size}
             condensed.seen = condensed.after == before and sizes == {s: size for s, size in read.items() if size}
             if not condensed.seen and self._restart is not None:
@@ -206,7 +205,7 @@ class EventReader:
             if events:
                 offsets.pop(start)  # use a summary only together with the events after it
             raise
-        if lines and _LAST.search(lines[-1]):
+        if lines and _FINAL_EVENT.search(lines[-1]):
             self._close(path)
             self._ended.add(path)
         for line in lines:
@@ -215,7 +214,7 @@ class EventReader:
         return events
 
     def _read_appended(self, path: Path, offset: int) -> tuple[list[bytes], int]:
-        """Returns the complete lines after ``offset``, and the offset where they end."""
+        """Returns the complete lines after ``offset``, and the offset at which they end."""
         file = self._open.pop(path, None)
         if file is None:
             if offset and path.stat().st_size <= offset:
@@ -230,7 +229,7 @@ class EventReader:
                 offset += end
                 if len(data) < PIECE:
                     break
-                if not end:  # a crash left a hole, or no pod wrote this
+                if not end:  # a crash left a hole, or another program wrote the file
                     offset = max(offset + PIECE, behind_hole(file, offset))
                 file.seek(offset)
             if len(self._open) < self._most_open:

@@ -1,9 +1,10 @@
 """Pod events: ``RUN/events/<pod>.<start>.jsonl``, one JSON object per line, append-only.
 
 Only :class:`EventWriter` writes these files. :class:`~megaflow_hpc.rundir.event_reader.EventReader` reads them. Results
-do not depend on them, so they are flushed but not fsynced. A separate thread writes them, so the pod's loop never waits
-for a disk. Each line has ``t`` (Unix seconds) and ``event`` (the kind). Readers ignore unknown kinds, incomplete lines
-and unknown keys. A pod's later starts replace the files of its earlier starts (:mod:`megaflow_hpc.rundir.summaries`).
+do not depend on the events, so they are flushed but not fsynced. A background thread writes them, so the pod's event
+loop never waits for a disk. Each line has ``t`` (Unix seconds) and ``event`` (the kind). Readers ignore unknown kinds,
+incomplete lines and unknown keys. Later starts of a pod condense the files of earlier ones
+(:mod:`megaflow_hpc.rundir.summaries`).
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from megaflow_hpc.host.atomic import file_mode
 from megaflow_hpc.types import Status
 
 ERROR_CHARS = 300
-"""Truncate errors in events to this many characters. The trajectory contains the full error."""
+"""Maximum length of an error message in an event, in characters. The trajectory contains the full message."""
 
 
 Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]
-"""Unix seconds, up to the end of the year 9999. A record with a value out of range is damaged."""
+"""Unix timestamp in seconds, up to the year 9999. A record with a value outside this range is damaged."""
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Number = Annotated[float, Meta(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
-"""A measurement or a reward. Its range is that of float32, so that sums cannot overflow. Never NaN."""
+"""A measurement or reward, within the range of float32 so that sums cannot overflow. Never NaN."""
 
 
 Outcome = Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(get_args(Status))})\Z")]
-"""Status of a rollout that has ended (:data:`~megaflow_hpc.types.Status`)."""
+"""Final status of a rollout (:data:`~megaflow_hpc.types.Status`)."""
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
-    """Base class of all events. An event is one line of an event file, without the fields that are ``None``.
+    """Base class of all events. Each is one line of an event file, without fields that are ``None``.
 
-    The most frequent kinds contain only strings and numbers. So the garbage collector does not track them
+    The most frequent kinds contain only strings and numbers, so the garbage collector need not track them
     (``gc=False``).
     """
 
     t: Time = 0.0
-    """Unix seconds, set by :meth:`EventWriter.write`."""
+    """Unix timestamp in seconds, set by :meth:`EventWriter.write`."""
 
 
 class PodEvent(Event, tag="pod"):
-    """The pod started, drains or ended. ``state`` is ``started``, ``draining`` or the pod's last word."""
+    """The pod started, is draining or ended. ``state`` is ``started``, ``draining`` or the pod's last word."""
 
     state: str
     job_id: str | None = None
@@ -61,7 +62,7 @@ class PodEvent(Event, tag="pod"):
 
 
 class WorkerEvent(Event, tag="worker"):
-    """A worker rank is ``ready``, ``lost`` or ``excluded`` (it gets no more work)."""
+    """A worker rank is ``ready``, ``lost`` or ``excluded`` (it receives no more work)."""
 
     rank: Count
     state: str
@@ -79,7 +80,7 @@ class EngineEvent(Event, tag="engine"):
 
 
 class StartEvent(Event, tag="start", gc=False):
-    """An attempt at a rollout started on a rank."""
+    """An attempt at a rollout started on a worker rank."""
 
     id: str
     rank: Count
@@ -87,12 +88,12 @@ class StartEvent(Event, tag="start", gc=False):
 
 
 class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
-    """A rollout was stored."""
+    """The result of a rollout was stored."""
 
     id: str
     status: Outcome
     kind: str = ""
-    """Kind of the error. Empty if there was no error."""
+    """Error kind. Empty if there was no error."""
     error: str = ""
     reward: Number | None = None
     seconds: Number = 0.0
@@ -102,13 +103,13 @@ class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
     constrained: Count = 0
     """Number of turns with constrained tokens."""
     cpu_s: Number | None = None
-    """CPU seconds of the rollout's sandboxes. ``None`` if unknown. The same holds for the next two fields."""
+    """CPU seconds used by the rollout's sandboxes. ``None`` if unknown, as for the next two fields."""
     memory_peak_mb: Number | None = None
     disk_peak_mb: Number | None = None
 
 
 class AttemptEvent(Event, tag="attempt", gc=False):
-    """An attempt failed and will be retried. ``kind`` is the cause."""
+    """An attempt failed and will be retried. ``kind`` is the error kind."""
 
     id: str
     attempt: Count
@@ -121,12 +122,12 @@ AnyEvent = PodEvent | WorkerEvent | EngineEvent | StartEvent | RolloutEvent | At
 
 
 def shown(error: str) -> str:
-    """Truncates an error for use in an event."""
+    """Truncates an error message for an event."""
     return error[:ERROR_CHARS]
 
 
 def rounded(value: float | None, digits: int) -> float | None:
-    """Rounds a measurement for use in an event. Returns ``None`` if it is unknown or NaN."""
+    """Rounds a measurement for an event. Returns ``None`` if the value is unknown or NaN."""
     return None if value is None or math.isnan(value) else round(value, digits)
 
 
@@ -156,10 +157,8 @@ def decode(line: bytes) -> AnyEvent | None:
 
 
 class EventWriter:
-    """Appends events to one file.
-
-    :meth:`write` is thread-safe. :meth:`flush` and :meth:`close` must be called from a single thread.
-    """
+    """Appends events to one file. :meth:`write` is thread-safe. Only one thread may call :meth:`flush` and
+    :meth:`close`."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "ab")  # noqa: SIM115 - stays open as long as the pod runs
@@ -172,7 +171,7 @@ class EventWriter:
         self._lines.append(encode(event))
 
     def flush(self) -> None:
-        """Writes queued events. If the disk is full, events are dropped without an error."""
+        """Writes queued events to the file. Drops them silently if the disk is full."""
         if not self._lines:
             return
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
@@ -181,7 +180,7 @@ class EventWriter:
             self._file.flush()
 
     def close(self) -> None:
-        """Writes queued events and closes the file. Disk errors are ignored."""
+        """Writes queued events and closes the file. Ignores disk errors."""
         self.flush()
         with suppress(OSError):
             self._file.close()

@@ -1,4 +1,4 @@
-"""Typed reading and writing of JSON files in a run directory. File content is untrusted."""
+"""Reads and writes typed JSON files in a run directory. File content is untrusted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = LARGEST) -> T:
-    """Reads one file. Unknown keys are ignored.
+    """Reads and decodes one file. Ignores unknown keys.
 
     Raises:
         OSError: The file is missing, not a regular file, or temporarily unreadable.
@@ -29,7 +29,7 @@ def read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = LARG
 
 
 def try_read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = LARGEST) -> T | None:
-    """Reads one file. Returns ``None`` if it is missing, damaged or temporarily unreadable."""
+    """Reads and decodes one file. Returns ``None`` if it is missing, damaged or temporarily unreadable."""
     try:
         return read_json(path, kind, max_bytes)
     except (OSError, ValueError):

@@ -1,13 +1,13 @@
-"""The layout of a run directory, with every path in one class.
+"""The layout of a run directory. One class defines every path.
 
 ::
 
     RUN/
       campaign.yaml       copy of the user's campaign file
       run.json            format, package version, resolved campaign
-      tasks.jsonl         the tasks and their images, one per line; tasks.index: the position of each line
+      tasks.jsonl         the tasks and their images, one per line; tasks.index has the byte offset of each line
       env.sh              environment that every job sources first
-      code/               modules of the campaign's own agents, as they were at planning
+      code/               copies of the campaign's own agent modules, made during planning
       sbatch/             scripts for manual submission
       tasks/              <block>.json: immutable blocks of rollouts
       ledger/             claims/, leases/, gone/, done/: who works on which block; jobs/: submissions;
@@ -16,16 +16,16 @@
       weights/            <version>/
       training/           <policy>/: plans, commits and checkpoints of its trainer (:mod:`.training`)
       journal/            <pod>.<start>.journal: acknowledged trajectories; <pod>.<start>.1.pack: small journals
-      partial/            checkpoints of rollouts that the end of an allocation interrupted
+      partial/            checkpoints of rollouts that were interrupted by the end of an allocation
       trajectories.h5     the result
-      events/             <pod>.<start>.jsonl: life-cycle events; <pod>.<start>.summary: summary of its first bytes;
+      events/             <pod>.<start>.jsonl: life-cycle events; <pod>.<start>.summary: summary of its earlier events;
                           <pod>.<start>.condensed: this start and all earlier ones
-      live/               requests of viewers, and the pods' answers about running rollouts (:mod:`.live`)
+      live/               requests from viewers, and the pods' replies about running rollouts (:mod:`.live`)
       logs/               one file per job element, to which each start appends a few lines
       report/
 
-All of it is private to its user (0700, 0600). With ``share: group``, directories are 2750 and files 0640: the group of
-RUN may read, and no other user may write. ``endpoints/``, which contains keys, and ``partial/`` stay private.
+Everything is private to its user (modes 0700 and 0600). With ``share: group``, directories have mode 2750 and files
+0640, so the group of RUN can read but not write. ``endpoints/``, which contains keys, and ``partial/`` stay private.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from megaflow_hpc.host.process import user_name
 
 
 class RunDir:
-    """Paths under one run directory. Creating the object does not access the file system."""
+    """Paths in one run directory. Creating the object does not access the file system."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -77,10 +77,10 @@ class RunDir:
         return str(self.path)
 
     def create(self, share: str = "user") -> None:
-        """Creates the directory and its subdirectories. With ``share="group"``, its group may read them.
+        """Creates the directory and its subdirectories. With ``share="group"``, its group can read them.
 
         Raises:
-            ConfigError: Another user may write to a parent directory, or the file system has no hard links.
+            ConfigError: Another user may write to a parent directory, or the file system does not support hard links.
         """
         make_parents(self.path)
         self.check_place()
@@ -98,11 +98,11 @@ class RunDir:
         """Checks that this user owns the run directory, and that no symlink redirects writes elsewhere.
 
         Args:
-            to_run: Also call :meth:`check_place`, because jobs will run files from the directory.
+            to_run: Whether jobs will execute files from the directory. If so, also call :meth:`check_place`.
 
         Raises:
-            ConfigError: The directory belongs to another user, or one of its subdirectories is a symlink. An unpacked
-                archive may contain one.
+            ConfigError: The directory belongs to another user, or one of its subdirectories is a symlink (for example,
+                from an unpacked archive).
         """
         try:
             owner = self.path.stat().st_uid
@@ -119,9 +119,7 @@ class RunDir:
             self.check_place()
 
     def check_place(self) -> None:
-        """Checks that no other user could replace the run directory.
-
-        Jobs run files from this directory, perhaps days after it was planned.
+        """Checks that no other user can replace the run directory. Jobs execute its files, possibly days later.
 
         Raises:
             ConfigError: Another user may write to a parent directory. The message names it and the remedy.
@@ -130,7 +128,7 @@ class RunDir:
             raise ConfigError(f"run directory {self.path}: {why}; jobs would run its files")
 
     def full(self) -> str:
-        """Returns a description of a full file system. Empty if there is space, or if it is unknown."""
+        """Returns an error message if the file system is full. Empty if there is space, or if that is unknown."""
         try:
             free = os.statvfs(self.path)
         except OSError:
@@ -144,22 +142,22 @@ class RunDir:
         )
 
     def block(self, number: int) -> Path:
-        """Returns the path of a block of rollouts."""
+        """Returns the path of a block file."""
         return self.tasks / f"{number:06d}.json"
 
     def journal_file(self, pod: str, start: str) -> Path:
-        """Returns the path of the journal of one pod start."""
+        """Returns the path of the journal written by one pod start."""
         return self.journal / f"{pod}.{start}.journal"
 
     def event_file(self, pod: str, start: str) -> Path:
-        """Returns the path of the event file of one pod start."""
+        """Returns the path of the event file written by one pod start."""
         return self.events / f"{pod}.{start}.jsonl"
 
     def log(self, role: str) -> str:
-        """Returns Slurm's pattern for the log of an array element: ``%A`` is the array job, ``%a`` the element."""
+        """Returns the log path as a Slurm filename pattern, with the array's job id and the element's index."""
         return str(self.logs / f"{role}-%A_%a.log")
 
 
 def new_run_name(campaign: str) -> str:
-    """Returns a new name of the form ``<campaign>-<UTC stamp>-<4 hex digits>``."""
+    """Generates a run name of the form ``<campaign>-<UTC timestamp>-<4 hex digits>``."""
     return f"{campaign}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"

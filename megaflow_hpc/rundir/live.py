@@ -3,11 +3,11 @@
 ::
 
     <host>.<process>.ask    :class:`Ask`: rollouts that a viewer shows; renewed every few seconds
-    <pod>.<start>.json      :class:`PodLiveStatus`: status of the requested rollouts that run in that pod
+    <pod>.<start>.json      :class:`PodLiveStatus`: status of the requested rollouts that are running in that pod
 
-Pods poll for viewers every few seconds. In large runs, one pod polls for all. If a viewer's counter does not change for
-some time, by the pod's own clock, the pod assumes that the viewer is gone. Nothing depends on these files. The last pod
-removes them.
+Pods poll for viewers every few seconds. In large runs, one pod polls for all. A pod assumes that a viewer is gone once
+its counter has not changed for some time, measured by the pod's own clock. Nothing else depends on these files, and the
+last pod removes them.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ RENEW_S = 10.0
 POLL_INTERVAL_S = 3.0
 """Seconds between two polls for viewers. Short, because a person is waiting."""
 STALE_S = 45.0
-"""Ignore a viewer after its counter has not changed for this many seconds."""
+"""Ignore a viewer whose counter has not changed for this many seconds."""
 STALE_VIEWER_CLEANUP_S = 600.0
 """Delete a vanished viewer's file after this many seconds."""
 MAX_ROLLOUTS = 128
-"""Maximum number of rollouts requested by all viewers together."""
+"""Maximum number of rollouts requested, summed over all viewers."""
 MAX_TRANSCRIPTS = 4
 MAX_BYTES = 8 << 20
-"""Maximum size of a file in bytes. Larger files are not read."""
+"""Maximum file size in bytes. Larger files are ignored."""
 
 
 class Ask(msgspec.Struct, kw_only=True):
-    """Request of one viewer."""
+    """A viewer's request."""
 
     counter: Count
     rollouts: list[str] = []
-    """Rollouts on the viewer's screen."""
+    """Ids of the rollouts on the viewer's screen."""
     transcript: str = ""
-    """Rollout with its conversation on the screen. Empty if there is none."""
+    """Id of the rollout whose conversation is on the screen. Empty if there is none."""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """Combined requests of all viewers, limited in size."""
+    """Combined requests of all viewers, up to a maximum size."""
 
     rollouts: tuple[str, ...] = ()
     transcripts: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class LiveStatus(msgspec.Struct):
     tokens: Count
     """Number of sampled tokens."""
     waits: bool
-    """True if a model call is pending."""
+    """True while a model call is pending."""
     quiet_s: Number
     """Seconds since these values last changed."""
 
@@ -82,11 +82,11 @@ class Transcript(msgspec.Struct):
     messages: list[tuple[str, str]]
     """Role and text of each message."""
     left_out: Count = 0
-    """Number of earlier messages that were left out."""
+    """Number of earlier messages that are omitted."""
 
 
 class PodLiveStatus(msgspec.Struct):
-    """Live status of one pod's rollouts that viewers have requested."""
+    """Live status of the rollouts in one pod that viewers have requested."""
 
     rollouts: dict[str, LiveStatus] = {}
     transcripts: dict[str, Transcript] = {}
@@ -111,7 +111,7 @@ class LiveFiles:
     # --- for viewers ---
 
     def ask(self, rollouts: list[str], transcript: str = "") -> None:
-        """Requests the live status of some rollouts. Repeat the call every :data:`RENEW_S` seconds.
+        """Requests the live status of rollouts. The caller must repeat the call every :data:`RENEW_S` seconds.
 
         Raises:
             OSError: The run directory is not writable.
@@ -124,12 +124,12 @@ class LiveFiles:
             write_atomic(folder / self._own, msgspec.json.encode(ask))
 
     def leave(self) -> None:
-        """Withdraws this viewer's request. Raises OSError."""
+        """Stops requesting live status for this viewer. Raises OSError."""
         if self._counter:
             (self._folder / self._own).unlink(missing_ok=True)
 
     def status(self, pod: str) -> PodLiveStatus | None:
-        """Returns the live status that a pod (``<pod>.<start>``) has published, or ``None``."""
+        """Returns the live status that a pod start (``<pod>.<start>``) has published. ``None`` if there is none."""
         return try_read_json(self._folder / f"{pod}.json", PodLiveStatus, MAX_BYTES)
 
     # --- for pods ---
@@ -154,7 +154,7 @@ class LiveFiles:
         return Asked(tuple(sorted({*rollouts}))[:MAX_ROLLOUTS], tuple(sorted({*transcripts}))[:MAX_TRANSCRIPTS])
 
     def publish(self, pod: str, status: PodLiveStatus) -> None:
-        """Publishes the live status of a pod. An empty status withdraws the previous one. Raises OSError."""
+        """Publishes a pod's live status. An empty status withdraws the previous one. Raises OSError."""
         path = self._folder / f"{pod}.json"
         if status:
             write_atomic(path, _encode(status))
@@ -163,7 +163,7 @@ class LiveFiles:
 
 
 class Viewers:
-    """Serves a run's viewers from one pod. Disk errors are ignored.
+    """Serves a run's viewers on behalf of one pod. Ignores disk errors.
 
     Args:
         pod: ``<pod>.<start>``.
@@ -172,30 +172,30 @@ class Viewers:
     def __init__(self, run: RunDir, pod: str) -> None:
         self._run, self._pod, self._files = run, pod, LiveFiles(run)
         self.asked = Asked()
-        """Rollouts that viewers requested as of the last poll."""
+        """Rollouts requested as of the last poll."""
         self._shows = False
         self._polled_at = 0.0
 
     def poll(self, find: Callable[[], Asked]) -> None:
-        """Updates :attr:`asked` by calling ``find``, if a poll is due."""
+        """Calls ``find`` to update :attr:`asked` if a poll is due."""
         if time.monotonic() - self._polled_at >= POLL_INTERVAL_S:
             self._polled_at = time.monotonic()
             with suppress(OSError):
                 self.asked = find()
 
     def show(self, status: PodLiveStatus) -> None:
-        """Publishes the live status of this pod. An empty status withdraws the previous one."""
+        """Publishes this pod's live status. An empty status withdraws the previous one."""
         if status or self._shows:
             self._shows = bool(status)
             with suppress(OSError):
                 self._files.publish(self._pod, status)
 
     def leave(self) -> None:
-        """Withdraws the live status of this pod."""
+        """Stops publishing this pod's live status."""
         self.show(PodLiveStatus())
 
     def clear_earlier(self) -> None:
-        """Removes the files of this pod's earlier starts. A killed start leaves its file."""
+        """Removes the files of this pod's earlier starts, which remain if a start was killed."""
         pod, _, start = self._pod.rpartition(".")
         with suppress(OSError):
             for name in os.listdir(self._run.live):
@@ -204,7 +204,7 @@ class Viewers:
                     (self._run.live / name).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Removes the files of all pods and viewers. Call it once nothing runs any more."""
+        """Removes the files of all pods and viewers. Call it only when nothing is running any more."""
         remove_tree(self._run.live, ignore_errors=True)
 
 

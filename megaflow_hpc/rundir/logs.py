@@ -1,8 +1,9 @@
-"""The logs of a run: their list, their tails, and all lines about one rollout.
+"""Reads a run's logs: lists them, returns their last lines, and finds all lines about one rollout.
 
 Each process of a run writes ``RUN/logs/<role>-<job>.log``, or ``<role>-local.log`` without Slurm. An engine writes
-``<policy>.<n>.engine.log``. In a pod's log, lines about a rollout start with its id. Logs contain untrusted text, have
-any size and may contain incomplete lines. They are read backwards in bounded chunks. Undecodable bytes are kept.
+``<policy>.<n>.engine.log``. In a pod's log, lines about a rollout start with its id. Logs contain untrusted text, can
+be huge and may end in an incomplete line. Tails are read backwards in bounded chunks. Undecodable bytes are preserved
+as surrogates.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from megaflow_hpc.rundir.marks import explained
 from megaflow_hpc.rundir.summaries import Condensed, Summary, WantedPods
 
 PIECE = 1 << 20
-"""Read this many bytes at a time."""
+"""Number of bytes to read at a time."""
 LINE = 1 << 14
-"""Show at most this many bytes of a line."""
+"""Maximum number of bytes of a line to show."""
 TAIL_BYTES = 16 << 20
-"""Search at most this many bytes for the last lines of a log."""
+"""Maximum number of bytes to search for the last lines of a log."""
 SEARCHED_BYTES = 256 << 20
-"""Search at most this many bytes of all pods' logs, newest first, for one rollout."""
+"""Maximum number of bytes of pod logs, newest first, to search for one rollout."""
 LOST_LINES, LOST_BYTES = 400, 1 << 16
-"""Search at most this part of a lost pod's log for the cause."""
+"""Maximum number of lines and bytes at the end of a lost pod's log to search for the cause."""
 _REQUEUED = "DUE TO JOB REQUEUE ***"
 _END = 4096
 _ENGINE = ".engine"
@@ -49,11 +50,11 @@ class Log:
     path: Path
     bytes: int
     changed_at: float
-    """Unix seconds."""
+    """Modification time, as a Unix timestamp in seconds."""
 
     @property
     def last(self) -> str:
-        """The last line, truncated if it is long. Each access reads the file again."""
+        """The last line, truncated if long. Every access reads the file again."""
         try:
             lines = tail(self.path, 1, _END).lines if self.bytes else []
         except OSError:  # removed in the meantime
@@ -67,12 +68,12 @@ class Log:
 
     @property
     def role(self) -> str:
-        """The role: ``pod``, ``server``, ``engine``, ``trainer``, ``gather`` …"""
+        """Role of the process: ``pod``, ``server``, ``engine``, ``trainer``, ``gather`` and so on."""
         return "engine" if self.name.endswith(_ENGINE) else self.name.partition("-")[0]
 
 
 def all_logs(run: RunDir) -> list[Log]:
-    """Returns the logs of a run, sorted by name, without opening them."""
+    """Returns a run's logs, sorted by name. Does not open them."""
     logs = []
     try:
         names = sorted(os.listdir(run.logs))
@@ -90,7 +91,7 @@ def all_logs(run: RunDir) -> list[Log]:
 
 
 def find_log(run: RunDir, wanted: str) -> Log:
-    """Returns the log with this name, or of this role, job, array element, pod or server.
+    """Returns the log with the given name, role, job, array element, pod or server.
 
     Raises:
         ConfigError: No log matches, or several do. The message lists the candidates.
@@ -114,16 +115,16 @@ def find_log(run: RunDir, wanted: str) -> Log:
 
 
 def pod_log(run: RunDir, pod: str) -> Path | None:
-    """Returns the log of a pod, given as ``<pod>.<start>``. ``None`` if there is none."""
+    """Returns the path of a pod's log, given ``<pod>.<start>``. ``None`` if it does not exist."""
     name = pod.rpartition(".")[0]
     path = run.logs / ("pod-local.log" if name.startswith("local-") else f"pod-{name}.log")
     return path if path.exists() else None
 
 
 def why_lost(run: RunDir, pod: str) -> str:
-    """Returns the line of a pod's log that explains why a start (``<pod>.<start>``) ended without a last word.
+    """Returns the log line that explains why a pod start (``<pod>.<start>``) ended without a last word.
 
-    Reads only the end of the log. Empty if no line explains it, or if several pods share the log.
+    Reads only the end of the log. Returns an empty string if no line explains it, or if several pods share the log.
     """
     name, _, start = pod.rpartition(".")
     path = pod_log(run, pod)
@@ -158,11 +159,11 @@ class Tail:
     before: int
     """Number of bytes before these lines."""
     offset: int = 0
-    """Size of the log when it was read."""
+    """Size of the log in bytes when it was read."""
 
 
 def tail(path: Path, lines: int, most: int = TAIL_BYTES) -> Tail:
-    """Returns the last ``lines`` lines of a log, reading at most ``most`` bytes.
+    """Returns the last ``lines`` lines of a log. Reads at most ``most`` bytes.
 
     Raises:
         OSError: The log cannot be read.
@@ -197,10 +198,10 @@ def whole(path: Path) -> Iterator[str]:
 
 
 class GrowingLog:
-    """Follows a growing log. Reads a truncated log again from its beginning.
+    """Follows a growing log. If the log is truncated, reads it again from the beginning.
 
     Args:
-        offset: Position of the first read. Each later read continues from the previous one.
+        offset: Byte offset of the first read. Each later read continues after the previous one.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -208,7 +209,7 @@ class GrowingLog:
         self.offset, self._rest = offset, b""
 
     def read(self) -> list[str]:
-        """Returns the lines that were completed since the last call, at most one chunk. Empty if there are none."""
+        """Returns the lines completed since the last call, from at most one chunk. Empty if there are none."""
         try:
             with open_regular(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self.offset:
@@ -227,13 +228,13 @@ class GrowingLog:
             return []
 
     def rest(self) -> list[str]:
-        """Returns the last line if it is unterminated."""
+        """Returns the last line if it has no newline yet."""
         rest, self._rest = self._rest, b""
         return [_text(rest)] if rest else []
 
 
 class RolloutLog:
-    """Follows all events and pod log lines of one rollout."""
+    """Follows the events and pod log lines of one rollout."""
 
     def __init__(self, run: RunDir, rollout: str) -> None:
         self._run, self._rollout = run, rollout
@@ -243,7 +244,7 @@ class RolloutLog:
         self.ended = False
         """True once the rollout's outcome is stored."""
         self.skipped = 0
-        """Number of bytes of logs that were not searched because of the limit."""
+        """Number of log bytes not searched because of :data:`SEARCHED_BYTES`."""
 
     def read(self) -> list[str]:
         """Returns the lines written since the last call, events first. Empty if there are none."""
@@ -259,7 +260,7 @@ class RolloutLog:
         return lines
 
     def _texts(self, event: AnyEvent | Summary) -> Iterator[tuple[float, str]]:
-        """Yields a time and a line for each event. Condensed starts show only the outcome of the rollout."""
+        """Yields (time, line) for each event. Condensed events yield only the rollout's outcome."""
         if not isinstance(event, Summary):
             yield event.t, describe(event)
         elif not isinstance(event, Condensed) or event.seen:
@@ -272,7 +273,7 @@ class RolloutLog:
                     yield ended.t, describe(ended.to_event())
 
     def _changed_logs(self) -> list[GrowingLog]:
-        """Returns the pod logs with a new size since the last read."""
+        """Returns the pod logs whose size has changed since the last read."""
         pods = [log for log in all_logs(self._run) if log.role == "pod"]
         left = SEARCHED_BYTES
         for log in sorted(pods, key=lambda log: -log.changed_at):
@@ -285,7 +286,7 @@ class RolloutLog:
 
 
 def last_events(run: RunDir, pod: str, most: int) -> tuple[list[AnyEvent], bool]:
-    """Returns at most ``most`` of the latest events of a start (``<pod>.<start>``), and whether these are all.
+    """Returns the latest events of a pod start (``<pod>.<start>``), at most ``most``, and whether these are all.
 
     Returns no events if the file is unreadable.
     """
@@ -298,7 +299,7 @@ def last_events(run: RunDir, pod: str, most: int) -> tuple[list[AnyEvent], bool]
 
 
 def describe(event: AnyEvent) -> str:
-    """Returns one line that describes an event of a rollout."""
+    """Returns a one-line description of a rollout's event."""
     match event:
         case StartEvent():
             return f"attempt {event.attempt} starts on rank {event.rank}"

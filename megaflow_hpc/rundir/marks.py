@@ -1,22 +1,22 @@
-"""Marks: small files that signal by their existence. A run's batch scripts execute this module by name.
+"""Marks: small files whose existence is a signal. Batch scripts also execute this module by name.
 
 ::
 
     RUN/ledger/finished         all blocks are done; contains their number; written by the pod that ends the last one
-    RUN/ledger/open/<consumer>  lease of a consumer, who may add blocks: the campaign is not finished
+    RUN/ledger/open/<consumer>  lease of a consumer, which may still add blocks, so the campaign is not finished
     RUN/ledger/cancelled        the campaign was cancelled; lists its consumers; removed by ``resume``
-    RUN/ledger/leaving/<pod>    this element of a pod array drains and is not requeued
-    RUN/ledger/unstarted/<pod>  the last start ended before rank 0 had a lease: node, exit status, log path, log tail
-    RUN/ledger/refused/<job>    Slurm refused to requeue this job: Unix time, role, node, log path; Slurm's words
-    RUN/ledger/mpi[@<cluster>]  type of srun --mpi that connected the ranks after another type had failed
+    RUN/ledger/leaving/<pod>    this element of a pod array is draining and will not be requeued
+    RUN/ledger/unstarted/<pod>  the last start ended before rank 0 took a lease: node, exit status, log path, log tail
+    RUN/ledger/refused/<job>    Slurm refused to requeue this job: Unix time, role, node, log path, Slurm's message
+    RUN/ledger/mpi[@<cluster>]  the ``srun --mpi`` type that connected the ranks after another type had failed
 
 The batch shell of a pod and its rank 0 exchange files in a private directory (``MEGAFLOW_POD_DIR``)::
 
-    drain                       the pod must drain; contains a key of :data:`WHY_DRAIN`, or nothing
+    drain                       the pod must drain; contains a key of :data:`WHY_DRAIN`, or is empty
     state                       the pod's last word, one of :data:`LAST_WORDS`
-    preempted                   Slurm preempts the pod, so this start does not count as one without progress
-    progress                    this start has stored something
-    world                       all ranks are connected, so the type of srun --mpi causes no later failure
+    preempted                   Slurm preempted the pod, so this start is not counted as one without progress
+    progress                    this start has stored results
+    world                       all ranks are connected, so later failures are not caused by the ``srun --mpi`` type
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.texts import in_one_line
 
 FINISHED = "ledger/finished"
-"""Path of the finished mark, relative to RUN. Written by the ledger's rules."""
+"""Path of the finished mark, relative to RUN. The ledger writes it."""
 OPEN = "ledger/open"
-"""Directory of open leases, relative to RUN."""
+"""Directory of consumers' leases, relative to RUN."""
 _JOB = re.compile(r"[0-9]+(_[0-9]+)?(@[A-Za-z0-9_-]+)?\Z")
 _PLANNED = re.compile(r"\d{6}\.json\Z")
 DRAIN = "drain"
@@ -54,14 +54,15 @@ WHY_DRAIN = {
     "leaving": "asked to leave, by scale",
     PREEMPTED: "Slurm preempts the allocation, and its grace time runs",
 }
-"""Words of the drain file and their meaning. After ``now`` and ``cancelled``, Slurm soon kills the step. The file never
-contains ``preempted``, because rank 0 detects a preemption itself.
+"""Values in the drain file and what they mean. After ``now`` and ``cancelled``, Slurm soon kills the step.
+
+The file never contains ``preempted``, because rank 0 detects preemption on its own.
 """
 STATE = "state"
 PROGRESS = "progress"
 WORLD = "world"
 LAST_WORDS = ("done", "drained", "paused", "lost")
-"""How a pod ended: it stored all rollouts, released its blocks, stopped at a limit, or lost its blocks to others."""
+"""Possible last words: the pod stored all rollouts, released its blocks, stopped at a limit, or lost its blocks."""
 ORDERLY = LAST_WORDS[:3]
 """Last words of a pod that ended normally."""
 
@@ -78,12 +79,12 @@ CERTAIN = (
     "slurmstepd-",
 )
 CAUSES = (*CERTAIN, "error")
-"""Substrings of log lines that explain a failure better than the last line, most informative first."""
+"""Substrings of log lines that are more informative than a log's last line, best first."""
 
 
 @dataclass(frozen=True)
 class Unstarted:
-    """A pod that ended its last start before rank 0 had a lease."""
+    """A pod whose last start ended before rank 0 took a lease."""
 
     pod: str
     node: str
@@ -96,24 +97,24 @@ class Unstarted:
 
 @dataclass(frozen=True)
 class Refused:
-    """A job that Slurm refused to requeue, as its batch script recorded it."""
+    """A job that Slurm refused to requeue, as recorded by its batch script."""
 
     job: str
-    """Id of the element, or of the trainer's job."""
+    """Job id of the array element or of the trainer."""
     at: float
-    """Unix time of the last request."""
+    """Unix timestamp of the last requeue request, in seconds."""
     role: str
-    """``pod``, ``server``, ``trainer`` or ``gather``."""
+    """Role of the job: ``pod``, ``server``, ``trainer`` or ``gather``."""
     log: str
     words: str
-    """Slurm's answer, on one line."""
+    """Slurm's error message, on one line."""
 
 
 class CancelledMark(msgspec.Struct):
-    """Content of the cancelled mark."""
+    """Content of the ``cancelled`` mark."""
 
     consumers: list[str] = []
-    """Consumers that could add blocks when the campaign was cancelled."""
+    """Consumers that could still add blocks when the campaign was cancelled."""
 
 
 class Marks:
@@ -129,7 +130,7 @@ class Marks:
 
     @property
     def finished(self) -> bool:
-        """True if every block is done and no consumer may add blocks. Costs one read, and two listings if the mark
+        """True if every block is done and no consumer may add more. Costs one read, and two listings if the mark
         exists."""
         try:
             mark = json.loads(read_regular(self._finished) or b"{}")
@@ -141,7 +142,7 @@ class Marks:
 
     @property
     def open(self) -> list[str]:
-        """Consumers that may add blocks."""
+        """Consumers that may still add blocks."""
         return sorted(path.name for path in self._open.glob("[!.]*"))
 
     @property
@@ -151,11 +152,11 @@ class Marks:
 
     @property
     def over(self) -> bool:
-        """True if the campaign is finished or cancelled, so engines and autoscalers should exit."""
+        """True if the campaign is finished or cancelled. Engines and autoscalers then exit."""
         return self.finished or self.cancelled
 
     def cancel(self) -> None:
-        """Marks the campaign as cancelled, and closes its consumers' leases. The mark lists the consumers' names."""
+        """Marks the campaign as cancelled and closes its consumers' leases. The mark records their names."""
         consumers = sorted({*self.closed, *self.open})
         write_record(self._cancelled, CancelledMark(consumers))
         for consumer in consumers:
@@ -163,7 +164,7 @@ class Marks:
 
     @property
     def closed(self) -> list[str]:
-        """Consumers that could add blocks when the campaign was cancelled."""
+        """Consumers that could still add blocks when the campaign was cancelled."""
         try:
             return read_json(self._cancelled, CancelledMark).consumers
         except (FileNotFoundError, ValueError):
@@ -174,16 +175,16 @@ class Marks:
         self._cancelled.unlink(missing_ok=True)
 
     def leave(self, pod: str) -> None:
-        """Marks an element of a pod array (``123_4``) as leaving, so that it is not requeued after it drains."""
+        """Marks an element of a pod array (``123_4``) as leaving, so that it drains without being requeued."""
         make_directory(self._leaving)
         (self._leaving / pod).touch()
 
     def leaving(self) -> set[str]:
-        """Returns the elements that are leaving."""
+        """Returns the elements marked as leaving."""
         return {path.name for path in self._leaving.glob("*")}
 
     def unstarted(self) -> list[Unstarted]:
-        """Returns the pods that failed to start and have no lease."""
+        """Returns the pods that failed to start and hold no lease."""
         pods = []
         paths = sorted(self._unstarted.glob("[!.]*"))
         started = {lease.name.rpartition(".")[0] for lease in self._leases.glob("*")} if paths else set()
@@ -197,12 +198,12 @@ class Marks:
         return pods
 
     def forget_unstarted(self) -> None:
-        """Removes the ``unstarted`` marks, before the pods start again."""
+        """Removes all ``unstarted`` marks. Call it before the pods start again."""
         for path in self._unstarted.glob("*"):
             path.unlink(missing_ok=True)
 
     def refused(self) -> list[Refused]:
-        """Returns the jobs that Slurm refused to requeue and that have not started since."""
+        """Returns the jobs that Slurm refused to requeue and that have not started again since."""
         jobs = []
         for path in sorted(self._refused.glob("[0-9]*")):
             if not _JOB.match(path.name):
@@ -214,7 +215,7 @@ class Marks:
         return jobs
 
     def forget_refused(self, jobs: Iterable[str] | None = None) -> None:
-        """Removes the ``refused`` marks of these jobs, or of all jobs."""
+        """Removes the ``refused`` marks of the given jobs. ``None`` means all jobs."""
         if jobs is None:
             jobs = [path.name for path in self._refused.glob("*")]
         for job in jobs:
@@ -222,12 +223,13 @@ class Marks:
 
 
 def planned(names: Iterable[str]) -> int:
-    """Returns the number of planned blocks among the names in ``tasks/``. Handed-off blocks have one more digit."""
+    """Counts the planned blocks among the file names in ``tasks/``. Excludes handed-off blocks, which have seven
+    digits."""
     return sum(_PLANNED.match(name) is not None for name in names)
 
 
 def counts(mark: Mapping[str, object] | None, blocks: int) -> bool:
-    """Returns whether a finished mark covers all blocks. A mark without a number always does.
+    """Returns whether a finished mark covers all blocks. A mark that contains no number covers any number of blocks.
 
     Args:
         blocks: Number of blocks, excluding handed-off blocks.
@@ -236,7 +238,7 @@ def counts(mark: Mapping[str, object] | None, blocks: int) -> bool:
 
 
 def cause(lines: Sequence[str]) -> str:
-    """Returns the line at the end of a log that best explains a failure."""
+    """Returns the line of a log's tail that best explains a failure."""
     texts = [line.strip() for line in lines if line.strip()]
     requeued = [n for n, text in enumerate(texts) if "DUE TO JOB REQUEUE" in text]
     if requeued:  # earlier lines belong to an earlier start
@@ -245,7 +247,7 @@ def cause(lines: Sequence[str]) -> str:
 
 
 def explained(lines: Sequence[str], marks: Sequence[str] = CERTAIN) -> str:
-    """Returns the first line with the most informative of these substrings. Empty if no line contains any."""
+    """Returns the first line that contains the most informative of the given substrings. Empty if none matches."""
     for mark in marks:
         if matching := [line for line in lines if mark in line]:
             return matching[0]

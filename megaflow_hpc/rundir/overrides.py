@@ -1,11 +1,11 @@
-"""Overrides of the Slurm requests of a run's new jobs (``resume --time``, ``--mem``, ``--partition``).
+"""Overrides for the Slurm requests of a run's new jobs (``resume --time``, ``--mem``, ``--partition``).
 
 ::
 
     RUN/ledger/slurm.json    {"pods": {"time": "8:00:00"}, "servers": {"partition": "gpu-long"}}
 
-They override the campaign file. ``run.json`` does not change, and queued jobs keep their requests. ``null`` means the
-site's default.
+Overrides take precedence over the campaign file. ``run.json`` stays unchanged, and queued jobs keep their requests. A
+value of ``null`` means the site's default.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ OPTIONS = {
     "mem_gb": ("mem", "mem-per-cpu", "mem-per-gpu"),
     "partition": ("partition", "p"),
 }
-"""Keys that may be overridden, each with the equivalent sbatch options in ``extra``."""
+"""Keys that may be overridden. Each maps to the equivalent sbatch options, which may occur in ``extra``."""
 
 Changes = Mapping[str, Mapping[str, Any]]
 
 
 def overridden(run: RunDir, config: CampaignConfig) -> CampaignConfig:
-    """Returns the campaign with the overridden requests, for new jobs.
+    """Returns the campaign with all overrides applied, for new jobs.
 
     Raises:
-        ConfigError: This version does not understand a value.
+        ConfigError: This version does not support a value.
     """
     changes = _read(run)
     return _with(config, changes) if changes else config
@@ -44,12 +44,12 @@ def overridden(run: RunDir, config: CampaignConfig) -> CampaignConfig:
 def override(
     run: RunDir, config: CampaignConfig, changes: Changes, check: Callable[[CampaignConfig], None] = lambda _: None
 ) -> CampaignConfig:
-    """Overrides requests of new jobs, in addition to earlier overrides. Returns the campaign with all overrides.
+    """Overrides the Slurm requests of new jobs, on top of earlier overrides. Returns the overridden campaign.
 
     Args:
         config: The campaign as planned.
-        changes: Values of :data:`OPTIONS` by role.
-        check: Called with the resulting campaign. It raises an error if the site would reject the campaign.
+        changes: New values by role and key (:data:`OPTIONS`).
+        check: Called with the resulting campaign. Must raise an error if the site would reject it.
 
     Raises:
         ConfigError: A role is unknown, or a value is invalid. Nothing is changed.

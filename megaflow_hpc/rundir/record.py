@@ -1,7 +1,7 @@
 """``RUN/run.json``: the plan of a run as a typed record, written once and never changed.
 
-Pods read no other configuration, so later edits of the campaign file do not affect a run. This module and the sections
-of the campaign file (:mod:`megaflow_hpc.config`) define the defaults. Unknown keys are ignored.
+Pods read no other configuration, so editing the campaign file later does not affect a run. Defaults are defined here
+and in :mod:`megaflow_hpc.config`. Unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ MAX_RUN_JSON_BYTES = 2**30
 
 _CLUSTER = r"(?:@[A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?"
 JOB_ID = re.compile(rf"[0-9][0-9_+,%\[\]-]{{0,99}}{_CLUSTER}")
-"""Matches a job, an array or elements of an array, followed by ``@name`` if it is on another cluster.
+"""Matches the id of a job, an array or array elements, followed by ``@name`` if it is on another cluster.
 
-Job ids in a run directory are untrusted, and go to ``scancel`` and to scripts. So anything else, such as an option,
-must be rejected.
+Job ids in a run directory are untrusted and are passed to ``scancel`` and to scripts, so anything else, such as an
+option, is rejected.
 """
 
 
 def array_of(pod: str) -> str | None:
-    """Returns the job array of a pod. A pod has the name of its job. ``None`` if it does not run under Slurm."""
+    """Returns the job array of a pod, whose name is its job id. ``None`` if the pod does not run under Slurm."""
     return re.sub("_[^@]*", "", pod) if JOB_ID.fullmatch(pod) else None
 
 
@@ -58,20 +58,20 @@ class _Named(msgspec.Struct):
 
 
 class RunHead(msgspec.Struct):
-    """The part of ``run.json`` that is needed to list runs."""
+    """The part of ``run.json`` needed to list runs."""
 
     campaign: _Named = msgspec.field(default_factory=_Named)
     total: int = 0
-    """Number of planned rollouts. Excludes rollouts that were added later."""
+    """Number of planned rollouts, excluding those added later."""
 
 
 class ServerRecord(msgspec.Struct):
-    """One engine server: an element of the engine array, or a rank of the heterogeneous job."""
+    """An engine server: an element of the engine array, or a rank of the heterogeneous job."""
 
     policy: str
     model: dict[str, Any]
-    """The ``model`` section of the server's policy, reduced to what this kind of server needs. Contains
-    ``sleep_level`` if the server is part of its trainer's job and sleeps during training steps."""
+    """The ``model`` section of the server's policy, limited to the fields that this kind of server needs. Contains
+    ``sleep_level`` if the server shares its trainer's job and sleeps during training steps."""
     held: bool = False
     """True if the element is submitted held. The autoscaler releases it."""
     service: dict[str, Any] | None = None
@@ -86,10 +86,10 @@ class ServerGroup(msgspec.Struct, array_like=True):
     """Index of the first server."""
     count: int
     gpus: int
-    """GPUs per node."""
+    """Number of GPUs per node."""
     held: bool = False
     nodes: int = 1
-    """Nodes per server."""
+    """Number of nodes per server."""
     gpu_type: str = ""
     """Slurm's name for the type of the GPUs. Empty if any type will do."""
     service_cpus: int = 0
@@ -99,35 +99,35 @@ class ServerGroup(msgspec.Struct, array_like=True):
 
 
 class PolicyRecord(msgspec.Struct):
-    """Agents, and their model if they have one (:class:`megaflow_hpc.config.Policy`)."""
+    """A policy's agents, and its model if it has one (:class:`megaflow_hpc.config.Policy`)."""
 
     agents: list[dict[str, Any]] = []
     model: dict[str, Any] | None = None
     samples: int = 1
-    """Number of samples per group, without spare samples."""
+    """Number of samples per group, excluding spare samples."""
     include: list[str] = []
-    """Shell patterns for task ids. Empty matches every task."""
+    """Shell patterns that select task ids. Empty selects every task."""
 
 
 class JobRecord(msgspec.Struct):
-    """One submission to Slurm, as stored in ``RUN/ledger/jobs/<array>.json``."""
+    """A job submitted to Slurm, as stored in ``RUN/ledger/jobs/<array>.json``."""
 
     role: str
-    """``pods``, ``servers``, ``trainer`` or ``gather``."""
+    """Role of the job: ``pods``, ``servers``, ``trainer`` or ``gather``."""
     id: Annotated[str, Meta(pattern=rf"\A[0-9]{{1,20}}{_CLUSTER}\Z")]
-    """Job or array id. ``123@name`` on another cluster."""
+    """Id of the job or array; ``123@name`` on another cluster."""
     elements: int | None = None
-    """Number of array elements. ``None`` for a plain job, or if unknown."""
+    """Number of array elements. ``None`` for a plain job or if unknown."""
     base: int = 0
-    """Index of the server in element 0."""
+    """Index of the server that runs in element 0."""
     policy: str = ""
-    """Policy that a trainer job trains."""
+    """Policy trained by a trainer job."""
     submitted_at: Time = 0.0
-    """Unix seconds."""
+    """Submission time, as a Unix timestamp in seconds."""
 
 
 class PackedTasks(msgspec.Struct, frozen=True):
-    """Description of the task file in ``run.json`` (:mod:`megaflow_hpc.ledger.tasks`)."""
+    """Describes the task file (:mod:`megaflow_hpc.ledger.tasks`)."""
 
     count: int
     bytes: int
@@ -139,46 +139,46 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
     version: str = ""
-    """Version of megaflow-hpc that planned the run."""
+    """The megaflow-hpc version that planned the run."""
     python: str = ""
     versions: dict[str, Any] = {}
-    """Versions of software, engines and models, by name."""
+    """Maps software, engines and models to their versions."""
     planned_at: float = 0.0
-    """Unix seconds."""
+    """Planning time, as a Unix timestamp in seconds."""
     site: dict[str, Any] = {}
-    """Site profile that supplied defaults to the campaign file: ``name``, ``file`` and ``fields``."""
+    """The site profile that supplied defaults to the campaign file: ``name``, ``file`` and ``fields``."""
     campaign: dict[str, Any] = {}
-    """The resolved campaign file. Use :attr:`config` to read it."""
+    """The resolved campaign file. Use :attr:`config` to get the typed form."""
     source: str = ""
-    """SHA-256 of the campaign file. ``RUN/campaign.yaml`` is a copy of it."""
+    """SHA-256 of the campaign file, which is copied to ``RUN/campaign.yaml``."""
     beside: str = ""
-    """Directory of the campaign file, searched for the campaign's agents after ``RUN/code``. Empty if there is no
-    file."""
+    """Directory of the campaign file, from which agents are imported that are not in ``RUN/code``. Empty if the run has
+    no campaign file."""
     policies: dict[str, PolicyRecord] = {}
     packed: PackedTasks | None = None
-    """The task file. ``None`` if the run has no tasks."""
+    """Describes the task file. ``None`` if the run has no tasks."""
     held_out: list[str] = []
-    """Tasks that are used only for evaluation during training."""
+    """Tasks reserved for evaluation during training."""
     servers: list[ServerRecord] = []
     server_groups: list[ServerGroup] = []
     pools: dict[str, int] = {}
-    """Policy → number of servers in the engine pool that serves its model."""
+    """Maps each policy served by an engine pool to the pool's number of servers for it."""
     total: int = 0
-    """Number of rollouts of the campaign."""
+    """Number of rollouts in the campaign."""
     learned: list[list[Any]] = []
-    """Durations learned from earlier campaigns."""
+    """Rollout durations learned from earlier campaigns."""
 
     @property
     def name(self) -> str:
-        """The campaign's name. Empty in a run directory that was created without a campaign."""
+        """Name of the campaign. Empty if the run directory was created without a campaign."""
         return str(self.campaign.get("name") or "")
 
     @functools.cached_property
     def config(self) -> CampaignConfig:
-        """The resolved campaign file.
+        """The resolved campaign file in typed form.
 
         Raises:
-            ConfigError: This version does not understand it.
+            ConfigError: This version does not support it.
         """
         from megaflow_hpc.config import CampaignConfig, resolved
 
@@ -186,7 +186,7 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
 
 
 def check_version(planned: RunRecord, run: RunDir) -> None:
-    """Rejects a run that another minor version planned. This version must not modify it.
+    """Checks that this version may modify a run: the same minor version must have planned it.
 
     Raises:
         ConfigError: The versions do not match. The message names both.
@@ -207,18 +207,18 @@ def read_run(run: RunDir) -> RunRecord:
     """Reads ``run.json``.
 
     Raises:
-        ConfigError: The file is missing, damaged, of another format version, or unreadable for this user.
+        ConfigError: The file is missing, damaged, unreadable for this user, or has another format version.
     """
     return _read(run, RunRecord)
 
 
 def read_head(run: RunDir) -> RunHead:
-    """Reads the part of ``run.json`` that is needed to list runs. Raises like :func:`read_run`."""
+    """Reads the part of ``run.json`` needed to list runs. Raises the errors of :func:`read_run`."""
     return _read(run, RunHead)
 
 
 def read_jobs(run: RunDir) -> dict[str, JobRecord]:
-    """Returns job or array id → submission, for all recorded submissions. Skips unreadable files."""
+    """Returns all recorded submissions by job or array id. Skips unreadable files."""
     jobs: dict[str, JobRecord] = {}
     for path in run.jobs.glob("[0-9]*.json"):
         if job := try_read_json(path, JobRecord):
@@ -261,7 +261,7 @@ def _read(run: RunDir, kind: type[T]) -> T:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Decodes JSON written by Python. Raises :class:`ValueError`."""
+    """Decodes JSON, including Python's extensions such as NaN. Raises :class:`ValueError`."""
     try:
         try:
             return msgspec.json.decode(data, type=kind)

@@ -1,8 +1,8 @@
-"""Search for runs below a directory, newest first, for ``latest`` and ``megaflow-hpc list``.
+"""Finds runs below a directory, newest first, for ``latest`` and ``megaflow-hpc list``.
 
-The directory may be a home directory with a million files, or a share with files of other users. So the search begins
-with directories named ``runs``, and goes breadth-first, to find nearby runs first. It stops at a limit, and reports
-that. It follows symlinks to directories, because ``runs`` is often a link to scratch. It reads each directory once.
+The directory may be a home directory with a million files, or a share with other users' files. The search is therefore
+breadth-first, starts with directories named ``runs``, and stops at a limit, which it reports. It follows symlinks to
+directories, because ``runs`` is often a link to scratch, but reads each directory only once.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from megaflow_hpc.host.files import open_regular
 from megaflow_hpc.rundir.record import FORMAT
 
 DEPTH = 3
-"""Default search depth. Finds ``runs/NAME`` in a project below the current directory."""
+"""Default search depth, enough to find ``runs/NAME`` in a project below the current directory."""
 DIRECTORIES = 5000
-"""Maximum number of directories that a search reads. Each is a request to a file server."""
+"""Maximum number of directories to read. Each costs a request to a file server."""
 ENTRIES = 300_000
-"""Maximum number of names that a search reads."""
+"""Maximum number of directory entries to read."""
 LATEST = "latest"
 RUNS = "runs"
-"""Search directories of this name first. It is the default of the campaign file's ``run_dir``."""
+"""Name of the directories to search first. It is the default ``run_dir`` of a campaign file."""
 TASK = "task.toml"
-"""Do not search a directory that contains this file, because it is a task."""
+"""File that marks a task directory, whose subdirectories are not searched."""
 
-_ROOMS = {"ledger", "tasks", "journal"}
-"""Subdirectories that every run directory has from the beginning."""
-_HEAD = 4096
-"""Search this many bytes at the beginning of run.json for its format."""
+_SUBDIRECTORIES = {"ledger", "tasks", "journal"}
+"""Subdirectories that every run directory has from the start."""
+_FORMAT_BYTES = 4096
+"""Number of bytes at the beginning of run.json in which its format name must occur."""
 
 
 @dataclass
 class FoundRuns:
-    """Result of a search."""
+    """The result of a search."""
 
     runs: list[Path] = field(default_factory=list)
-    """Run directories, newest first. Some may be damaged."""
+    """Run directories, newest first, possibly damaged."""
     unreadable: list[Path] = field(default_factory=list)
-    """Directories that this user may not read."""
+    """Directories that the user may not read."""
     cut: bool = False
-    """True if the search stopped at its limit. There may be more runs."""
+    """True if the search stopped at its limit, so further runs may exist."""
     cut_runs: bool = False
-    """True if the search stopped before it had read all directories named ``runs``."""
+    """True if the search stopped before reading all directories named ``runs``."""
 
 
 def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> FoundRuns:
-    """Returns the run directories up to ``depth`` levels below ``under``, newest first.
+    """Returns the run directories at most ``depth`` levels below ``under``, newest first.
 
-    ``run.json`` is written only once, so its modification time is the age of the run. Does not search in run
-    directories.
+    Runs are sorted by the modification time of ``run.json``, which is written only once. Run directories themselves are
+    not searched.
 
     Raises:
         ConfigError: ``under`` is not a readable directory.
@@ -70,38 +70,38 @@ def find(under: str | os.PathLike[str] = ".", depth: int = DEPTH) -> FoundRuns:
 
 
 def latest(under: str | os.PathLike[str] = ".") -> Path:
-    """Returns this user's newest run directory, or else the newest of any user. Incomplete runs are ignored.
+    """Returns this user's newest run directory, or else the newest run directory of any user. Ignores incomplete runs.
 
     Raises:
-        ConfigError: No run was found, or the search stopped before it had read the directories named ``runs``.
+        ConfigError: No run was found, or the search stopped before reading all directories named ``runs``.
     """
     search, directory = find(under), Path(under).absolute()
     if search.cut and (search.cut_runs or not any(RUNS in path.parts[:-1] for path in search.runs)):
         raise ConfigError(
             f"{LATEST}: too many files in {directory} to search; name the run, or its parent directory as DIR/{LATEST}"
         )
-    whole = [path for path in search.runs if path.joinpath("run.json").exists()]
-    ours = [path for path in whole if path.stat().st_uid == os.getuid()]
-    for path in ours or whole:
+    complete = [path for path in search.runs if path.joinpath("run.json").exists()]
+    ours = [path for path in complete if path.stat().st_uid == os.getuid()]
+    for path in ours or complete:
         return path
     raise ConfigError(f"{LATEST}: no run directory in {directory} or {DEPTH} levels below; name one")
 
 
 def named(text: str) -> Path:
-    """Returns the run directory that a user names: a path, ``latest`` or ``DIR/latest``.
+    """Resolves a run name given by the user: a path, ``latest`` or ``DIR/latest``.
 
     Raises:
-        ConfigError: See :func:`latest`.
+        ConfigError: As for :func:`latest`.
     """
     path = Path(text)
     return path if path.name != LATEST or path.exists() else latest(path.parent)
 
 
 def _directories(root: Path, depth: int, search: FoundRuns) -> Iterator[tuple[Path, dict[str, bool]]]:
-    """Yields directories breadth-first, those below a directory named ``runs`` first.
+    """Yields directories breadth-first, starting with those below a directory named ``runs``.
 
-    Each comes with its entries, and whether each entry is a directory. The caller clears the entries to end the search
-    there.
+    Each is yielded with a mapping from entry name to whether the entry is a directory. Clear the mapping to skip the
+    subdirectories.
     """
     seen: set[tuple[int, int]] = set()
     first, others = deque[tuple[Path, int]](), deque([(root, depth)])
@@ -149,14 +149,14 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def _planned_at(path: Path, names: dict[str, bool]) -> int | None:
-    """Returns the time when a run was planned, in Unix nanoseconds. ``None`` if the directory is not a run."""
+    """Returns when a run was planned, in Unix nanoseconds. ``None`` if the directory is not a run."""
     try:
         if "run.json" not in names:
-            return path.stat().st_mtime_ns if names.keys() >= _ROOMS else None
+            return path.stat().st_mtime_ns if names.keys() >= _SUBDIRECTORIES else None
         record = path / "run.json"
-        if not names.keys() >= _ROOMS:
+        if not names.keys() >= _SUBDIRECTORIES:
             with open_regular(record) as file:
-                if f'"{FORMAT}"'.encode() not in file.read(_HEAD):
+                if f'"{FORMAT}"'.encode() not in file.read(_FORMAT_BYTES):
                     return None
         return record.stat().st_mtime_ns
     except OSError:

@@ -1,4 +1,4 @@
-"""Headers of safetensors files. They are read without the tensors, and validated as an engine would.
+"""Reads the headers of safetensors files without loading the tensors, and validates them as strictly as an engine.
 
 ::
 
@@ -48,17 +48,17 @@ BITS: Mapping[str, int] = {
 
 
 class Tensor(NamedTuple):
-    """The header's entry for one tensor."""
+    """A tensor's entry in the header."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Returns name → tensor, for one file.
+    """Returns a mapping from name to tensor for one file.
 
     Raises:
-        ConfigError: The file is truncated or not a safetensors file. The message names the fault.
+        ConfigError: The file is truncated or not a valid safetensors file. The message says what is wrong.
     """
 
     def broken(why: str) -> ConfigError:
@@ -91,10 +91,10 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def read_directory(folder: Path) -> dict[str, Tensor]:
-    """Returns name → tensor, for all safetensors files in a directory. Every file that the index names must exist.
+    """Returns a mapping from name to tensor for all safetensors files in a directory.
 
     Raises:
-        ConfigError: A file is missing or cannot be loaded.
+        ConfigError: A file is invalid, or a file listed in the index is missing.
     """
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -113,10 +113,10 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
 
 
 def why_not_of(new: Mapping[str, Tensor], served: Mapping[str, Tensor]) -> str:
-    """Returns why tensors cannot belong to the served model. Empty if no reason is found.
+    """Returns the reason why tensors cannot belong to the served model. Empty if no reason is found.
 
-    Libraries add prefixes (``model.`` or ``model.language_model.``) and drop tied tensors when they save a model. So
-    this compares only the shapes of tensors with equal names, and checks that some names have the same suffix.
+    Libraries add prefixes (``model.`` or ``model.language_model.``) and drop tied tensors when they save a model. The
+    check therefore only compares the shapes of tensors with equal names, and requires some names to share a suffix.
     """
     for name in new.keys() & served.keys():
         if new[name].shape != served[name].shape:

@@ -1,15 +1,15 @@
 """Summaries of event files: ``RUN/events/<pod>.<start>.summary`` and ``<pod>.<start>.condensed``.
 
-Event files grow with every rollout. After a day, readers would have to read gigabytes. So each pod periodically writes
-a summary of its own file. A summary contains the number of bytes that it covers, and the events that still matter:
-those of the pod, its workers and unfinished rollouts. It also contains counts of the other events, and 8 bytes for each
-successful rollout. Readers continue after the covered bytes. A summary is only an optimisation. Readers read all events
-if it is missing, damaged, of another version, or covers more bytes than the file has.
+Event files grow with every rollout, to gigabytes within a day. To spare readers, each pod periodically writes a summary
+of its own file. A summary contains the number of bytes that it covers, and the events that still matter: those of the
+pod, its workers and unfinished rollouts. The remaining events are reduced to counts and 8 bytes per successful rollout.
+Readers continue after the covered bytes. Summaries are only an optimisation. Readers fall back to the events if a
+summary is missing, damaged, of another version, or covers more bytes than the file has.
 
-``<pod>.<start>.condensed`` replaces the event files of this start of a pod and of all earlier starts. They are then
-removed (:mod:`megaflow_hpc.rundir.pods.condensing`). So a pod has a few files no matter how often it started, and one
-file once it is over. If a pod has several such files, the one with the highest start counts. Readers ignore the event
-files of the starts that it covers.
+``<pod>.<start>.condensed`` replaces the event files of this start and of all earlier starts of the pod, which are then
+removed (:mod:`megaflow_hpc.rundir.pods.condensing`). A pod therefore has only a few files however often it starts, and
+one file once it is over. If a pod has several condensed files, the one with the highest start is used, and readers
+ignore the event files of the starts that it covers.
 
 ::
 
@@ -47,9 +47,9 @@ SUFFIX = ".summary"
 CONDENSED = ".condensed"
 EVENTS = ".jsonl"
 DIGEST = 8
-"""Bytes per digest of a rollout id. With ten million ids, one in 400,000 campaigns has a collision."""
+"""Size of a rollout id's digest in bytes. With ten million ids, one in 400,000 campaigns has a collision."""
 RECENT_S = 300.0
-"""Count stored rollouts by the second for this many seconds before the last event."""
+"""Length of the window before the last event, in seconds, for which stored rollouts are counted per second."""
 
 
 class EndedBadly(msgspec.Struct, array_like=True, gc=False):
@@ -59,7 +59,7 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
     status: Outcome
     kind: str
     error: str
-    """Error message. Empty except for the first error of its kind in this pod."""
+    """Error message. Stored only for the first error of each kind in the pod, otherwise empty."""
     t: Time
     seconds: Number
     turns: Count
@@ -67,12 +67,12 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
     began: tuple[Count, Count, Time] | None
     """(rank, attempt number, start time) of the last attempt, if known."""
     start: str = ""
-    """Start of the pod that ran this attempt. Empty if the summary covers only one start."""
+    """Pod start that ran this attempt. Empty if the summary covers only one start."""
     node: str = ""
     """Node that ran this attempt. Empty if the summary covers only one start."""
 
     def to_event(self) -> RolloutEvent:
-        """Returns the event, with the fields that were kept."""
+        """Reconstructs the event from the stored fields."""
         return RolloutEvent(
             t=self.t,
             id=self.id,
@@ -86,99 +86,98 @@ class EndedBadly(msgspec.Struct, array_like=True, gc=False):
 
 
 class Summary(Event, tag="summary"):
-    """Aggregate of a pod's first events. Readers apply the later events after it."""
+    """Aggregate of a pod's earlier events. Readers apply the remaining events on top of it."""
 
     covers: Count
     """Number of bytes of the event file that this summary covers."""
     events: list[AnyEvent]
-    """The events that still matter, in order."""
+    """Events that are still needed individually, in order."""
     ended_well: dict[str, dict[Outcome, Count]]
-    """Policy → status → number of successful rollouts."""
+    """Maps policy and status to the number of successful rollouts."""
     digests: bytes
-    """Digests of the ids of successful rollouts, unordered, :data:`DIGEST` bytes each."""
+    """Digests of the ids of successful rollouts, in no particular order, :data:`DIGEST` bytes each."""
     inexact: dict[str, Count]
-    """Policy → number of turns with inexact token ids in successful rollouts."""
+    """Maps each policy to the number of turns with inexact token ids in successful rollouts."""
     ended_badly: list[EndedBadly]
     retries: dict[str, Count]
-    """Cause → number of failed attempts that were retried. Includes the attempts in :attr:`events`, as do the next two
-    fields."""
+    """Maps each cause to the number of retried attempts, including those in :attr:`events`."""
     failures: dict[str, dict[str, Count]]
-    """Cause → node → number of failed attempts."""
+    """Maps cause and node to the number of failed attempts, including those in :attr:`events`."""
     recent: dict[Count, Count]
-    """Second → number of rollouts stored in that second, for the last minutes before :attr:`t`."""
+    """Maps Unix seconds to the number of rollouts stored in each, for :data:`RECENT_S` seconds before :attr:`t`."""
     constrained: dict[str, Count] = msgspec.field(default_factory=dict)
-    """Policy → number of turns with constrained tokens in successful rollouts."""
+    """Maps each policy to the number of turns with constrained tokens in successful rollouts."""
     busy_at: Time = 0.0
-    """Time at which the pod last started or ended a rollout."""
+    """Time when the pod last started or ended a rollout."""
     stored: Count = 0
-    """Number of stored results. Counts a rollout again if it was stored again."""
+    """Number of stored results. A rollout stored twice counts twice."""
     version: int = VERSION
 
 
 class Condensed(Summary, tag="condensed", kw_only=True):
-    """Aggregate of several starts of a pod. :attr:`events` contains failed attempts of unsuccessful rollouts."""
+    """Aggregate of several starts of a pod. :attr:`events` contains the failed attempts of unsuccessful rollouts."""
 
     starts: Count
-    """Number of starts that left events."""
+    """Number of starts aggregated."""
     after: int
-    """Last start that the previous condensed file covers, or -1."""
+    """Last start covered by the previous condensed file. -1 if there was none."""
     sizes: dict[str, Count]
-    """Start → bytes of its event file, for the starts after :attr:`after`."""
+    """Maps each start after :attr:`after` to the size of its event file in bytes."""
     slots: list[tuple[Time, Time, Number]]
     """(begin, end, mean number of slots) of successive periods."""
     last: list[AnyEvent] | None = None
-    """Events of the pod itself and of its workers in the last start, in order."""
+    """Events of the pod itself and of its workers during the last start, in order."""
     seen: bool = False
-    """True if the reader has already yielded all events that this replaces. Set by the reader."""
+    """True if the reader has already yielded every event that this record replaces. Set by the reader."""
 
 
 T = TypeVar("T", bound=Summary)
 
 
 def digest(rollout: str) -> bytes:
-    """Returns the digest of a rollout id."""
+    """Returns the hash of a rollout id."""
     return hashlib.blake2b(rollout.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
 
 
 class WantedPods:
-    """Finds given rollouts in the digests of many pods. Takes about 0.05 s for each million digests."""
+    """Searches the digests of many pods for given rollouts. Takes about 0.05 s per million digests."""
 
     def __init__(self, rollouts: Iterable[str]) -> None:
         self._ids = {int.from_bytes(digest(rollout), sys.byteorder): rollout for rollout in rollouts}
         self._wanted = set(self._ids)
 
     def among(self, digests: bytes) -> list[str]:
-        """Returns the wanted rollouts whose digests are present."""
+        """Returns the wanted rollouts whose digests occur in ``digests``."""
         return [self._ids[number] for number in self._wanted.intersection(memoryview(digests).cast("Q"))]
 
 
 def busy_at(before: float, event: AnyEvent) -> float:
-    """Returns the time at which a pod last started or ended a rollout, or else wrote its first event.
+    """Returns the time when a pod last started or ended a rollout, or else the time of its first event.
 
     Args:
-        before: Result for the preceding event, or 0 for the first event.
+        before: Result for the preceding events. 0 if there are none.
         event: The latest event.
     """
     return event.t if isinstance(event, (StartEvent, RolloutEvent, AttemptEvent)) or not before else before
 
 
 def path_of(events: Path) -> Path:
-    """Returns the path of an event file's summary."""
+    """Returns the path of the summary of an event file."""
     return events.with_suffix(SUFFIX)
 
 
 def start_number(start: str) -> int:
-    """Returns the number of a pod's start. -1 if the start has no number. Such starts are never condensed."""
+    """Parses the number of a pod's start. Returns -1 if the start has no number. Such starts are never condensed."""
     return int(start) if start.isascii() and start.isdecimal() and len(start) < 18 else -1
 
 
 def write(events: Path, summary: Summary) -> int:
-    """Replaces the summary of an event file and returns its size in bytes. Raises OSError."""
+    """Replaces the summary of an event file, and returns the summary's size in bytes. Raises OSError."""
     return write_record(path_of(events), summary)
 
 
 def write_record(path: Path, summary: Summary) -> int:
-    """Writes a summary to ``path`` and returns its size in bytes. Raises OSError."""
+    """Writes a summary to ``path``, and returns its size in bytes. Raises OSError."""
     try:
         body = _encoder.encode(summary)
     except UnicodeEncodeError:  # lone surrogates, from program output that is not valid text
@@ -188,7 +187,7 @@ def write_record(path: Path, summary: Summary) -> int:
 
 
 def read(events: Path) -> Summary | None:
-    """Returns the summary of an event file. ``None`` if it is missing or unusable."""
+    """Reads the summary of an event file. Returns ``None`` if it is missing or unusable."""
     try:
         summary = _read_record(path_of(events), _decoder)
         return summary if summary is not None and events.stat().st_size >= summary.covers else None
@@ -197,7 +196,7 @@ def read(events: Path) -> Summary | None:
 
 
 def read_condensed(path: Path) -> Condensed | None:
-    """Returns the content of a condensed file. ``None`` if the file is damaged. Raises OSError."""
+    """Reads a condensed file. Returns ``None`` if it is damaged. Raises OSError."""
     return _read_record(path, _condensed_decoder)
 
 

@@ -1,13 +1,13 @@
-"""Files in which a trainer shows its state to other processes: its commits, its starts, and how the last start ended.
+"""Files through which a trainer exposes its state: its commits, its starts, and how the last start ended.
 
 ::
 
     RUN/training/<policy>/
       commits/000012.json     :class:`Commit`: step 12 is complete
-      amendments/000003.json  :class:`~megaflow_hpc.rundir.amendments.Amendment`: a step is left out, or changed
-      trainers/000002.json    :class:`Trainer`: the trainer's second start; earlier starts may no longer commit
-      last                    how the latest ended start ended, and the end of its log; written by the batch shell
-      gpu-<job>-<node>.*      GPUs that trainer and engine use in turn: :class:`SharedGpu`
+      amendments/000003.json  :class:`~megaflow_hpc.rundir.amendments.Amendment`: a change to an open step
+      trainers/000002.json    :class:`Trainer`: the trainer's second start; earlier starts can no longer commit
+      last                    how the latest start ended, and the end of its log; written by the batch shell
+      gpu-<job>-<node>.*      GPUs that the trainer and the engine use in turn: :class:`SharedGpu`
 
 All other files in this directory are private to the trainer (:mod:`megaflow_hpc.training`).
 """
@@ -31,14 +31,14 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import cause
 
 LAST_WORD_LOG_BYTES = 4000
-"""Store this many bytes from the end of the log with the last word."""
+"""Number of bytes from the end of the log to store with the last word."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 _NUMBERED = re.compile(r"(\d{6,})\.json")
-"""File name of a numbered record."""
+"""Matches the file name of a numbered record."""
 FOR_GOOD = ("failed", "lost")
-"""Last words that prevent a restart of the trainer: an error, or too many starts without a commit."""
+"""Last words of a trainer that is not restarted: an error, or too many starts without a commit."""
 
 
 def numbered(folder: Path) -> list[int]:
@@ -56,23 +56,23 @@ class Commit(msgspec.Struct, kw_only=True):
 
     step: int
     plan: str = ""
-    """Digest of the plan."""
+    """Digest of the step's plan."""
     columns: str = ""
-    """Digest of the file with the step's columns. Empty if it has none."""
+    """Digest of the file that contains the step's columns. Empty if there is none."""
     checkpoint: str | None = None
-    """Directory of the trainer's state after the step, relative to RUN if it is inside. ``None`` if none was saved."""
+    """Checkpoint directory saved after the step, relative to RUN if inside it. ``None`` if none was saved."""
     weights: int = 0
     """The policy's newest weight version after the step. 0 is the campaign's initial model."""
     trainer: int = 0
     metrics: dict[str, float] = {}
     amendments: int = 0
-    """Number of amendments that were known when the step was trained (:mod:`~megaflow_hpc.rundir.amendments`)."""
+    """Number of amendments that existed when the step was trained (:mod:`~megaflow_hpc.rundir.amendments`)."""
     at: float = 0.0
-    """Unix seconds."""
+    """Commit time, as a Unix timestamp in seconds."""
 
 
 class Trainer(msgspec.Struct, kw_only=True):
-    """One start of a policy's trainer."""
+    """A start of a policy's trainer."""
 
     consumer: str = ""
     node: str = ""
@@ -82,14 +82,14 @@ class Trainer(msgspec.Struct, kw_only=True):
 
     @classmethod
     def here(cls, consumer: str) -> Trainer:
-        """Returns a record of the current process."""
+        """Creates a record of the current process."""
         job = os.environ.get("SLURM_JOB_ID", "")
         return cls(consumer=consumer, node=node_name(), pid=os.getpid(), job_id=job, at=time.time())
 
 
 @dataclass(frozen=True)
 class LastWord:
-    """How one start of the trainer ended."""
+    """How a start of the trainer ended."""
 
     word: str
     """``done``, ``requeued``, ``left`` (ended by Slurm or the job's owner), or one of :data:`FOR_GOOD`."""
@@ -97,14 +97,14 @@ class LastWord:
     exit_status: int
     log: str
     cause: str
-    """The log line that best explains it."""
+    """The log line that best explains the end."""
 
 
 def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, written: int = 0) -> None:
-    """Records how one start of a trainer ended, and the end of its log, in the format that ``trainer.sh`` uses.
+    """Records how a start of the trainer ended, with the end of its log, in the same format as ``trainer.sh``.
 
     Args:
-        written: Number of bytes in the log from earlier starts.
+        written: Number of bytes that earlier starts wrote to the log.
     """
     with open(log, "rb") as file:
         file.seek(max(written, file.seek(0, os.SEEK_END) - LAST_WORD_LOG_BYTES))
@@ -114,29 +114,29 @@ def say_last(run: RunDir, policy: str, word: str, exit_status: int, log: Path, w
 
 
 class GpuRequest(msgspec.Struct, frozen=True):
-    """The trainer's request. It exists while the trainer wants or holds the GPUs."""
+    """The trainer's request for the GPUs. It exists while the trainer wants or holds them."""
 
     turn: str
-    """Unique id of one use of the GPUs."""
+    """Unique id of this use of the GPUs."""
     process: str
-    """Process that outlives all other processes of this turn (:class:`~megaflow_hpc.host.process.Identity`)."""
+    """Process that outlives all other processes using the GPUs (:class:`~megaflow_hpc.host.process.Identity`)."""
     boot: str
 
 
 class GpuGrant(msgspec.Struct, frozen=True):
-    """The server's grant. Its engines do not use the GPUs while the request exists and the trainer is alive."""
+    """The server's grant. Its engine does not use the GPUs while the request exists and the trainer is alive."""
 
     turn: str
     wake_s: float = 0.0
-    """Seconds that the engine took to wake up after the previous turn, including loading weights."""
+    """Seconds that the engine needed to wake up after the previous turn, including loading weights."""
 
 
 class SharedGpu:
-    """GPUs that a policy's trainer and its engine use in turn. Two files serve as the lock, each with one writer.
+    """GPUs that a policy's trainer and engine use in turn. Two single-writer files serve as the lock.
 
-    Both sides run on the same node in the same job. So each side can check whether a process of the other side is
-    alive. The trainer uses the GPUs only while the server's file names its turn. The server starts or wakes an engine
-    only while no live trainer wants the GPUs. So neither side needs to know whether the other side was killed.
+    Both sides run on the same node in the same job, so each can check whether the other's process is alive. The trainer
+    uses the GPUs only while the server's file grants its turn. The server starts or wakes its engine only while no live
+    trainer wants the GPUs. Neither side needs to be notified if the other is killed.
     """
 
     def __init__(self, run: RunDir, policy: str) -> None:
@@ -148,22 +148,22 @@ class SharedGpu:
     # --- used by the trainer ---
 
     def want(self, turn: str, process: Identity) -> None:
-        """Requests the GPUs until :meth:`release` is called or the process ends."""
+        """Requests the GPUs. The request lasts until :meth:`release` is called or the process ends."""
         write_atomic(self._wish_file, msgspec.json.encode(GpuRequest(turn, str(process), boot_id())))
 
     def given(self, turn: str) -> GpuGrant | None:
-        """Returns the server's grant for this turn. ``None`` until the server releases the GPUs."""
+        """Returns the server's grant for this turn. ``None`` while the server still uses the GPUs."""
         given = try_read_json(self._given_file, GpuGrant)
         return given if given and given.turn == turn else None
 
     def release(self) -> None:
-        """Withdraws the request, once the trainer no longer uses the GPUs."""
+        """Withdraws the request. Call it once the trainer no longer uses the GPUs."""
         self._wish_file.unlink(missing_ok=True)
 
     # --- used by the server ---
 
     def wanted(self) -> str:
-        """Returns the turn of a live trainer that wants or holds the GPUs. Empty without one."""
+        """Returns the turn requested by a live trainer. Empty if no live trainer wants or holds the GPUs."""
         try:
             self._wish = read_json(self._wish_file, GpuRequest)
         except FileNotFoundError:
@@ -175,12 +175,12 @@ class SharedGpu:
         return wish.turn if wish and process and process.alive() else ""
 
     def give(self, given: GpuGrant) -> None:
-        """Grants the GPUs to a turn. Raises OSError."""
+        """Grants the GPUs to the trainer for one turn. Raises OSError."""
         write_atomic(self._given_file, msgspec.json.encode(given))
 
 
 class TrainingView:
-    """Read-only view of one policy's training. Caches the commits that it has read."""
+    """Read-only view of a policy's training. Caches commits."""
 
     def __init__(self, run: RunDir, policy: str) -> None:
         self.policy, self._path, self._lease = policy, run.training / policy, run.ledger / "open" / policy
@@ -192,7 +192,7 @@ class TrainingView:
         return self._lease.exists()
 
     def commits(self, count: int) -> list[Commit]:
-        """Returns the last ``count`` commits, oldest first. Skips unreadable commits."""
+        """Returns the ``count`` most recent commits, oldest first. Skips unreadable ones."""
         numbers = self._numbers("commits")[-count:]
         commits = {}
         for number in numbers:
@@ -205,12 +205,12 @@ class TrainingView:
         return list(commits.values())
 
     def trainers(self) -> list[Trainer]:
-        """Returns every start of the trainer, oldest first."""
+        """Returns all starts of the trainer, oldest first."""
         starts = (self._read(Trainer, "trainers", number) for number in self._numbers("trainers"))
         return [start for start in starts if start]
 
     def last_word(self) -> LastWord | None:
-        """Returns the last word of the latest start that ended. ``None`` if it is missing or unreadable."""
+        """Returns the last word of the most recently ended start. ``None`` if it is missing or unreadable."""
         try:
             first, _, end = read_regular(self._path / "last").decode("utf-8", "replace").partition("\n")
             word, node, status, log = first.split(" ", 3)

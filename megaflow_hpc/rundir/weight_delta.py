@@ -1,16 +1,16 @@
-"""Deltas: weight versions that are stored as the difference from an earlier full version, and restored bit for bit.
+"""Deltas: weight versions stored as the difference from an earlier full version, and restored bit for bit.
 
 ::
 
     RUN/weights/7/
       delta.json                 {"base": 5, "files": {"model.safetensors": {"size": …, "word": 2, "sha256": …}}}
-      model.safetensors.delta    positions and values of the words in that file that differ from version 5
+      model.safetensors.delta    positions and values of the words that differ from version 5
       config.json, …             as in a full version
 
 At small learning rates, most bfloat16 weights do not change: one Adam step at 1e-6 changes about 2 %. Files are
 compared word by word (2 bytes for bfloat16, 4 for float32). The gaps between changed words, and the XOR of those words
 with the base, are deflated separately. An unchanged word costs a fraction of a bit. Files are processed in chunks of
-:data:`WORDS` words, and are never in memory as a whole.
+:data:`WORDS` words, so they never need to fit in memory.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ except ImportError:  # no wheel for this architecture: zlib writes the same form
     from zlib import compress as _compress
 
 WORDS = 2**23
-"""Compare this many words at a time: 16 MB in bfloat16."""
+"""Number of words to compare at a time: 16 MB in bfloat16."""
 MIN_DELTA_FACTOR = 4
-"""Minimum ratio of full size to delta size. With a larger delta, a full version is published instead."""
+"""Minimum ratio of full size to delta size. If the ratio is lower, the full version is published instead."""
 SUFFIX = ".delta"
 WIDTHS = {"BF16": 2, "F16": 2}
-"""Word size in bytes by the safetensors dtype of a file's first tensor. Other dtypes use 4."""
+"""Word size in bytes, by the safetensors dtype of a file's first tensor. 4 for other dtypes."""
 _HEADER = struct.Struct("<4I")
-"""Header of a chunk: bytes of the gaps, bytes of the deflated gaps, number of changed words, bytes of the deflated
-words."""
+"""Chunk header: size of the gaps and of the deflated gaps in bytes, number of changed words, size of the deflated words
+in bytes."""
 
 
 def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int, int] | None:
-    """Writes the delta from the model directory ``base`` to ``whole`` into the new directory ``folder``.
+    """Writes the delta from model directory ``base`` to ``whole`` into the new directory ``folder``.
 
     Args:
-        whole: The model directory to publish, with safetensors.
-        base: The earlier full version ``number``.
+        whole: The model directory to publish, with safetensors files.
+        base: Directory of an earlier full version.
+        number: Version number of ``base``.
 
     Returns:
-        Size of the tensors and size of the delta, in bytes. If the two directories do not have the same files of the
-        same sizes, writes nothing and returns ``None``.
+        Size of the tensor files and size of the delta, in bytes. ``None`` if the two directories do not have tensor
+        files of the same names and sizes. In that case, nothing is written.
     """
     names = sorted(path.name for path in whole.iterdir() if path.suffix == ".safetensors")
     sizes = {name: (whole / name).stat().st_size for name in names}
@@ -89,8 +90,10 @@ def write_delta(whole: Path, base: Path, number: int, folder: Path) -> tuple[int
 
 
 def write_small_delta(whole: Path, base: Path, number: int, folder: Path) -> bool:
-    """Writes a delta like :func:`write_delta`, and keeps it if it is small enough. Returns whether it was kept. Never
-    stores a LoRA adapter as a delta."""
+    """Writes a delta like :func:`write_delta`, but keeps it only if it is small enough. Returns whether it was kept.
+
+    LoRA adapters are never stored as deltas.
+    """
     if (whole / ADAPTER).exists():
         return False
     delta = write_delta(whole, base, number, folder)
@@ -101,10 +104,10 @@ def write_small_delta(whole: Path, base: Path, number: int, folder: Path) -> boo
 
 
 def put_together(delta: Path, base: Path, whole: Path) -> Path:
-    """Restores the full model directory ``whole`` from a delta version, atomically.
+    """Restores the full model directory ``whole`` from a delta, atomically.
 
     Raises:
-        ConfigError: The base is missing, or the result differs from what was published.
+        ConfigError: The base is missing, or the result differs from the published model.
     """
     if whole.is_dir():
         return whole
@@ -148,7 +151,7 @@ def _words(data: bytes, word: int) -> NDArray[Any]:
 
 
 def _encode(new: bytes, old: bytes, word: int) -> bytes:
-    """Encodes a chunk: the gaps between changed words, and the XORs. In a gap, 255 means 255 plus the next byte."""
+    """Encodes a chunk as gaps between changed words, and XOR values. A gap byte of 255 continues in the next byte."""
     change = _words(new, word) ^ _words(old, word)
     at = np.flatnonzero(change)
     gaps = np.diff(at, prepend=-1) - 1

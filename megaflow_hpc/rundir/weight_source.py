@@ -1,4 +1,4 @@
-"""Validation of weights before they are published. An engine must be able to load them for the policy's model."""
+"""Validates weights before they are published: an engine must be able to load them for the policy's model."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from megaflow_hpc.rundir.safetensors import read_directory, why_not_of
 
 TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 ADAPTER = "adapter_config.json"
-"""File that identifies a directory as a LoRA adapter in PEFT's format."""
+"""File whose presence marks a directory as a LoRA adapter in PEFT's format."""
 DELTA = "delta.json"
-"""File that identifies a directory as a delta to another version (:mod:`megaflow_hpc.rundir.weight_delta`)."""
+"""File whose presence marks a directory as a delta to another version (:mod:`megaflow_hpc.rundir.weight_delta`)."""
 LORA_RANK = 16
-"""vLLM's default for ``max-lora-rank``."""
+"""Default of vLLM's ``max-lora-rank``."""
 MATCHING_KEYS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
-"""Keys of ``config.json`` that must be equal in the trained and the served model."""
+"""Keys of ``config.json`` that must be the same in the trained and the served model."""
 MAX_COPIED_BYTES = 64 * 2**20
-"""Copy only files up to this size, such as a tokenizer, from the campaign's model into a version that lacks them."""
+"""Maximum size of a file, such as a tokenizer, that is copied from the campaign's model if a version lacks it."""
 
 
 class Adapter(msgspec.Struct):
-    """The parts of an adapter's configuration that decide whether an engine can load it."""
+    """The fields of an adapter's configuration that determine whether an engine can load it."""
 
     r: int
-    """The adapter's rank."""
+    """Rank of the adapter."""
 
 
 class DeltaFile(msgspec.Struct):
-    """A tensor file that is stored as a delta."""
+    """A tensor file stored as a delta."""
 
     size: int
     """Size of the full file in bytes."""
@@ -47,18 +47,21 @@ class DeltaFile(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """Content of :data:`DELTA`."""
+    """Content of ``delta.json``."""
 
     base: int
-    """Number of the base version."""
+    """Number of the version that the delta is relative to."""
     files: dict[str, DeltaFile]
 
 
 def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Returns the policy that weights are published for, and its ``model`` section.
+    """Returns the policy to publish weights for, and its ``model`` section.
+
+    Args:
+        policy: Name of the policy. ``None`` selects the only policy with a model.
 
     Raises:
-        ConfigError: The policy is unknown, or its model is an external endpoint.
+        ConfigError: The policy is unknown, ambiguous, or uses an external endpoint.
     """
     models = {name: entry.model for name, entry in read_run(run).policies.items() if entry.model}
     if policy is None and len(models) == 1:
@@ -73,7 +76,7 @@ def policy_of(run: RunDir, policy: str | None) -> tuple[str, Mapping[str, Any]]:
 
 
 def check(source: Path, model: Mapping[str, Any]) -> None:
-    """Checks that a directory contains weights for the engine of a ``model`` section.
+    """Checks that a directory contains weights that the engine of a ``model`` section can load.
 
     Raises:
         ConfigError: The weights are missing or cannot be loaded. The message says why.
@@ -95,7 +98,7 @@ def check(source: Path, model: Mapping[str, Any]) -> None:
 
 
 def why_not_served(base: Path, served: Path) -> str:
-    """Returns why a model trained from ``base`` cannot replace ``served``. Empty if no reason is found."""
+    """Returns the reason why a model trained from ``base`` cannot replace ``served``. Empty if no reason is found."""
     if base == served:
         return ""
     ours, theirs = (_read(folder / "config.json") for folder in (base, served))
@@ -111,12 +114,12 @@ def why_not_served(base: Path, served: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Reads a JSON file of a model directory. Returns an empty result if the file is missing or unreadable."""
+    """Reads a JSON file of a model directory. Returns an empty dict if the file is missing or unreadable."""
     return try_read_json(path, dict[str, Any]) or {}
 
 
 def _check_tensors(source: Path, model: Mapping[str, Any], whole: bool) -> None:
-    """Checks the headers of tensors. If an engine found the error instead, the policy would be down for minutes."""
+    """Checks the tensor headers, because a load failure in the engine would take the policy down for minutes."""
     tensors = read_directory(source)
     base = Path(str(model.get("path") or ""))
     if not whole or not base.is_dir():
@@ -147,7 +150,11 @@ def _check_adapter(source: Path, model: Mapping[str, Any]) -> None:
 
 
 def base_of(folder: Path) -> int | None:
-    """Returns the number of a delta's base version. ``None`` for a full version."""
+    """Returns the version number of a delta's base. ``None`` for a full version.
+
+    Raises:
+        ConfigError: The delta's description cannot be read.
+    """
     try:
         return read_json(folder / DELTA, Delta).base
     except FileNotFoundError:
@@ -157,7 +164,7 @@ def base_of(folder: Path) -> int | None:
 
 
 def complete(staged: Path, model: Mapping[str, Any]) -> None:
-    """Copies files of the campaign's model that a version lacks, because an engine may start from the version."""
+    """Copies missing files from the campaign's model into a version, so that an engine can start from it."""
     base = Path(str(model.get("path") or ""))
     if model.get("engine") == "scripted" or not model.get("path") or not base.is_dir() or (staged / ADAPTER).exists():
         return

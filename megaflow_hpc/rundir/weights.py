@@ -8,22 +8,22 @@
                               (and checksums.json if the policy has several servers)
       4/                      or a LoRA adapter (adapter_config.json) for the campaign's own model
       5/                      or a delta to an earlier version (delta.json); see weight_delta
-      1/megaflow-weights.json remains of a removed version; its number is never reused
+      1/megaflow-weights.json record of a removed version, whose number is never reused
 
 A version is complete before it becomes visible. The publisher writes and fsyncs its files in a hidden directory. One
-rename gives the version its number ``n``. Another rename updates the pointer. *Numbers* are positive and increase
-across all policies of a run. Version 0 is the model of the campaign file. *Ordinals* count the versions of one policy:
-0 is the campaign's model, then 1, 2, … Staleness is a difference of ordinals. A *token* (a trainer's step) makes
-publishing idempotent: publishing with the same token again returns the existing version.
+rename gives the version its number ``n``. Another rename updates the pointer. *Version numbers* are positive and
+increase across all policies of a run. Version 0 is the campaign file's model. *Ordinals* count the versions of one
+policy: 0 is the campaign's model, then 1, 2, … Staleness is a difference of ordinals. A *token*, such as a trainer's
+step, makes publishing idempotent: publishing again with the same token returns the existing version.
 
 Publishers may run concurrently on several nodes, and be killed at any moment. Only one publisher can rename its
-directory to a number. That publisher has read all lower versions, so the ordinal and token in its files are correct
-without a lock. In the end, the pointer names the highest number, no matter which publisher writes last. If a publisher
-was killed before it updated the pointer, the next one updates it. A killed publisher leaves a hidden directory. No
-process reads it, and the next publisher removes it.
+directory to a given number, and it has read all lower versions beforehand. The ordinal and token in its files are
+therefore correct without a lock. The pointer ends up at the highest number, no matter which publisher writes it last.
+If a publisher was killed before it updated the pointer, the next one updates it. A killed publisher leaves behind a
+hidden directory, which no process reads and the next publisher removes.
 
-``checksums.json`` contains the size and SHA-256 of each file. Engines compare their copies with it. A single server
-reads a version where it is, so its policy needs no checksums.
+``checksums.json`` contains the size and SHA-256 of each file. Servers verify their copies against it. A policy's only
+server reads versions in place, so it needs no checksums.
 """
 
 from __future__ import annotations
@@ -56,30 +56,30 @@ from megaflow_hpc.rundir.weight_source import ADAPTER, base_of, check, complete,
 
 CHECKSUMS = "checksums.json"
 MAX_THREADS = 8
-"""Read at most this many files at a time."""
+"""Maximum number of files to read concurrently."""
 
 
 class Checksum(msgspec.Struct, frozen=True):
-    """Size and digest of a file."""
+    """Size and hash of a file."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
-    """SHA-256 in hexadecimal."""
+    """Hexadecimal SHA-256."""
 
 
 def checksum(path: Path) -> Checksum:
-    """Reads a file and returns its checksum. Raises OSError."""
+    """Computes the checksum of a file. Raises OSError."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return Checksum(file.tell(), digest.hexdigest())
 
 
 def write_checksums(folder: Path, known: Mapping[str, Checksum]) -> None:
-    """Writes the checksums of all files in a directory to :data:`CHECKSUMS`. Raises OSError.
+    """Writes the checksums of all files in a directory to ``checksums.json``. Raises OSError.
 
     Args:
-        known: File name → checksum that the file's writer computed. All other files are read.
+        known: Checksums already computed, by file name. All other files are read.
     """
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     sums = {n: known[n] for n in names if n in known and known[n].size == (folder / n).stat().st_size}
@@ -90,7 +90,7 @@ def write_checksums(folder: Path, known: Mapping[str, Checksum]) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, Checksum]:
-    """Returns file name → published checksum. Empty without a checksum file.
+    """Returns the published checksums by file name. Empty if there is no checksum file.
 
     Raises:
         OSError, ValueError: The file cannot be read, or is damaged.
@@ -106,25 +106,25 @@ def read_checksums(folder: Path) -> dict[str, Checksum]:
 
 ABOUT = "megaflow-weights.json"
 STALE_PUBLISHER_S = 86_400.0
-"""Remove the files of a publisher on another node after this many seconds. Copying a large model takes far less."""
+"""Age in seconds at which files of a publisher on another node are removed. Copying a large model takes less time."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """One weight version. ``version`` 0 with an empty path is the campaign's own model."""
+    """A weight version. Number 0 with an empty path is the campaign's own model."""
 
     version: int = 0
     path: str = ""
-    """Directory of the version. Empty if its files were removed."""
+    """Directory of the version. Empty if its files have been removed."""
     policy: str = ""
     published_at: float = 0.0
-    """Unix seconds."""
+    """Publication time, as a Unix timestamp in seconds."""
     ordinal: int = 0
-    """Position among the policy's versions, from 1. 0 is the campaign's model."""
+    """Position among the policy's versions, starting at 1. 0 is the campaign's model."""
     token: str = ""
     """Idempotency token chosen by the publisher."""
     digest: str = ""
-    """Digest of the content, supplied by the publisher."""
+    """Digest of the content, if the publisher supplied it."""
 
     @property
     def adapter(self) -> bool:
@@ -133,31 +133,31 @@ class Version:
 
 
 class Pointer(msgspec.Struct):
-    """The file that names the version to serve now."""
+    """Content of the pointer file, which names the version to serve now."""
 
     version: int
     ordinal: int
 
 
 class VersionRecord(msgspec.Struct, kw_only=True):
-    """Record stored in a version's directory."""
+    """Metadata stored in a version's directory."""
 
     policy: str
     published_at: float = 0.0
-    """Unix seconds."""
+    """Publication time, as a Unix timestamp in seconds."""
     ordinal: int
     token: str = ""
     digest: str = ""
     source: str = ""
-    """Directory that was published."""
+    """Source directory of the version."""
     staged: str = ""
-    """Name of the hidden directory where the version was staged."""
+    """Name of the hidden directory in which the version was staged."""
     removed: bool = False
     """True if the version's other files have been removed."""
 
 
 def current(run: RunDir, policy: str) -> Version:
-    """Returns the version to serve now. Opens and reads one file, so cached attributes do no harm.
+    """Returns the version to serve now. Opens and reads only one file, so stale file attributes do not matter.
 
     Raises:
         OSError: The run directory is temporarily unreadable, so the version is unknown.
@@ -171,7 +171,7 @@ def current(run: RunDir, policy: str) -> Version:
 
 
 def newest(run: RunDir, policy: str) -> Version:
-    """Returns the highest version of a policy. The pointer lags behind it, especially after a publisher was killed.
+    """Returns a policy's newest version. The pointer may still name an older version if a publisher was killed.
 
     Lists ``RUN/weights`` and reads one small file for each version above the pointer's.
 
@@ -186,17 +186,17 @@ def newest(run: RunDir, policy: str) -> Version:
 
 
 def versions(run: RunDir, policy: str | None = None) -> list[Version]:
-    """Returns the versions of one policy or of all policies, oldest first. Excludes removed versions."""
+    """Returns the versions of one policy, or of all policies, oldest first. Omits removed versions."""
     return [version for version in _history(run, _numbers(run)) if version.path and policy in (None, version.policy)]
 
 
 def version(run: RunDir, number: int) -> Version | None:
-    """Returns the version with this number, or ``None`` if it does not exist or was removed. Raises OSError."""
+    """Returns the version with the given number. ``None`` if it does not exist or was removed. Raises OSError."""
     return next((found for found in _history(run, [number]) if found.path), None)
 
 
 def ordinals(run: RunDir, policy: str, known: Mapping[int, int] | None = None) -> dict[int, int]:
-    """Returns version number → ordinal for a policy, including removed versions. Version 0 has ordinal 0.
+    """Returns a policy's ordinals by version number, including removed versions. Version 0 has ordinal 0.
 
     Args:
         known: Result of an earlier call. Only newer versions are read, one small file each.
@@ -223,24 +223,26 @@ def publish(
     delta: bool = False,
     checksums: Mapping[str, Checksum] | None = None,
 ) -> Version:
-    """Publishes the model directory ``source`` as the policy's next version. Its servers will load it.
+    """Publishes the model directory ``source`` as the policy's next version, which its servers then load.
 
     Args:
         run: The campaign's run directory.
-        source: Weights in the engine's format, usually a Hugging Face directory with safetensors. Other files of the
-            campaign's model that it lacks (configuration, tokenizer, chat template) are added to the copy. It may also
-            be a LoRA adapter, if the engine was started for adapters (``args: {enable-lora: true}`` for vLLM).
-        policy: The policy whose model this is. May be omitted if there is only one.
-        move: Rename the directory instead of copying it. It must be on the run directory's file system.
-        keep: Remove all but this many of the policy's newest versions.
-        token: Name of this act of publishing, such as ``step-000012``. If the policy has a version with this token,
-            that version is returned and ``source`` is ignored.
-        digest: Digest of the content, if the publisher knows it. It is compared if the token is used again.
-        delta: Write only the difference from the policy's last whole version, if it is small. ``source`` is kept.
-        checksums: File name → checksum that the file's writer computed, so that the file is not read again.
+        source: Weights in the engine's format, usually a Hugging Face directory with safetensors. Missing files
+            (configuration, tokenizer, chat template) are copied from the campaign's model. May also be a LoRA adapter,
+            if the engine was started for adapters (``args: {enable-lora: true}`` for vLLM).
+        policy: The policy to publish for. May be omitted if only one policy has a model.
+        move: Rename ``source`` instead of copying it. It must be on the same file system as the run directory.
+        keep: Remove all but this many of the policy's newest versions. ``None`` keeps all.
+        token: Idempotency token, such as ``step-000012``. If the policy already has a version with this token, that
+            version is returned and ``source`` is ignored.
+        digest: Digest of the content, if known. A repeated token with a different digest is an error.
+        delta: If the difference from the policy's last full version is small, store only that difference and keep
+            ``source``.
+        checksums: Checksums already computed, by file name. These files are not read again.
 
     Raises:
-        ConfigError: There is no such policy, ``source`` has no weights, or ``token`` was published with another digest.
+        ConfigError: The policy does not exist, ``source`` contains no weights that its engine can load, or ``token``
+            was published with another digest.
     """
     source = Path(source)
     policy, model = policy_of(run, policy)
@@ -256,7 +258,7 @@ def publish(
 
 
 def point(run: RunDir, policy: str) -> Version:
-    """Moves the pointer to the policy's highest version. Repeats if a higher one is published meanwhile."""
+    """Moves the pointer to the policy's newest version. Repeats if a newer one is published meanwhile."""
     written = None
     while written != (latest := newest(run, policy)):
         write_json(_pointer(run, policy), asdict(latest))
@@ -265,9 +267,9 @@ def point(run: RunDir, policy: str) -> Version:
 
 
 def prune(run: RunDir, policy: str, keep: int) -> list[int]:
-    """Removes all but the ``keep`` newest versions of a policy. Returns the removed numbers.
+    """Removes all but the ``keep`` newest versions of a policy. Returns the removed version numbers.
 
-    The current version and the base versions of remaining deltas are kept.
+    Always keeps the current version and the bases of remaining deltas.
     """
     present = versions(run, policy)
     kept = [current(run, policy), *present[-max(1, keep) :]]
@@ -277,7 +279,7 @@ def prune(run: RunDir, policy: str, keep: int) -> list[int]:
         (run.weights / f".removing.{number}").touch(mode=0o600)
     for mark in run.weights.glob(".removing.*"):  # including those of publishers that were killed
         if (name := mark.name.removeprefix(".removing.")).isdecimal():
-            _empty(run.weights / name)
+            _remove_files(run.weights / name)
         remove_tree(mark, ignore_errors=True)
     return old
 
@@ -297,7 +299,7 @@ def _numbers(run: RunDir) -> list[int]:
 
 
 def _about(folder: Path) -> VersionRecord | None:
-    """Returns the record in a version's directory. ``None`` if it is not a version. Raises OSError."""
+    """Returns the metadata in a version's directory. ``None`` if the directory is not a version. Raises OSError."""
     try:
         return read_json(folder / ABOUT, VersionRecord)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -305,7 +307,7 @@ def _about(folder: Path) -> VersionRecord | None:
 
 
 def _history(run: RunDir, numbers: Iterable[int]) -> list[Version]:
-    """Returns the versions with these numbers, including removed versions."""
+    """Returns the versions with the given numbers, including removed versions."""
     history = []
     for number in numbers:
         folder = run.weights / str(number)
@@ -317,7 +319,7 @@ def _history(run: RunDir, numbers: Iterable[int]) -> list[Version]:
 
 
 def _published(history: Iterable[Version], policy: str, token: str, digest: str) -> Version | None:
-    """Returns the version that was published with a token.
+    """Returns the version that was published with a token. ``None`` if there is none.
 
     Raises:
         ConfigError: The version was published with another digest.
@@ -345,8 +347,10 @@ def _add(
     delta: bool,
     checksums: Mapping[str, Checksum] | None,
 ) -> Version:
-    """Stages a new version and gives it the next number. Returns this version, or the version that another process
-    published first with the same token."""
+    """Stages a new version and gives it the next number.
+
+    Returns the new version, or the version that another process has already published with the same token.
+    """
     host = _place()
     staged = run.weights / f".publishing.{host}.{Identity.of(os.getpid())}.{secrets.token_hex(4)}"
     try:
@@ -372,15 +376,14 @@ def _add(
                 (staged / added).unlink(missing_ok=True)
             os.rename(staged, source)
         remove_tree(staged, ignore_errors=True)
-        _sweep(run, host)
+        _remove_killed(run, host)
 
 
 def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Version:
-    """Renames a staged version to the first free number. A rename to a non-empty directory fails, so only one process
-    gets a number.
+    """Renames a staged version to the first free number. Renaming to a nonempty directory fails, so numbers are unique.
 
-    Version directories never disappear, so the process that gets ``n`` knows all lower versions. The ordinal that it
-    wrote beforehand is correct.
+    Version directories never disappear. The process that gets a number therefore knows all lower versions, so the
+    ordinal that it wrote beforehand is correct.
     """
     numbers = _numbers(run)
     below = _history(run, numbers)
@@ -416,8 +419,8 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
         return new
 
 
-def _empty(folder: Path) -> None:
-    """Removes a version's files. Keeps its number and record, so that ordinals never change."""
+def _remove_files(folder: Path) -> None:
+    """Removes a version's files but keeps its number and metadata, so that ordinals never change."""
     about = _about(folder)
     if about is None:
         return
@@ -430,12 +433,12 @@ def _empty(folder: Path) -> None:
 
 
 def _place() -> str:
-    """Returns an id of this node's boot and PID namespace. Pids are unique within both."""
+    """Returns an id for this node's boot and PID namespace, within which pids are unique."""
     return hashlib.sha256(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
 
 
-def _sweep(run: RunDir, host: str) -> None:
-    """Removes the files of killed publishers."""
+def _remove_killed(run: RunDir, host: str) -> None:
+    """Removes the staging directories of killed publishers."""
     for path in run.weights.glob(".publishing.*"):
         fields = path.name.split(".")
         identity = Identity.parse(fields[3]) if len(fields) > 3 and fields[2] == host else None

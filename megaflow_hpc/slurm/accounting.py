@@ -1,7 +1,7 @@
-"""Reads job states, with one squeue query per cluster for all jobs of a campaign, and explains why jobs are pending.
+"""Reads job states and explains why jobs are pending. One squeue query per cluster covers all jobs of a campaign.
 
-The query selects a user's jobs, never a list of ids. With several ids, squeue would fetch the cluster's whole job table
-(REQUEST_JOB_INFO) and filter it itself. Jobs that squeue no longer lists are looked up with sacct.
+The query selects jobs by user, never by a list of ids. Given several ids, squeue would fetch the cluster's whole job
+table (REQUEST_JOB_INFO) and filter it on the client. Jobs that squeue no longer lists are looked up with sacct.
 
 Slurm's reason codes are documented at https://slurm.schedmd.com/job_reason_codes.html. Unknown codes are shown
 unchanged.
@@ -40,15 +40,16 @@ WAITING = HELD | {"PENDING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"}
 """States of jobs without an allocation."""
 
 UNLAUNCHED = "launch failed requeued held"
-"""Slurm's reason for a job that a node could not start, for example after a failed prolog or an unresponsive slurmd."""
+"""Slurm's reason for a job that a node could not start, for example because the prolog failed or slurmd did not
+respond."""
 
 _FIELDS = "%i|%T|%S|%e|%N|%r"
-"""The reason is last because it may contain an administrator's free text."""
+"""Output format for squeue. The reason comes last because it may contain free text from an administrator."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """State of one array element (``<job>_<element>``) or of a plain job."""
+    """State of an array element (``<job>_<element>``) or of a plain job."""
 
     id: str
     state: str
@@ -56,18 +57,19 @@ class JobState:
     """Slurm's reason code for a pending job (:func:`explain`)."""
     node: str = ""
     starts_at: float | None = None
-    """Start of a running job, or expected start of a pending one, in Unix seconds. ``None`` without an estimate."""
+    """Start of a running job, or expected start of a pending one, in Unix seconds. ``None`` if unknown."""
     ends_at: float | None = None
-    """End of a running job's walltime, in Unix seconds. ``None`` if it has no limit."""
+    """Time when a running job reaches its walltime, in Unix seconds. ``None`` if it has no time limit."""
 
     @property
     def live(self) -> bool:
-        """Whether the job is pending, running or being requeued."""
+        """True if the job is pending, running or being requeued."""
         return self.state in LIVE
 
     @property
     def held(self) -> bool:
-        """Whether the job is held until it is released, before its first start or after a requeue."""
+        """True if the job is held until a user or administrator releases it, before its first start or after a
+        requeue."""
         return self.state in HELD or (self.state == "PENDING" and "held" in self.reason.lower())
 
     @property
@@ -77,7 +79,7 @@ class JobState:
 
     @property
     def unlaunched(self) -> bool:
-        """Whether Slurm holds the job because its node could not launch it."""
+        """True if Slurm holds the job because its node could not launch it."""
         return self.held and self.reason.lower().replace("_", " ") == UNLAUNCHED
 
 
@@ -100,10 +102,11 @@ def expand(job_id: str) -> list[str]:
 
 
 def live_jobs(job_ids: Iterable[str], user: int | None = None) -> dict[str, JobState]:
-    """Returns the jobs that squeue still lists, by element. These include jobs that ended a few minutes ago.
+    """Returns the jobs that squeue still lists, by element id. The list includes jobs that ended within the last few
+    minutes.
 
     Args:
-        user: Numeric id of the user to whom the jobs belong. Default: this user.
+        user: Numeric id of the jobs' owner. Default: this user.
 
     Raises:
         SiteError: A controller does not respond. The caller must not conclude that the jobs have ended.
@@ -128,7 +131,7 @@ def live_jobs(job_ids: Iterable[str], user: int | None = None) -> dict[str, JobS
 
 
 def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
-    """Returns job states from accounting, by element. Empty on a site without accounting."""
+    """Returns job states from accounting, by element id. Empty on a site without accounting."""
     states = {}
     for cluster, numbers in by_cluster(job_ids).items():
         try:
@@ -144,44 +147,45 @@ def finished_jobs(job_ids: Iterable[str]) -> dict[str, JobState]:
 
 
 ACCOUNTING_DELAY_S = 300.0
-"""How long after a job's end its record may still change, by late slurmdbd updates or a requeue."""
+"""A job's accounting record is final this many seconds after the job's end. Until then, slurmdbd may update it late, or
+the job may be requeued."""
 FIELDS = "JobID,State,Start,End,AllocCPUS,TotalCPU,AllocTRES,TRESUsageInTot"
 
 
 @dataclass(frozen=True)
 class ElementUse:
-    """One start of an element, with its allocation. Times are in Unix seconds."""
+    """Allocation of one start of an array element. Times are in Unix seconds."""
 
     id: str
     started_at: float
     ended_at: float | None
-    """``None`` while the job is running."""
+    """Time when this start ended. ``None`` while it is running."""
     cores: int
     gpus: int
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Allocation and actual usage of one start of an element."""
+    """Allocated and used resources of one start of an array element."""
 
     use: ElementUse
     state: str
     cpu_s: float
-    """CPU time of all processes. 0 until the first step has finished."""
+    """CPU seconds of all processes. 0 until the first step has finished."""
     memory_asked_mb: float | None
     memory_peak_mb: float | None
-    """Peak of the largest step, summed over its tasks. ``None`` if Slurm does not record it."""
+    """Peak memory in MiB of the largest step, summed over its tasks. ``None`` if Slurm does not record it."""
 
 
 StartsByJob = dict[str, list[Efficiency]]
-"""Job or array id → its starts."""
+"""Id of a job or array → starts of its elements."""
 
 
 def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Efficiency]:
-    """Returns the figures that ``seff`` reports, for every start of every element.
+    """Returns the resource usage that ``seff`` would report, for every start of every element.
 
     Args:
-        kept: Cache file for jobs whose records are final. Without it, all jobs are queried.
+        kept: Cache file for jobs whose accounting records are final. ``None`` queries all jobs.
 
     Raises:
         SiteError: The site has no accounting, or it does not respond.
@@ -202,7 +206,7 @@ def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Effic
 
 
 def _query(cluster: str, numbers: Iterable[str]) -> tuple[StartsByJob, set[str]]:
-    """Queries one cluster. Returns the starts by job, and the jobs whose records are not final yet."""
+    """Queries one cluster. Returns the starts by job, and the jobs whose accounting records are not final yet."""
     output = ask("sacct", *on(cluster), "-n", "-P", "-D", "-j", ",".join(numbers), "-o", FIELDS, epoch=True)
     starts_by_job: StartsByJob = {}
     open_: set[str] = set()
@@ -249,7 +253,8 @@ def _duration_s(text: str) -> float:
 
 
 def _megabytes(resources: str) -> float | None:
-    """Returns the memory in a TRES list such as ``…,mem=4000M,…``, in MiB. A number without a unit is in bytes."""
+    """Returns the memory of a TRES list such as ``…,mem=4000M,…``, in MiB, or ``None`` if it is missing. A number
+    without a unit is in bytes."""
     match = re.search(r"\bmem=([\d.]+)([KMGTP]?)", resources)
     if match is None:
         return None
@@ -335,7 +340,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("QOSMin.*", "it asks for less than the QOS takes", "see: sacctmgr show qos"),
 )
-"""Pattern for a whole code, meaning, remedy. The first match wins."""
+"""Rows of pattern, meaning and remedy. The pattern must match a complete reason code, and the first match wins."""
 
 
 def explain(reason: str) -> tuple[str, str]:
@@ -347,15 +352,15 @@ def explain(reason: str) -> tuple[str, str]:
 
 
 def waiting(jobs: Iterable[tuple[str, JobState]]) -> list[dict[str, Any]]:
-    """Returns the pending jobs, grouped by role and reason, largest group first.
+    """Groups the pending jobs by role and reason, largest group first.
 
     Args:
         jobs: Role and state of each job.
 
     Returns:
-        Rows with ``role``, ``reason``, ``jobs`` (their number), ``first`` (an id), ``means``, ``remedy`` and
-        ``starts_at``. ``starts_at`` is the earliest start that Slurm expects, in Unix seconds, or ``None`` without an
-        estimate.
+        One dict per group, with ``role``, ``reason``, ``jobs`` (number of jobs), ``first`` (id of the first job),
+        ``means``, ``remedy`` and ``starts_at``. ``starts_at`` is the earliest start that Slurm expects, in Unix
+        seconds, or ``None`` if unknown.
     """
     groups: dict[tuple[str, str], list[JobState]] = {}
     for role, state in jobs:

@@ -1,4 +1,4 @@
-"""Creates, submits, records and finds the Slurm jobs of one run, within the limits of the site.
+"""Creates, submits, records and finds the Slurm jobs of a run, within the limits of the site.
 
 ::
 
@@ -6,9 +6,9 @@
     RUN/ledger/leaving/<pod>         marks an element that must drain and not be requeued
 
 A campaign may consist of several arrays (because of MaxArraySize, pools or ``scale``). They share a job name and a
-comment, and pods need not know about other arrays. Each submission is immediately recorded in its own file, so
-concurrent submitters do not overwrite each other's records. If a process is killed between submitting and recording,
-its jobs are found by their comment.
+comment, and pods do not depend on other arrays. Each submission is recorded immediately in a file of its own, so
+concurrent submitters cannot overwrite each other's records. If a process is killed between submitting and recording,
+its jobs are found through their comment.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 def server_jobs(
     config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], allowed: Allowance
 ) -> Iterator[Job]:
-    """Yields the engine arrays. Each covers part of one server group."""
+    """Yields the engine arrays. Each array covers all or part of one server group."""
     for group in groups:
         first = group.first
         largest_index = allowed.array_size - 1
@@ -61,11 +61,12 @@ def server_jobs(
 
 
 _CPU_OPTIONS = {"cpus-per-task", "c", "cpus-per-gpu", "exclusive", "mincpus", "cores-per-socket", "threads-per-core"}
-"""sbatch options by which a campaign sets the CPUs itself, so that no default applies."""
+"""sbatch options that set the number of CPUs. If a campaign uses any of them, no default applies."""
 
 
 def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int | None:
-    """Returns the default CPUs per GPU for servers, or ``None`` to leave the choice to the campaign or Slurm."""
+    """Returns the default number of CPUs per GPU for engine servers. ``None`` if the campaign or Slurm sets it, or if
+    limits forbid the default."""
     servers = config.slurm.servers
     extra = {**config.slurm.extra, **servers.extra}
     if servers.cpus_per_gpu or not group.gpus:
@@ -76,7 +77,7 @@ def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int
 
 
 def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] | None = None) -> Iterator[Job]:
-    """Yields one trainer job for each learning policy, restricted to ``policies`` if given."""
+    """Yields one trainer job for each learning policy, or only for those in ``policies`` if given."""
     trainer = config.slurm.trainer
     cpus = None
     if config.training and trainer.gpus and not config.slurm.servers.cpus_per_gpu:
@@ -88,7 +89,8 @@ def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] 
 
 
 def _default_cpus_per_gpu(extra: Collection[str], job: Callable[[int | None], Job]) -> int | None:
-    """Returns the default CPUs per GPU. ``None`` if the campaign or Slurm sets it, or if limits forbid it."""
+    """Returns the default number of CPUs per GPU. ``None`` if the campaign or Slurm sets it, or if limits forbid the
+    default."""
     if {option_name(name) for name in extra} & _CPU_OPTIONS or not site.has_slurm():
         return None
     partition = job(None).options.get("partition")
@@ -104,21 +106,22 @@ def _default_cpus_per_gpu(extra: Collection[str], job: Callable[[int | None], Jo
 
 
 GATHER_S = 3600.0
-"""Minimum walltime of the gather job in seconds, unless the campaign or a limit sets it."""
+"""Default minimum walltime of the gather job, in seconds. A configured walltime or the site's limits override it."""
 GATHER_BYTES_PER_S = 10e6
-"""Assumed rate at which journals are gathered. Two cores gather 45 MB/s; shared file systems may be slower."""
+"""Assumed rate at which journals are gathered, in bytes per second. Two cores gather 45 MB/s, but shared file systems
+may be slower."""
 JOURNAL_BYTES = 5e5
-"""Assumed size of a rollout in the journals, in bytes: 30,000 tokens with their messages."""
+"""Assumed journal size of one rollout, in bytes: 30,000 tokens with their messages."""
 
 
 def gather_job(
     config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = (), journal_bytes: float = 0.0
 ) -> Job:
-    """Returns the gather job.
+    """Returns the gather job with its walltime and signal time filled in.
 
     Args:
-        journal_bytes: Expected size of all journals. Determines the walltime if none is configured: at least an hour,
-            unless the site allows less.
+        journal_bytes: Expected total size of all journals, in bytes. If no walltime is configured, it is derived from
+            this size. It is at least an hour, unless the site allows less.
     """
     wanted_s = max(GATHER_S, journal_bytes / GATHER_BYTES_PER_S)
     job = timed(script.gather_job(config, run, dependency, servers), wanted_s)
@@ -139,12 +142,14 @@ def pod_jobs(
 ) -> Iterator[Job]:
     """Yields the pod arrays of all pools on this cluster.
 
-    If limits allow few concurrent jobs, the arrays are throttled, so that pods cannot take the slot of a requeued
-    engine.
+    If limits allow only a few concurrent jobs, the arrays are throttled. Otherwise a pod could take the job slot of an
+    engine that is being requeued.
 
     Args:
-        count: Total number of elements. Default: the number in the campaign.
-        engines: Number of engine servers that must be able to run alongside the pods.
+        allowed: Limits of this user's jobs.
+        count: Total number of elements. Default: the number in the campaign file.
+        dependency: Job dependency in sbatch's format.
+        engines: Number of engine servers that must be able to run next to the pods.
         server_amounts: Resources requested by each of these servers.
     """
     pods = config.slurm.pods
@@ -171,12 +176,12 @@ def pod_jobs_elsewhere(config: CampaignConfig, run: RunDir) -> Iterator[Job]:
 
 
 class Arrays:
-    """The submissions of one run."""
+    """The Slurm job submissions of one run."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.handles: list[ArrayJob] = []
-        """submitit handles of the jobs submitted by this process."""
+        """submitit handles of the jobs that this process submitted."""
 
     def queue(self, job: Job) -> list[str]:
         """Submits one array and returns the ids of its elements.
@@ -205,7 +210,11 @@ class Arrays:
         return [record.id for record in self.records() if role in (None, record.role)]
 
     def adopt(self, name: str, clusters: Sequence[str] = ("",)) -> None:
-        """Records jobs of this run that a killed process submitted but did not record. They are found by their comment.
+        """Finds jobs of this run whose submitting process was killed before it could record them, and records them.
+
+        Args:
+            name: Slurm job name of the campaign.
+            clusters: Clusters to search. The empty string is this cluster.
 
         Raises:
             SiteError: A controller does not respond.
@@ -223,7 +232,10 @@ class Arrays:
     def leave(self, pods: Sequence[str]) -> None:
         """Asks running elements to drain, and prevents them from being requeued.
 
-        A signal makes scancel fetch the whole job table, so a single command signals all elements.
+        All elements are signalled with a single command, because scancel fetches the whole job table to send a signal.
+
+        Args:
+            pods: Ids of the elements.
         """
         for pod in pods:
             Marks(self.run).leave(pod)
@@ -232,8 +244,8 @@ class Arrays:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Holds a lock while changing the number of jobs, so that concurrent processes do not interfere. Does
-        nothing if the file system has no locks."""
+        """Holds the run's job lock, so that only one process changes the number of jobs. Holds no lock if the file
+        system does not support locks."""
         with contextlib.ExitStack() as lock:
             with contextlib.suppress(OSError):
                 lock.enter_context(locked(self.run.ledger / "jobs.lock"))
@@ -241,12 +253,13 @@ class Arrays:
 
 
 def _role(run: RunDir, array: str) -> str:
-    """Derives a job's role from its log path. Empty if the log is in another run, whose directory has the same name."""
+    """Derives a job's role from its log path. Empty if the job belongs to another run whose directory has the same
+    name."""
     log = site.ask("scontrol", *site.here_or_on(cluster_of(array)), "-o", "show", "job", number(array))
     for role, prefix in (("servers", "server-"), ("trainer", "trainer-"), ("gather", "gather-")):
         if f"StdOut={run.logs}/{prefix}" in log:
             return role
     logs = {os.path.realpath(os.path.dirname(path)) for path in re.findall(r"\bStdOut=(.*?)(?= \w+=|\n|$)", log)}
-    if any(os.path.isdir(path) for path in logs - {os.path.realpath(run.logs)}):  # a run that was moved left none there
+    if any(os.path.isdir(path) for path in logs - {os.path.realpath(run.logs)}):  # false after this run was moved
         return ""
     return "pods"

@@ -1,8 +1,8 @@
-"""Checks whether a partition can ever run a job, and chooses walltimes for jobs without one.
+"""Checks whether a partition can ever run a job, and chooses a walltime if the campaign sets none.
 
-The checks cover walltime, the number of nodes, and the resources of a single node. Slurm would accept an impossible job
-and keep it pending forever (PartitionTimeLimit, PartitionConfig), or reject it without naming the campaign key. These
-checks name the key and the limit.
+The checks cover the walltime, the number of nodes and the resources of a single node. Without these checks, Slurm would
+accept an impossible job and keep it pending forever (PartitionTimeLimit, PartitionConfig), or reject it without naming
+the campaign key. The checks name the key and the limit.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from megaflow_hpc.slurm.site import Partition
 
 
 def seconds(time: str | int | None) -> float | None:
-    """Parses a walltime in any Slurm format. Returns infinity if it is unlimited and ``None`` if it is invalid.
+    """Converts a walltime in any Slurm format to seconds. Returns infinity if unlimited, ``None`` if missing or
+    invalid.
 
-    ``30`` and ``30:00`` are minutes, ``1:30:00`` is in hours and ``2-0`` in days (sbatch ``--time``).
+    In sbatch's ``--time`` format, ``30`` and ``30:00`` mean 30 minutes, ``1:30:00`` means 90 minutes, and ``2-0`` means
+    two days.
     """
     text = str(time if time is not None else "").strip()
     if text.lower() in ("infinite", "unlimited"):
@@ -43,7 +45,7 @@ def partitions_of(options: Mapping[str, Any], cluster: str = "") -> list[Partiti
     """Returns the partitions that Slurm may choose for a job with these sbatch options.
 
     Args:
-        cluster: Default: this cluster.
+        cluster: Name of the cluster. Empty for this cluster.
 
     Raises:
         SiteError: The controller does not respond.
@@ -58,8 +60,11 @@ def partitions_of(options: Mapping[str, Any], cluster: str = "") -> list[Partiti
 def timed(job: Job, unasked_s: float | None = None) -> Job:
     """Returns the job with its walltime filled in (:func:`asked_time`).
 
-    In a heterogeneous job, the pod and its engines share the shortest walltime. A job for another cluster is returned
-    unchanged, since that cluster's limits are unknown here.
+    The pod and the engines of a heterogeneous job share the shortest of their walltimes. A job for another cluster is
+    returned unchanged, because that cluster's limits are unknown.
+
+    Args:
+        unasked_s: Seconds to request instead of the partition's default.
     """
     options = {option_name(name): value for name, value in job.options.items() if value is not None}
     if job.cluster or not {"time", "t"}.isdisjoint(options):
@@ -77,12 +82,12 @@ def timed(job: Job, unasked_s: float | None = None) -> Job:
 def asked_time(options: Mapping[str, Any], unasked_s: float | None = None) -> str | None:
     """Returns the walltime to request for a job with these options, in Slurm's format, or ``None`` to request none.
 
-    A walltime given in the options is returned unchanged. Otherwise none is requested if the partition's default is
-    allowed. If it is not, the longest walltime allowed by partition, account and QOS is requested. Slurm would
-    otherwise reject such a job (DenyOnLimit) or keep it pending forever.
+    A walltime in the options is returned unchanged. Otherwise the partition's default applies, if it is within the
+    limits. If it is not, the longest walltime that partition, account and QOS allow is requested. Without that, Slurm
+    would reject the job (DenyOnLimit) or keep it pending forever.
 
     Args:
-        unasked_s: Seconds to request in place of the partition's default.
+        unasked_s: Seconds to request instead of the partition's default.
     """
     if times := [str(options[name]) for name in ("time", "t") if options.get(name) is not None]:
         return times[0]
@@ -97,16 +102,16 @@ def asked_time(options: Mapping[str, Any], unasked_s: float | None = None) -> st
 
 
 def walltime_s(options: Mapping[str, Any]) -> float | None:
-    """Returns the walltime of a job with these options in seconds: the requested one, else the partition's default.
+    """Returns the walltime in seconds of a job with these options: the requested one, or else the partition's default.
 
-    ``None`` means unknown; infinity means unlimited.
+    ``None`` if unknown, infinity if unlimited.
     """
     requested = asked_time(options)
     return min(_defaults_s(options), default=None) if requested is None else seconds(requested)
 
 
 def not_requeued(options: Mapping[str, Any]) -> str:
-    """Returns why Slurm would not requeue a job with these options. Empty if it would.
+    """Explains why Slurm would not requeue a job with these options. Empty if it would.
 
     Raises:
         SiteError: The controller does not respond.
@@ -119,14 +124,14 @@ def not_requeued(options: Mapping[str, Any]) -> str:
 
 
 def _defaults_s(options: Mapping[str, Any]) -> list[float]:
-    """Returns the known default walltimes of the job's partitions."""
+    """Returns the known default walltimes of the job's partitions, in seconds."""
     defaults = site.default_times()
     times = [seconds(defaults.get(partition.name)) or seconds(partition.time) for partition in partitions_of(options)]
     return [time for time in times if time is not None]
 
 
 def longest_s(options: Mapping[str, Any]) -> float:
-    """Returns the longest walltime allowed by partition, account and QOS, in seconds. Infinity means unlimited.
+    """Returns the longest walltime in seconds that partition, account and QOS allow. Infinity if unlimited.
 
     Raises:
         SiteError: The controller does not respond.
@@ -139,10 +144,10 @@ def longest_s(options: Mapping[str, Any]) -> float:
 
 
 def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
-    """Explains why a job can never run, with one line per problem. Empty if it can.
+    """Explains why a job can never run, one line per problem. Empty if it can run.
 
-    Partitions are checked only if the job names them. Otherwise the site may choose one by QOS, constraint or a submit
-    plugin; see :func:`doubts`.
+    Partitions are checked only if the job names them. Otherwise the site may choose a partition by QOS, constraint or
+    submit plug-in (see :func:`doubts`).
 
     Args:
         key: The job's section in the campaign file, such as ``slurm.pods``.
@@ -159,9 +164,10 @@ def refusals(key: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def doubts(key: str, options: Mapping[str, Any]) -> list[str]:
-    """Explains why the default partition cannot run a job that names no partition, with one line per problem.
+    """Explains why the default partition cannot run a job that names no partition, one line per problem.
 
-    These are only warnings, because the site may choose another partition. The arguments are those of :func:`refusals`.
+    These are only warnings, because the site may choose another partition. Takes the same arguments as
+    :func:`refusals`.
     """
     if options.get("partition"):
         return []
@@ -170,7 +176,7 @@ def doubts(key: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
-    """Explains why none of a job's partitions can run it."""
+    """Explains why none of a job's partitions can run it. Empty if one can."""
     partitions = partitions_of(options)
     if not partitions:
         return []
@@ -190,16 +196,16 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
         request = f"{memory / 1000:g} GB on each node"
         reasons.append(f"{key}.mem_gb: {request}, and a node of partition {names} has {most / 1000:g}; ask for less")
     if cpus > (most := max(p.cpus for p in partitions)):
-        what = "ranks_per_node and cpus_per_rank" if key.startswith("slurm.pods") else "cpus_per_gpu"
-        what = "cpus" if key == "slurm.gather" else what
+        keys = "ranks_per_node and cpus_per_rank" if key.startswith("slurm.pods") else "cpus_per_gpu"
+        keys = "cpus" if key == "slurm.gather" else keys
         reasons.append(
-            f"{key}.{what}: {cpus} CPUs on each node, and one of partition {names} has {most}; ask for fewer"
+            f"{key}.{keys}: {cpus} CPUs on each node, and one of partition {names} has {most}; ask for fewer"
         )
     return [*reasons, *_gpu_refusals(key, options, job, partitions)]
 
 
 def _gpu_refusals(key: str, options: Mapping[str, Any], job: limits.Amounts, partitions: list[Partition]) -> list[str]:
-    """Explains why no node of the partitions has the requested GPUs."""
+    """Explains why no node of the partitions has the requested GPUs. Empty if one has."""
     if not job.get("gres/gpu"):
         return []
     names = " or ".join(partition.name for partition in partitions)
@@ -233,7 +239,7 @@ SHARED_WITH_OWN_JOBS = ("user", "mcs", "topo", "no", "0", "false")
 
 
 def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
-    """Returns whether Slurm allocates whole nodes to a job: by ``--exclusive``, or because its partition does.
+    """Returns True if Slurm allocates whole nodes to the job, because of ``--exclusive`` or the partition's settings.
 
     Raises:
         SiteError: The controller does not respond.
@@ -247,7 +253,8 @@ def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
 def charged(options: Mapping[str, Any]) -> limits.Amounts:
     """Returns the resources that accounting charges for a job: the requested ones, or those of whole nodes.
 
-    A job on whole nodes gets all of their CPUs and GPUs, but only the requested memory (sbatch --exclusive).
+    A job on whole nodes is charged for all of their CPUs and GPUs, but only for the requested memory (sbatch
+    --exclusive).
     """
     amounts = limits.asked(options)
     with contextlib.suppress(SiteError):  # unknown; the request is the minimum
@@ -262,10 +269,10 @@ def charged(options: Mapping[str, Any]) -> limits.Amounts:
 
 
 def ranks_that_fill(jobs: Iterable[Job], cpus_per_rank: int) -> int:
-    """Returns the number of ranks that use all CPUs of the smallest node on which one of these pods may run.
+    """Returns how many ranks fill the CPUs of the smallest node on which any of these pods may run.
 
     Raises:
-        ConfigError: The size of a node is unknown. The message names the remedy.
+        ConfigError: The node size is unknown. The message names the remedy.
         SiteError: The controller does not respond.
     """
     sizes = []
@@ -279,12 +286,12 @@ def ranks_that_fill(jobs: Iterable[Job], cpus_per_rank: int) -> int:
 
 
 def _limit_s(text: str) -> float:
-    """Parses a limit. Returns infinity if it is unknown."""
+    """Converts a time limit to seconds. Returns infinity if the limit is unknown."""
     return seconds(text) or math.inf
 
 
 def _may_exceed(options: Mapping[str, Any]) -> bool:
-    """Returns whether the requested QOS overrides the partition's time limit (its flag PartitionTimeLimit)."""
+    """Returns True if the requested QOS overrides the partition's time limit (QOS flag PartitionTimeLimit)."""
     if not options.get("qos"):
         return False
     try:

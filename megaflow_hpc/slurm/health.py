@@ -1,4 +1,4 @@
-"""Diagnoses a site's Slurm: finds what currently fails, and why. ``doctor`` prints the results."""
+"""Diagnoses a site's Slurm installation: finds what fails, and why. ``doctor`` prints the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megaflow_hpc.rundir.marks import cause
 from megaflow_hpc.slurm import site
 
 UNAVAILABLE_STATES = ("down", "drain", "fail", "unk", "maint", "inval", "reboot")
-"""Prefixes of sinfo's long state names for nodes that accept no jobs."""
+"""Prefixes of sinfo's long state names, for nodes that accept no jobs."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class AbsentNodes:
 
 
 def absent_nodes() -> dict[str, AbsentNodes]:
-    """Returns the partitions with nodes out of service, including unresponsive nodes.
+    """Returns the partitions that have unavailable nodes, including unresponsive ones, by name.
 
     Raises:
         SiteError: Slurm does not respond.
@@ -42,7 +42,7 @@ def absent_nodes() -> dict[str, AbsentNodes]:
 
 
 def why_no_accounting() -> str | None:
-    """Returns why ``sacct`` does not work. Empty if it works, ``None`` if the site has no accounting.
+    """Explains why ``sacct`` does not work. Empty if it works, ``None`` if the site has no accounting.
 
     Raises:
         SiteError: The controller does not respond.
@@ -59,9 +59,10 @@ def why_no_accounting() -> str | None:
 
 
 def why_no_pmi(plugin: str) -> str:
-    """Returns why MPI ranks started with ``srun --mpi=PLUGIN`` cannot find each other. Empty if no reason is known.
+    """Explains why MPI ranks started with ``srun --mpi=PLUGIN`` cannot connect to each other. Empty if no reason is
+    known.
 
-    Only definite failures are reported. ``doctor --job`` runs a real test.
+    Detects only certain failures. ``doctor --job`` runs a real test.
     """
     library = mpi_library()
     if plugin == "cray_shasta" and library and "cray" not in library.lower():
@@ -71,14 +72,14 @@ def why_no_pmi(plugin: str) -> str:
 
 @dataclass(frozen=True)
 class MpiProbe:
-    """Result of a two-rank job step. ``why_not`` explains a failure and is empty if the ranks found each other."""
+    """Result of a job step with two MPI ranks. ``why_not`` explains a failure, and is empty if the ranks connected."""
 
     why_not: str = ""
     library: str = ""
     asks: bool = False
-    """Whether Slurm commands work inside a step."""
+    """True if Slurm commands work inside a job step."""
     outlives: bool = False
-    """Whether rank 0 survives when the other rank is killed."""
+    """True if rank 0 survives when the other rank is killed."""
 
 
 PROBE = """\
@@ -105,12 +106,12 @@ while world.size > 1 and time.monotonic() < end:
 print("outlived", flush=True)
 os._exit(0)
 """
-"""Program that each rank runs in :func:`try_world`. A launcher that kills all ranks after a loss does so within
-milliseconds."""
+"""Source of the program that each rank runs in :func:`try_world`. If a launcher kills all ranks after one dies, it does
+so within milliseconds, so the program waits three seconds."""
 
 
 def try_world(plugin: str) -> MpiProbe:
-    """Starts two ranks with ``srun --mpi=PLUGIN`` as a pod does, and kills one of them."""
+    """Starts two ranks with ``srun --mpi=PLUGIN``, as a pod would, and kills one of them."""
     step = ["srun", f"--mpi={plugin}", "-n2", "-N1", "--kill-on-bad-exit=0", "--no-kill", "--wait=0"]
     command = [*step, "--time=2", "--mem-per-cpu=200M", sys.executable, "-c", PROBE]
     try:

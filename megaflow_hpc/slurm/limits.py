@@ -1,13 +1,13 @@
-"""Reads the limits of this user's jobs: array size, association and QOS limits, and trackable resources (TRES).
+"""Reads the limits on this user's jobs: array size, association and QOS limits, and trackable resources (TRES).
 
 Resources have Slurm's names: ``cpu``, ``node``, ``mem`` (in MB), ``gres/gpu``, ``gres/gpu:a100``. A limit applies to
 one job, or to all running jobs of a user, an account, an association or a QOS. If the same limit is set in several
-places, the first of these applies: the partition's QOS, the job's QOS, the association
+places, Slurm applies the first in this order: the partition's QOS, the job's QOS, the association
 (https://slurm.schedmd.com/resource_limits.html).
 
-Associations and QOS take one ``sacctmgr`` query each. Only the array size is known if a site has no accounting, does
-not enforce limits, or its slurmdbd is down. Slurm enforces all limits itself. Checking them in advance keeps a campaign
-from being rejected half-way or pending forever.
+Associations and QOS take one ``sacctmgr`` query each. Only the array size is known if the site has no accounting or
+does not enforce limits, or if slurmdbd is down. Slurm enforces all limits itself. Checking them in advance prevents
+campaigns that Slurm would reject half-way or keep pending forever.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Amounts = dict[str, int]
 
 PER_JOB = "MaxTRESPerJob"
 LIMITS = {"maxtres": PER_JOB, "maxtrespu": "MaxTRESPerUser", "maxtrespa": "MaxTRESPerAccount", "grptres": "GrpTRES"}
-"""Name of a limit in sacctmgr's format option → its name in the manual."""
+"""Name of a limit in sacctmgr's ``format`` option → its name in Slurm's documentation."""
 _MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
@@ -39,19 +39,19 @@ class Cap(NamedTuple):
     """A limit on one resource."""
 
     limit: str
-    """A value of :data:`LIMITS`."""
+    """Name of the limit, one of the values of :data:`LIMITS`."""
     resource: str
     value: int
     of: str
-    """Owner of the limit: ``QOS …`` or ``account …``."""
+    """Owner of the limit: ``QOS NAME`` or ``account NAME``."""
 
     def __str__(self) -> str:
         return f"{self.of} allows {self.resource}={self.value} ({self.limit})"
 
 
 def amounts(text: str) -> Amounts:
-    """Parses ``cpu=64,gres/gpu=4,mem=100G`` as printed by sacctmgr. Skips values that are not numbers: they mean no
-    limit."""
+    """Parses resources such as ``cpu=64,gres/gpu=4,mem=100G`` from sacctmgr's output. Skips values that are not
+    numbers, because they mean unlimited."""
     parsed: Amounts = {}
     for resource, _, value in (part.partition("=") for part in text.split(",")):
         with contextlib.suppress(ValueError):
@@ -72,7 +72,7 @@ def megabytes(text: str) -> int:
 
 
 def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
-    """Returns the limits in effect.
+    """Returns the limits in effect, at most one for each resource and kind of limit.
 
     Args:
         rows: Owners of limits with their sacctmgr fields, in order of precedence.
@@ -86,7 +86,7 @@ def caps(rows: Iterable[tuple[str, Mapping[str, str]]]) -> list[Cap]:
 
 
 def asked(options: Mapping[str, Any]) -> Amounts:
-    """Returns the minimum resources requested by a job with these sbatch options."""
+    """Returns the minimum resources that a job with these sbatch options requests."""
     options_given = _given(options)
     nodes = _number(options_given, "nodes", 1)
     tasks = _number(options_given, "ntasks", nodes * _number(options_given, "ntasks-per-node", 1))
@@ -110,25 +110,25 @@ def asked(options: Mapping[str, Any]) -> Amounts:
 
 
 def gpu_requests(options: Mapping[str, Any]) -> dict[str, float]:
-    """Returns option → GPUs per node that it requests. The options contradict each other unless all values are
-    equal."""
+    """Returns the number of GPUs per node that each GPU option requests, by option name. If the values differ, the
+    options contradict each other."""
     given = _given(options)
     nodes = _number(given, "nodes", 1)
     tasks = _number(given, "ntasks-per-node", 0) or _number(given, "ntasks", nodes) / nodes
     factors = {"gpus-per-node": 1.0, "gpus-per-task": tasks, "gpus": 1 / nodes, "G": 1 / nodes}
-    found = {name: _gpus(f"gpu:{given[name]}") * times for name, times in factors.items() if name in given}
+    requests = {name: _gpus(f"gpu:{given[name]}") * times for name, times in factors.items() if name in given}
     if any(part.strip().removeprefix("gres/").startswith("gpu") for part in given.get("gres", "").split(",")):
-        found["gres"] = float(_gpus(given["gres"]))
-    return found
+        requests["gres"] = float(_gpus(given["gres"]))
+    return requests
 
 
 def _gpus(text: str) -> int:
-    """Returns the number of GPUs of all types in ``gpu:a100:2,gpu:h100:1,license:3``."""
+    """Returns the total number of GPUs of all types in a list such as ``gpu:a100:2,gpu:h100:1,license:3``."""
     return sum(_gres(part).get("gres/gpu", 0) for part in text.split(","))
 
 
 def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
-    """Returns the part of a job's resources that counts towards limits shared by several jobs."""
+    """Returns those of a job's resources that count towards limits shared by several jobs."""
     counted = {cap.resource for cap in limits if cap.limit != PER_JOB}
     return {resource: count for resource, count in amounts.items() if resource in counted}
 
@@ -138,13 +138,14 @@ def _given(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _number(options: Mapping[str, str], name: str, default: int) -> int:
-    """Returns the first number in an option's value, such as 2 for ``2-4`` nodes."""
+    """Returns the first number in the option's value, such as 2 for ``2-4`` nodes, or ``default`` if there is none."""
     match = re.match(r"\d+", options.get(name, ""))
     return int(match[0]) if match else default
 
 
 def _gres(text: str) -> Amounts:
-    """Parses ``gpu:4`` or ``gpu:a100:4``. The latter counts for both resources. ``gpu`` alone counts as 1."""
+    """Parses ``gpu:4`` or ``gpu:a100:4``. The latter counts towards both ``gres/gpu`` and ``gres/gpu:a100``. ``gpu``
+    alone counts as 1."""
     name, _, rest = text.strip().removeprefix("gres/").removeprefix("gres:").partition(":")
     kind, _, count = rest.rpartition(":")
     if rest and not count.isdigit():
@@ -159,14 +160,15 @@ def _gres(text: str) -> Amounts:
 
 
 def impossible(limits: Iterable[Cap], job: Amounts) -> Cap | None:
-    """Returns the limit that prevents even a single such job from running, or ``None``."""
+    """Returns the limit that prevents even a single job with these resources from running. ``None`` if there is no such
+    limit."""
     over = [cap for cap in limits if job.get(cap.resource, 0) > cap.value]
     return max(over, key=lambda cap: job[cap.resource] / max(1, cap.value), default=None)
 
 
 def at_once(limits: Iterable[Cap], job: Amounts, others: Iterable[Amounts] = ()) -> tuple[int, Cap] | None:
-    """Returns how many such jobs may run alongside ``others``, and the limit that decides. ``None`` if nothing
-    limits them."""
+    """Returns how many jobs with these resources can run at the same time as ``others``, and the limit that decides.
+    ``None`` if there is no limit."""
     others = list(others)
     counts = []
     for cap in limits:
@@ -190,9 +192,9 @@ class Allowance:
     running: int | None = None
     """Maximum number of running jobs."""
     why: str = ""
-    """The limit behind ``submit``, used in messages."""
+    """Description of the limit behind ``submit``, for messages."""
     caps: tuple[Cap, ...] = ()
-    """Resource limits."""
+    """Limits on resources."""
 
     @property
     def room(self) -> int | None:
@@ -201,18 +203,21 @@ class Allowance:
 
 
 REQUESTS_OF_A_REQUEUE = 3
-"""Requests that a pod sends to slurmctld between two starts: the requeue, a query of its restart count, and the job
-step."""
+"""Number of requests that a pod sends to slurmctld between two starts: the requeue, a query of its restart count, and
+the job step."""
 BUCKET, REFILL_PER_S = 100.0, 20.0
-"""Requests that we send in a burst, and then per second, to a site that sets no limit (``rl_enable``)."""
+"""Request budget for a site without rate limits (``rl_enable``): number of requests in one burst, and per second after
+it."""
 MAX_WINDOW_SHARE = 0.1
-"""Largest share of the walltime over which pods spread their drains. A pod gives up at most this much time."""
+"""Maximum share of the walltime over which pods spread their drains. A pod gives up at most this part of its
+walltime."""
 
 
 def request_rate() -> tuple[float, float]:
-    """Returns how many requests this user may send in a burst, and then per second.
+    """Returns the number of requests that this user may send to slurmctld in one burst, and the number per second after
+    it.
 
-    slurmctld has a token bucket for each user if ``SlurmctldParameters`` includes ``rl_enable`` (Slurm 23.02 and
+    slurmctld limits each user with a token bucket if ``SlurmctldParameters`` includes ``rl_enable`` (Slurm 23.02 and
     later).
 
     Raises:
@@ -231,10 +236,14 @@ def request_rate() -> tuple[float, float]:
 
 
 def requeue_window_s(pods: int, walltime_s: float | None) -> int:
-    """Returns the period in seconds over which pods spread their drains. Each pod has its own second.
+    """Returns the period in seconds over which pods spread their drains. Each pod drains in a different second.
 
-    Pods that drained together would exceed a user's request rate. At two requests a second, a thousand pods need 25
-    minutes. 0 if the site can handle all of them at once, or if the walltime is unknown or unlimited.
+    Pods that drain at the same time would exceed the user's request rate. At two requests per second, a thousand pods
+    need 25 minutes. Returns 0 if the site can handle all requests at once, or if the walltime is unknown or unlimited.
+
+    Args:
+        pods: Number of pods.
+        walltime_s: Walltime of a pod in seconds. ``None`` if unknown.
 
     Raises:
         SiteError: The controller does not respond.
@@ -253,7 +262,7 @@ def chunks(count: int, size: int) -> list[int]:
 
 
 def allowance(options: Mapping[str, Any]) -> Allowance:
-    """Returns the limits for jobs with these sbatch options (only ``account``, ``qos`` and ``partition`` matter).
+    """Returns the limits for jobs with these sbatch options. Considers only ``account``, ``qos`` and ``partition``.
 
     Raises:
         SiteError: The controller does not respond.
@@ -277,7 +286,7 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
 
 
 def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
-    """Returns the resource limits for jobs with these sbatch options. Empty if accounting is not available."""
+    """Returns the resource limits for jobs with these sbatch options. Empty if accounting is unavailable."""
     try:
         return _caps(_rows(options), options)
     except SiteError:
@@ -285,7 +294,7 @@ def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
 
 
 def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns the longest allowed walltime in Slurm's format, and the owner of the limit. ``None`` if no limit is
+    """Returns the longest allowed walltime in Slurm's format, and the owner of that limit. ``None`` if no limit is
     known."""
     try:
         rows = _rows(options)
@@ -318,7 +327,7 @@ def _rows(options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
 
 
 def _association(options: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the user's association: its default QOS, and its limits under sacctmgr's names."""
+    """Returns the user's association with its default QOS and its limits, under sacctmgr's field names."""
     fields = ("cluster", "account", "user", "partition", *_JOBS, "maxtres", "grptres", "maxwall")
     output = site.sacctmgr("assoc", f"user={getpass.getuser()}", f"format={','.join(fields)},defaultqos")
     cluster = site.cluster_name()
@@ -338,7 +347,7 @@ _JOBS = ("maxjobs", "maxsubmitjobs", "grpjobs", "grpsubmitjobs")
 
 
 def qos(name: str) -> dict[str, str]:
-    """Returns the limits and flags of a QOS under sacctmgr's names. Empty if the QOS does not exist.
+    """Returns the limits and flags of a QOS, under sacctmgr's field names. Empty if the QOS does not exist.
 
     Raises:
         SiteError: The site has no accounting, or it does not respond.

@@ -1,8 +1,8 @@
 """Renders all batch scripts with one pure function.
 
-``--dry-run`` prints exactly the text that would be submitted. The scripts in ``sbatch/`` are the output of this
+``--dry-run`` prints exactly the text that would be submitted. The scripts in ``sbatch/`` are rendered by the same
 function without a campaign, so manual and automatic submission run the same lines. The bodies are ``pods.sh``,
-``servers.sh``, ``trainer.sh`` and ``gather.sh`` in this directory. Each of them starts with ``own.sh`` and includes
+``servers.sh``, ``trainer.sh`` and ``gather.sh`` in this directory. Each body starts with ``own.sh`` and includes
 ``requeue.sh``.
 """
 
@@ -23,9 +23,8 @@ Role = Literal["pods", "servers", "trainer", "gather"]
 WARN_S = 60
 """Seconds before the end of the walltime at which an engine server receives SIGUSR2 and drains."""
 GATHER_WARN_S = 120
-"""Seconds before the end of the walltime at which the gather job receives SIGUSR2, closes its file and is requeued.
-Limited to a quarter of the walltime.
-"""
+"""Seconds before the end of the walltime at which the gather job receives SIGUSR2, closes its file and is requeued. For
+short walltimes, a quarter of the walltime."""
 TRAINER_WARN_S = 300
 """Seconds before the end of the walltime at which a trainer receives SIGUSR2, finishes its step and writes a
 checkpoint. ``trainer.sh`` kills a step that is still running 30 s before the end."""
@@ -34,36 +33,35 @@ checkpoint. ``trainer.sh`` kills a step that is still running 30 s before the en
 REQUEUES_BY_HAND = """\
 case $(cat "/proc/$PPID/comm" 2>/dev/null) in slurmstepd*) requeues=yes ;; *) requeues=no ;; esac
 [ "${SLURM_TASK_PID:-}" != $$ ] || requeues=yes"""
-"""Shell code by which scripts in ``sbatch/`` detect whether they run as their job's batch script. Scripts that the
-package submits need no such test: they always are. It would fail at some sites, because ParaStation has psslurm instead
-of slurmstepd.
-"""
+"""Shell code in ``sbatch/`` scripts that detects whether the script runs as its job's batch script. Scripts submitted
+by this package skip the test, because they always do. The test would fail at sites with ParaStation, which uses psslurm
+instead of slurmstepd."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A submission: its role, sbatch options and number of array elements (``None`` for a plain job)."""
+    """A submission to Slurm: its role, sbatch options and number of array elements (``None`` for a plain job)."""
 
     role: Role
     options: Mapping[str, Any]
     elements: int | None = None
     first: int = 0
-    """Index of the first element."""
+    """Array index of the first element."""
     base: int = 0
-    """Offset from array index to server index in ``run.json``, for server indices beyond MaxArraySize."""
+    """Offset from array index to server index in ``run.json``. Needed for server indices beyond MaxArraySize."""
     throttle: int | None = None
-    """Maximum number of elements that run concurrently."""
+    """Maximum number of elements that run concurrently. ``None`` for no limit."""
     arguments: Sequence[str] = ()
-    """Additional arguments for the command in the script (gather only)."""
+    """Additional arguments for the command in the gather script."""
     run: str | None = None
     """Run directory written into the script. If ``None``, the script takes it from its command line."""
     header: Sequence[str] = field(default_factory=tuple)
     engines: Sequence[Mapping[str, Any]] = ()
     """Options of engine servers that share a pod's allocation and MPI world (a heterogeneous job)."""
     cluster: str = ""
-    """Name of the other Slurm cluster to submit to. Empty for our own."""
+    """Name of the other Slurm cluster to submit to. Empty for the local cluster."""
     pool: int | None = None
-    """Index of the pods' pool in ``slurm.pods.pools``. ``None`` for ``slurm.pods`` itself."""
+    """Index of the pod pool in ``slurm.pods.pools``. ``None`` for ``slurm.pods`` itself."""
     policy: str = ""
     """Policy that a trainer trains. If empty, the script takes it from its command line."""
     section: str = "servers"
@@ -122,7 +120,7 @@ def _text(name: str) -> str:
 
 
 def _engine_part(server: int) -> str:
-    """Returns the part of the step that starts one engine server, as a rank of the same MPI world."""
+    """Returns the part of the srun command that starts an engine server as a rank of the same MPI world."""
     return (
         f' \\\n    : --het-group={server + 1} --export=ALL --mpi="$MEGAFLOW_MPI" --kill-on-bad-exit=0 --no-kill '
         f'--wait=0 --label --cpus-per-task="${{SLURM_CPUS_PER_TASK_HET_GROUP_{server + 1}:-1}}" '
@@ -192,9 +190,9 @@ def pod_job(
     """Returns a pod array. Each element is one MPI world on ``pods.nodes`` nodes.
 
     Args:
-        count: Number of elements. Default: that of the pool or the campaign.
+        count: Number of elements. Default: the count of the pool or the campaign.
         dependency: Job dependency in sbatch's format.
-        pool: An additional pool of pods. Default: ``slurm.pods`` itself.
+        pool: Additional pool of pods. Default: ``slurm.pods`` itself.
         throttle: Maximum number of elements that run concurrently.
     """
     pods = config.slurm.pods
@@ -240,13 +238,15 @@ def server_job(
     """Returns an engine array. Each element is one engine server, identified by its index in ``run.json``.
 
     Args:
+        elements: Number of servers.
         gpus: GPUs per node of each server.
         first: Index of the first server.
-        largest: Largest array index that the site allows. If it is exceeded, array indices start at 0, with an offset.
+        largest: Largest array index that the site allows. If the server indices exceed it, array indices start at 0 and
+            ``base`` is the offset.
         held: Submit the jobs held. They start after ``scontrol release``.
         nodes: Nodes per server.
-        cpus_per_gpu: CPUs per GPU, unless the campaign sets them. Default: Slurm's default.
-        gpu_type: Slurm's name for the type of the GPUs. Default: any type.
+        cpus_per_gpu: CPUs per GPU if the campaign does not set them. Default: Slurm's default.
+        gpu_type: Slurm's name for the GPU type. Default: any type.
     """
     servers = config.slurm.servers
     each = servers.cpus_per_gpu or cpus_per_gpu
@@ -309,8 +309,8 @@ def together_job(
 
     Args:
         gpus: Number of GPUs of each server.
-        cpus_per_gpu: As in :func:`server_job`.
-        gpu_types: Type of the GPUs of each server. Default: any type for all of them.
+        cpus_per_gpu: CPUs per GPU if the campaign does not set them. Default: Slurm's default.
+        gpu_types: GPU type of each server. Default: any type for all servers.
     """
     pod = pod_job(config, run, 1)
     kept = {"partition", "nodes", "ntasks", "gres", "cpus-per-task", "mem"}
@@ -323,10 +323,11 @@ def together_job(
 
 
 def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: int | None = None) -> Job:
-    """Returns the trainer job of a policy. It has one task per node, which gets all of the job's resources there.
+    """Returns the trainer job of a policy. It has one task per node, which gets all of the job's resources on that
+    node.
 
     Args:
-        cpus_per_gpu: As in :func:`server_job`.
+        cpus_per_gpu: CPUs per GPU if the campaign does not set them. Default: Slurm's default.
     """
     trainer, servers = config.slurm.trainer, config.slurm.servers
     each = servers.cpus_per_gpu or cpus_per_gpu
@@ -349,7 +350,12 @@ def trainer_job(config: CampaignConfig, run: RunDir, policy: str, cpus_per_gpu: 
 
 
 def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Sequence[str] = ()) -> Job:
-    """Returns the follow-up job, which writes trajectories.h5 and then ends the engine arrays ``servers``."""
+    """Returns the gather job, which writes trajectories.h5 and then ends the engine arrays.
+
+    Args:
+        dependency: Job dependency in sbatch's format.
+        servers: Ids of the engine arrays to end.
+    """
     gather, pods = config.slurm.gather, config.slurm.pods
     options = {
         **_common(config, run, "gather"),
@@ -369,8 +375,8 @@ def gather_job(config: CampaignConfig, run: RunDir, dependency: str, servers: Se
 
 
 def by_hand(role: Role) -> str:
-    """Renders a role's script for ``sbatch/``. It is independent of a campaign and takes the run directory as an
-    argument."""
+    """Renders a role's script for ``sbatch/``. The script does not depend on a campaign and takes the run directory as
+    an argument."""
     common = {"job-name": "megaflow", "open-mode": "append", "signal": f"B:USR2@{WARN_S}", "requeue": True}
     if role == "pods":
         common["signal"] = f"B:USR2@{LEAD_S}"

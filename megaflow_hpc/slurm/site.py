@@ -1,4 +1,5 @@
-"""Queries the site's partitions, MPI plug-ins and configuration. Results are cached, so each query runs one command."""
+"""Queries the site's partitions, MPI plug-ins and configuration. Caches the results, so each query runs a command
+once."""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
     from megaflow_hpc.config import CampaignConfig
 
 COMMAND_TIMEOUT_S = 60.0
-"""Timeout for a Slurm command. It is generous, because a busy slurmctld may respond slowly."""
+"""Timeout for a Slurm command, in seconds. It is generous because a busy slurmctld may respond slowly."""
 ACCOUNTING_CACHE_S = 30.0
-"""How long to cache responses about accounts and QOS."""
+"""Lifetime of cached account and QOS data, in seconds."""
 
 
 @dataclass(frozen=True)
 class Partition:
     """A partition, as reported by sinfo.
 
-    ``cpus``, ``memory_mb`` (MiB) and ``gpus`` are maxima over its nodes, ``least_cpus`` is the minimum. ``time`` is the
-    time limit in Slurm's format. ``cpus_per_gpu`` is the minimum over nodes with GPUs, or 0 if no node has any.
-    ``gpu_types`` maps each type that Slurm reports to the maximum number on a node.
+    ``cpus``, ``memory_mb`` (MiB) and ``gpus`` are maxima over the partition's nodes, and ``least_cpus`` is the minimum.
+    ``time`` is the time limit in Slurm's format. ``cpus_per_gpu`` is the minimum over nodes with GPUs, or 0 if there
+    are none. ``gpu_types`` maps each GPU type that Slurm reports to its maximum number on a node.
     """
 
     name: str
@@ -51,7 +52,7 @@ def ask(*command: str, epoch: bool = False) -> str:
     """Runs a Slurm command and returns its output.
 
     Args:
-        epoch: Let the command print times as Unix seconds.
+        epoch: True to make the command print times as Unix seconds.
 
     Raises:
         SiteError: The command is missing, fails or times out.
@@ -75,18 +76,20 @@ def ask(*command: str, epoch: bool = False) -> str:
 
 
 MAX_WORDS = 500
-"""Maximum number of characters of a Slurm command's output that an error quotes."""
+"""Maximum number of characters of a command's output that an error quotes."""
 
 
 def joined(lines: Iterable[str]) -> str:
-    """Joins the lines of an error message. A site's submit plugin prints its explanation before Slurm's last line."""
+    """Joins the lines of an error message into one. A site's submit plug-in prints its explanation before Slurm's last
+    line. Keeps at most the last :data:`MAX_WORDS` characters."""
     stripped = (re.sub(r"^(s[a-z]+: )?(error|fatal): ", "", line.strip()) for line in lines)
     words = "; ".join(dict.fromkeys(line for line in stripped if line))
     return words if len(words) <= MAX_WORDS else "…" + words[1 - MAX_WORDS :]
 
 
 def sacctmgr(*show: str) -> str:
-    """Returns the output of ``sacctmgr -nP show``. Cached for half a minute, because each kind of job asks the same.
+    """Returns the output of ``sacctmgr -nP show``. Cached for up to half a minute, because all kinds of jobs need the
+    same data.
 
     Raises:
         SiteError: The site has no accounting, or it does not respond.
@@ -100,19 +103,18 @@ def _sacctmgr(show: tuple[str, ...], moment: int) -> str:
 
 
 def on(cluster: str) -> tuple[str, ...]:
-    """Returns the options that direct a Slurm command to another cluster. Empty for our own cluster."""
+    """Returns the options that direct a Slurm command to another cluster. Empty for the local cluster."""
     return ("-M", cluster) if cluster else ()
 
 
 def here_or_on(cluster: str) -> tuple[str, ...]:
-    """Returns the options of ``squeue`` and ``scontrol show job``. Like :func:`on`, but does not query our own cluster
-    for its federation, which saves a request.
-    """
+    """Returns the options that select a cluster for ``squeue`` and ``scontrol show job``. For the local cluster, they
+    skip the federation query, which saves a request."""
     return on(cluster) or ("--local",)
 
 
 def has_slurm() -> bool:
-    """Returns whether Slurm's commands are on PATH."""
+    """Returns True if Slurm's commands are on PATH."""
     return all(shutil.which(tool) for tool in ("sbatch", "squeue", "srun"))
 
 
@@ -121,8 +123,11 @@ def partitions(cluster: str = "", hidden: bool = True) -> dict[str, Partition]:
     """Returns the partitions of a cluster, by name.
 
     Args:
-        cluster: Default: this cluster.
-        hidden: Include partitions that are hidden or not open to this user's groups. A job may name a hidden partition.
+        cluster: Name of the cluster. Empty for this cluster.
+        hidden: Include partitions that are hidden or closed to this user's groups. A job may name a hidden partition.
+
+    Raises:
+        SiteError: Slurm does not respond.
     """
     by_name: dict[str, Partition] = {}
     # Without -e, sinfo merges nodes of different sizes into one line with the smallest values.
@@ -152,7 +157,7 @@ def partitions(cluster: str = "", hidden: bool = True) -> dict[str, Partition]:
 
 
 def gpus_in(gres: str) -> dict[str, int]:
-    """Parses a node's ``Gres``. Returns type → number of GPUs. The type is empty if Slurm reports none.
+    """Parses a node's ``Gres`` into a mapping of GPU type to number of GPUs. The type is empty if Slurm reports none.
 
     Formats: ``gpu:4``, ``gpu:a100:4(S:0-1)``, ``gpu:3090:8``, ``gpu:h100_1g.10gb:7,gpu:h100:1``. The last part is the
     number, so a type may consist of digits.
@@ -172,20 +177,20 @@ def _leading_number(text: str) -> int:
     return int(re.sub(r"\D.*", "", text))
 
 
-def _merged(one: Partition, other: Partition) -> Partition:
-    """Merges two entries of a partition into one that covers the nodes of both."""
-    shares = [partition.cpus_per_gpu for partition in (one, other) if partition.cpus_per_gpu]
+def _merged(first: Partition, second: Partition) -> Partition:
+    """Merges two entries for the same partition into a single entry that covers the nodes of both."""
+    shares = [partition.cpus_per_gpu for partition in (first, second) if partition.cpus_per_gpu]
     return replace(
-        other,
-        nodes=one.nodes + other.nodes,
-        cpus=max(one.cpus, other.cpus),
-        memory_mb=max(one.memory_mb, other.memory_mb),
-        gpus=max(one.gpus, other.gpus),
+        second,
+        nodes=first.nodes + second.nodes,
+        cpus=max(first.cpus, second.cpus),
+        memory_mb=max(first.memory_mb, second.memory_mb),
+        gpus=max(first.gpus, second.gpus),
         cpus_per_gpu=min(shares, default=0),
-        least_cpus=min(one.least_cpus, other.least_cpus),
+        least_cpus=min(first.least_cpus, second.least_cpus),
         gpu_types={
-            kind: max(one.gpu_types.get(kind, 0), other.gpu_types.get(kind, 0))
-            for kind in sorted({*one.gpu_types, *other.gpu_types})
+            kind: max(first.gpu_types.get(kind, 0), second.gpu_types.get(kind, 0))
+            for kind in sorted({*first.gpu_types, *second.gpu_types})
         },
     )
 
@@ -195,7 +200,7 @@ def mpi_plugins() -> tuple[str, ...]:
     """Returns the MPI plug-ins to try, most likely first. ``MEGAFLOW_MPI`` overrides them.
 
     Raises:
-        SiteError: srun offers no plug-in that we support.
+        SiteError: srun offers no supported plug-in.
     """
     if chosen := os.environ.get("MEGAFLOW_MPI", "").split():
         return tuple(chosen)
@@ -212,9 +217,10 @@ def mpi_plugins() -> tuple[str, ...]:
 
 
 def mpi_attempts() -> str:
-    """Returns the plug-ins that a pod tries, separated by spaces: the first of each kind (pmix loads pmix_v4).
+    """Returns the MPI plug-ins that a pod tries, separated by spaces. Includes only the first version of each kind,
+    such as ``pmix_v4`` for pmix.
 
-    Plug-ins in ``MEGAFLOW_MPI`` are used unchanged.
+    Plug-ins in ``MEGAFLOW_MPI`` are returned unchanged.
     """
     if chosen := os.environ.get("MEGAFLOW_MPI", "").split():
         return " ".join(chosen)
@@ -224,20 +230,20 @@ def mpi_attempts() -> str:
 
 @functools.cache
 def configuration(cluster: str = "") -> dict[str, str]:
-    """Returns the settings in ``scontrol show config``, by name. Default: those of this cluster."""
+    """Returns the settings from ``scontrol show config``, by name. An empty ``cluster`` is this cluster."""
     output = ask("scontrol", *on(cluster), "show", "config")
     pairs = (line.partition("=") for line in output.splitlines())
     return {name.strip(): value.strip() for name, separator, value in pairs if separator}
 
 
 def max_array_size(cluster: str = "") -> int:
-    """Returns MaxArraySize (the largest array index + 1) of a cluster. Default: this cluster."""
+    """Returns MaxArraySize of a cluster, which is the largest array index + 1. An empty ``cluster`` is this cluster."""
     size = configuration(cluster).get("MaxArraySize", "")
     return int(size) if size.isdigit() else 1001
 
 
 def accounts() -> list[str]:
-    """Returns the accounts that this user may charge, default account first. Empty without accounting."""
+    """Returns the accounts that this user may charge, default accounts first. Empty if accounting is unavailable."""
     user = getpass.getuser()
     try:
         output = sacctmgr("user", user, "withassoc", "format=defaultaccount,account")
@@ -250,7 +256,7 @@ def accounts() -> list[str]:
 
 
 def enforces_limits() -> bool:
-    """Returns whether Slurm enforces association and QOS limits (AccountingStorageEnforce)."""
+    """Returns True if Slurm enforces association and QOS limits (AccountingStorageEnforce)."""
     return bool({"limits", "safe"} & set(configuration().get("AccountingStorageEnforce", "").lower().split(",")))
 
 
@@ -259,20 +265,20 @@ def cluster_name() -> str:
 
 
 def partition_qos(names: str) -> set[str]:
-    """Returns the QOS of partitions, whose limits apply in addition to the job's own. ``names`` is in sbatch's
-    format."""
+    """Returns the QOS of the given partitions. Their limits apply in addition to those of the job's own QOS. ``names``
+    is in sbatch's format."""
     wanted = _named(names)
     return {qos for name, qos in _each_partition("QoS") if name in wanted and qos != "N/A"}
 
 
 def _named(names: str | None) -> list[str]:
-    """Returns the partitions in ``names`` (in sbatch's format), or the default partitions."""
+    """Splits partition names in sbatch's format. Without names, returns the default partitions."""
     return names.split(",") if names else [p.name for p in partitions().values() if p.default]
 
 
 def whole_nodes() -> set[str]:
-    """Returns the partitions that allocate whole nodes to each job: those with ``OverSubscribe=EXCLUSIVE``, or all if
-    Slurm selects nodes only (``select/linear``)."""
+    """Returns the partitions that allocate whole nodes to each job. These have ``OverSubscribe=EXCLUSIVE``. With
+    ``select/linear``, all partitions do."""
     linear = configuration().get("SelectType", "") == "select/linear"
     return {name for name, shared in _each_partition("OverSubscribe") if linear or shared == "EXCLUSIVE"}
 
@@ -283,17 +289,18 @@ def one_user_nodes() -> set[str]:
 
 
 def cpu_limits() -> dict[str, int]:
-    """Returns partition → number of CPUs of a node that its jobs may use (``MaxCPUsPerNode``), if limited."""
+    """Returns partition → maximum number of CPUs per node that its jobs may use (``MaxCPUsPerNode``), for partitions
+    with this limit."""
     return {name: int(most) for name, most in _each_partition("MaxCPUsPerNode") if most.isdigit()}
 
 
 def default_times() -> dict[str, str]:
-    """Returns the default walltimes of partitions that have one, in Slurm's format."""
+    """Returns partition → default walltime in Slurm's format, for partitions that have one."""
     return {name: time for name, time in _each_partition("DefaultTime") if time != "NONE"}
 
 
 def _each_partition(key: str) -> list[tuple[str, str]]:
-    """Returns each partition's name and its value of ``key`` in ``scontrol show partition``."""
+    """Returns each partition's name with its value of ``key`` from ``scontrol show partition``."""
     return re.findall(rf"^PartitionName=(\S+).*?\b{key}=(\S+)", _shown_partitions(), re.MULTILINE)
 
 
@@ -303,16 +310,17 @@ def _shown_partitions() -> str:
 
 
 MAX_CPUS_PER_GPU = 8
-"""Upper bound on an engine's default CPUs per GPU. More would gain little and block other jobs."""
+"""Upper limit for an engine's default number of CPUs per GPU. More CPUs would gain little and keep other jobs from
+running."""
 
 
 def engine_cpus(names: str | None) -> int | None:
-    """Returns the CPUs per GPU that engine servers request by default: a GPU's share of its node.
+    """Returns the default number of CPUs per GPU for engine servers: a GPU's share of its node.
 
     Returns ``None`` if Slurm sets a default itself (DefCpuPerGPU), or if the share is unknown.
 
     Args:
-        names: Partitions in sbatch's format, or ``None`` for the default partition.
+        names: Partitions in sbatch's format. ``None`` for the default partition.
 
     Raises:
         SiteError: Slurm does not respond.
@@ -331,7 +339,7 @@ def check_site(config: CampaignConfig, where: Any) -> None:
     """Checks that the campaign's partitions exist.
 
     Args:
-        where: Returns ``file:line`` for a dotted key.
+        where: Function that returns ``file:line`` for a dotted key.
 
     Raises:
         ConfigError: A partition does not exist. The message names it and lists the existing partitions.

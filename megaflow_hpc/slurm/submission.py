@@ -1,7 +1,8 @@
-"""Submits our own batch scripts through submitit's executor, and returns its array and job handles.
+"""Submits batch scripts through submitit's executor, and returns its array and job handles.
 
-submitit's own runner unpickles functions in a shared folder. Ours runs ``python -m megaflow_hpc.pod``, so only
-submitit's submission and handles are used. Handles support ``state`` and ``cancel()``, but not ``result()``.
+submitit's own runner unpickles functions from a shared folder. Our scripts run ``python -m megaflow_hpc.pod`` instead,
+so only submitit's submission and handles are used. The handles support ``state`` and ``cancel()``, but not
+``result()``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megaflow_hpc.slurm.script import Job, script
 
 
 class ArrayJob(submitit.SlurmJob):
-    """Handle of one element: ``job_id``, ``state``, ``cancel()``."""
+    """Handle of one array element, with ``job_id``, ``state`` and ``cancel()``."""
 
     def result(self) -> Any:
         """Raises RuntimeError, because elements have no return value."""
@@ -31,13 +32,13 @@ class ArrayJob(submitit.SlurmJob):
 
 
 class ClusterJob(ArrayJob):
-    """Handle of an element on another cluster, given after the ``@`` in its id."""
+    """Handle of an array element on another cluster, whose name follows the ``@`` in the job id."""
 
-    watcher = SlurmInfoWatcher(delay_s=600)  # a separate watcher, because submitit's own would query our cluster
+    watcher = SlurmInfoWatcher(delay_s=600)  # a separate watcher, because submitit's own would query the local cluster
 
     @property
     def state(self) -> str:
-        """Job state on that cluster. ``UNKNOWN`` if neither squeue nor sacct lists the job."""
+        """State of the job on its cluster. ``UNKNOWN`` if neither squeue nor sacct lists the job."""
         states = accounting.finished_jobs([self.job_id]) | accounting.live_jobs([self.job_id])
         return states[self.job_id].state if self.job_id in states else "UNKNOWN"
 
@@ -65,7 +66,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return 1
 
     def submit_job(self) -> list[ArrayJob]:
-        """Submits the job and returns one handle per element (one in total for a plain job)."""
+        """Submits the job and returns one handle per array element, or a single handle for a plain job."""
         job, submitted = self._job, cast(ArrayJob, self._submit_command(""))
         if job.elements is None:
             return [submitted]
@@ -78,14 +79,14 @@ class ScriptExecutor(submitit.SlurmExecutor):
 SITE_VARIABLES = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"))
 """Slurm variables that describe the site rather than a job."""
 POD_VARIABLES = frozenset(("POD", "START", "POD_DIR", "END", "SERVER", "ELASTIC", "CLUSTER", "REQUEUES"))
-"""``MEGAFLOW_…`` variables of a pod. Jobs submitted by a pod must not inherit them."""
+"""Names of a pod's ``MEGAFLOW_…`` variables, which jobs submitted by that pod must not inherit."""
 
 
 def inherited(environment: Iterable[str]) -> list[str]:
-    """Returns the names of variables that a submitted job must not inherit.
+    """Returns the names of the environment variables that a submitted job must not inherit.
 
-    These belong to the job, step or MPI world around this process. Slurm and MPI would apply them to the new job.
-    ``SBATCH_…`` variables are included because they override the options in a script.
+    These variables describe the job, step or MPI world around this process, and Slurm and MPI would apply them to the
+    new job. ``SBATCH_…`` variables are included because they override the options in a script.
     """
     foreign = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|PMIX?|OMPI|PRTE|HYDRA|HYDI|I_MPI_HYDRA)_")
     mine = {f"MEGAFLOW_{name}" for name in POD_VARIABLES}
@@ -93,15 +94,15 @@ def inherited(environment: Iterable[str]) -> list[str]:
 
 
 def sbatch(*words: str) -> list[str]:
-    """Returns an ``sbatch`` command that passes on nothing of the job around this process."""
+    """Returns an ``sbatch`` command line that removes the surrounding job's variables from the environment."""
     return ["env", *(f"--unset={name}" for name in inherited(os.environ)), "sbatch", *words]
 
 
 def submit(run: RunDir, job: Job) -> list[ArrayJob]:
-    """Submits a job or array.
+    """Submits a job or array and returns the handles of its elements.
 
     Raises:
-        SiteError: sbatch rejected the job. The error contains its message.
+        SiteError: sbatch rejected the job. The error quotes sbatch's message.
     """
     JobPaths.get_first_id_independent_folder(run.logs).mkdir(parents=True, exist_ok=True)
     try:
@@ -125,9 +126,9 @@ KEYS = (
     ("memory|--mem", "slurm.{role}.mem_gb"),
     ("licen[cs]e", "slurm.extra: {{licenses: …}}"),
 )
-"""Pattern in an error message of Slurm or of the site → campaign key that the error is probably about."""
+"""Pattern in an error message from Slurm or the site → the campaign key that probably causes the error."""
 
 
 def keys_of(role: str, words: str) -> list[str]:
-    """Returns the campaign keys that a refusal is probably about."""
+    """Returns the campaign keys that probably caused a refusal."""
     return [key.format(role=role) for pattern, key in KEYS if re.search(pattern, words, re.IGNORECASE)]

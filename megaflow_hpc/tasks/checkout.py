@@ -1,13 +1,14 @@
 """Records the commit of the agent's git checkout, and computes the agent's patch against it.
 
 An agent may commit, switch branches, rewrite the history, break the index or remove ``.git``. It may also install
-hooks, filters, attributes and drivers that run when git reads the checkout. So the commit is stored on the host, in
-``checkout.json`` next to the sandbox's layer. The patch is computed with a separate git directory that ignores the
-agent's configuration, index and references. Only the objects of the agent's repository are read. If they are gone, the
-image's repository is exposed briefly. Git runs in the sandbox, where the agent can replace it. So treat a patch as the
-agent's submission, not as evidence.
+hooks, filters, attributes and drivers that run when git reads the checkout. The commit is therefore stored on the host,
+in ``checkout.json`` next to the sandbox's layer. The patch is computed with a separate git directory that ignores the
+agent's configuration, index and references. From the agent's repository, git reads only objects. If the objects are
+gone, the image's own repository is exposed briefly. Git runs in the sandbox, where the agent can replace it, so treat a
+patch as the agent's submission, not as evidence.
 
-Patches are stored as JSON. If a patch is not UTF-8 or contains NUL bytes, all its files become binary hunks.
+Patches are stored as JSON. A patch that is not valid UTF-8 or contains NUL bytes is stored as binary hunks for all
+files.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megaflow_hpc.types import Artifact
 NOTE = "checkout.json"
 LOOK_TIMEOUT_S = 120.0
 GIT_TIMEOUT_S = 300.0
-"""Timeout of git commands in seconds, generous enough for a large checkout."""
+"""Timeout of git commands in seconds. Generous enough for a large checkout."""
 MAX_PATCH_BYTES = 8 << 20
 """Maximum patch size in bytes. A larger patch is an error, because a truncated patch is useless."""
 EXIT_NO_DIRECTORY = 78
@@ -38,7 +39,7 @@ EXIT_NO_COMMIT = 79
 """Exit status of the script if the commit is missing."""
 
 _SETTINGS = ("core.fileMode", "core.autocrlf", "core.eol", "core.symlinks")
-"""Git settings that affect whether an unchanged file counts as modified."""
+"""Git settings that determine whether git considers an unchanged file modified."""
 
 _LOOK = f"""cd -P . && above=$PWD || exit 1
 # Most tasks have no checkout, and a shell finds that out faster than git.
@@ -70,7 +71,7 @@ _DIFF = """{git} diff --cached --binary --no-color --no-ext-diff --no-textconv -
   {commit} {options} || exit 1"""
 _AS_BINARY = "echo '* -diff' >\"$d/git/info/attributes\"; g -c diff.default.binary=true"
 _GITLINK = re.compile(rb"^(?:(?:new|deleted) file mode|old mode|new mode|index [0-9a-f]+\.\.[0-9a-f]+) 160000$", re.M)
-"""Matches a line of a patch's header that names the commit of a separate repository."""
+"""Matches a header line of a patch that refers to a commit of a nested repository."""
 
 
 @dataclass(frozen=True)
@@ -81,40 +82,40 @@ class Start:
     top: str
     objects: str
     exclude: str
-    """The repository's own ignore patterns, in addition to the ``.gitignore`` files of the tree."""
+    """The repository's private ignore patterns, in addition to the ``.gitignore`` files of the tree."""
     settings: list[str]
 
 
 @dataclass(frozen=True)
 class Patch:
-    """The agent's changes. ``error`` explains why they are missing or incomplete; empty if they are complete."""
+    """The agent's changes. ``error`` explains why they are missing or incomplete, and is empty if they are complete."""
 
     data: bytes
     error: str = ""
 
 
 async def remember(sandbox: ApptainerSandbox, workdir: str | None, make: Sequence[str] = ()) -> Start | None:
-    """Records the commit of the checkout that contains ``workdir``. Returns ``None`` without a checkout or without git.
+    """Records the commit of the checkout that contains ``workdir``. Returns ``None`` if there is no checkout or no git.
 
     Args:
-        sandbox: the sandbox of the agent.
-        workdir: the working directory of the task.
-        make: directories to create first along with ``workdir``, which saves separate commands.
+        sandbox: The agent's sandbox.
+        workdir: The task's working directory.
+        make: Directories to create first, along with ``workdir``. Creating them here saves separate commands.
 
     Raises:
-        SandboxError: the sandbox was lost, or the directories cannot be created.
+        SandboxError: The sandbox was lost, or the directories cannot be created.
     """
     note = Path(sandbox.directory, NOTE)
     write_json(note, None)
-    script, place = _LOOK, workdir
+    script, cwd = _LOOK, workdir
     if make:
-        first, place = shlex.quote(workdir or "/"), "/"
+        first, cwd = shlex.quote(workdir or "/"), "/"
         script = f"mkdir -p {first} {shlex.join(make)} || exit {EXIT_NO_DIRECTORY}\ncd {first} || exit 1\n{_LOOK}"
-    seen = await sandbox.exec(script, cwd=place, timeout_s=LOOK_TIMEOUT_S)
-    if make and seen.exit_code == EXIT_NO_DIRECTORY:
-        raise SandboxError(f"{workdir or '/'} and {', '.join(make)} cannot be created: {seen.stderr.strip()[-300:]}")
-    words = seen.stdout_bytes.decode("utf-8", "surrogateescape").split("\0")[:-1]
-    if seen.exit_code or len(words) < 4 or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", words[0]):
+    result = await sandbox.exec(script, cwd=cwd, timeout_s=LOOK_TIMEOUT_S)
+    if make and result.exit_code == EXIT_NO_DIRECTORY:
+        raise SandboxError(f"{workdir or '/'} and {', '.join(make)} cannot be created: {result.stderr.strip()[-300:]}")
+    words = result.stdout_bytes.decode("utf-8", "surrogateescape").split("\0")[:-1]
+    if result.exit_code or len(words) < 4 or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", words[0]):
         return None
     start = Start(words[0], words[1], words[2], words[3], words[4:])
     write_json(note, asdict(start))
@@ -125,10 +126,10 @@ async def remember_new(sandbox: ApptainerSandbox, workdir: str | None) -> None:
     """Records a checkout that a step has just created. Keeps an existing record.
 
     Raises:
-        SandboxError: the sandbox was lost.
+        SandboxError: The sandbox was lost.
     """
     try:
-        if _noted(sandbox) is not None:
+        if _recorded_start(sandbox) is not None:
             return
     except FileNotFoundError:
         pass
@@ -136,13 +137,13 @@ async def remember_new(sandbox: ApptainerSandbox, workdir: str | None) -> None:
 
 
 def read_note(sandbox: ApptainerSandbox) -> bytes:
-    """Returns the record that :func:`remember` wrote; empty if there is none."""
+    """Returns the record that :func:`remember` wrote. Empty if there is none."""
     path = Path(sandbox.directory, NOTE)
     return path.read_bytes() if path.exists() else b""
 
 
 def write_note(sandbox: ApptainerSandbox, content: bytes) -> None:
-    """Copies the record of an earlier sandbox to the sandbox that continues its work."""
+    """Copies the record of an earlier sandbox to the sandbox that continues the agent's work."""
     if content:
         write_atomic(Path(sandbox.directory, NOTE), content)
 
@@ -150,14 +151,14 @@ def write_note(sandbox: ApptainerSandbox, content: bytes) -> None:
 async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | None:
     """Returns all changes since :func:`remember` as one git patch: committed, uncommitted and untracked files.
 
-    Returns ``None`` without running a command if no checkout was recorded. The checkout itself is not modified. Call it
-    after killing the agent's processes. The agent may have replaced git, so kill all processes again afterwards.
+    Returns ``None`` without running a command if no checkout was recorded. Does not modify the checkout. Call it after
+    killing the agent's processes, and kill all processes again afterwards, because the agent may have replaced git.
 
     Raises:
-        SandboxError: the sandbox was lost.
+        SandboxError: The sandbox was lost.
     """
     try:
-        start = _noted(sandbox)
+        start = _recorded_start(sandbox)
     except FileNotFoundError:
         start = await remember(sandbox, workdir)
     if start is None:
@@ -186,11 +187,11 @@ async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | 
 
 
 async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
-    """Applies a patch from :func:`difference` to an unmodified checkout. Returns the reason if it fails, else an empty
-    string.
+    """Applies a patch from :func:`difference` to an unmodified checkout. Returns the reason for a failure. Empty on
+    success.
 
     Raises:
-        SandboxError: the sandbox was lost.
+        SandboxError: The sandbox was lost.
     """
     note = read_note(sandbox)
     start = json.loads(note) if note else None
@@ -202,21 +203,21 @@ async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
 
 
 def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
-    """Returns a patch as artifacts: ``patch`` if there are changes, and ``patch.error`` if it has an error."""
+    """Converts a patch to artifacts: ``patch`` if there are changes, and ``patch.error`` if there was an error."""
     if patch is None:
         return []
     parts = {"patch": patch.data, "patch.error": patch.error.encode("utf-8", "surrogateescape")}
     return [Artifact(prefix + name, data) for name, data in parts.items() if data]
 
 
-def _noted(sandbox: ApptainerSandbox) -> Start | None:
-    """Returns the record of :func:`remember`. Raises FileNotFoundError if there is none."""
+def _recorded_start(sandbox: ApptainerSandbox) -> Start | None:
+    """Reads the record of :func:`remember`. Raises FileNotFoundError if there is none."""
     note = json.loads(Path(sandbox.directory, NOTE).read_bytes())
     return Start(**note) if note else None
 
 
 async def _read(sandbox: ApptainerSandbox, start: Start) -> Patch | None:
-    """Computes the patch. Returns ``None`` if the recorded commit is missing."""
+    """Computes the patch in the sandbox. Returns ``None`` if the recorded commit is missing."""
     patch = await _diff(sandbox, start, _DIFF.format(git="g", commit=start.commit, options=""))
     if patch is None or _is_text(patch.data):
         return patch

@@ -1,9 +1,9 @@
-"""Pins the files that a task's rollouts read, by digests computed during planning.
+"""Detects changes to the files that a task's rollouts read, by digests computed during planning.
 
-Planning stores instructions and settings with the run. Rollouts read tests, solutions and the source of a task's class
-from their original location. If a user edited these files during a run, rollouts of one group would see different
-tests. So planning hashes names, modes and contents once. A rollout compares sizes and modification times, and hashes
-contents only if they differ.
+Planning copies instructions and settings into the run, but rollouts read tests, solutions and the source of a task's
+class from their original location. If a user edited these files during a run, rollouts of one group would see different
+tests. Planning therefore hashes names, modes and contents once. A rollout compares sizes and modification times, and
+hashes contents only if these differ.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class FixedFiles(msgspec.Struct, frozen=True):
 
 
 def fixed(tasks: Sequence[Task]) -> list[Task]:
-    """Returns the tasks with digests of their current files.
+    """Returns the tasks with the digests of their current files added.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: A file cannot be read.
     """
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(_fixed, tasks))
@@ -66,7 +66,7 @@ def _fixed(task: Task) -> Task:
 
 
 def changed(tasks: Sequence[Task]) -> list[str]:
-    """Returns the ids of the tasks whose files have changed since planning."""
+    """Returns the ids of tasks whose files have changed since planning."""
 
     def is_changed(task: Task) -> bool:
         try:
@@ -83,7 +83,7 @@ def check_unchanged(task: Task) -> None:
     """Checks that a task's files have not changed since planning.
 
     Raises:
-        ConfigError: a file has changed. The message names the most recently modified one.
+        ConfigError: A file has changed. The message names the most recently modified one.
     """
     recorded = task.metadata.get(KEY)
     if not recorded:  # rollouts of this task read no files
@@ -104,7 +104,7 @@ def check_unchanged(task: Task) -> None:
 
 
 def _files(paths: Sequence[str]) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Yields name, path and status of every file, directory and symlink, sorted by name. Raises OSError."""
+    """Yields the name, path and status of every file, directory and symlink, sorted by name. Raises OSError."""
     waiting = [(str(number), path) for number, path in enumerate(paths)][::-1]
     while waiting:
         name, path = waiting.pop()
@@ -139,5 +139,5 @@ def _content_digest(paths: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _cached_content_digest(paths: tuple[str, ...], seen: str) -> str:
-    """Returns the content hash, cached by ``seen``. A copied run has new modification times but the same content."""
+    """Returns the content hash, cached under ``seen``. A copied run has new modification times but the same content."""
     return _content_digest(paths)

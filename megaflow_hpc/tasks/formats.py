@@ -1,7 +1,7 @@
-"""Task formats: objects that read a campaign's sources, and prepare, solve and verify tasks.
+"""Task formats: objects that read tasks from a campaign's sources, and prepare, solve and verify them.
 
-Each format is an object named ``FORMAT`` in its own module. Its name is the ``kind`` of its tasks. The formats are
-Harbor directories, SWE-bench lines and Python classes. Code that runs a task calls :func:`format_of`.
+Each format is an object named ``FORMAT`` in its own module, and handles tasks of one ``kind``. The formats are Harbor
+directories, SWE-bench lines and Python classes. To run a task, get its format from :func:`format_of`.
 """
 
 from __future__ import annotations
@@ -23,48 +23,51 @@ from megaflow_hpc.tasks.judging import Judge
 from megaflow_hpc.types import ExecResult, Network, Task, Verdict
 
 MAX_REWARD = 3.4028234663852886e38
-"""Largest valid reward: the float32 maximum, because rewards are stored as float32."""
+"""Largest valid reward. Rewards are stored as float32."""
 TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
-"""Pattern of a task id, which is used in directory and column names. In a rollout id, an @ precedes the round."""
+"""Matches a task id, which is used in directory and column names. In a rollout id, an @ precedes the round."""
 
 MODULES: Mapping[str, str] = {
     "swebench": "megaflow_hpc.tasks.swebench.format",
     "python": "megaflow_hpc.tasks.python_class",
     "harbor": "megaflow_hpc.tasks.harbor.format",
 }
-"""Kind → module, in the order in which formats may claim a source. Harbor accepts any path, so it is last."""
+"""Maps kinds to modules, in the order in which formats may claim a source. Harbor comes last because it accepts any
+path."""
 
 
 @dataclass(frozen=True)
 class VerificationContext:
-    """How to verify a task: the campaign's settings, the agent's patch, and a function to start another sandbox."""
+    """Inputs of a verification: the campaign's settings, the agent's patch, and a function to start another sandbox."""
 
     fresh: bool = False
-    """Of the agent's changes, keep only those in the working directory and the declared artifacts."""
+    """Keep only the agent's changes in the working directory and in declared artifacts."""
     as_left: bool = False
-    """Keep all of the agent's changes, including replaced programs."""
+    """Keep all of the agent's changes, even to the image's programs."""
     network: Network | None = None
-    """Network for the tests, if they may use one. If ``None``, they use the sandbox's network."""
+    """Network for tests that may use one. If ``None``, they use the sandbox's network."""
     start: Callable[[Task], Awaitable[ApptainerSandbox]] | None = None
-    """Starts a separate verifier's sandbox, whose environment is given as a task."""
+    """Starts the sandbox of a separate verifier, given its environment as a task."""
     patch: Patch | None = None
-    """The agent's changes to the git checkout in the working directory, if there was a checkout."""
+    """The agent's changes to the git checkout in the working directory. ``None`` if there was no checkout."""
     messages: Callable[[], list[dict[str, Any]]] = list
     """Returns the agent's conversation so far."""
+    roles: Callable[[], dict[str, list[dict[str, Any]]]] = dict
+    """Returns the latest conversation of each role of the campaign's team."""
     judge: Callable[[], AbstractAsyncContextManager[Judge]] | None = None
-    """Opens an address at which judges answer. ``None`` if the campaign has none."""
+    """Opens access to the campaign's judges. ``None`` if the campaign has none."""
 
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """The verdict of the step ``name``. The name is empty for a task without steps."""
+    """The verdict on one step. ``name`` is empty for a task without steps."""
 
     name: str
     verdict: Verdict
 
 
 class TaskFormat(Protocol):
-    """Interface of a task format. Methods with a sandbox run in a worker; ``claims`` to ``files`` run during
+    """Interface of a task format. Methods that take a sandbox run in a worker. ``claims`` to ``files`` run during
     planning."""
 
     def claims(self, source: str, /) -> bool:
@@ -73,29 +76,28 @@ class TaskFormat(Protocol):
     def read(
         self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, wanted: Callable[[str], bool], /
     ) -> list[Task]:
-        """Reads the tasks of a source; relative paths are relative to ``base``.
+        """Reads the tasks of a source. Relative paths are relative to ``base``.
 
         Args:
             wanted: Returns whether the campaign uses the task with this id. Invalid tasks that are not wanted are
                 skipped.
 
         Raises:
-            ConfigError: the source is invalid. The message names file, line, value and remedy.
+            ConfigError: The source is invalid. The message names file, line, value and remedy.
         """
 
     def settle(self, tasks: Sequence[Task], /) -> list[Task]:
-        """Finishes the tasks selected from one source, so that they are ready to run.
+        """Completes the tasks selected from one source, so that they are ready to run.
 
         Raises:
-            ConfigError: a task cannot be run here.
+            ConfigError: A task cannot be run here.
         """
 
     def images(self, task: Task, /) -> list[ImageRequest]:
-        """Returns the images of a task: the agent's image first, then those of separate verifiers."""
+        """Returns the images that a task needs: the agent's image first, then those of separate verifiers."""
 
     def files(self, task: Task, /) -> list[str]:
-        """Returns the files and directories that rollouts read from their original location. They must not change
-        during a run."""
+        """Returns the paths that rollouts read from their original location, and which must not change during a run."""
 
     def steps(self, task: Task, /) -> list[Task]:
         """Returns the steps of a task in order, each as a task. A task without steps is its own single step."""
@@ -104,44 +106,45 @@ class TaskFormat(Protocol):
         """Returns the name of a step. Empty for a task without steps."""
 
     async def prepare(self, task: Task, sandbox: ApptainerSandbox, /) -> bool:
-        """Prepares a fresh sandbox whose work and log directories already exist.
+        """Prepares a fresh sandbox, whose work and log directories already exist.
 
-        Kills the processes that the task's own code started. Returns whether anything was run or uploaded.
+        Kills all processes that the task's own code has started. Returns whether anything was run or uploaded.
 
         Raises:
-            SandboxError: the sandbox cannot be prepared; the rollout fails.
+            SandboxError: The sandbox cannot be prepared. The rollout fails.
         """
 
     async def begin_step(self, step: Task, sandbox: ApptainerSandbox, /) -> None:
         """Prepares the sandbox for one step.
 
         Raises:
-            SandboxError: the sandbox cannot be prepared; the rollout fails.
+            SandboxError: The sandbox cannot be prepared. The rollout fails.
         """
 
     async def solve(self, step: Task, sandbox: ApptainerSandbox, /) -> ExecResult:
         """Runs the task's reference solution.
 
         Raises:
-            ConfigError: the task has no solution.
+            ConfigError: The task has no solution.
         """
 
     async def verify(
         self, step: Task, sandbox: ApptainerSandbox, context: VerificationContext, /, *, stay: bool
     ) -> Verdict:
-        """Judges the agent's result after its processes have been killed. The call is repeated if the infrastructure
-        failed (:func:`megaflow_hpc.tasks.steps.verify`).
+        """Judges the agent's work after its processes have been killed.
+
+        The call is repeated if the infrastructure failed (:func:`megaflow_hpc.tasks.steps.verify`).
 
         Args:
-            step: the step.
-            sandbox: the agent's sandbox.
-            context: how to verify.
-            stay: restore the agent's container afterwards, because the sandbox will be reused.
+            step: The step to verify.
+            sandbox: The agent's sandbox.
+            context: How to verify.
+            stay: Whether to restore the agent's container afterwards, because the sandbox will be reused.
 
         Raises:
-            SandboxError: a sandbox was lost. Errors of the tests are in the verdict's ``error``.
-            ModelServiceError: a judge model that the task's code uses is down.
-            ConfigError: the task cannot be verified in this way.
+            SandboxError: A sandbox was lost. Errors in the tests are reported in the verdict's ``error`` instead.
+            ModelServiceError: A judge model that the task's code uses is down.
+            ConfigError: The task cannot be verified in this way.
         """
 
     def may_continue(self, step: Task, verdict: Verdict, /) -> bool:
@@ -152,7 +155,7 @@ class TaskFormat(Protocol):
 
 
 class OneStep:
-    """Defaults for formats whose tasks have one step and one prebuilt image."""
+    """Default methods for formats whose tasks have one step and one prebuilt image."""
 
     def settle(self, tasks: Sequence[Task]) -> list[Task]:
         return list(tasks)
@@ -183,7 +186,7 @@ def format_of(task: Task) -> TaskFormat:
     """Returns the format of a task.
 
     Raises:
-        ConfigError: the kind is unknown to this version.
+        ConfigError: This version does not know the task's kind.
     """
     if task.kind not in MODULES:
         raise ConfigError(f"task {task.id}: kind {task.kind!r}: expected one of {', '.join(MODULES)}")

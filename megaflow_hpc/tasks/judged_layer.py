@@ -1,10 +1,13 @@
-"""Prepares a sandbox's layer for the tests, for every task format, and restores it for the agent afterwards.
+"""Prepares a sandbox's writable layer for the tests, and restores it for the agent afterwards. Used by every task
+format.
 
 ``fresh`` keeps the agent's changes at given paths. ``shared`` also keeps files that the agent added outside the system
-directories. ``as-left`` keeps every change. :mod:`~megaflow_hpc.environments.sandbox.rootfs.upperdir` has the rules.
+directories. ``as-left`` keeps every change. See :mod:`~megaflow_hpc.environments.sandbox.rootfs.upperdir` for the
+rules.
 
-Programs read settings from the home directory, so the tests get the image's home directory. If a kept path includes it,
-as with working directory ``/root``, they get an empty one instead.
+Programs read settings from the home directory, so the tests must not see the agent's changes to it. Usually they get
+the image's home directory. If a kept path includes the home directory, as with working directory ``/root``, they get an
+empty one instead.
 """
 
 from __future__ import annotations
@@ -26,22 +29,22 @@ from megaflow_hpc.host.process import environment
 from megaflow_hpc.tasks.formats import VerificationContext
 
 EMPTY_HOME = "/.megaflow-home"
-"""Home directory for the tests if the agent's changes in the usual one are kept."""
+"""Home directory for the tests if the agent's changes in the usual home directory are kept."""
 _LOADED = ("PATH", "HOME", "BASE", "ENV")
-"""Suffixes of environment variables that point to files or directories that programs load (``PYTHONPATH``,
+"""Suffixes of environment variables whose values are paths that programs load code or settings from (``PYTHONPATH``,
 ``CARGO_HOME``, ``PYTHONUSERBASE``, ``BASH_ENV``)."""
 _NOT_LOADED = ("PATH", "HOME")
-"""Variables that end like those of :data:`_LOADED`, but have rules of their own."""
+"""Variables with a suffix in :data:`_LOADED` that have rules of their own."""
 _MAX_NAMED = 50
 
 
 class JudgedLayer:
-    """The layer of one sandbox during verification.
+    """The writable layer of a sandbox during verification.
 
     Args:
-        kept: absolute paths where the agent's changes are kept; ``/`` if the task has no working directory.
-        env: environment variables for the tests, which override those of the spec.
-        prepare: called with the layer's paths once the layer is ready for the tests.
+        kept: Absolute paths where the agent's changes are kept. ``/`` if the task has no working directory.
+        env: Environment variables for the tests. They override those of the spec.
+        prepare: Called with the layer's paths once the layer is ready for the tests.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class JudgedLayer:
         """Starts the tests' container on the layer.
 
         Raises:
-            SandboxError: the container does not start.
+            SandboxError: The container does not start.
         """
         await self._sandbox.restart(self.spec(spec), self.enter)
         assumed = self._depends()
@@ -74,13 +77,12 @@ class JudgedLayer:
             await self._sandbox.restart(self.spec(spec), self.enter)
 
     async def start_when_used(self) -> None:
-        """Kills all processes. The next command starts the tests' container."""
+        """Kills all processes, so that the next command starts the tests' container."""
         self._sandbox.spec = self.spec(self._sandbox.spec)
         await self._sandbox.end_processes(self.enter)
 
     def spec(self, spec: SandboxSpec) -> SandboxSpec:
-        """Returns the spec of the tests' container. Replaces the home directory with an empty one if it is among the
-        kept paths."""
+        """Returns the spec of the tests' container, with an empty home directory if the usual one is a kept path."""
         if not self._needs_home():
             return spec
         own = Path(self._sandbox.directory, "tests-home")
@@ -89,29 +91,29 @@ class JudgedLayer:
         return replace(spec, env={**spec.env, "HOME": EMPTY_HOME}, binds=(*spec.binds, f"{own}:{EMPTY_HOME}"))
 
     def enter(self, paths: LayerPaths) -> None:
-        """Prepares the layer for the tests, after undoing any interrupted earlier attempt."""
+        """Prepares the layer for the tests. Undoes an interrupted earlier attempt first."""
         self._put_back(paths)
         if not self._context.as_left:
             self._sifted = upperdir.sift(paths.upper, paths.image, self._rules())
-            taken = upperdir.keep_only(paths.upper, _aside(paths), self._sifted.kept, paths.image)
-            _note(paths).write_text(json.dumps(taken))
+            taken = upperdir.keep_only(paths.upper, _hidden_layer(paths), self._sifted.kept, paths.image)
+            _hidden_list(paths).write_text(json.dumps(taken))
         self._prepare(paths)
 
     def leave(self, paths: LayerPaths) -> None:
-        """Restores the agent's layer. Keeps the tests' changes at the kept paths, and restores the image's own
+        """Restores the agent's layer, but keeps the tests' changes at the kept paths. Restores the image's own
         programs."""
         self._put_back(paths)
         upperdir.restore(paths.upper, paths.image, self._kept)
 
     @staticmethod
     def _put_back(paths: LayerPaths) -> None:
-        if _note(paths).exists():
-            upperdir.put_back(paths.upper, _aside(paths), json.loads(_note(paths).read_text()))
-            _note(paths).unlink()
+        if _hidden_list(paths).exists():
+            upperdir.put_back(paths.upper, _hidden_layer(paths), json.loads(_hidden_list(paths).read_text()))
+            _hidden_list(paths).unlink()
 
     @property
     def note(self) -> str:
-        """Log line that lists the agent's changes hidden from the tests. Empty if none were hidden."""
+        """Log line that lists the agent's changes that were hidden from the tests. Empty if none were hidden."""
         names = sorted(name for name in self._sifted.dropped if not name.startswith((".megaflow", "logs/")))
         more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         return f"\n--- changes that the tests did not see: {' '.join(names[:_MAX_NAMED])}{more} ---\n" if names else ""
@@ -146,16 +148,16 @@ def home_of(spec: SandboxSpec) -> str:
     return spec.env.get("HOME", usual).rstrip("/")
 
 
-def _aside(paths: LayerPaths) -> Path:
+def _hidden_layer(paths: LayerPaths) -> Path:
     return paths.upper.with_name("agent")
 
 
-def _note(paths: LayerPaths) -> Path:
-    """Returns the path of the file that lists the paths moved to the tests' layer."""
+def _hidden_list(paths: LayerPaths) -> Path:
+    """Returns the path of the file that lists the paths hidden from the tests."""
     return paths.upper.with_name("agent.json")
 
 
 def _relative(paths: Iterable[str]) -> list[str]:
-    """Returns the absolute paths in ``paths``, made relative to the root. Omits the root itself."""
+    """Makes absolute paths relative to the root. Omits relative paths and the root itself."""
     places = (os.path.normpath(path).strip("/") for path in paths if path.startswith("/"))
     return [place for place in places if place]

@@ -1,10 +1,10 @@
-"""The model that judges a rollout for its task's ``score``, and rubrics that ask it about criteria.
+"""Judge models for a task's ``score``, and rubrics that have judges rate criteria.
 
-A judge is a policy of the campaign with ``judge: true``. Each verification has an address and a key of its own at the
-gateway. Agents never learn them, and their calls cannot select a judge.
+A judge is a policy of the campaign with ``judge: true``. Each verification gets its own address and key at the gateway.
+Agents never learn them, and cannot select a judge in their own calls.
 
-A judge that does not answer is a failure of the infrastructure: the verification is repeated, whatever ``score``
-returned. An answer that ends with neither yes nor no counts as no, because the judged conversation may have caused it.
+If a judge does not answer, the infrastructure has failed, and the verification is repeated whatever ``score`` returned.
+An answer that ends with neither yes nor no counts as no, because the judged conversation may have caused it.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from megaflow_hpc.types import ModelEndpoint
 T = TypeVar("T")
 Message = Mapping[str, Any]
 MAX_SHOWN = 60_000
-"""Maximum number of characters of a conversation that a rubric shows to the judge. Its middle is left out."""
+"""Maximum number of characters of a conversation to show to a judge. The middle of longer conversations is omitted."""
 MAX_VOTES_AT_ONCE = 16
-"""Maximum number of concurrent calls of a rubric, so that the gateway can serve other rollouts."""
+"""Maximum number of concurrent calls for a rubric. The gateway also serves other rollouts."""
 MAX_ANSWER_TOKENS = 1024
-"""Default limit on a judge's answer to a rubric. Without one, a conversation could make it answer for ever."""
+"""Default ``max_tokens`` of a judge's answer to a rubric. Otherwise a conversation could provoke an endless one."""
 REFUSED = (400, 413, 422)
-"""HTTP statuses that blame the request. Any other failure is the judge's."""
+"""HTTP statuses that mean the request is at fault. For any other failure, the judge is at fault."""
 
 
 class Judge:
-    """Access to the judges of a campaign during one verification. The attributes suit any client.
+    """Access to a campaign's judges during one verification. Its address and key work with any OpenAI client.
 
     Args:
-        endpoint: address and key.
-        models: Names of the campaign's judges. The first one answers calls that name none of them.
+        endpoint: Address and key.
+        models: Names of the campaign's judges. The first one answers calls that do not name a judge.
     """
 
     def __init__(self, endpoint: ModelEndpoint, models: Sequence[str]) -> None:
         self.endpoint, self.models = endpoint, tuple(models)
         self._pending = 0
-        """Number of calls of :meth:`ask` that have not ended, or were cancelled."""
+        """Number of :meth:`ask` calls that are still running or were cancelled."""
         self._failed: dict[str, str] = {}
-        """Judge → why its latest call got no answer."""
+        """Maps each judge whose latest call got no answer to the reason."""
 
     @property
     def unanswered(self) -> str:
-        """Why a judge left a call without an answer; empty if each judge answered its latest call."""
+        """Reason a judge left a call unanswered. Empty if each judge answered its latest call."""
         waiting = "no answer within the time limit of score" if self._pending else ""
         return next(iter(self._failed.values()), waiting)
 
@@ -63,26 +63,26 @@ class Judge:
 
     @property
     def api_key(self) -> str:
-        """Key of this verification. It is invalid once ``score`` has returned."""
+        """API key of this verification. Becomes invalid once ``score`` has returned."""
         return self.endpoint.api_key
 
     async def ask(self, messages: str | Sequence[Message], model: str = "", **options: Any) -> str:
-        """Returns the text of a judge's answer.
+        """Asks a judge and returns the text of its answer.
 
         Args:
-            messages: a conversation in OpenAI format, or the text of its only message.
-            model: one of :attr:`models`. Default: the first.
-            options: further fields of the request, such as ``temperature``.
+            messages: A conversation in OpenAI format, or the text of its only message.
+            model: One of :attr:`models`. Default: the first.
+            options: Additional fields of the request, such as ``temperature``.
 
         Raises:
-            ModelServiceError: no engine answers.
-            UserCodeError: the request is invalid, or its answer reached ``max_tokens``.
+            ModelServiceError: No engine answers.
+            UserCodeError: The request is invalid, or the answer reached ``max_tokens``.
         """
         if options.get("stream"):
             raise UserCodeError("judge: stream is not possible; leave it out")
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         model = model or self.models[0]
-        self._pending += 1  # and stays so if the call is cancelled
+        self._pending += 1  # not decremented if the call is cancelled
         try:
             status, answer = await self._post({"model": model, "messages": conversation, **options})
         except ModelServiceError as error:
@@ -100,7 +100,11 @@ class Judge:
         return str(choice["message"]["content"] or "")
 
     async def _post(self, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Returns the status and the decoded answer, if it is a judge's answer or blames the request."""
+        """Sends a request. Returns the HTTP status and the decoded answer, unless the judge is at fault.
+
+        Raises:
+            ModelServiceError: The judge did not answer, or answered with an error that is not in :data:`REFUSED`.
+        """
         import aiohttp  # only pods need it
 
         headers = {"Authorization": f"Bearer {self.api_key}"}
@@ -118,22 +122,22 @@ class Judge:
 
 
 class WaitingJudge:
-    """A synchronous judge: :meth:`ask` blocks until the answer is there. For use in a thread."""
+    """Synchronous wrapper of a judge for use in threads: :meth:`ask` blocks until the answer arrives."""
 
     def __init__(self, judge: Judge, loop: asyncio.AbstractEventLoop) -> None:
         self.judge, self._loop = judge, loop
         self.models, self.base_url, self.api_key = judge.models, judge.base_url, judge.api_key
 
     def ask(self, messages: str | Sequence[Message], model: str = "", **options: Any) -> str:
-        """Returns the text of a judge's answer. The arguments are those of :meth:`Judge.ask`."""
+        """Asks a judge and returns the text of its answer. Takes the arguments of :meth:`Judge.ask`."""
         return blocking(self.judge.ask(messages, model, **options), self._loop)
 
 
 def blocking(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """Waits in a thread for work in an event loop.
+    """Runs a coroutine in an event loop, and blocks the calling thread until it is done.
 
     Raises:
-        UserCodeError: called in the loop's own thread, where it would wait for itself.
+        UserCodeError: Called in the loop's own thread, which would deadlock.
     """
     try:
         here = asyncio.get_running_loop()
@@ -144,7 +148,7 @@ def blocking(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T
 
 
 class Criterion(msgspec.Struct, forbid_unknown_fields=True):
-    """One statement that a judge confirms or denies."""
+    """A statement that a judge confirms or denies."""
 
     name: str
     text: str
@@ -153,20 +157,23 @@ class Criterion(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Rubric(msgspec.Struct, forbid_unknown_fields=True):
-    """Criteria by which judges rate a conversation. Each criterion is put to each judge ``votes`` times, and the
-    majority decides; a tie is no."""
+    """Criteria by which judges rate a conversation.
+
+    Each judge votes ``votes`` times on each criterion. The majority decides, and a tie counts as no.
+    """
 
     criteria: list[Criterion]
     votes: int = 1
     options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Further fields of each request, such as ``temperature``. Default of ``max_tokens``: :data:`MAX_ANSWER_TOKENS`."""
+    """Additional fields of each request, such as ``temperature``. ``max_tokens`` defaults to
+    :data:`MAX_ANSWER_TOKENS`."""
 
     @classmethod
     def read(cls, path: str | Path) -> Rubric:
         """Reads a rubric from a YAML file.
 
         Raises:
-            ConfigError: the file is missing or invalid.
+            ConfigError: The file is missing or invalid.
         """
         try:
             rubric = msgspec.convert(yaml.safe_load(Path(path).read_bytes()), cls)
@@ -185,11 +192,11 @@ class Rubric(msgspec.Struct, forbid_unknown_fields=True):
         """Returns 1 or 0 for each criterion, and their weighted mean as ``reward``.
 
         Args:
-            judge: the judges. A plain ``score`` may return this coroutine.
-            messages: the conversation to rate.
+            judge: The judges. A synchronous task ``score`` may return this coroutine.
+            messages: The conversation to rate.
 
         Raises:
-            ModelServiceError: a judge does not answer.
+            ModelServiceError: A judge does not answer.
         """
         judge = judge.judge if isinstance(judge, WaitingJudge) else judge
         shown, gate = transcript(messages), asyncio.Semaphore(MAX_VOTES_AT_ONCE)
@@ -225,7 +232,7 @@ class Rubric(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def transcript(messages: Sequence[Message]) -> str:
-    """Returns a conversation as text: each message's role and content, and the tool calls."""
+    """Formats a conversation as text, with each message's role, content and tool calls."""
     lines = []
     for message in messages:
         content = message.get("content")

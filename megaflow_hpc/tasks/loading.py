@@ -113,13 +113,14 @@ def in_image_directories(
     images: Images,
     mapping: ImageMapping,
 ) -> list[Task]:
-    """Sets missing working directories of tasks from their images, or from the base image if the image is built.
+    """Sets missing working directories of tasks from their images, or from the base images of images that will be
+    built.
 
     Args:
-        tasks: the tasks.
-        files: the result of :meth:`Images.resolve_all` for ``mapping``.
-        images: the image store.
-        mapping: ``environment.images``.
+        tasks: The tasks to complete.
+        files: Result of :meth:`Images.resolve_all` for ``mapping``.
+        images: The image store.
+        mapping: ``environment.images`` of the campaign.
     """
     placed = []
     for task in tasks:

@@ -1,4 +1,4 @@
-"""Masks secrets in stored verification results, in plain form and in encodings that tools print."""
+"""Masks secrets in stored verification results, both verbatim and in encodings that tools print."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megaflow_hpc.types import Verdict
 
 MASK = b"[masked]"
 MIN_SECRET_LENGTH = 6
-"""Minimum length of a secret in characters. Masking shorter values would make the tests' output unreadable."""
+"""Minimum length of a secret in characters. Masking shorter values would make test output unreadable."""
 
 
 class Mask:
     """Masks secrets in bytes, strings and verdicts.
 
     Args:
-        values: the secrets to mask.
+        values: The secrets to mask.
     """
 
     def __init__(self, values: Iterable[str]) -> None:
@@ -62,7 +62,7 @@ def _forms(value: str) -> Iterator[bytes]:
         yield text.encode("utf-8", "surrogatepass")
     for offset in range(3):  # the base64 form depends on the value's byte offset modulo 3
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
-            whole = encode(bytes(offset) + raw)
-            form = whole[-(-offset * 8 // 6) : (offset + len(raw)) * 8 // 6]
+            encoded = encode(bytes(offset) + raw)
+            form = encoded[-(-offset * 8 // 6) : (offset + len(raw)) * 8 // 6]
             if len(form) >= MIN_SECRET_LENGTH:
                 yield form

@@ -1,14 +1,14 @@
 """The verifier of tasks made by ``tasks build``: runs named tests in the sandbox and writes the reward.
 
-It is copied into each task's ``tests/`` and runs on the image's own Python, which has only pytest. So it imports only
-the standard library. The directory also contains::
+This module is copied into each task's ``tests/``, and runs on the image's own Python. It may import only pytest and the
+standard library. The directory also contains::
 
     expected.json     {"source_root", "failing", "passing", "files", "stale"}
     files/            the test files of the fixed release
 
-The reward is 1 if every test listed as failing now passes and no test listed as passing is broken. Outcomes come from
-pytest's own reports in a child process, never from printed output. The parent process decides the reward. If the child
-dies early, the remaining tests have no outcome and count as not passed.
+The reward is 1 if every test listed under ``failing`` now passes and no test listed under ``passing`` is broken.
+Outcomes come from pytest's own reports in a child process, never from printed output. The parent process decides the
+reward. If the child dies early, the remaining tests have no outcome and count as not passed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from pathlib import Path
 from typing import Any
 
 PYTEST_INI = "[pytest]\nfilterwarnings = default\n"
-"""Replaces the project's pytest settings, which may need missing plugins or turn warnings into errors."""
+"""pytest settings that replace the project's own, which may require missing plugins or turn warnings into errors."""
 
 
 def matches(entry: str, test: str) -> bool:
-    """Returns whether ``test`` (a pytest id) equals ``entry`` or is inside it. An entry may be a test, function,
-    class, file or directory."""
+    """Returns whether ``test`` (a pytest id) equals ``entry`` or is part of it. An entry is a test, function, class,
+    file or directory."""
     return test == entry or any(test.startswith(entry + border) for border in ("[", "::", "/"))
 
 
 def grade(
     failing: Iterable[str], passing: Iterable[str], outcomes: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Returns the outcomes of the failing tests, the outcomes of the passing tests, and the problems that prevent a
-    reward."""
+    """Returns the outcomes of the tests listed as failing and as passing, and the problems that prevent a reward."""
     problems: list[str] = []
     chosen: dict[str, str] = {}
     kept: dict[str, str] = {}
@@ -56,14 +55,13 @@ def grade(
 
 
 def selection(entries: Iterable[str]) -> list[str]:
-    """Returns pytest's arguments: the entries without parameter sets, and without entries that other entries
-    contain."""
+    """Returns arguments for pytest: the entries without parameter sets, and without entries inside other entries."""
     plain = list(dict.fromkeys(entry.split("[", 1)[0] for entry in entries))
     return [entry for entry in plain if not any(other != entry and matches(other, entry) for other in plain)]
 
 
 def place(files: Path, workdir: Path, expected: Mapping[str, Any]) -> None:
-    """Copies the fixed release's test files into ``workdir``, and removes files that could interfere, such as stray
+    """Copies the fixed release's test files into ``workdir``. Removes files that could interfere, such as stray
     ``conftest.py``."""
     shipped = set(expected["files"])
     strangers = [path for path in workdir.rglob("conftest.py") if str(path.relative_to(workdir)) not in shipped]
@@ -77,7 +75,7 @@ def place(files: Path, workdir: Path, expected: Mapping[str, Any]) -> None:
 
 
 class TestRecorder:
-    """A pytest plugin that records the outcome of each test id."""
+    """pytest plugin that records the outcome of each test id."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
@@ -93,7 +91,7 @@ class TestRecorder:
 
 
 def record(target: str, arguments: Sequence[str]) -> int:
-    """Runs pytest in the child process and writes all outcomes to ``target``."""
+    """Runs pytest in the child process and writes its outcomes to ``target``."""
     import pytest
 
     recorder = TestRecorder()

@@ -1,4 +1,4 @@
-"""Stands in for the sandbox of a task without an image, whose agent only converses."""
+"""Replaces the sandbox of a task without an image, whose agent only takes part in a conversation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megaflow_hpc.types import ExecResult, Task
 
 
 class NoSandbox:
-    """A sandbox without container and files. Every operation is an error of the code that calls it.
+    """A sandbox without a container or files. Every operation raises an error that blames the calling code.
 
     Args:
-        task: the task, which errors name.
+        task: The task, which error messages name.
     """
 
     breaches: Sequence[Any] = ()

@@ -19,18 +19,19 @@ r"""Tasks written as a Python class: ``tasks: [package.module:Class]``.
         async def solve(self, sandbox):               # optional; run by the oracle agent
             await sandbox.exec("echo 3 > answer")
 
-``score`` may have further parameters: ``messages`` (the agent's conversation), ``patch`` (its changes to the checkout
-in ``workdir``) and ``judge`` (:class:`~megaflow_hpc.tasks.judging.Judge`).
+``score`` may have further parameters: ``messages`` (the agent's conversation), ``roles`` (the latest conversation of
+each role of a team), ``patch`` (the agent's changes to the checkout in ``workdir``) and ``judge``
+(:class:`~megaflow_hpc.tasks.judging.Judge`).
 
-``setup``, ``score`` and ``solve`` may also be synchronous. They then run in a thread, and the sandbox's ``exec``,
-``upload``, ``download`` and ``read`` block. A class defines one task, whose id is the class name or ``id``. With a
-class method ``instances`` that returns ``{name: keyword arguments}``, it defines one task per name. A rollout calls
-``setup`` and ``score`` on the same instance.
+``setup``, ``score`` and ``solve`` may also be synchronous methods. They then run in a thread, and the sandbox's
+``exec``, ``upload``, ``download`` and ``read`` block. A class defines one task, whose id is the class name or ``id``.
+If it has a class method ``instances`` that returns ``{name: keyword arguments}``, it defines one task per name. Within
+a rollout, ``setup`` and ``score`` are called on the same instance.
 
 The code runs in the worker. It is imported from the campaign file's directory or from the interpreter's path. If
-``setup`` raises, the rollout fails with kind ``user``, and the error names file and line. If ``score`` raises, the
-reward is 0 and the verdict has an error, because the agent may have caused it. If the judge is down, ``score`` is
-called again, whatever it returned or raised.
+``setup`` raises an exception, the rollout fails with kind ``user``, and the error names file and line. If ``score``
+raises an exception, the reward is 0 and the verdict has an error, because the agent may have caused the exception. If
+the judge is down, ``score`` is called again, whatever it returned or raised.
 """
 
 from __future__ import annotations
@@ -74,49 +75,49 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
     "disk_mb": (int,),
     "processes": (int,),
 }
-"""Class or instance attribute → accepted types. Only ``image`` is required."""
+"""Maps each class or instance attribute to its accepted types. Only ``image`` is required."""
 
 IN_SANDBOX = frozenset({"workdir", "user", "env", "network", "memory_mb", "cpus", "disk_mb", "processes"})
-"""Settings of a sandbox."""
+"""Settings that apply only to tasks with a sandbox."""
 NONE = "none"
-"""Value of ``image`` for a task without a sandbox."""
-EXTRAS = frozenset({"messages", "patch", "judge"})
-"""Parameters that ``score`` may have besides the sandbox."""
+"""Value of ``image`` that declares a task without a sandbox."""
+EXTRAS = frozenset({"messages", "roles", "patch", "judge"})
+"""Optional parameters of ``score``, in addition to the sandbox."""
 
 _instances: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Sandbox → its instance, so that ``score`` sees what ``setup`` stored on ``self``."""
+"""Maps each sandbox to its task instance, so that ``score`` sees the attributes that ``setup`` set on ``self``."""
 
 
 class ClassSource(msgspec.Struct, frozen=True):
     """Location of a task's class, stored as a plain mapping in ``task.metadata["python"]``."""
 
     name: str = msgspec.field(name="class")
-    """``package.module:Class``"""
+    """Import path, ``package.module:Class``."""
     base: str
-    """Directory that is searched first for the module."""
+    """Directory to search for the module before the interpreter's path."""
     arguments: dict[str, Any]
-    """Keyword arguments for the class."""
+    """Keyword arguments for the class's constructor."""
     file: str = ""
-    """Source file of the class. Empty if it has none."""
+    """Source file of the class. Empty if unknown."""
     judged: bool = False
-    """True if ``score`` asks a judge."""
+    """True if ``score`` takes the parameter ``judge``."""
 
 
 def looks_like_class(source: str) -> bool:
-    """Returns whether a campaign's source looks like ``package.module:Class`` rather than a path."""
+    """Returns whether a campaign's source has the form ``package.module:Class`` and is not a path."""
     module, colon, name = source.partition(":")
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
-    """Reads the tasks of a class.
+    """Reads the tasks that a class defines.
 
     Args:
         source: ``package.module:Class``.
-        base: directory that is searched for the module before the interpreter's own path.
+        base: Directory to search for the module before the interpreter's own path.
 
     Raises:
-        ConfigError: the class is invalid. The message names its file and line, the problem and what was expected.
+        ConfigError: The class is invalid. The message names its file and line, the problem and the expected value.
     """
     cls = _load(source, str(Path(base).absolute()))
     where = f"{source} ({_place(cls)})"
@@ -153,7 +154,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         given := [key for key in SETTINGS if key in IN_SANDBOX and values[key] is not None]
     ):
         raise ConfigError(f"{where}: {given[0]}: a task with image {NONE!r} has no sandbox; leave {given[0]} out")
-    place = ClassSource(source, base, keywords, _file(cls), "judge" in _wanted(task.score))
+    class_source = ClassSource(source, base, keywords, _file(cls), "judge" in _extras_of(task.score))
     made = Task(
         id=name,
         instruction=instruction,
@@ -167,7 +168,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         verifier_timeout_s=float(values["score_timeout_s"] or 600),
         limits=Limits(values["memory_mb"], values["cpus"], values["disk_mb"], values["processes"] or 512),
         network=values["network"],
-        metadata={"python": msgspec.to_builtins(place)},
+        metadata={"python": msgspec.to_builtins(class_source)},
     )
     SandboxSpec(made.image or NONE, made.env, made.workdir, network=made.network or "none").check()
     return made
@@ -227,10 +228,10 @@ async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
 
 
 async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
-    """Runs ``solve`` for the oracle agent.
+    """Runs the class's ``solve`` for the oracle agent.
 
     Raises:
-        ConfigError: the class has no ``solve``.
+        ConfigError: The class has no ``solve``.
         UserCodeError: ``solve`` raised an exception.
     """
     instance = _instance(task, sandbox)
@@ -245,18 +246,20 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
 
     Raises:
         UserCodeError: ``score`` raised an exception, or returned an invalid reward.
-        SandboxError: the sandbox was lost; the call can be retried.
-        ModelServiceError: raised by ``score``; the call can be retried.
+        SandboxError: The sandbox was lost. The call can be retried.
+        ModelServiceError: Raised by ``score``. The call can be retried.
     """
     context = context or VerificationContext()
     if task.image:
         await _start_judged(task, sandbox, context)
     instance = _instance(task, sandbox)
     del _instances[sandbox]
-    wanted = _wanted(instance.score)
+    wanted = _extras_of(instance.score)
     more: dict[str, Any] = {}
     if "messages" in wanted:
         more["messages"] = context.messages()
+    if "roles" in wanted:
+        more["roles"] = context.roles()
     if "patch" in wanted:
         more["patch"] = context.patch.data.decode("utf-8", "replace") if context.patch else ""
     try:
@@ -289,8 +292,8 @@ async def _start_judged(task: Task, sandbox: ApptainerSandbox, context: Verifica
         await layer.start(sandbox.spec)
 
 
-def _wanted(score: Callable[..., Any]) -> frozenset[str]:
-    """Returns which of :data:`EXTRAS` are parameters of a method ``score``."""
+def _extras_of(score: Callable[..., Any]) -> frozenset[str]:
+    """Returns the names in :data:`EXTRAS` that are parameters of a ``score`` method."""
     return EXTRAS & set(inspect.signature(score).parameters)
 
 
@@ -309,7 +312,7 @@ def _instance(task: Task, sandbox: ApptainerSandbox) -> Any:
 
 
 class PythonClassFormat(OneStep):
-    """See :class:`~megaflow_hpc.tasks.formats.TaskFormat`."""
+    """Implements :class:`~megaflow_hpc.tasks.formats.TaskFormat` for Python classes."""
 
     claims = staticmethod(looks_like_class)
 
@@ -341,15 +344,15 @@ FORMAT: TaskFormat = PythonClassFormat()
 
 
 async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox, timeout_s: float, **more: Any) -> Any:
-    """Calls one method of a task with its sandbox, in the event loop or in a thread, with a time limit.
+    """Calls a method of a task with its sandbox, in the event loop or in a thread, with a time limit.
 
     Args:
-        more: further keyword arguments of the method.
+        more: Additional keyword arguments for the method.
 
     Raises:
-        UserCodeError: the method raised any other exception, or timed out.
-        SandboxError: the sandbox was lost.
-        ModelServiceError: raised by the method.
+        UserCodeError: The method timed out, or raised an exception other than the following.
+        SandboxError: The sandbox was lost.
+        ModelServiceError: Raised by the method.
     """
     limit = asyncio.timeout(timeout_s)
     try:
@@ -374,7 +377,7 @@ async def call(task: Task, method: Callable[..., Any], sandbox: ApptainerSandbox
 
 
 async def _in_thread(call: Callable[[], Any], name: str) -> Any:
-    """Runs ``call`` in a new thread, so that a call that never returns does not occupy the loop's thread pool."""
+    """Runs ``call`` in a new thread, so that a call that never returns does not occupy a thread of the loop's pool."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -404,7 +407,7 @@ async def _in_thread(call: Callable[[], Any], name: str) -> Any:
 
 
 def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[UserCodeError]) -> Any:
-    """Returns the result of ``call``. Converts an exception to an error of type ``kind`` that names ``what`` and the
+    """Returns the result of ``call``. Converts exceptions to errors of type ``kind``, which name ``what`` and the
     line."""
     try:
         return call()
@@ -413,7 +416,7 @@ def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[U
 
 
 def origin(error: BaseException) -> str:
-    """Returns ``file:line`` of the innermost frame in user code rather than in a library."""
+    """Returns ``file:line`` of the innermost frame that is in user code and not in a library."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     library = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)), "<frozen")
@@ -429,7 +432,7 @@ def code_of(method: Callable[..., Any]) -> str:
 
 
 class WaitingSandbox:
-    """A synchronous sandbox: each method blocks until it is done. For use in a thread."""
+    """Synchronous wrapper of a sandbox for use in threads: each method blocks until it is done."""
 
     def __init__(self, sandbox: ApptainerSandbox, loop: asyncio.AbstractEventLoop) -> None:
         self._sandbox = sandbox
@@ -439,7 +442,7 @@ class WaitingSandbox:
         return blocking(call, self._loop)
 
     def exec(self, command: Any, **options: Any) -> ExecResult:
-        """Runs a command and waits for it. ``options`` are those of the sandbox's own ``exec``."""
+        """Runs a command and waits until it ends. Takes the ``options`` of the sandbox's own ``exec``."""
         result: ExecResult = self._wait(self._sandbox.exec(command, **options))
         return result
 

@@ -15,12 +15,11 @@ from megaflow_hpc.types import Task
 
 
 def sandbox_spec(task: Task, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
-    """Returns the sandbox spec of a task. Limits that the task does not set come from the campaign.
+    """Returns the sandbox spec of a task. Limits that the task does not set are the campaign's.
 
     Args:
-        task: the task.
-        images: image name in the tasks → SIF file or directory.
-        environment: the campaign's ``environment``.
+        images: Maps image names in tasks to SIF files or directories.
+        environment: The campaign's ``environment`` section.
     """
     limits, default = task.limits, environment.limits
     return SandboxSpec(
@@ -46,14 +45,16 @@ def verification_context(
     start: Callable[[SandboxSpec], Awaitable[ApptainerSandbox]],
     messages: Callable[[], list[dict[str, Any]]] = list,
     judge: Callable[[], AbstractAsyncContextManager[Judge]] | None = None,
+    roles: Callable[[], dict[str, list[dict[str, Any]]]] = dict,
 ) -> VerificationContext:
     """Returns the context in which a campaign verifies a task.
 
     Args:
-        images: image name in the tasks → SIF file or directory.
-        start: starts a separate verifier's sandbox.
-        messages: returns the agent's conversation so far.
-        judge: opens an address at which judges answer.
+        images: Maps image names in tasks to SIF files or directories.
+        start: Starts the sandbox of a separate verifier.
+        messages: Returns the agent's conversation so far.
+        judge: Opens access to the campaign's judges.
+        roles: Returns the latest conversation of each role.
     """
     return VerificationContext(
         fresh=environment.verification_of(task) == "fresh",
@@ -62,4 +63,5 @@ def verification_context(
         start=lambda task: start(sandbox_spec(task, images, environment)),
         messages=messages,
         judge=judge,
+        roles=roles,
     )

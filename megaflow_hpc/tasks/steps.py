@@ -2,10 +2,10 @@
 
 It prepares the sandbox, then runs the agent and the verifier for each step.
 
-Campaigns and ``tasks validate`` both use :func:`run_steps`, so they judge tasks in the same way.
+Campaigns and ``tasks validate`` both use :func:`run_steps`, so they judge tasks identically.
 
-Once an agent has ended, it always gets a verdict, whatever the tested code does. If the verifier leaves no valid
-reward, the reward is 0 and the verdict contains the verifier's error, in every format. If the node may have failed, the
+Once an agent has ended, it always gets a verdict, whatever the tested code does. In every format, if the verifier
+writes no valid reward, the reward is 0 and the verdict contains the verifier's error. If the node may have failed, the
 verification is repeated on the files that the agent left; see :func:`_on_kept_state`.
 """
 
@@ -36,21 +36,21 @@ from megaflow_hpc.types import Task, Verdict
 
 T = TypeVar("T")
 RETRY_DELAYS_S = 1.0, 5.0
-"""Delays in seconds before the second and third attempt of a verification that failed because of the infrastructure.
-If the job is ending, its signal reaches this process during the first delay."""
+"""Delays in seconds before the second and third attempt of a verification after an infrastructure failure. If the job
+is about to end, this process receives its signal during the first delay."""
 LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 
 RunAgent = Callable[[int, Task], Awaitable[None]]
-"""Runs the agent on a step, given the step's number (from 0) and the step."""
+"""Runs the agent on a step. Takes the step's index, from 0, and the step."""
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
-    """Prepares a fresh sandbox: creates work and log directories, runs the format's setup, records the git commit.
+    """Prepares a fresh sandbox: creates work and log directories, runs the format's setup, and records the git commit.
 
-    Leaves no process of the setup or a health check running, because it could read the agent's API key.
+    Kills all processes that the setup or a health check left running, because they could read the agent's API key.
 
     Raises:
-        SandboxError: the sandbox cannot be prepared; the rollout fails.
+        SandboxError: The sandbox cannot be prepared. The rollout fails.
     """
     workdir = task.workdir or "/"
     await checkout.remember(sandbox, workdir, make=LOGS)
@@ -62,8 +62,8 @@ async def begin(step: Task, sandbox: ApptainerSandbox) -> None:
     """Prepares a sandbox for one step, as the step's user. Kills all processes that the setup left running.
 
     Raises:
-        SandboxError: the sandbox was lost.
-        SetupError: the step cannot be set up.
+        SandboxError: The sandbox was lost.
+        SetupError: The step cannot be set up.
     """
     task_format = format_of(step)
     if step.user != sandbox.spec.user:
@@ -84,20 +84,18 @@ async def run_steps(
     under_way: bool = False,
     verifying: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Verdict:
-    """Runs the steps of a task in a prepared sandbox.
-
-    Stops after a step whose reward is below its minimum. Also stops if a step cannot be set up on the files of earlier
-    steps. That step and all later ones get reward 0.
+    """Runs the steps of a task in a prepared sandbox. Stops after a step whose reward is below the required minimum.
+    Also stops if a step cannot be set up on the files of earlier steps. That step and all later ones get reward 0.
 
     Args:
-        verdicts: verdicts of completed steps, which are not run again. New verdicts are appended.
-        under_way: True if the next step was already prepared by :func:`begin`.
-        verifying: context manager that is entered while a step is verified.
+        verdicts: Verdicts of completed steps, which are not run again. New verdicts are appended.
+        under_way: True if :func:`begin` has already prepared the next step.
+        verifying: Context manager that is entered while a step is verified.
 
     Raises:
-        SandboxError: a sandbox was lost, or the first step cannot be set up.
-        ModelServiceError: a judge model that the task's code uses is down.
-        ConfigError: the task cannot be verified in this way.
+        SandboxError: A sandbox was lost, or the first step cannot be set up.
+        ModelServiceError: A judge model that the task's code uses is down.
+        ConfigError: The task cannot be verified in this way.
     """
     task_format = format_of(task)
     verdicts = [] if verdicts is None else verdicts
@@ -112,7 +110,7 @@ async def run_steps(
         else:
             _, why = await _on_kept_state(partial(begin, step, sandbox), step, context)
             if why:  # later steps cannot run either
-                lost = _not_begun(verdicts, why)
+                lost = _setup_failed(verdicts, why)
                 verdicts += [StepVerdict(task_format.step_name(missed), lost) for missed in steps[number:]]
                 break
         under_way = False
@@ -126,8 +124,8 @@ async def run_steps(
     return task_format.combine(task, verdicts)
 
 
-def _not_begun(before: Sequence[StepVerdict], why: str) -> Verdict:
-    """Returns the verdict of a step that cannot be set up on the agent's files, whether by accident or on purpose."""
+def _setup_failed(before: Sequence[StepVerdict], why: str) -> Verdict:
+    """Returns the verdict on a step that cannot be set up on the agent's files, be it by accident or on purpose."""
     names = [name for step in before for name in step.verdict.rewards]
     why = f"the step cannot be set up on the files of the earlier steps: {why}"
     return replace(Verdict.of(dict.fromkeys(names, 0.0), why), agent_error=why)
@@ -144,19 +142,21 @@ async def verify(
     """Judges a task or step after its agent has ended. Kills the agent's remaining processes first.
 
     If the working directory is a git checkout, the artifact ``patch`` contains the agent's changes. If the verifier
-    leaves no valid reward, the reward is 0 and the verdict has an ``error``.
+    writes no valid reward, the reward is 0 and the verdict has an ``error``.
 
     Args:
-        step: the task or step.
-        sandbox: the agent's sandbox.
-        context: how to verify. Default: in the agent's sandbox, with its network.
-        stay: restore the agent's container afterwards, without tests and rewards, because the sandbox will be reused.
-        names: known reward names of the task, which are set to 0 if the verifier fails.
+        step: The task or step.
+        sandbox: The agent's sandbox.
+        context: How to verify. Default: in the agent's sandbox, with its network.
+        stay: Whether to restore the agent's container afterwards, without tests and rewards, because the sandbox will
+            be reused.
+        names: Known reward names of the task. They are set to 0 if the verifier fails.
 
     Raises:
-        SandboxError: this node cannot run the tests. Errors of tests and rewards are in the verdict's ``error``.
-        ModelServiceError: a judge model that the task's code uses is down.
-        ConfigError: the task cannot be verified in this way.
+        SandboxError: This node cannot run the tests. Errors in tests and rewards are reported in the verdict's
+            ``error`` instead.
+        ModelServiceError: A judge model that the task's code uses is down.
+        ConfigError: The task cannot be verified in this way.
     """
     task_format = format_of(step)
     name = task_format.step_name(step)
@@ -173,13 +173,13 @@ async def verify(
             patches.append(await _difference(sandbox, step))
         return await task_format.verify(step, sandbox, replace(context, patch=patches[0]), stay=stay)
 
-    verdict = _settled(*await _on_kept_state(judge, step, context), names)
+    verdict = _zero_if_failed(*await _on_kept_state(judge, step, context), names)
     kept = checkout.to_artifacts(patches[0], f"steps/{name}/" if name else "") if patches else []
     return replace(verdict, artifacts=[*kept, *verdict.artifacts])
 
 
-def _settled(verdict: Verdict | None, why: str, names: Sequence[str]) -> Verdict:
-    """Returns the verdict with reward 0 if the verifier failed; ``why`` says so if there is none."""
+def _zero_if_failed(verdict: Verdict | None, why: str, names: Sequence[str]) -> Verdict:
+    """Returns the verdict, with reward 0 if the verifier failed. If there is no verdict, ``why`` becomes its error."""
     verdict = verdict or Verdict(error=why)
     if not verdict.error:
         return verdict
@@ -194,13 +194,13 @@ async def run_conversation(
     run_agent: RunAgent,
     verifying: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Verdict:
-    """Runs a task without a sandbox. Raises the errors of :func:`run_steps`."""
+    """Runs a task that has no sandbox. Raises the errors of :func:`run_steps`."""
     task_format, none = format_of(task), cast(ApptainerSandbox, sandbox)
     await task_format.prepare(task, none)
     await run_agent(0, task)
     with verifying():
         judge = partial(task_format.verify, task, none, context, stay=False)
-        return _settled(*await _on_kept_state(judge, task, replace(context, start=None)), [])
+        return _zero_if_failed(*await _on_kept_state(judge, task, replace(context, start=None)), [])
 
 
 async def _difference(sandbox: ApptainerSandbox, step: Task) -> checkout.Patch | None:
@@ -213,19 +213,19 @@ async def _difference(sandbox: ApptainerSandbox, step: Task) -> checkout.Patch |
 async def _on_kept_state(
     work: Callable[[], Awaitable[T]], step: Task, context: VerificationContext
 ) -> tuple[T | None, str]:
-    """Runs ``work`` on the files that an agent left, and attributes a failure to the node or to the rollout.
+    """Runs ``work`` on an agent's final files, and attributes a failure to the node or to the rollout.
 
-    An exceeded limit, an invalid file or an exception in the task's own code is the rollout's fault. If the container
-    is lost or does not start on the agent's files, either may be at fault. If a sandbox of the same image starts on
-    this node without those files, the work is retried. Another failure is then the rollout's fault.
+    If a limit is exceeded, a file is invalid or the task's own code raises an exception, the rollout is at fault. If
+    the container is lost or does not start on the agent's files, either may be at fault. If a sandbox of the same image
+    then starts on this node without those files, the work is retried, and another failure is the rollout's fault.
 
     Returns:
-        The result of ``work`` and an empty string, or ``None`` and why the rollout is at fault.
+        The result of ``work`` and an empty string, or ``None`` and the reason the rollout is at fault.
 
     Raises:
-        SandboxError: this node cannot do the work.
-        ModelServiceError: a judge model that the task's code uses is down.
-        ConfigError: the task cannot be verified in this way.
+        SandboxError: This node cannot do the work.
+        ModelServiceError: A judge model that the task's code uses is down.
+        ConfigError: The task cannot be verified in this way.
     """
     node_works = False
     for pause_s in (*RETRY_DELAYS_S, None):
@@ -246,11 +246,11 @@ async def _on_kept_state(
             return None, f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}"
         if pause_s is not None:
             await asyncio.sleep(pause_s)
-            node_works = await _starts(step, context)
+            node_works = await _can_start(step, context)
     raise failure
 
 
-async def _starts(step: Task, context: VerificationContext) -> bool:
+async def _can_start(step: Task, context: VerificationContext) -> bool:
     """Returns whether a sandbox of the task's image starts on this node and runs a command."""
     if context.start is None:
         return True

@@ -1,8 +1,10 @@
-"""Checks that tasks tell solved from unsolved: reward 1 with their reference solution and 0 without it.
+"""Checks that tasks distinguish solved from unsolved: the reward must be 1 with the reference solution and 0 without
+it.
 
-Each task runs twice in a fresh sandbox, with the same steps as a rollout: prepare, solve or do nothing, verify. If the
-verifier writes ``results.json`` (as named_tests.py does), individual tests are checked too. Tests listed as failing
-must *fail* without the solution and pass with it; a collection error is not a failure. The others must always pass.
+Each task runs twice, in fresh sandboxes and with the same steps as a rollout: prepare, solve or do nothing, verify. If
+the verifier writes ``results.json`` (as named_tests.py does), individual tests are checked too. Tests listed as failing
+must *fail* without the solution and pass with it; a collection error is not a failure. Tests listed as passing must
+pass both times.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megaflow_hpc.types import Agent, Task
 
 @dataclass
 class ValidationRun:
-    """One run of a task. ``failing`` and ``passing`` are the outcomes of the listed tests, if known."""
+    """One run of a task. ``failing`` and ``passing`` are the outcomes of the tests listed as such, if known."""
 
     reward: float | None = None
     error: str = ""
@@ -35,12 +37,12 @@ class ValidationRun:
     passing: dict[str, str] = field(default_factory=dict)
     output: str = ""
     duration_s: float = 0.0
-    """Seconds in the sandbox, excluding the wait for one and the staging of its image."""
+    """Seconds in the sandbox, excluding the time to wait for it and to stage its image."""
 
 
 @dataclass
 class Validation:
-    """A validated task and the problems found."""
+    """A validated task, with any problems found."""
 
     task: str
     before: ValidationRun
@@ -49,11 +51,11 @@ class Validation:
 
     @property
     def valid(self) -> bool:
-        """True if no problem was found."""
+        """True if no problems were found."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the evidence: for each test listed as failing, its outcome without and with the solution."""
+        """Returns the result as JSON, with each failing test's outcome without and with the solution."""
         tests = dict.fromkeys([*self.before.failing, *self.after.failing])
         return {
             "task": self.task,
@@ -68,7 +70,7 @@ class Validation:
 
 
 def judge(before: ValidationRun, after: ValidationRun) -> list[str]:
-    """Returns a task's problems, given its runs without and with the solution."""
+    """Returns the problems of a task, given its runs without and with the solution."""
     problems = []
     for name, run, reward in (("without the solution", before, 0.0), ("with the solution", after, 1.0)):
         if run.error:
@@ -95,14 +97,13 @@ async def validate(
     environment: EnvironmentConfig | None = None,
     jobs: int = 2,
 ) -> AsyncIterator[Validation]:
-    """Validates tasks, up to ``jobs`` concurrently, and yields each result when it is ready.
+    """Validates tasks, up to ``jobs`` concurrently, and yields each result as soon as it is ready.
 
     Args:
-        tasks: the tasks.
-        images: image name in the tasks → image file, including images of separate verifiers.
-        oracle: runs a task's reference solution.
-        jobs: number of tasks to validate concurrently.
-        environment: a campaign's limits, network and verification. Default: no network and no further limits.
+        images: Maps image names in tasks to image files, including images of separate verifiers.
+        oracle: Runs a task's reference solution.
+        jobs: Maximum number of tasks to validate concurrently.
+        environment: A campaign's limits, network and verification. Default: no network and no additional limits.
     """
     environment = environment or EnvironmentConfig(network="none")
     slots = asyncio.Semaphore(jobs)
@@ -124,7 +125,7 @@ async def validate(
 
 
 class _SolutionFailed(Exception):
-    """The reference solution failed, so there is nothing to judge."""
+    """The reference solution failed, so the run is not judged."""
 
 
 async def _run(

@@ -46,7 +46,7 @@ MAX_CACHED_TOKENS = 16 << 20
 MAX_SCORED_AT_ONCE = 64
 """Maximum number of rollouts to pass to a scorer at once, because their whole records are in memory then."""
 LOST_AFTER_S = MAX_CACHE_AGE_S
-"""Seconds after which a record that is missing in a done block counts as lost. Caches may hide it until then."""
+"""A record that is missing from a done block counts as lost after this many seconds. Caches may hide it until then."""
 LOST = "unreadable record"
 """Error kind of a rollout whose record is lost."""
 
@@ -408,6 +408,7 @@ def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -
         time_ns=int(trajectory.finished_at * 1e9) if math.isfinite(trajectory.finished_at) else 0,
         sequences=len(sequences),
         turns=_turns(trajectory, sequences),
+        roles=_roles(trajectory, sequences_of.policy),
         agent_s=trajectory.agent_s or 0.0,
     )
     return sample, Arrived(place, tuple(len(sequence.tokens) for sequence in sequences), sampled)
@@ -422,6 +423,14 @@ def _turns(trajectory: Trajectory, sequences: list[TokenSequence]) -> tuple[Turn
         if number is not None:
             turns.append(TurnTokens(call, number, turn.token_start, turn.token_end, _state(trajectory, turn)))
     return tuple(turns)
+
+
+def _roles(trajectory: Trajectory, policy: str) -> tuple[str, ...]:
+    """Returns the role of each of the policy's sequences; empty without a team."""
+    by_sequence = {turn.sequence: turn.role for turn in trajectory.turns}
+    own = [number for number, sequence in enumerate(trajectory.sequences) if sequence.policy == policy]
+    roles = tuple(by_sequence.get(number, "") for number in own)
+    return roles if any(roles) else ()
 
 
 def _state(trajectory: Trajectory, turn: Turn) -> str:

@@ -165,6 +165,7 @@ class Step:
         return {
             "reward": math.fsum(rewards) / len(rewards) if rewards else math.nan,
             **self._by_agent(),
+            **self._by_role(),
             **({"score": math.fsum(scores) / len(scores)} if scores else {}),
             "rollouts": len(plan.rollouts),
             "groups": len(set(self.groups)),
@@ -187,6 +188,14 @@ class Step:
             if rewards:
                 numbers[f"reward/{agent.short_title}"] = math.fsum(rewards) / len(rewards)
         return numbers
+
+    def _by_role(self) -> dict[str, float]:
+        """Returns the mean reward of each role that the policy played."""
+        by_role: dict[str, list[float]] = {}
+        for rollout in self.plan.rollouts:
+            for role, reward in rollout.roles.items() if not rollout.replayed else ():
+                by_role.setdefault(role, []).append(reward)
+        return {f"reward/{role}": math.fsum(rewards) / len(rewards) for role, rewards in by_role.items()}
 
     def publish(
         self,
@@ -215,6 +224,10 @@ class Step:
         if flow.rank:
             return current(flow.run, flow.policy)
         flow.check()
+        snapshot = flow.settings.snapshot
+        if snapshot and self.number % snapshot.every == 0:
+            token = f"{flow.policy}-step-{self.number:06d}"
+            publish(flow.run, folder, snapshot.to, keep=keep, token=token, digest=self._digest, checksums=checksums)
         # The version is identified by the plan, because a repeated step may produce different bits on a GPU.
         made = publish(
             flow.run,

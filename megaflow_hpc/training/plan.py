@@ -82,6 +82,8 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     """Advantage of each of the policy's sequences, or of each of :attr:`turns`. Empty if all tokens have the same."""
     turns: list[tuple[int, int, int]] = []
     """(sequence, start, end) of the policy's model calls, if each has its own advantage."""
+    roles: dict[str, float] = {}
+    """Reward of each role that the policy played; empty without a team."""
     weight: float = 1.0
     """Weight of the rollout's tokens in the loss."""
     oldest: int = -1

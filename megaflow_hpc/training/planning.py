@@ -14,8 +14,8 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.choice import REPLAYED_STEPS, Choice
-from megaflow_hpc.training.algorithms.rewards import Values
-from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup
+from megaflow_hpc.training.algorithms.rewards import Values, role_rewards
+from megaflow_hpc.training.algorithms.samples import RoleRewards, Sample, SampleGroup
 from megaflow_hpc.training.buffer import Arrived, Buffer, Sequences
 from megaflow_hpc.training.methods import identity, takes
 from megaflow_hpc.training.microbatch import Ordinal
@@ -114,9 +114,9 @@ class Planner:
         arrived |= kept
         again = {sample.id for group in choice.replayed for sample in group.samples} | kept.keys()
         groups = [*choice.taken, *choice.replayed]
-        valued = advantages(self._policy.settings, groups)
+        valued = advantages(self._policy.settings, groups, self._policy.roles)
         rollouts = [
-            _planned(sample, arrived[sample.id], valued[sample.id], sample.id in again)
+            _planned(sample, arrived[sample.id], valued[sample.id], sample.id in again, self._policy.roles)
             for group in groups
             for sample in group.samples
             if sample.id in valued and sample.tokens
@@ -211,6 +211,7 @@ class Planner:
             bound=self._bound,
             due=due,
             earlier=earlier,
+            roles=self._policy.roles,
         )
 
     def has_stale(self, version: int) -> bool:
@@ -219,7 +220,9 @@ class Planner:
         return self._bound is not None and any(version - own > self._bound for own in oldest)
 
 
-def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], replayed: bool) -> PlannedRollout:
+def _planned(
+    sample: Sample, arrived: Arrived, valued: tuple[Values, float], replayed: bool, roles: RoleRewards
+) -> PlannedRollout:
     value, weight = valued
     verified = sample.verdict if sample.scores else sample.reward
     advantages: list[float] = [] if isinstance(value, float) else value.tolist()
@@ -237,6 +240,7 @@ def _planned(sample: Sample, arrived: Arrived, valued: tuple[Values, float], rep
         advantage=advantage,
         advantages=advantages,
         turns=[(turn.sequence, turn.start, turn.end) for turn in sample.turns] if by_turn else [],
+        roles=role_rewards(sample, roles),
         weight=weight,
         oldest=sample.oldest,
         replayed=replayed,
@@ -389,7 +393,7 @@ class Planning:
         before = self._files.read(StepPlan, step - 1)
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
         policy = self._policy
-        owners = frozenset(owner.policy for owner in self._owners) or policy.owners
+        owners = policy.owners if policy.roles else frozenset(owner.policy for owner in self._owners) or policy.owners
         score = policy.settings.score
         buffer = Buffer(self._run, self._sequences, owners, self._ordinal, settled, policy.held_out, score)
         plans = (self._files.read(StepPlan, number) for number in range(step - 1, 0, -1))

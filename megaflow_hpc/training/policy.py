@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,9 +30,14 @@ class TrainedPolicy:
     """Ids of the tasks to train on."""
     held_out: frozenset[str]
     """Ids of the tasks reserved for evaluation."""
+    runs: str
+    """Policy whose rollouts are requested: the policy itself, or the owner of its team if that one is not trained."""
     owners: frozenset[str] | None
     """Policies whose rollouts contain this policy's tokens. ``None`` means all, for a model that agents of other
     policies call too."""
+    roles: Mapping[str, str | None]
+    """Roles of the policy in its team → name of the role's reward; ``None`` is the rollout's own reward. Empty without
+    a team."""
     followed: tuple[str, ...]
     """Policies whose training steps this policy's steps follow, if it samples nothing itself (``samples: 0``);
     see :mod:`~megaflow_hpc.training.readiness`."""
@@ -60,12 +65,12 @@ class TrainedPolicy:
         """
         if self.settings.mix_agents:
             return [
-                Rollout(task, self.name, sample, agent.title, round)
+                Rollout(task, self.runs, sample, agent.title, round)
                 for task, round in groups
                 for sample, agent in enumerate(_apportioned(self.agents, samples, random))
             ]
         return [
-            Rollout(task, self.name, sample, agent.title, round, scaffold(agent, self.agents))
+            Rollout(task, self.runs, sample, agent.title, round, scaffold(agent, self.agents))
             for (task, round), agent in zip(groups, _apportioned(self.agents, len(groups), random), strict=True)
             for sample in range(samples)
         ]
@@ -73,7 +78,7 @@ class TrainedPolicy:
     def evaluation_rollouts(self, step: int, samples: int) -> list[Rollout]:
         """Returns the rollouts of each held-out task with each agent after a step, which is their round."""
         return [
-            Rollout(task, self.name, sample, agent.title, step, scaffold(agent, self.agents))
+            Rollout(task, self.runs, sample, agent.title, step, scaffold(agent, self.agents))
             for task in sorted(self.held_out)
             for agent in self.agents
             for sample in range(samples)
@@ -104,16 +109,27 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         ConfigError: the policy is not trained, or ``name`` is missing and several policies are trained.
     """
     name = _chosen(run, name, config)
-    planned = record.policies.get(name)
-    model = (planned.model if planned else None) or {}
+    campaign = record.config
+    team = campaign.team
+    asker, runs = name, name
+    if team:  # one policy requests the rollouts of the whole team
+        runs = team.owning_policy
+        members = dict.fromkeys([runs, *team.policies.values()])
+        asker = next(member for member in members if member in config.policies)
+    own = record.policies.get(name)
+    model = (own.model if own else None) or {}
+    planned = record.policies.get(runs)
     include = planned.include if planned else []
     held_out = frozenset(record.held_out)
     tasks = [task for task in planned_tasks(run, record) if task not in held_out]
     if include:
         tasks = [task for task in tasks if any(fnmatch.fnmatchcase(task, pattern) for pattern in include)]
     samples = planned.samples if planned else 1
-    own = [other for other in config.policies if other not in record.policies or record.policies[other].samples]
-    campaign = record.config
+    if team:
+        askers = [asker]
+        samples = samples if name == asker else 0
+    else:
+        askers = [other for other in config.policies if other not in record.policies or record.policies[other].samples]
     if samples:  # pods close a group once it has enough rewards
         samples += campaign.scheduling.spare
     return TrainedPolicy(
@@ -122,9 +138,11 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
         agents=tuple(resolved(AgentConfig, agent) for agent in planned.agents) if planned else (),
         tasks=tuple(tasks),
         held_out=held_out,
-        owners=frozenset({name}) if planned is None or planned.samples else None,
-        followed=() if samples else tuple(own),
-        helpers=tuple(other for other in config.policies if other not in own) if samples else (),
+        runs=runs,
+        owners=frozenset({runs}) if planned is None or planned.samples else None,
+        roles=team.roles_of(name) if team else {},
+        followed=() if samples else tuple(askers),
+        helpers=tuple(other for other in config.policies if other not in askers) if samples else (),
         samples=samples,
         pods=campaign.slurm.pods.total,
         pass_threshold=campaign.pass_threshold,

@@ -42,7 +42,7 @@ POLL_INTERVAL_S = 30.0
 LEASE_READS_PER_S = 10
 """Maximum number of leases to read per second. A run with many pods is polled less often."""
 GIVE_UP_S = 900.0
-"""Seconds without pods after which a trainer gives up. Until then, the user or ``watch`` may start new pods."""
+"""A trainer gives up after this many seconds without pods. Until then, the user or ``watch`` may start new pods."""
 ASK_VARIABLE = "MEGAFLOW_ASK_PODS"
 """Environment variable with a command that prints the number of running and queued pods, or fails if it is unknown."""
 QUEUED = "no pod runs yet; some are queued or starting"

@@ -11,10 +11,10 @@ from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 from tests.bench.pace import MEAN_S, duration
 
 sys.path.append(str(Path(__file__).parents[2] / "launchers" / "learning"))
-from one_command import OneCommand  # type: ignore[import-not-found]
+from shell_agent import ShellAgent  # type: ignore[import-not-found]
 
 
-class Lasting(OneCommand):  # type: ignore[misc]
+class Lasting(ShellAgent):  # type: ignore[misc]
     """The agent of the learning curve, which takes a while.
 
     Args:

@@ -4,6 +4,7 @@
     python -m tests.bench.learning killed [--steps 6]                    the trainer and then the pod are killed
     python -m tests.bench.learning agents [--steps 40]                   two agents, both of whose rewards rise
     python -m tests.bench.learning two [--lasting 10 --slots 76]         two policies, each with an engine and a trainer
+    python -m tests.bench.learning team [--shuffle] [--steps 40]         a writer and a checker, both of which learn
 
 ``--folder`` keeps the working directory with ``models/tiny-1``, which takes a minute to make. Exit status 1: the check
 failed.
@@ -13,7 +14,8 @@ of the steps, which restarts by itself, and the pod after two thirds, which ends
 trainer alone repeats all steps from the same plans without interruption, and both must have the same parameters.
 ``agents`` trains one policy by two agents, which phrase tasks differently. ``two`` counts rollouts that were used twice
 or by the other policy's trainer. With ``--lasting`` each of its rollouts waits for a heavy-tailed time with that mean
-(``tests.bench.pace``).
+(``tests.bench.pace``). ``team`` trains a writer of commands and a checker that is rewarded for being right about them;
+with ``--shuffle`` the checker is trained on the rewards of other rollouts, and must not learn.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import copy
 import importlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -42,7 +45,8 @@ from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.lease import process_here
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer, TrainingView
-from megaflow_hpc.training.plan import TrainingFiles
+from megaflow_hpc.training.plan import StepPlan, TrainingFiles
+from tests.bench.shell_team import question
 from tests.support.places import LAUNCHERS
 from tests.support.requirements import required
 from tests.support.training import trained_on
@@ -67,7 +71,7 @@ def prepare(folder: Path, batches: int | None = None, turns: int = 1) -> Path:
     python = Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python"
     command = [python, SOURCES / "demonstrations.py", folder / "models" / f"tiny-{turns}", "--turns", str(turns)]
     command += ["--batches", str(batches)] if batches else []
-    subprocess.run(command, check=True, timeout=500, stdout=sys.stderr)
+    subprocess.run(command, check=True, timeout=1800, stdout=sys.stderr)
     return folder
 
 
@@ -244,7 +248,67 @@ def two(asked: argparse.Namespace) -> int:
     return int(bool(twice or strange))
 
 
-MODES = {"curve": (curve, 10), "killed": (killed, 6), "agents": (agents, 40), "two": (two, 10)}
+def team_models(folder: Path, examples: int = 3200) -> None:
+    """Makes the models ``writer``, which solves some four tasks of ten, and ``checker``, which says yes or no at random.
+
+    The writer is better than that of ``curve``: a checker of bad commands learns to say no before it sees good ones.
+    """
+    python = Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python"
+    code = "import demonstrations as d, dataclasses, pathlib, sys\n" + (
+        "d.TEACHING['tiny', 1] = dataclasses.replace(d.TEACHING['tiny', 1], spoiled=0.5)\n"
+        "print(d.make(pathlib.Path(sys.argv[1]))['success'])\n"
+    )
+    paths = os.pathsep.join([str(SOURCES), str(LAUNCHERS), os.environ.get("PYTHONPATH", "")])
+    writer, out, path = folder / "models" / "writer", folder / "models" / "checker", folder / "checker.jsonl"
+    subprocess.run([python, "-c", code, writer], check=True, env={**os.environ, "PYTHONPATH": paths})
+    if out.exists():
+        return
+    sys.path[:0] = [str(SOURCES), str(LAUNCHERS)]
+    teaching, chance = importlib.import_module("demonstrations"), random.Random(0)
+    lesson = teaching.Lesson(1)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(examples):
+            instruction, [(command, _)] = lesson.demonstration(teaching.TEACHING["tiny", 1], chance)
+            answer = {"role": "assistant", "content": chance.choice(["yes", "no"])}
+            file.write(json.dumps({"messages": [question(instruction, command), answer]}) + "\n")
+    command = [python, "-m", "megaflow_hpc.training.trainer.warm_start", writer, path, out]
+    command += ["--lr", "1e-3", "--batch", "64", "--microbatch", "8192", "--dtype", "float32"]
+    subprocess.run([str(word) for word in command], check=True, stdout=sys.stderr)
+
+
+def team(asked: argparse.Namespace) -> int:
+    campaign = _campaign(asked, "1")
+    model, policies = campaign.pop("model"), campaign["training"]["policies"]
+    team_models(asked.folder)
+    paths = {"author": "models/writer", "second": "models/checker"}
+    campaign["models"] = {name: {**copy.deepcopy(model), "path": path} for name, path in paths.items()}
+    campaign["team"] = {"roles": {"writer": "author", "checker": {"policy": "second", "reward": "right"}}}
+    both = {name: copy.deepcopy(policies["default"]) for name in campaign["models"]}
+    both["second"]["loss"]["entropy"] = 0.01  # a checker that has given up one answer cannot return to it
+    if asked.shuffle:
+        both["second"]["advantage"] = {"kind": "tests.bench.shell_team:of_another"}
+    campaign["training"]["policies"] = both
+    campaign["tasks"] = ["tests.bench.shell_team:CheckedShellTask"]
+    campaign["agent"] = {"name": "tests.bench.shell_team:ShellTeam", "max_turns": 2, "timeout_s": 60}
+    run = _carried_out(campaign)
+    learned = {}
+    for name, role in (("author", "writer"), ("second", "checker")):
+        files = TrainingFiles(run, name)
+        plans = [plan for number in files.numbers(StepPlan) if (plan := files.read(StepPlan, number))]
+        rewards = [np.array([rollout.roles[role] for rollout in plan.rollouts]) for plan in plans]
+        print(role, " ".join(f"{step.mean():.3f}" for step in rewards))
+        first, last = np.concatenate(rewards[:5]), np.concatenate(rewards[-5:])
+        print(f"{role}: {first.mean():.3f} of {len(first)} rollouts, then {last.mean():.3f} of {len(last)}")
+        learned[role] = bool(interval(first)[1] < interval(last)[0])
+        taken = trained_on(files)
+        print(f"{role}: {len(taken)} rollouts trained on, {len(taken) - len(set(taken))} twice")
+        learned[f"{role} once"] = len(taken) == len(set(taken))
+    expected = {name: not (asked.shuffle and name == "checker") for name in learned}
+    print("all is as it should be" if learned == expected else f"expected {expected}, found {learned}")
+    return int(learned != expected)
+
+
+MODES = {"curve": (curve, 10), "killed": (killed, 6), "agents": (agents, 40), "two": (two, 10), "team": (team, 40)}
 """Functions with their default numbers of steps."""
 
 
@@ -255,6 +319,7 @@ def main() -> int:
     parser.add_argument("--staleness", help="of killed (2) and two (1)")
     parser.add_argument("--folder", type=Path, help="working directory, made if it is missing")
     parser.add_argument("--lasting", type=float, default=0.0, metavar="SECONDS", help="of two: mean of a rollout")
+    parser.add_argument("--shuffle", action="store_true", help="of team: train the checker on rewards of others")
     parser.add_argument("--slots", type=int, default=24, help="of two: of both policies together")
     parser.add_argument("--optimizer", type=json.loads, default={}, metavar="JSON", help="of two: what is changed")
     asked = parser.parse_args()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
 from megaflow_hpc.rundir.weights import current
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from megaflow_hpc.trajectories import JournalWriter
-from megaflow_hpc.trajectory import TokenSequence, Trajectory
+from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import Rollout, Task
 
 VOCABULARY = 259
@@ -62,7 +62,9 @@ def training_run(
     if policies is None:
         fields["model"] = served
     else:
-        fields["models"] = {name: {**served, "samples": count} for name, count in policies.items()}
+        fields["models"] = {
+            name: served if "team" in more else {**served, "samples": count} for name, count in policies.items()
+        }
     if training is not None:
         fields["training"] = {"policies": {name: {} for name in policies or {"default": 0}}, **training}
     campaign = parse(fields)
@@ -75,7 +77,7 @@ def training_run(
                 name: PolicyRecord(
                     agents=[agent.model_dump(mode="json") for agent in policy.agents],
                     model=policy.model.model_dump(mode="json") if policy.model else {},
-                    samples=samples if policies is None else policies[name],
+                    samples=policy.samples if policies is None or "team" in more else policies[name],
                 )
                 for name, policy in campaign.policies().items()
             },
@@ -161,6 +163,8 @@ class Pods:
         version: returns the number of the weight version that samples; called for each rollout. By default, the newest.
         engines: the engines that sample, in the place of ``version``.
         helpers: policies that the agents of all rollouts call too.
+        roles: (role, policy) of each model call of a rollout of a team, in the place of its two calls.
+        named: rollout → further rewards by name.
     """
 
     def __init__(
@@ -171,12 +175,19 @@ class Pods:
         pod: str = "pod",
         engines: Engines | None = None,
         helpers: Sequence[str] = (),
+        roles: Sequence[tuple[str, str]] = (),
+        named: Callable[[Rollout], dict[str, float]] = lambda rollout: {},
     ) -> None:
         self._run, self._reward, self._helpers = run, reward, helpers
+        self._roles, self._named = roles, named
         self._version = version
         self._engines = engines or Engines(run)
         self._done: set[str] = set()
         self._journal = JournalWriter(run.journal_file(pod, "0"))
+
+    def skip(self, rollouts: Iterable[str]) -> None:
+        """Leave out rollouts that an earlier pod has stored."""
+        self._done |= set(rollouts)
 
     def work(
         self,
@@ -190,12 +201,27 @@ class Pods:
         for block, rollout in todo[:most]:
             version = self._version() if self._version else self._engines.version(rollout.policy)
             trajectory = sampled(rollout, self._reward(rollout), version, status=status(rollout))
+            trajectory.rewards |= self._named(rollout) if trajectory.rewards else {}
+            if self._roles and trajectory.reward is not None:
+                self._play(trajectory, rollout)
             for helper in self._helpers:
                 (asked,) = sampled(replace(rollout, policy=helper), 0.0, self._engines.version(helper)).sequences
                 trajectory.sequences.append(asked)
             self.store(block, trajectory)
         self._journal.commit()
         return len(todo[:most])
+
+    def _play(self, trajectory: Trajectory, rollout: Rollout) -> None:
+        """Replace a rollout's sequence by one for each call of a role."""
+        trajectory.sequences = []
+        for call, (role, policy) in enumerate(self._roles):
+            version = self._engines.version(policy)
+            player = replace(rollout, policy=policy)
+            (own,) = sampled(player, 0.0, version, seed=call, turns=1).sequences
+            end = len(own.tokens)
+            turn = Turn(call, end - sum(own.loss_mask), end, policy=policy, role=role)
+            trajectory.sequences.append(own)
+            trajectory.turns.append(turn)
 
     def store(self, block: int, trajectory: Trajectory, epoch: int = 0, damage: str = "") -> None:
         """Append one trajectory, perhaps with one of :data:`DAMAGES`."""

@@ -1,1 +1,1 @@
-"""Planning before anything is written: read the campaign file, tasks, models and agents, and estimate the cost."""
+"""Planning up to the point of writing: reads the campaign file, tasks, models and agents, and estimates the cost."""

@@ -1,4 +1,4 @@
-"""Reads a campaign file with its tasks and collects all mistakes before the site is queried."""
+"""Reads a campaign file with its tasks and collects all mistakes before querying the site."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.durations import Durations
 
 MAX_ROLLOUTS = 10**7
-"""Default maximum number of rollouts of a campaign. A larger number is usually a typo."""
+"""Default maximum number of rollouts of a campaign. A larger number is assumed to be a typo."""
 
 
 class PlanWatch(Protocol):
-    """Receives progress reports during planning."""
+    """Interface for progress reports during planning."""
 
     def step(self, text: str) -> None:
         """Reports the next step, such as ``reading tasks``."""
@@ -54,14 +54,11 @@ class PlanWatch(Protocol):
 class Silent:
     """A :class:`PlanWatch` that ignores all reports."""
 
-    def step(self, text: str) -> None:
-        """Ignores the step."""
+    def step(self, text: str) -> None: ...
 
-    def say(self, line: str) -> None:
-        """Ignores the line."""
+    def say(self, line: str) -> None: ...
 
-    def show(self, state: BuildProgress) -> None:
-        """Ignores the progress."""
+    def show(self, state: BuildProgress) -> None: ...
 
 
 SILENT = Silent()
@@ -69,7 +66,7 @@ SILENT = Silent()
 
 @dataclass
 class Draft:
-    """A campaign that has been read. No images are built, the site is not queried, and nothing is written."""
+    """A campaign as read from its file. No image is built, no site is queried, and nothing is written yet."""
 
     config: CampaignConfig
     base: Path
@@ -82,22 +79,22 @@ class Draft:
     rollouts: RolloutGroups = field(default_factory=RolloutGroups)
     durations: Durations | None = None
     own_code: tuple[str, ...] = ()
-    """Files and directories in ``base`` that contain the campaign's agents and functions."""
+    """Files and directories in ``base`` that contain the campaign's own agents and functions."""
     digests: dict[str, str] = field(default_factory=dict)
     """Module → digest of its source file, for the functions of ``training``."""
     images: Images | None = None
     mapping: ImageMapping | None = None
     requests: list[ImageRequest] = field(default_factory=list)
     image_files: dict[str, str] = field(default_factory=dict)
-    """Image name in the tasks → SIF file or directory. Filled once images are built."""
+    """Image name in the tasks → SIF file or directory. Empty until images are resolved."""
     source: str = ""
-    """The campaign file's text as written by the user."""
+    """Text of the campaign file."""
     mistakes: list[str] = field(default_factory=list)
-    """Mistakes in the file, each with its location."""
+    """Mistakes in the campaign file, each with its location."""
     warnings: list[str] = field(default_factory=list)
     """Findings that do not prevent planning."""
     refusal: SiteError | None = None
-    """Reason why images are unavailable here. Reported after the mistakes."""
+    """Reason why images are unavailable on this machine. Reported after the mistakes."""
 
     @property
     def servers(self) -> list[ServerRecord]:
@@ -208,7 +205,7 @@ def _open_images(draft: Draft, base: Path, where: Where) -> None:
 
 
 def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], watch: PlanWatch, most: int) -> None:
-    """Reads the tasks, and determines their rollouts and the images they need."""
+    """Reads the tasks. Determines the rollouts and the required images."""
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
     from megaflow_hpc.tasks.loading import image_requests, load_tasks
 
@@ -278,16 +275,16 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
 
 
 def _runs_any(policy: Policy, tasks: Sequence[str]) -> bool:
-    """Returns whether a policy runs one of these tasks."""
+    """Returns whether a policy runs any of these tasks."""
     patterns = policy.include or ("*",)
     return bool(policy.samples) and any(fnmatch.fnmatchcase(task, pattern) for task in tasks for pattern in patterns)
 
 
 def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:
-    """Raises :class:`SiteError` if images, or sandboxes with the required networks, are unavailable here.
+    """Raises :class:`SiteError` if images, or sandboxes with the required networks, are unavailable on this machine.
 
     Args:
-        slurm: The sandboxes will run in Slurm jobs, whose ``slurm.setup`` may provide Apptainer.
+        slurm: True if the sandboxes will run in Slurm jobs, whose ``slurm.setup`` may provide Apptainer.
     """
     from megaflow_hpc.environments.sandbox.probe import require
     from megaflow_hpc.environments.sandbox.scratch import default_scratch
@@ -301,7 +298,7 @@ def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:
 
 
 def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
-    """Returns the durations learned from earlier campaigns, if the campaign names any."""
+    """Returns the durations learned from earlier campaigns. ``None`` if the campaign names none."""
     from megaflow_hpc.trajectories.reading.durations import Durations
 
     earlier = config.scheduling.learn_from
@@ -319,7 +316,7 @@ def expand(
     """Returns all rollouts. The samples of a group are consecutive, with spares last.
 
     Raises:
-        ConfigError: There are more than ``most``. They are counted, not listed.
+        ConfigError: There are more than ``most`` rollouts. The number is computed without listing them.
     """
     groups = [
         (Rollout(task.id, name, 0, agent.title, scaffold=scaffold(agent, policy.agents)), policy.samples + spare)
@@ -334,7 +331,11 @@ def expand(
 
 
 def check_count(rollouts: int, most: int) -> None:
-    """Raises :class:`ConfigError` if there are more than ``most`` rollouts."""
+    """Checks that there are at most ``most`` rollouts.
+
+    Raises:
+        ConfigError: There are more rollouts.
+    """
     if rollouts > most:
         raise ConfigError(
             f"{rollouts:,} rollouts (tasks x policies x samples), expected at most {most:,}; lower samples, or allow "
@@ -343,7 +344,7 @@ def check_count(rollouts: int, most: int) -> None:
 
 
 def only_wanted(rollouts: RolloutGroups, only: Sequence[str]) -> RolloutGroups:
-    """Returns the rollouts that match a ``--only`` pattern."""
+    """Returns the rollouts that match any ``--only`` pattern. Without patterns, returns all."""
     if not only:
         return rollouts
     groups: dict[str, tuple[Rollout, list[int]]] = {}
@@ -354,13 +355,14 @@ def only_wanted(rollouts: RolloutGroups, only: Sequence[str]) -> RolloutGroups:
 
 
 def wanted(rollout: Rollout, only: Sequence[str]) -> bool:
-    """Returns whether a ``--only`` pattern matches the rollout's id, group or task."""
+    """Returns whether any ``--only`` pattern matches the rollout's id, group or task."""
     names = (rollout.id, rollout.group_id, rollout.task_id)
     return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only for name in names)
 
 
 def whole_groups(config: CampaignConfig) -> bool:
-    """Returns whether all samples of a group must run in one pod because rules compare their rewards."""
+    """Returns whether all samples of a group must run in the same pod, because scheduling rules compare their
+    rewards."""
     scheduling = config.scheduling
     return bool(scheduling.spare or scheduling.signal_after)
 
@@ -368,10 +370,10 @@ def whole_groups(config: CampaignConfig) -> bool:
 def list_servers(
     policies: dict[str, Policy], sleeping: Mapping[str, int] | None = None, srun: Sequence[str] = ()
 ) -> list[ServerRecord]:
-    """Returns the engine array, with each policy's maximum number of servers, sorted by resources.
+    """Returns the elements of the engine array, sorted by resources. Each policy gets its maximum number of servers.
 
     Args:
-        sleeping: Sleep level by policy, for policies whose server runs in the trainer's job. These servers come last.
+        sleeping: Policy → sleep level, for policies whose server runs in the trainer's job. These servers come last.
         srun: Additional srun options for engines that span several nodes.
     """
     servers = [
@@ -391,8 +393,8 @@ def list_servers(
 
 
 def group_servers(servers: Sequence[ServerRecord]) -> list[ServerGroup]:
-    """Groups consecutive servers with the same resources, one Slurm array each. Servers in trainers' jobs are
-    excluded."""
+    """Groups consecutive servers with the same resources into Slurm arrays. Excludes servers that run in trainers'
+    jobs."""
     groups: list[ServerGroup] = []
     for index, server in enumerate(servers):
         if server.model.get("sleep_level"):
@@ -455,7 +457,7 @@ def _shape(server: ServerRecord) -> tuple[bool, int, int, str, bool]:
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
-    """Returns the campaign with its effective quotas: its own or, by default, the site's caps."""
+    """Returns the campaign with its effective quotas. The site's caps fill in those that the campaign omits."""
     caps, source = site_caps()
     try:
         quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)
@@ -465,7 +467,7 @@ def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignC
 
 
 def check_together(config: CampaignConfig, where: Where) -> None:
-    """Checks that a heterogeneous job has one pod and at least one engine."""
+    """Checks that a campaign with ``slurm.together`` has exactly one pod and at least one engine."""
     if not config.slurm.together:
         return
     if config.slurm.pods.total != 1:

@@ -25,42 +25,42 @@ from megaflow_hpc.slurm import fits, limits
 from megaflow_hpc.slurm.script import Job, option_name
 
 ROLLOUT_BYTES = 1e6
-"""Bytes per rollout in its journal and in trajectories.h5, unless an earlier run provides a better value."""
+"""Bytes per rollout in journals and trajectories.h5 together, if no earlier run provides a better value."""
 FILES, FILES_OF_POD = 40, 15
-"""Approximate number of files in a run directory, and of additional files per pod."""
+"""Approximate number of files in a run directory, and additional files per pod."""
 
 
 @dataclass(frozen=True)
 class JobEstimate:
-    """One array job, or a job that is not an array."""
+    """A job array, or a single job."""
 
     role: str
     elements: int
     at_once: int
-    """Number of elements that may run concurrently under the array's throttle."""
+    """Maximum number of elements that run concurrently under the array's throttle."""
     nodes: int
-    """Nodes per element. Cores and GPUs are also per element."""
+    """Number of nodes per element. ``cores`` and ``gpus`` are also per element."""
     cores: int
     gpus: int
     walltime_s: float | None
-    """``None`` if unknown or unlimited."""
+    """Walltime in seconds. ``None`` if unknown or unlimited."""
     held: bool = False
     """True if the job starts only on demand."""
 
 
 @dataclass(frozen=True)
 class Hours:
-    """Core-hours or GPU-hours."""
+    """An amount of core-hours or GPU-hours."""
 
     expected: float
-    """Hours of all jobs that start with the campaign, for its estimated duration."""
+    """Hours used if all jobs that start with the campaign run for its estimated duration."""
     by_walltime: float | None
-    """Hours if every job runs once until its walltime. ``None`` if a walltime is unknown."""
+    """Hours used if every job runs once until its walltime. ``None`` if a walltime is unknown."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Space required and available in one place."""
+    """Required and available space on a file system."""
 
     what: str
     path: str
@@ -69,48 +69,48 @@ class Storage:
     free_bytes: float
     free_inodes: float | None
     by: str
-    """Source of the available space: the file system, or a quota."""
+    """Source of the available space: file system or quota."""
 
     @property
     def fits(self) -> bool:
-        """True if the available space is sufficient."""
+        """True if the available space is large enough."""
         return self.bytes <= self.free_bytes and (self.free_inodes is None or self.inodes <= self.free_inodes)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate for a whole campaign."""
+    """Estimated jobs, hours, duration and disk space of a campaign."""
 
     rollouts: int
     tasks: int
     blocks: int
     """Number of blocks. 0 if a trainer requests the rollouts."""
     pods: int
-    """Number of pods that run concurrently."""
+    """Maximum number of concurrent pods."""
     slots: int
-    """Number of rollouts that run concurrently."""
+    """Maximum number of concurrent rollouts."""
     rollout_s: float
-    """Mean rollout duration."""
+    """Mean rollout duration in seconds."""
     basis: str
     """Source of the rollout durations."""
     time_s: float
     nodes: int
-    """Number of nodes in use concurrently if the site starts all jobs."""
+    """Maximum number of nodes in use at the same time."""
     core_hours: Hours
     gpu_hours: Hours
     requeues: int
-    """Number of times that an element may be requeued, each time for another walltime."""
+    """Maximum number of requeues of an element. Each requeue adds another walltime."""
     jobs: list[JobEstimate] = field(default_factory=list)
     site: list[str] = field(default_factory=list)
-    """How the site's limits affect the campaign."""
+    """Descriptions of how the site's limits affect the campaign."""
     storage: list[Storage] = field(default_factory=list)
     images: dict[str, int] = field(default_factory=dict)
-    """Number of images, and how many of them are missing from the store."""
+    """Number of images, and number of images missing from the store."""
 
 
 @dataclass(frozen=True)
 class DurationEstimates:
-    """Assumed rollout durations in seconds."""
+    """Assumed durations of rollouts, in seconds."""
 
     mean_s: float
     longest_s: float
@@ -164,15 +164,15 @@ def estimate(
     local_ranks: int = 0,
     like: Path | None = None,
 ) -> Estimate:
-    """Estimates a draft.
+    """Estimates the cost of a draft.
 
     Args:
         run: Path of the future run directory.
         jobs: Jobs that would be queued.
         durations: Result of :func:`durations_of`.
-        site: How the site's limits affect the campaign.
+        site: Descriptions of how the site's limits affect the campaign.
         local_ranks: MPI ranks of a pod on this machine, if nothing is queued.
-        like: An earlier run from which to take the size per rollout.
+        like: Earlier run from which to take the size per rollout.
     """
     config = draft.config
     notes = list(site)
@@ -180,13 +180,13 @@ def estimate(
     blocks = count_blocks(draft.rollouts, config.slurm.pods.total, whole=whole_groups(config)) if rollouts else 0
     if config.training and rollouts:
         training = config.training
-        samples = sum(draft.policies[name].samples for name in training.policies)
+        samples = sum(draft.policies[name].samples for name in config.requested)
         rollouts = training.batch * training.steps * samples
         blocks = 0
         notes.append(
             f"training requests {rollouts} rollouts in {training.steps} steps; the time of the trainer is not counted"
         )
-    listed = [part for job in jobs for part in _listed(job)]
+    listed = [part for job in jobs for part in _components(job)]
     if local_ranks:
         gpus = sum(server.model["gpus"] * server.model["nodes"] for server in draft.servers)
         listed = [JobEstimate("local", 1, 1, 1, len(os.sched_getaffinity(0)), gpus, None)]
@@ -217,7 +217,7 @@ def estimate(
 
 
 def _slots(draft: Draft, pods: int, local_ranks: int) -> int:
-    """Returns the number of rollouts that run concurrently if ``pods`` of the campaign's pods are running."""
+    """Returns the number of concurrent rollouts while ``pods`` of the campaign's pods are running."""
     section = draft.config.slurm.pods
     slots_per_rank = section.slots_per_rank or section.cpus_per_rank or CPUS_PER_RANK
     if local_ranks:
@@ -226,8 +226,8 @@ def _slots(draft: Draft, pods: int, local_ranks: int) -> int:
     return max(1, round(gateways(section) * slots_per_rank * running_share))
 
 
-def _listed(job: Job) -> list[JobEstimate]:
-    """Returns the components of a job: the pod and the engines of a heterogeneous job, otherwise one."""
+def _components(job: Job) -> list[JobEstimate]:
+    """Returns the components of a job: the pod and the engines of a heterogeneous job, otherwise the job itself."""
     parts = []
     for role, options in [(str(job.role), job.options), *(("servers", {**job.options, **e}) for e in job.engines)]:
         named_options = {option_name(name): value for name, value in options.items()}
@@ -248,7 +248,7 @@ def _listed(job: Job) -> list[JobEstimate]:
 def _hours(amounts: Sequence[tuple[JobEstimate, int]], time_s: float) -> Hours:
     """Returns the core-hours or GPU-hours, given each job's number of cores or GPUs.
 
-    Expected hours exclude the gather job, which takes minutes, and jobs that start on demand.
+    Expected hours exclude jobs that start on demand, and the gather job, which takes only minutes.
     """
     expected = by_walltime = 0.0
     bounded = True
@@ -284,7 +284,7 @@ def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> 
 
 
 def _images(draft: Draft) -> tuple[int, int]:
-    """Returns the number of images missing from the store, and the number that it has."""
+    """Returns the number of images missing from the store, and the number of images in it."""
     from megaflow_hpc.environments.images.resolve import is_built
 
     if draft.images is None or draft.mapping is None:

@@ -1,4 +1,4 @@
-"""Checks requests for GPUs: their types, and GPUs shared by trainer and engine (``slurm.trainer.share: sleep``)."""
+"""Checks requests for GPUs: GPU types, and GPUs shared by trainer and engine (``slurm.trainer.share: sleep``)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SLEEPING = ("vllm", "scripted")
 
 
 def sleeping(config: CampaignConfig) -> dict[str, int]:
-    """Returns policy → sleep level, for policies whose engine sleeps while its trainer runs a step.
+    """Returns the sleep level of each policy whose engine sleeps while its trainer runs a step.
 
-    At level 2, vLLM drops its weights, since it loads the trainer's next version anyway. At level 1, an engine keeps
-    its weights in the node's memory. Level 1 is for LoRA adapters, whose base model is not published, and for engines
-    that cannot reload weights.
+    At level 1, an engine keeps its weights in the node's memory. At level 2, vLLM drops them, because it will load
+    the trainer's next version anyway. Level 1 is used for LoRA adapters, whose base model is not published, and for
+    engines that cannot reload weights.
     """
     if config.training is None or config.slurm.trainer.share != "sleep":
         return {}
@@ -30,7 +30,7 @@ def sleeping(config: CampaignConfig) -> dict[str, int]:
 
 
 def check_sharing(config: CampaignConfig, where: Where) -> None:
-    """Checks that trainer and engine can share GPUs, one of them working while the other sleeps.
+    """Checks that trainer and engine can take turns on shared GPUs.
 
     Raises:
         Mistakes: A key prevents it. Each message names key, value and remedy.
@@ -75,14 +75,14 @@ def check_sharing(config: CampaignConfig, where: Where) -> None:
 
 
 GPU_OPTIONS = ("gres", "gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
-"""sbatch options that request GPUs. In ``extra``, they replace the request made by ``gpus`` and ``gpu_type``."""
+"""sbatch options that request GPUs. In ``extra``, they override ``gpus`` and ``gpu_type``."""
 
 
 def check_gpu_types(config: CampaignConfig, where: Where) -> None:
-    """Checks that no sbatch option in an ``extra`` section contradicts a ``gpu_type``.
+    """Checks that no sbatch option in an ``extra`` section overrides a ``gpu_type``.
 
     Raises:
-        Mistakes: An option would replace the request for this type.
+        Mistakes: An option would override the requested type.
     """
     slurm, conflicts = config.slurm, list[str]()
     typed = [

@@ -17,12 +17,12 @@ from megaflow_hpc.rundir.safetensors import read_directory
 from megaflow_hpc.rundir.weight_source import why_not_served
 
 Where = Callable[[str], str]
-"""Maps a dotted key to ``file:line``, for messages."""
+"""Function that maps a dotted key to ``file:line``, for error messages."""
 ELSEWHERE = "; if only the nodes of the jobs have it, write slurm.check: false"
 
 
 def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -> Policy:
-    """Resolves the paths of a policy's model relative to the campaign file. Names that are not paths are kept.
+    """Resolves the paths of a policy's model against the campaign file's directory. Keeps names that are not paths.
 
     Args:
         base: Directory of the campaign file.
@@ -57,9 +57,9 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
 
 
 def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: Where) -> list[str]:
-    """Returns a message for each reason why engines or trainers could not load their model on a node.
+    """Returns a message for each reason why engines or trainers cannot load their model on a node.
 
-    A missing engine is not an error if ``slurm.setup`` or ``slurm.servers.setup`` may provide it.
+    A missing engine is acceptable if ``slurm.setup`` or ``slurm.servers.setup`` may install it.
 
     Args:
         policies: Policies with absolute paths. Paths in ``config.training`` must be absolute too.
@@ -85,7 +85,8 @@ def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: 
 
 
 def _why_not_loaded(model: Mapping[str, Any]) -> str:
-    """Explains why an engine cannot load its model. Reads only the headers of weight files, a few kilobytes each."""
+    """Explains why an engine cannot load its model, or returns an empty string. Reads only headers of weight files,
+    a few kilobytes each."""
     if why := why_not_loaded(model):
         return why
     try:

@@ -1,4 +1,4 @@
-"""Tries the agents and the ``training`` functions of a campaign, and finds the files that they consist of."""
+"""Tries a campaign's own agents and ``training`` functions, and finds the source files that they import."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.training.methods import methods_of
 
 TIMEOUT_S = 300.0
-"""Limit in seconds on all functions together. From a cold network file system, importing torch may take a minute."""
+"""Timeout in seconds for all functions together. Importing torch from a cold network file system may take a minute."""
 PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from megaflow_hpc.training.trainer.probe import main; main()"
 
 
 def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where: Where) -> tuple[str, ...]:
-    """Checks that the agents of each policy can be created, and have access to a model if they need one.
+    """Checks that each policy's agents can be created, and have access to a model if they need one.
 
     Code from outside this package is imported in a separate process, in the same way as for a rollout.
 
@@ -38,7 +38,7 @@ def check_agents(policies: Mapping[str, Policy], network: str, base: Path, where
         Names of the agents' files and directories in ``base``.
 
     Raises:
-        Mistakes: Agents cannot be created. Each message names the location in the campaign file and the agent.
+        Mistakes: Agents cannot be created. Each message names the agent and its location in the campaign file.
     """
     agents = [(name, agent) for name, policy in policies.items() for agent in policy.agents]
     asked = [number for number, (_, agent) in enumerate(agents) if forked(agent.name)]
@@ -79,27 +79,27 @@ def _check(agent: AgentConfig, has_model: bool, made: ProbeResult | None, networ
 
 @dataclass
 class Tried:
-    """Outcome of trying a campaign's functions."""
+    """Result of a trial call of a campaign's own functions."""
 
     code: tuple[str, ...] = ()
-    """Names of their files and directories next to the campaign file."""
+    """Names of the functions' files and directories next to the campaign file."""
     digests: dict[str, str] = field(default_factory=dict)
     """Module → digest of its source file."""
     warnings: list[str] = field(default_factory=list)
-    """Functions that cannot be tried here, because a library is missing. Trainers try them again."""
+    """Warnings about functions that cannot be tried because this machine lacks a library. Trainers try them again."""
 
 
 def check_methods(training: TrainingConfig, base: Path, where: Where) -> Tried:
-    """Calls each function on a small example in the trainer's interpreter, in a separate process.
+    """Calls each function on a small example, in a separate process with the trainer's interpreter.
 
-    If this machine lacks that interpreter, the functions run in this one. It may lack their libraries, such as torch.
+    If this machine lacks that interpreter, the current one is used, which may lack libraries such as torch.
 
     Args:
-        training: The section ``training``.
+        training: The ``training`` section.
         base: Directory of the campaign file, searched first.
 
     Raises:
-        Mistakes: A function cannot be imported or called, or returns something that its contract does not allow.
+        Mistakes: A function cannot be imported or called, or returns a value that violates its contract.
     """
     methods = methods_of(training)
     if not methods:

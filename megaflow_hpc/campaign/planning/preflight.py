@@ -1,4 +1,4 @@
-"""Checks that pods can run with this Python, and warns about idle pods and rollouts that outlast the walltime."""
+"""Checks that pods can run with this Python. Warns about idle pods and rollouts that outlast the walltime."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megaflow_hpc.ledger.blocks import count_blocks
 from megaflow_hpc.types import Task
 
 PACKAGES_S = 60.0
-"""Timeout for importing the packages of pods. A shared file system may be slow at first."""
+"""Timeout in seconds for importing the pods' packages. A shared file system may be slow at first."""
 
 
 def check_packages(config: CampaignConfig, slurm: bool) -> None:
-    """Checks that this interpreter can import the packages that pods and engines need. Jobs use the same interpreter.
+    """Checks that this interpreter, which jobs use too, can import the packages that pods and engines need.
 
-    A child process imports them, because loading an MPI library can crash.
-    An MPI library that cannot be loaded is accepted if ``slurm.setup`` may provide it.
+    A child process imports them, because loading an MPI library can crash. A missing MPI library is accepted if
+    ``slurm.setup`` may provide it.
 
     Raises:
-        SiteError: A package is missing or cannot be loaded. The message names it and the remedy.
+        SiteError: A package is missing or cannot be loaded. The message names package and remedy.
     """
     command = [sys.executable, "-c", "import aiohttp, cryptography\n"]
     if slurm and not config.is_pool:
@@ -45,7 +45,7 @@ def check_packages(config: CampaignConfig, slurm: bool) -> None:
 
 
 def warnings(draft: Draft, where: Where, walltimes_s: Mapping[str, float | None]) -> list[str]:
-    """Returns a warning for idle pods, and one for rollouts that may outlast a walltime.
+    """Returns warnings about idle pods and about rollouts that may outlast a walltime.
 
     Args:
         walltimes_s: Walltimes of pods in seconds, by section of the campaign file. ``None`` if unknown.

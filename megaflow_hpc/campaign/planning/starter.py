@@ -1,7 +1,7 @@
 """Writes a first campaign file for this directory and site (``megaflow-hpc init``).
 
-Detected values are filled in: tasks in the directory, a model in the Hugging Face cache, an engine, a site profile, and
-Slurm partitions, accounts and walltimes. Everything else is commented out.
+Fills in detected values: tasks in the directory, a model in the Hugging Face cache, an engine, a site profile, and
+Slurm partitions, accounts and walltimes. All other keys are commented out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaflow_hpc.slurm import fits, site
 from megaflow_hpc.slurm.site import Partition
 
 WALLTIME_S = 4 * 3600
-"""Walltime of jobs, if the partition allows it."""
+"""Walltime of jobs in seconds, if the partition allows it."""
 RANKS = 4
 
 
@@ -33,25 +33,25 @@ class Starter:
 
     name: str
     tasks: str = ""
-    """Source of tasks in the directory, if any."""
+    """Source of tasks in the directory. Empty if no tasks were detected."""
     model: str = ""
     base: str = "docker://debian:12"
-    """Source of the image ``base``, to which tasks made by ``tasks new`` refer. No registry has this image."""
+    """Source of the image ``base``, which tasks made by ``tasks new`` use. No registry has an image of this name."""
     engine: bool = False
     agent: bool = False
     """True if mini-swe-agent is installed."""
     profiles: list[Profile] = field(default_factory=list)
-    """Profiles for this site. The user's come first, then the group's."""
+    """Profiles for this site: the user's first, then the group's."""
     recognised: str = ""
-    """Rule of the first profile that matched this machine. Empty if the profile has no rule."""
+    """Rule by which the first profile matched this machine. Empty if the profile has no rule."""
     slurm: bool = False
     accounts: list[str] = field(default_factory=list)
-    """Accounts, default account first."""
+    """Slurm accounts, with the default account first."""
     partitions: list[Partition] = field(default_factory=list)
     whole_nodes: set[str] = field(default_factory=set)
     """Partitions that allocate whole nodes."""
     notices: list[str] = field(default_factory=list)
-    """Explanations of values that could not be detected."""
+    """Explanations for the user of values that could not be detected."""
 
     @classmethod
     def of(cls, directory: Path) -> Starter:
@@ -80,7 +80,7 @@ class Starter:
         return starter
 
     def _find_profiles(self) -> None:
-        """Finds the profiles without a rule, and those whose rule matches this machine."""
+        """Finds the profiles whose rule matches this machine, and those without a rule."""
         try:
             cluster = site.cluster_name() if self.slurm else ""
         except SiteError:
@@ -99,7 +99,7 @@ class Starter:
         self.recognised = matches[0] if matches else ""
 
     def text(self) -> str:
-        """Returns the campaign file, at most 40 lines, valid for :func:`megaflow_hpc.config.load`."""
+        """Returns the campaign file: at most 40 lines, valid for :func:`megaflow_hpc.config.load`."""
         return "\n".join([*self._head(), *self._agent(), *self._environment(), *self._slurm(), *self._limits()]) + "\n"
 
     def _head(self) -> list[str]:
@@ -203,17 +203,17 @@ class Starter:
 
 
 def _first(choice: list[Partition]) -> Partition:
-    """Returns the partition to write into the file."""
+    """Selects the partition to write into the file."""
     return max(choice, key=lambda partition: (partition.default, partition.nodes))
 
 
 def _quoted(value: str) -> str:
-    """Quotes a value so that YAML reads it as a string."""
+    """Quotes a value, if necessary, so that YAML reads it as a string."""
     plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9._/-]*\*?", value) and value.lower() not in ("yes", "no", "on", "off")
     return value if plain and value.lower() not in ("true", "false", "null", "y", "n") else json.dumps(value)
 
 
 def _others(names: Iterable[str], before: str = "  # ") -> str:
-    """Returns a comment that lists some alternatives."""
+    """Returns a comment that lists up to five alternatives."""
     rest = [re.sub(r"[^\x21-\x7e]", "?", name) for name in names][1:6]
     return f"{before}also: {', '.join(rest)}" if rest else ""

@@ -1,4 +1,4 @@
-"""Checks that trained policies fit the trainer's GPUs, before any job is queued."""
+"""Checks that trained policies fit on the trainer's GPUs before any job is queued."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from megaflow_hpc.training.layout import Layout
 from megaflow_hpc.training.memory import ModelShape, Prediction, gpu_memory, predict
 
 SUSPICIOUS_GB = 80
-"""Warn if a GPU's peak exceeds this many GB and the memory of the GPU is unknown."""
+"""If the GPU's memory is unknown, warn if the predicted peak exceeds this many GB."""
 MAX_REMEDIES = 4
 MIN_ROW = 1024
-"""Minimum ``microbatch`` to propose, in tokens."""
+"""Minimum ``microbatch`` to suggest, in tokens."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A trained policy on its GPUs."""
+    """A trained policy and the GPUs that it trains on."""
 
     policy: str
     model: ModelShape
     settings: PolicyTraining
     nodes: int
     gpus: int
-    """GPUs on each node. 0: one process on CPUs."""
+    """Number of GPUs on each node. 0: a single process on CPUs."""
     gpu_gb: float | None
-    """Memory of a GPU in GB (10^9 bytes); ``None`` if unknown."""
+    """Memory per GPU in GB (10^9 bytes). ``None`` if unknown."""
 
     def predict(self, tokens: int | None = None) -> Prediction:
-        """Predicts the memory, for rows of ``microbatch`` or of other numbers of tokens.
+        """Predicts the memory use, for rows of ``tokens`` tokens. Default: ``microbatch``.
 
         Raises:
             ConfigError: ``parallel`` does not divide the ranks or the model's heads.
@@ -46,24 +46,25 @@ class Fit:
 
     @property
     def fits(self) -> bool | None:
-        """True if the policy fits; ``None`` if the memory of a GPU is unknown."""
+        """True if the policy fits. ``None`` if the memory per GPU is unknown."""
         return None if self.gpu_gb is None else self.predict().peak <= self.gpu_gb * 1e9
 
     def remedies(self) -> list[str]:
-        """Returns changes of the campaign file, each of which makes the policy fit."""
-        found = []
+        """Returns changes of the campaign file, each of which would make the policy fit."""
+        fitting = []
         for family in self._changes():
             for words, changes in family:
                 try:
                     if self._with(changes).fits:
-                        found.append(words)
+                        fitting.append(words)
                         break
                 except ConfigError:
                     continue  # impossible with this model or these ranks
-        return found[:MAX_REMEDIES]
+        return fitting[:MAX_REMEDIES]
 
     def _changes(self) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-        """Yields families of (text, changed settings), each family from the smallest change to the largest."""
+        """Yields lists of candidate changes, as (text, changed settings). Each list is sorted from the smallest
+        change to the largest."""
         settings, powers = self.settings, [2**n for n in range(1, 8)]
         expert = {"expert": min(self.gpus, self.model.experts)} if self.model.experts and self.gpus > 1 else {}
         wider = [{"context": n} for n in powers if settings.parallel.context < n <= self.nodes * self.gpus]
@@ -85,7 +86,7 @@ class Fit:
             yield [("lora: {}", {"lora": {}})]
 
     def _with(self, changes: Mapping[str, Any]) -> Fit:
-        """Returns a copy with other settings. Sections are merged."""
+        """Returns a copy with changed settings. Merges sections."""
         settings = self.settings.model_dump()
         changes = dict(changes)
         nodes = changes.pop("nodes", self.nodes)
@@ -98,15 +99,15 @@ class Fit:
 
 
 def fit_of(config: CampaignConfig, name: str, model: Path, gpus: int | None = None, nodes: int | None = None) -> Fit:
-    """Returns a trained policy on its GPUs.
+    """Builds the :class:`Fit` of a trained policy.
 
     Args:
         model: Directory of the model from which training starts.
-        gpus: GPUs on each node. Default: ``slurm.trainer.gpus``.
+        gpus: Number of GPUs on each node. Default: ``slurm.trainer.gpus``.
         nodes: Number of nodes. Default: ``slurm.trainer.nodes``.
 
     Raises:
-        ConfigError: The model's sizes cannot be read, or another engine trains.
+        ConfigError: The model's sizes cannot be read, or another trainer is configured.
     """
     assert config.training
     trainer = config.slurm.trainer
@@ -123,7 +124,7 @@ def model_of(config: CampaignConfig, name: str, base: Path) -> Path:
     """Returns the directory of the model from which a policy's training starts.
 
     Raises:
-        ConfigError: The campaign names no such directory.
+        ConfigError: The campaign does not name such a directory.
     """
     assert config.training
     policy = config.policies().get(name)
@@ -134,15 +135,15 @@ def model_of(config: CampaignConfig, name: str, base: Path) -> Path:
 
 
 def check_memory(config: CampaignConfig, base: Path, where: Where) -> list[str]:
-    """Checks the layouts and the memory of trained policies. Returns warnings.
+    """Checks the parallel layout and memory use of trained policies. Returns warnings.
 
-    Models that are not available here, or whose config lacks sizes, are not checked.
+    Skips models that are not available on this machine or whose config lacks sizes.
 
     Args:
         base: Directory of the campaign file.
 
     Raises:
-        Mistakes: A layout is impossible, or a policy does not fit. Each message names changes that would fit.
+        Mistakes: A layout is impossible, or a policy does not fit. Each message suggests changes that would fit.
     """
     mistakes, warnings, training = list[str](), list[str](), config.training
     if training is None or training.trainer:
@@ -150,22 +151,22 @@ def check_memory(config: CampaignConfig, base: Path, where: Where) -> list[str]:
     trainer = config.slurm.trainer
     for name, settings in training.policies.items():
         key = f"training.policies.{name}"
-        fit = found = None
+        fit = prediction = None
         try:
             Layout(trainer.nodes * max(trainer.gpus, 1), **settings.parallel.model_dump())
             with contextlib.suppress(ConfigError):  # whether the model can be loaded is checked elsewhere
                 fit = fit_of(config, name, model_of(config, name, base))
-            found = fit.predict() if fit else None
+            prediction = fit.predict() if fit else None
         except ConfigError as error:
             mistakes.append(f"{where(f'{key}.parallel')}: {key}.{error}")
             continue
-        if fit and found and not fit.fits and trainer.gpus:
-            needs = f"{where(f'{key}.microbatch')}: {key}: {_needs(fit, found, settings.microbatch)}"
+        if fit and prediction and not fit.fits and trainer.gpus:
+            needs = f"{where(f'{key}.microbatch')}: {key}: {_needs(fit, prediction, settings.microbatch)}"
             if fit.gpu_gb is not None:
                 mistakes.append(f"{needs}; {_enough(fit)}")
-            elif found.peak > SUSPICIOUS_GB * 1e9:
+            elif prediction.peak > SUSPICIOUS_GB * 1e9:
                 warnings.append(f"{needs}; megaflow-hpc training fit shows its parts and remedies")
-        if found and trainer.mem_gb and (most := max(found.load, found.node) / 1e9) > trainer.mem_gb:
+        if prediction and trainer.mem_gb and (most := max(prediction.load, prediction.node) / 1e9) > trainer.mem_gb:
             warnings.append(
                 f"{where('slurm.trainer.mem_gb')}: slurm.trainer.mem_gb: {trainer.mem_gb:g}: policy {name!r} needs "
                 f"about {most:.0f} GB of a node, with the copy of a checkpoint that is being written; raise it"
@@ -177,7 +178,7 @@ def check_memory(config: CampaignConfig, base: Path, where: Where) -> list[str]:
 
 
 def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where) -> Iterator[str]:
-    """Warns if a server's longest sequence may need more memory in training than ``microbatch`` allows for."""
+    """Warns if a server's longest sequence may need more training memory than ``microbatch`` allows."""
     training, policy = config.training, config.policies().get(name)
     model = policy.model if policy else None
     assert training
@@ -191,10 +192,10 @@ def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where)
             continue
         memory = "it needs more memory than a GPU has"
         if fit and fit.gpu_gb is not None:
-            found = fit.predict(longest)
-            if found.peak <= fit.gpu_gb * 1e9:
+            prediction = fit.predict(longest)
+            if prediction.peak <= fit.gpu_gb * 1e9:
                 continue
-            memory = f"it does not fit: {_needs(fit, found, longest)}"
+            memory = f"it does not fit: {_needs(fit, prediction, longest)}"
         yield (
             f"{where(f'training.policies.{name}.microbatch')}: {settings.microbatch} tokens, but the servers allow "
             f"sequences of {longest}: a longer sequence is trained in a row of its own, and skipped if {memory}; "
@@ -202,9 +203,9 @@ def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where)
         )
 
 
-def _needs(fit: Fit, found: Prediction, tokens: int) -> str:
+def _needs(fit: Fit, prediction: Prediction, tokens: int) -> str:
     has = "unknown memory" if fit.gpu_gb is None else f"{fit.gpu_gb:g} GB"
-    return f"a row of {tokens} tokens needs {found.peak / 1e9:.0f} GB of each GPU, which has {has}"
+    return f"a row of {tokens} tokens needs {prediction.peak / 1e9:.0f} GB of each GPU, which has {has}"
 
 
 def _enough(fit: Fit) -> str:

@@ -1,1 +1,1 @@
-"""Verbs that take a campaign file or its run: they plan, queue, change and end campaigns."""
+"""Verbs that take a campaign file or a run. They plan, submit, change and end campaigns."""

@@ -1,4 +1,4 @@
-"""Verbs for an existing run: resume, scale, cancel, gather."""
+"""Verbs for an existing run: ``resume``, ``scale``, ``cancel`` and ``gather``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, limit, request,
 from megaflow_hpc.errors import ConfigError
 
 STOPPED = 75
-"""Exit status of a gather that was stopped and can be continued (EX_TEMPFAIL of sysexits.h)."""
+"""Exit status of a stopped gather that can be continued (EX_TEMPFAIL of sysexits.h)."""
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds resume, scale, cancel and gather."""
+    """Registers the verbs ``resume``, ``scale``, ``cancel`` and ``gather``."""
     resume = add_verb(
         subparsers,
         "resume",
@@ -238,9 +238,9 @@ def _gather(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _terminated() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether SIGTERM has arrived.
+    """Handles SIGTERM. Yields a function that returns whether the signal has arrived.
 
-    Before its first call, SIGTERM ends the process with status :data:`STOPPED`.
+    Until that function is first called, SIGTERM ends the process with status :data:`STOPPED`.
     """
     arrived = polled = False
 

@@ -1,4 +1,4 @@
-"""Follows a campaign to its end: progress, Ctrl-C and the summary."""
+"""Follows a campaign to its end: shows progress, handles Ctrl-C and prints the summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from megaflow_hpc.texts import in_one_line
 
 
 def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[], bool]) -> int:
-    """Starts a run, follows it and prints its summary. Ctrl-C cancels the jobs, keeps results and prints how to resume.
+    """Starts a run, follows it and prints its summary.
+
+    On Ctrl-C, cancels the jobs, keeps results and prints how to resume.
 
     Args:
         start: Starts the run. Returns whether there is anything to follow.
@@ -72,7 +74,7 @@ def _conclude(result: dict[str, Any], as_json: bool, changed: bool) -> int:
     """Prints the result of a run. Returns the exit status.
 
     Args:
-        changed: Whether tasks were changed since planning.
+        changed: Whether task files were edited after planning.
     """
     counts = result["rollouts"]
     missing = counts["total"] - sum(counts[state] for state in FINAL)
@@ -103,12 +105,12 @@ def _conclude(result: dict[str, Any], as_json: bool, changed: bool) -> int:
 
 
 def next_step(result: Mapping[str, Any], missing: int, broken: bool, changed: bool) -> list[str]:
-    """Returns how to continue the run. Empty if continuing cannot help.
+    """Returns lines that tell the user how to continue the run.
 
     Args:
         missing: Number of rollouts without a stored result.
-        broken: Whether pods ended for a reason that must be corrected before the run can continue.
-        changed: Whether rollouts fail until the changes of their tasks are accepted.
+        broken: Whether pods ended for a reason that the user must correct before continuing.
+        changed: Whether rollouts fail until the user accepts edited task files.
     """
     run, counts = result["run"], result["rollouts"]
     lines = []
@@ -126,7 +128,7 @@ def next_step(result: Mapping[str, Any], missing: int, broken: bool, changed: bo
 
 
 def say_notices(*of: Any) -> None:
-    """Prints the pending notices of planning or of starting jobs, and clears them."""
+    """Prints and clears the pending notices of campaigns and jobs."""
     for each in of:
         for line in each.notices:
             note(line)

@@ -1,4 +1,4 @@
-"""Verbs that begin a campaign: init, check, plan, run and submit."""
+"""Verbs that begin a campaign: ``init``, ``check``, ``plan``, ``run`` and ``submit``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_LINES = 100
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds init, check, plan, run and submit."""
+    """Registers the verbs ``init``, ``check``, ``plan``, ``run`` and ``submit``."""
     init = add_verb(
         subparsers,
         "init",
@@ -237,7 +237,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--dry-run`` and the options for the assumed duration of rollouts."""
+    """Adds ``--dry-run`` and the options for assumed rollout durations."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -295,8 +295,8 @@ def _lines(estimate: Estimate) -> list[str]:
         end = "no known end" if job.walltime_s is None else seconds(job.walltime_s)
         throttled = f", {job.at_once} at once" if job.at_once < job.elements else ""
         gpus = f", {_count(job.gpus, 'GPU')}" if job.gpus else ""
-        held = ", started on demand" if job.held else ""
-        each = f"{_count(job.nodes, 'node')}, {_count(job.cores, 'core')}{gpus}, {end}{held}"
+        on_demand = ", started on demand" if job.held else ""
+        each = f"{_count(job.nodes, 'node')}, {_count(job.cores, 'core')}{gpus}, {end}{on_demand}"
         lines.append(f"{job.role}: {job.elements}{throttled}, each {each}")
     if estimate.images.get("images"):
         lines.append(f"images: {estimate.images['images']}, {estimate.images['to_make'] or 'none'} missing")

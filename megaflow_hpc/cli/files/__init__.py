@@ -1,1 +1,2 @@
-"""Verbs for trajectory files: validate, verify, compact, anonymise, measure, export and import them."""
+"""Verbs for trajectory files: ``validate``, ``verify``, ``compact``, ``anonymise``, ``du``, ``export`` and
+``import``."""

@@ -1,4 +1,5 @@
-"""``export`` writes trajectories in other programs' formats. ``import`` creates a campaign file from JSON lines."""
+"""``export`` writes trajectories in the formats of other programs. ``import`` creates a campaign file from JSON
+lines."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ single rewards (rewards['tests']), tokens, duration_s, weight_version_min and we
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds export and import."""
+    """Registers the verbs ``export`` and ``import``."""
     export = add_verb(
         subparsers,
         "export",

@@ -13,7 +13,7 @@ from megaflow_hpc.errors import ConfigError
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds validate, verify, compact, anonymise and du."""
+    """Registers the verbs ``validate``, ``verify``, ``compact``, ``anonymise`` and ``du``."""
     validate = add_verb(
         subparsers,
         "validate",
@@ -156,11 +156,11 @@ def _drop_journals(path: Path, arguments: argparse.Namespace) -> int:
     run = RunDir(path)
     if arguments.dry_run or not arguments.yes:
         with under_way(f"checking {path}"):
-            held = drop_journals(run, dry_run=True)
-        what = f"{path}: journal files: {held['journals']}, {held['journal_bytes'] / 1e6:.1f} MB"
+            journals = drop_journals(run, dry_run=True)
+        what = f"{path}: journal files: {journals['journals']}, {journals['journal_bytes'] / 1e6:.1f} MB"
         if arguments.dry_run:
             if arguments.json:
-                print_json({**held, "dry_run": True})
+                print_json({**journals, "dry_run": True})
             else:
                 say(f"{what}, would be removed")
             return 0

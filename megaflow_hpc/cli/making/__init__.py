@@ -1,1 +1,1 @@
-"""Verbs that make the inputs of campaigns: tasks from files and bugs, images from Dockerfiles and registries."""
+"""Verbs that create inputs of campaigns: tasks from files and bugs, images from Dockerfiles and registries."""

@@ -1,4 +1,4 @@
-"""``megaflow-hpc agents``: lists agents with their requirements, and creates new agents from a template."""
+"""``agents``: lists agents with their requirements, and creates new agents from a template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megaflow_hpc.resources import docs
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``agents`` and its verbs."""
+    """Registers ``agents`` and its subcommands."""
     verbs = add_group(
         subparsers,
         "agents",
@@ -63,7 +63,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Writes a template of an agent. Returns the exit status."""
+    """Writes the template of a new agent. Returns the exit status."""
     from megaflow_hpc.agents import code
 
     path = code.start(arguments.name, Path(arguments.directory))

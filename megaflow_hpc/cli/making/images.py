@@ -1,4 +1,4 @@
-"""``images``: manages the store of task images and their copies on a node."""
+"""``images``: manages the image store and a node's copies of images."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STORE = (
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``images`` and its verbs."""
+    """Registers ``images`` and its subcommands."""
     verbs = add_group(
         subparsers,
         "images",
@@ -199,7 +199,7 @@ def _cached(parser: argparse.ArgumentParser) -> None:
 def _images(
     store: str | None, sources: Sequence[str] = (), mirrors: Sequence[str] = (), air_gapped: bool = False
 ) -> Images:
-    """Opens the image store. The first campaign file in ``sources`` may name a further store to search."""
+    """Opens the image store. The first campaign file in ``sources`` may name another store to search."""
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.environments.images.sources import Registries
@@ -223,7 +223,7 @@ def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
 
 
 def is_campaign(source: str) -> bool:
-    """Returns whether an argument names a campaign file."""
+    """Returns whether an argument is the name of a campaign file."""
     return source.endswith((".yaml", ".yml"))
 
 
@@ -236,7 +236,7 @@ def _megabytes(size: Any) -> str:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Requested images that share a name mapping, a network for build steps and registries."""
+    """Requested images that share a name mapping, a build network and registries."""
 
     requests: list[ImageRequest]
     mapping: ImageMapping
@@ -245,10 +245,10 @@ class Wanted:
 
 
 def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
-    """Returns the file of each image that a campaign's tasks need.
+    """Returns image name → file, for the images that a campaign's tasks need.
 
     Args:
-        build: Whether to build the images that the store lacks.
+        build: Whether to build images that are missing from the store.
     """
     return _resolve(images, _wanted_by_campaign(images, path, None, build), build)
 
@@ -264,7 +264,7 @@ def _resolve(
 
 
 def _build_memory_mb() -> int | None:
-    """Returns the memory available to each build in a Slurm job, or ``None`` if no job limits it."""
+    """Returns the memory in MB for each concurrent build in a Slurm job. ``None`` if no job limits the memory."""
     from megaflow_hpc.environments.images.build_progress import at_once
 
     of_job = os.environ.get("SLURM_MEM_PER_NODE", "")
@@ -300,8 +300,8 @@ def _wanted_images(
     """Returns the images of all sources: campaigns first, then Dockerfiles, then other sources.
 
     Args:
-        mapping: Names of FROM lines, with their images.
-        network: Network of build steps. Default: the campaign's.
+        mapping: Name in FROM lines → image.
+        network: Network access of build steps. Default: the campaign's.
     """
     from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
 
@@ -324,10 +324,10 @@ def _wanted_images(
 
 
 def share_of(wanted: Sequence[Wanted], number: int, shares: int) -> list[Wanted]:
-    """Returns one of several equal shares of all images, counted from 1.
+    """Returns share ``number`` of ``shares`` equal shares of all images. Shares are numbered from 1.
 
-    A share is a contiguous range, because neighbouring images often have layers in common. Every job computes the same
-    shares, regardless of what other jobs have already built.
+    A share is a contiguous range, because neighbouring images often have common layers. The shares do not depend on
+    which images exist, so all jobs agree on them.
     """
     total = sum(len(part.requests) for part in wanted)
     begin, end = total * (number - 1) // shares, total * number // shares
@@ -345,7 +345,7 @@ def _is_dockerfile(source: str) -> bool:
 
 
 def _dockerfile_request(images: Images, source: str) -> ImageRequest:
-    """Returns the build request for a Dockerfile, and prints the instructions that will be ignored."""
+    """Returns the build request for a Dockerfile. Prints the instructions that the build will ignore."""
     from megaflow_hpc.environments.images.sources import ImageRequest
 
     path = Path(source).absolute()
@@ -359,7 +359,8 @@ def _dockerfile_request(images: Images, source: str) -> ImageRequest:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    """Builds images. Exit status 1 if some could not be built. If the only one could not, its error is raised."""
+    """Builds images. Returns 1 if some could not be built. If only one image was requested, raises its error
+    instead."""
     from megaflow_hpc.environments.images.cache.manifest import manifest, write_manifest
 
     mapping = _pairs(arguments.map, "--map")
@@ -417,7 +418,7 @@ def _pull(arguments: argparse.Namespace) -> int:
 
 
 def _pull_source(images: Images, source: str) -> str:
-    """Adds a remote image or a SIF file to the store and returns its file there."""
+    """Adds a remote image or a SIF file to the store. Returns its path in the store."""
     from megaflow_hpc.environments.images.sources import is_remote
 
     if is_remote(source):
@@ -478,7 +479,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _stored_image(store: ImageStore, name: str) -> Path:
-    """Returns the file of an image, given its key, source, digest or a prefix of the digest."""
+    """Returns the file of a stored image, given its key, source, digest or a prefix of the digest."""
     if path := store.find(name):
         return path
     digests = sorted(digest for digest, sources in store.names().items() if name in sources)

@@ -1,4 +1,4 @@
-"""``megaflow-hpc tasks``: imports tasks, builds them from real bugs, validates and lists them."""
+"""``tasks``: imports tasks, builds them from real bugs, validates and lists them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ pattern, a module:Class, or a JSONL file.
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``tasks`` and its verbs."""
+    """Registers ``tasks`` and its subcommands."""
     verbs = add_group(
         subparsers,
         "tasks",
@@ -167,7 +167,7 @@ def _add_import(verbs: Subparsers) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Checks files, and writes them if requested. Returns the exit status."""
+    """Checks task files, and writes them if requested. Returns the exit status."""
     from megaflow_hpc.tasks.swebench.instances import Line, read_instances
     from megaflow_hpc.tasks.swebench.plan import LineSource, read_tasks, settle, to_task
 
@@ -226,7 +226,7 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 
 def run_build(arguments: argparse.Namespace) -> int:
-    """Builds task directories, and their image if a base is specified. Returns the exit status."""
+    """Builds task directories, and an image for them if a base image is given. Returns the exit status."""
     from megaflow_hpc.tasks.releases import image as bug_image
     from megaflow_hpc.tasks.releases import sdists
     from megaflow_hpc.tasks.releases import tasks as releases
@@ -260,7 +260,7 @@ def task_directories(directory: str) -> list[Path]:
     """Returns the task directories that an argument names: a task, a directory of tasks, or a pattern.
 
     Raises:
-        ConfigError: The directory contains no tasks, or no task matches the pattern.
+        ConfigError: The directory contains no tasks, or the pattern matches none.
     """
     if glob.has_magic(directory) and not os.path.lexists(directory):
         from megaflow_hpc.tasks.harbor.format import find_tasks
@@ -278,7 +278,7 @@ def task_directories(directory: str) -> list[Path]:
 
 
 def run_validate(arguments: argparse.Namespace) -> int:
-    """Validates tasks and prints the evidence. Returns 1 if any task is invalid."""
+    """Validates tasks and prints the results. Returns 1 if any task is invalid."""
     from megaflow_hpc.agents.without_model import OracleAgent
     from megaflow_hpc.config import load
     from megaflow_hpc.config.sections import EnvironmentConfig
@@ -329,8 +329,10 @@ def run_validate(arguments: argparse.Namespace) -> int:
             async for result in validate(tasks, files, OracleAgent(), provider, environment, arguments.jobs):
                 done.append(result)
                 took_s = result.before.duration_s + result.after.duration_s
-                said = f"reward {result.before.reward} before, {result.after.reward} with its solution, {took_s:.1f} s"
-                note(f"{result.task}: {'ok' if result.valid else 'NOT VALID'} ({said})")
+                rewards = (
+                    f"reward {result.before.reward} before, {result.after.reward} with its solution, {took_s:.1f} s"
+                )
+                note(f"{result.task}: {'ok' if result.valid else 'NOT VALID'} ({rewards})")
                 for problem in result.problems[:10]:
                     note(f"  {problem}")
         return sorted(done, key=lambda result: result.task)
@@ -364,7 +366,7 @@ def _image_beside(task: Path, name: str) -> str:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Writes a template of a task. Returns the exit status."""
+    """Writes the template of a new task. Returns the exit status."""
     from megaflow_hpc.tasks.harbor.format import write_template
 
     path = write_template(arguments.name, Path(arguments.directory))
@@ -376,11 +378,11 @@ def run_new(arguments: argparse.Namespace) -> int:
 
 
 RELEASE = ("package", "buggy", "fixed", "kind", "changelog")
-"""Metadata of tasks made by ``tasks build``."""
+"""Metadata keys of tasks that ``tasks build`` creates."""
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Prints the valid tasks in a directory. Returns 2 if there are invalid ones too."""
+    """Prints the valid tasks in a directory. Returns 2 if it also contains invalid tasks."""
     from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 
     tasks, status = [], 0

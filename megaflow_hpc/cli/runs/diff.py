@@ -1,4 +1,4 @@
-"""``diff``: compares the outcomes and conversations of two trajectories, and finds their first differing token."""
+"""``diff``: compares the outcomes and conversations of two trajectories, and finds the first token that differs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``diff``."""
+    """Registers the verb ``diff``."""
     diff = add_verb(
         subparsers,
         "diff",
@@ -74,12 +74,12 @@ def _diff(arguments: argparse.Namespace) -> int:
 def compare(left: Row, right: Row) -> dict[str, Any]:
     """Returns the differences between two trajectories as plain JSON.
 
-    Compares the messages of the main conversations, then the messages that the other conversations add.
+    Compares the messages of the main conversations first, then the messages that appear only in other conversations.
 
     Returns:
-        ``ids``; ``fields``, the pairs of values that differ, by name; ``tokens``, the first position where the token
-        sequences differ, or null; ``messages``, the number of ``common`` leading messages and a unified diff of the
-        ``different`` rest.
+        ``ids``; ``fields``, name → pair of values that differ; ``tokens``, the first position at which token sequences
+            differ, or null; ``messages``, the number of ``common`` leading messages and a unified diff of the
+            ``different`` ones.
     """
     fields: dict[str, list[Any]] = {name: [finite(getattr(row, name)) for row in (left, right)] for name in FIELDS}
     fields |= {
@@ -112,7 +112,7 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
 
 
 def _conversation_records(row: Row) -> list[dict[str, Any]]:
-    """Returns the messages of the main conversation, followed by those that each other conversation adds."""
+    """Returns the messages of the main conversation, followed by the additional messages of each other conversation."""
     conversations = row.conversations
     first = main(conversations, row.policy) if conversations else 0
     messages = []
@@ -125,7 +125,7 @@ def _conversation_records(row: Row) -> list[dict[str, Any]]:
 
 
 def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
-    """Returns the first position where the token sequences differ, or ``None`` if they are equal."""
+    """Returns the first position at which the token sequences differ. ``None`` if they are equal."""
     import numpy as np
 
     for number, (a, b) in enumerate(zip_longest(left.sequences, right.sequences)):

@@ -1,4 +1,4 @@
-"""``logs``: lists the logs of a run, prints the end of a log, or prints all log lines about one rollout."""
+"""``logs``: lists the logs of a run, prints the end of a log, or prints all log lines about a rollout."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LINES = 200
 """Default number of lines to print from the end of a log."""
 POLL_INTERVAL_S = 0.5
 QUIET_S = 5.0
-"""A log is complete if it has not grown for this many seconds after the campaign ended."""
+"""Seconds without growth after the end of the campaign until a log counts as complete."""
 
 
 def register(subparsers: Any) -> None:
-    """Adds ``logs``."""
+    """Registers the verb ``logs``."""
     parser = add_verb(
         subparsers,
         "logs",
@@ -131,8 +131,11 @@ def _rollout(run: RunDir, arguments: argparse.Namespace, planned: bool) -> int:
     return 0
 
 
-def _verifier_log(run: RunDir, rollout: str, known: bool) -> str | None:
-    """Returns the verifier log of a stored rollout, or ``None`` if the rollout is not stored or has no log.
+def _verifier_log(run: RunDir, rollout: str, exists: bool) -> str | None:
+    """Returns the verifier log of a stored rollout. ``None`` if it has no log.
+
+    Args:
+        exists: Whether the rollout exists. If so, also returns ``None`` if it is not stored yet.
 
     Raises:
         ConfigError: There is no such rollout.
@@ -140,7 +143,7 @@ def _verifier_log(run: RunDir, rollout: str, known: bool) -> str | None:
     from megaflow_hpc.trajectories import open_trajectories
 
     with open_trajectories(run.path) as store:
-        if known and rollout not in store:
+        if exists and rollout not in store:
             return None
         row = find(store, rollout)
         outputs = [artifact.data for artifact in row.artifacts if artifact.name == VERIFIER_LOG]
@@ -158,10 +161,10 @@ def _print(lines: Iterable[str], as_json: bool) -> None:
 def _follow(
     run: RunDir, read: Callable[[], list[str]], as_json: bool, ended: Callable[[], bool] = lambda: False
 ) -> None:
-    """Prints the lines that ``read`` returns until the campaign has ended and the log is complete.
+    """Prints new lines from ``read`` until the campaign has ended and the log is complete.
 
     Args:
-        ended: Returns whether to stop earlier.
+        ended: Returns whether to stop before that.
     """
     marks, said_at = Marks(run), time.monotonic()
     while True:

@@ -25,7 +25,7 @@ Slurm's accounting if there is one, and changes nothing else."""
 
 
 def register(subparsers: Any) -> None:
-    """Adds ``report``."""
+    """Registers the verb ``report``."""
     report = add_verb(
         subparsers,
         "report",
@@ -82,7 +82,7 @@ def _report(arguments: argparse.Namespace) -> int:
         runs: list[LoadedRun] = []
         for path in paths:
             watch.step(f"report: reading {path}")
-            runs.append(stack.enter_context(LoadedRun(path, _uses(path), prices)))
+            runs.append(stack.enter_context(LoadedRun(path, _job_uses(path), prices)))
         figures = [run.figures for run in runs]
         differences = compare(figures)
         if arguments.prometheus:
@@ -101,8 +101,8 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _uses(path: Path) -> Sequence[JobUse]:
-    """Returns the accounting data of a run's jobs. Empty if there is none."""
+def _job_uses(path: Path) -> Sequence[JobUse]:
+    """Returns the Slurm accounting data of a run's jobs. Empty if unavailable."""
     if not path.is_dir():
         return ()
     from megaflow_hpc.campaign.facade import Run

@@ -1,4 +1,4 @@
-"""``shell``: recreates the sandbox of a rollout and opens a shell in it."""
+"""``shell``: recreates a rollout's sandbox and opens a shell in it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox
 
 PATCH = "patch"
-"""Name of the artifact that holds a rollout's changes to its checkout."""
+"""Name of the artifact with a rollout's changes to its checkout."""
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``shell``."""
+    """Registers the verb ``shell``."""
     parser = add_verb(
         subparsers,
         "shell",
@@ -69,12 +69,12 @@ def _shell(arguments: argparse.Namespace) -> int:
         raise ConfigError("--json: only with --command; a shell is for a person")
     if arguments.command is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("shell: standard input and output are not a terminal; give --command CMD")
-    found = _find(run, record, arguments.id)
-    return asyncio.run(_until_signalled(_look_in(arguments, run, record, found)))
+    rollout = _find(run, record, arguments.id)
+    return asyncio.run(_until_signalled(_look_in(arguments, run, record, rollout)))
 
 
 class _Found(NamedTuple):
-    """A planned rollout."""
+    """A planned rollout: its id and agent, and the stored patch, if any."""
 
     id: str
     agent: AgentConfig
@@ -82,7 +82,7 @@ class _Found(NamedTuple):
 
 
 def _find(run: RunDir, record: RunRecord, wanted: str) -> _Found:
-    """Returns a planned rollout, with its patch if one is stored."""
+    """Finds a planned rollout by id or row number. Includes the stored patch, if any."""
     import msgspec
 
     from megaflow_hpc.config import Policy, resolved
@@ -104,13 +104,13 @@ def _find(run: RunDir, record: RunRecord, wanted: str) -> _Found:
 
 
 async def _until_signalled(work: Any) -> int:
-    """Runs ``work``. On SIGHUP or SIGTERM, cancels it, closes its resources and returns 128 + n."""
+    """Runs ``work`` and returns its status. On SIGHUP or SIGTERM, cancels it and returns 128 plus the signal number."""
     task = asyncio.ensure_future(work)
-    came: list[int] = []
+    signals: list[int] = []
 
     def end(number: int) -> None:
-        if not came:
-            came.append(number)
+        if not signals:
+            signals.append(number)
             task.cancel()
 
     loop = asyncio.get_running_loop()
@@ -119,28 +119,28 @@ async def _until_signalled(work: Any) -> int:
     try:
         return int(await task)
     except asyncio.CancelledError:
-        if came:
-            return 128 + came[0]
+        if signals:
+            return 128 + signals[0]
         raise
 
 
-async def _look_in(arguments: argparse.Namespace, run: RunDir, record: RunRecord, found: _Found) -> int:
+async def _look_in(arguments: argparse.Namespace, run: RunDir, record: RunRecord, rollout: _Found) -> int:
     from megaflow_hpc.environments import ApptainerProvider
     from megaflow_hpc.pod.rollout.sandboxes import recreated
 
-    planned = planned_tasks(run, record)[RolloutName.parse(found.id).task_id]
+    planned = planned_tasks(run, record)[RolloutName.parse(rollout.id).task_id]
     task = Task.from_dict(planned.task)
     if not arguments.json:
-        note(f"{found.id}: starting its sandbox of {planned.image or task.image}")
+        note(f"{rollout.id}: starting its sandbox of {planned.image or task.image}")
     async with ApptainerProvider() as provider:
         environment = record.config.environment
         async with recreated(
-            provider, task, found.agent, planned.images, environment, arguments.network, arguments.own_code
+            provider, task, rollout.agent, planned.images, environment, arguments.network, arguments.own_code
         ) as sandbox:
-            await _patch(sandbox, b"" if arguments.fresh else found.patch)
+            await _patch(sandbox, b"" if arguments.fresh else rollout.patch)
             if arguments.command is None:
                 return await _interact(provider, sandbox)
-            return await _command(sandbox, arguments.command, found.id, arguments.json)
+            return await _command(sandbox, arguments.command, rollout.id, arguments.json)
 
 
 async def _patch(sandbox: ApptainerSandbox, patch: bytes) -> None:
@@ -164,7 +164,7 @@ async def _interact(provider: ApptainerProvider, sandbox: ApptainerSandbox) -> i
 
 
 async def _command(sandbox: ApptainerSandbox, command: str, rollout: str, as_json: bool) -> int:
-    """Streams a command's output. It is unchanged in a pipe or file, and escaped on a terminal."""
+    """Runs a command and streams its output. Output is escaped on a terminal and unchanged in a pipe or file."""
     if as_json:
         done = await sandbox.exec(command)
         print_json({"id": rollout, "exit_code": done.exit_code, "stdout": done.stdout, "stderr": done.stderr})

@@ -1,4 +1,4 @@
-"""``show``: prints one trajectory as text, with its tokens on request, or one of its artifacts."""
+"""``show``: prints a trajectory as text, its tokens on request, or one of its artifacts."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.vocabulary import Vocabulary
 
 HEAD_LINES, TAIL_LINES = 20, 10
-"""Number of lines to print from the beginning and end of a long message without ``--full``."""
+"""Lines to print from the beginning and end of a long message without ``--full``."""
 LINE_CHARACTERS = 2000
-"""Maximum number of characters to print per line without ``--full``. A whole prompt on one line is unreadable."""
+"""Maximum number of characters per line without ``--full``, because a whole prompt on one line is unreadable."""
 
 CANDIDATES = 2000
-"""Maximum number of ids to compare with an unknown id when suggesting similar ones."""
+"""Maximum number of ids to search for suggestions when an id is unknown."""
 
 VERIFIER_LOG = "verifier.log"
 VERIFIER_LINES = 20
-"""Number of lines to print from the end of the verifier log without ``--full``."""
+"""Lines to print from the end of the verifier log without ``--full``."""
 HEAD_TOKENS, TAIL_TOKENS = 96, 32
-"""Number of tokens to print from the beginning and end of a longer run without ``--full``."""
+"""Tokens to print from the beginning and end of a long run of tokens without ``--full``."""
 WIDTH = 110
-"""Approximate width of a line of tokens, in characters."""
+"""Approximate width of a line of tokens in characters."""
 SCALE = ((0.5, "green"), (0.1, "yellow"), (0.01, "dark_orange"), (0.0, "red"))
-"""Colours of sampled tokens, each with the minimum probability at which it applies."""
+"""(Minimum probability, colour) of sampled tokens."""
 
 _STATUS = {"completed": "green", "truncated": "yellow", "failed": "red", "cancelled": "red"}
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``show``."""
+    """Registers the verb ``show``."""
     show = add_verb(
         subparsers,
         "show",
@@ -93,10 +93,10 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def find(store: TrajectoryStore, wanted: str) -> Row:
-    """Returns a row, given a rollout id or row number.
+    """Returns the trajectory with this rollout id or row number.
 
     Raises:
-        ConfigError: There is no such row. The error names similar ids.
+        ConfigError: There is no such row. The message suggests similar ids.
     """
     if wanted in store:
         return store[wanted]
@@ -115,7 +115,7 @@ def find(store: TrajectoryStore, wanted: str) -> Row:
 
 
 def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
-    """Returns a trajectory as plain JSON: null for NaN, artifacts by name and size, token columns on request."""
+    """Returns a trajectory as plain JSON: null for NaN, name and size of artifacts, and token columns on request."""
     trajectory = row.trajectory()
     other = ("sequences", "artifacts", "messages", "parents")
     record = {name: value for name, value in vars(trajectory).items() if name not in other}
@@ -136,7 +136,7 @@ def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Replaces NaN and infinity with ``None``, since JSON lacks them."""
+    """Replaces NaN and infinity with ``None``, because JSON does not support them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -144,7 +144,7 @@ def finite(value: Any) -> Any:
 
 
 def print_lines(lines: Iterable[tuple[str, str] | Text]) -> None:
-    """Prints lines, given as strings or (text, style) pairs. Colours are used only on a terminal."""
+    """Prints lines, given as strings or (text, style) pairs. Uses colours only on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -236,20 +236,20 @@ def _utc(seconds: float) -> str:
 
 
 def artifact(row: Row, name: str) -> bytes:
-    """Returns the content of an artifact. If several share the name, the last one wins.
+    """Returns the content of an artifact. If several artifacts have this name, returns the last.
 
     Raises:
-        ConfigError: There is no such artifact. The error lists the existing names.
+        ConfigError: There is no such artifact. The message lists the existing names.
     """
     by_name = {item.name: item.data for item in row.artifacts}
     if name not in by_name:
-        there = ", ".join(by_name) or "none"
-        raise ConfigError(f"{row.id}: no artifact {name!r}; there are: {there}")
+        existing = ", ".join(by_name) or "none"
+        raise ConfigError(f"{row.id}: no artifact {name!r}; there are: {existing}")
     return by_name[name]
 
 
 def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
-    """Writes an artifact to ``output`` or stdout. It is unchanged in a pipe or file, and escaped on a terminal."""
+    """Writes an artifact to ``output`` or stdout. Output is escaped on a terminal and unchanged in a pipe or file."""
     data = artifact(row, name)
     if output is not None:
         write_atomic(Path(output), data)
@@ -268,7 +268,8 @@ def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
 
 
 def verifier_lines(row: Row, full: bool) -> Iterator[str]:
-    """Yields the last lines of the verifier log, or all if ``full``, if the reward is 0 or the verifier failed."""
+    """Yields the last lines of the verifier log if the reward is 0 or the verifier failed. With ``full``, yields all
+    lines."""
     if row.reward != 0 and row.error_kind != "verifier":
         return
     data = next((item.data for item in reversed(row.artifacts) if item.name == VERIFIER_LOG), b"").rstrip()
@@ -283,16 +284,16 @@ def verifier_lines(row: Row, full: bool) -> Iterator[str]:
 
 
 def token_lines(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | None) -> Iterator[Text]:
-    """Yields the lines to print.
+    """Yields a trajectory's tokens as lines to print.
 
     Args:
-        store: Store of the row. Tokenizers are looked up next to it.
+        store: Store that contains the trajectory. Tokenizers are looked up next to it.
         row: The trajectory.
-        full: Whether long runs are printed in full.
-        tokenizer: A ``tokenizer.json`` or a model's directory that replaces the one found.
+        full: Whether to print long runs of tokens in full.
+        tokenizer: ``tokenizer.json`` or model directory to use. ``None``: search for a tokenizer.
 
     Raises:
-        ConfigError: ``tokenizer`` cannot be read as a tokenizer.
+        ConfigError: ``tokenizer`` cannot be loaded.
     """
     from rich.text import Text
 
@@ -312,7 +313,7 @@ def token_lines(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | N
 
 
 def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None) -> tuple[Vocabulary | None, str]:
-    """Returns the vocabulary of a policy, if a tokenizer is known, and a note on where the tokenizer comes from."""
+    """Returns the vocabulary of a policy, or ``None`` without a tokenizer, and a note on its origin."""
     from megaflow_hpc.errors import ConfigError
     from megaflow_hpc.trajectories.reading.vocabulary import find, load
 
@@ -367,7 +368,7 @@ def _token_lines(
 
 
 def _quoted(piece: str) -> str:
-    """Returns a token's text in quotation marks, on one line."""
+    """Returns a token's text on one line, in quotation marks."""
     plain = piece.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
     return f"‹{printable(plain)}›" if piece else "‹?›"
 

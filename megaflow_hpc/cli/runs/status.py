@@ -1,4 +1,4 @@
-"""``list``, ``status`` and ``usage``: print the state of runs, and the resources that they hold."""
+"""``list``, ``status`` and ``usage``: print the state of runs and their use of resources."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ states:
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds list, status and usage."""
+    """Registers the verbs ``list``, ``status`` and ``usage``."""
     listing = add_verb(
         subparsers,
         "list",
@@ -115,7 +115,7 @@ def _list(arguments: argparse.Namespace) -> int:
     elif shown:
         rows = [
             (
-                _place(glance.path),
+                _short_path(glance.path),
                 glance.name,
                 glance.state,
                 "?" if glance.total is None else f"{glance.done}/{glance.total}",
@@ -136,8 +136,8 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _place(path: Path) -> str:
-    """Returns a path relative to the working directory if it is inside, otherwise unchanged."""
+def _short_path(path: Path) -> str:
+    """Returns the path relative to the working directory if it is inside, otherwise unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -177,7 +177,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def shown(name: str, status: Mapping[str, Any]) -> str:
-    """Formats the status of the campaign ``name`` as a block of text."""
+    """Formats the status of the campaign ``name`` as several lines."""
     counts = status["rollouts"]
     lines = [f"{name}: {status['state']}    {status['run']}"]
     lines.append("  ".join(f"{state} {counts[state]}" for state in ("total", "pending", "running", *FINAL)))
@@ -239,6 +239,6 @@ def _usage(arguments: argparse.Namespace) -> int:
 
 
 def hours(usage: Mapping[str, Any]) -> list[str]:
-    """Formats core-hours and GPU-hours, each followed by its idle part."""
+    """Formats core-hours, idle core-hours, GPU-hours and idle GPU-hours."""
     names = ("core_seconds", "idle_core_seconds", "gpu_seconds", "idle_gpu_seconds")
     return [f"{usage[name] / 3600:.2f}" for name in names]

@@ -1,4 +1,5 @@
-"""``training fit`` predicts the memory of a training. ``skip`` and ``set`` amend steps that are not committed yet."""
+"""``training fit`` predicts a training's memory use. ``training skip`` and ``training set`` change steps not yet
+committed."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from megaflow_hpc.campaign.planning.training_memory import Fit
 
 SETTINGS = {"lr": zero_or_more, "microbatch": whole(1), "steps": whole(1)}
-"""Name of a setting → function that parses its value."""
+"""Name of a setting → parser of its value."""
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``training`` with fit, skip and set."""
+    """Registers ``training`` with ``fit``, ``skip`` and ``set``."""
     verbs = add_group(
         subparsers,
         "training",
@@ -96,44 +97,44 @@ def _fit(arguments: argparse.Namespace) -> int:
     config = campaign.config
     if config.training is None:
         raise ConfigError(f"{arguments.campaign}: has no section training; add one, or name another file")
-    found = []
+    fits = []
     for name in config.training.policies:
         fit = fit_of(config, name, model_of(config, name, campaign.base), arguments.gpus, arguments.nodes)
-        found.append(replace(fit, gpu_gb=arguments.gpu_memory) if arguments.gpu_memory else fit)
+        fits.append(replace(fit, gpu_gb=arguments.gpu_memory) if arguments.gpu_memory else fit)
     if arguments.json:
-        print_json([_fit_facts(fit) for fit in found])
+        print_json([_fit_facts(fit) for fit in fits])
     else:
-        say("\n\n".join(_fit_page(fit) for fit in found))
+        say("\n\n".join(_fit_page(fit) for fit in fits))
     return 0
 
 
 def _fit_facts(fit: Fit) -> dict[str, Any]:
-    found = fit.predict()
+    prediction = fit.predict()
     return {
         "policy": fit.policy,
         "model": fit.model.name,
         "parameters": fit.model.total,
-        "trained": found.trained,
+        "trained": prediction.trained,
         "nodes": fit.nodes,
         "gpus": fit.gpus,
         "microbatch": fit.settings.microbatch,
-        "gpu_bytes": found.peak,
-        "moment": found.moment,
-        "moments": found.moments,
-        "node_bytes": {"load": found.load, "training": found.node},
-        "checkpoint_bytes": found.checkpoint,
-        "version_bytes": found.version,
+        "gpu_bytes": prediction.peak,
+        "moment": prediction.moment,
+        "moments": prediction.moments,
+        "node_bytes": {"load": prediction.load, "training": prediction.node},
+        "checkpoint_bytes": prediction.checkpoint,
+        "version_bytes": prediction.version,
         "fits": fit.fits,
         "remedies": fit.remedies() if fit.fits is False else [],
     }
 
 
 def _fit_page(fit: Fit) -> str:
-    found = fit.predict()
-    names = list(found.moments)
-    parts = dict.fromkeys(part for moment in found.moments.values() for part in moment if moment[part])
-    rows = [(part, *(f"{found.moments[name].get(part, 0) / 1e9:.1f}" for name in names)) for part in parts]
-    rows.append(("together", *(f"{sum(found.moments[name].values()) / 1e9:.1f}" for name in names)))
+    prediction = fit.predict()
+    names = list(prediction.moments)
+    parts = dict.fromkeys(part for moment in prediction.moments.values() for part in moment if moment[part])
+    rows = [(part, *(f"{prediction.moments[name].get(part, 0) / 1e9:.1f}" for name in names)) for part in parts]
+    rows.append(("together", *(f"{sum(prediction.moments[name].values()) / 1e9:.1f}" for name in names)))
     where = f"{fit.nodes} × {fit.gpus} GPUs" if fit.gpus else "a CPU"
     lines = [
         f"{fit.policy}: {fit.model.name}, {fit.model.total / 1e9:.2f} billion parameters, rows of "
@@ -141,11 +142,11 @@ def _fit_page(fit: Fit) -> str:
         "",
         table(("GB of a GPU" if fit.gpus else "GB", *names), rows),
         "",
-        f"node while loading: {found.load / 1e9:.1f} GB; while training: {found.node / 1e9:.1f} GB",
-        f"checkpoint: {found.checkpoint / 1e9:.1f} GB",
-        f"version: {found.version / 1e9:.1f} GB",
+        f"node while loading: {prediction.load / 1e9:.1f} GB; while training: {prediction.node / 1e9:.1f} GB",
+        f"checkpoint: {prediction.checkpoint / 1e9:.1f} GB",
+        f"version: {prediction.version / 1e9:.1f} GB",
     ]
-    peak = f"peak of a GPU: {found.peak / 1e9:.1f} GB ({found.moment})"
+    peak = f"peak of a GPU: {prediction.peak / 1e9:.1f} GB ({prediction.moment})"
     if fit.fits is None:
         lines.append(f"{peak}; its memory is unknown (--gpu-memory)")
     elif fit.fits:
@@ -186,7 +187,7 @@ def _set(arguments: argparse.Namespace) -> int:
 
 
 def _training(arguments: argparse.Namespace) -> tuple[RunDir, str]:
-    """Returns the run and the policy to amend.
+    """Returns the run and the policy whose training to change.
 
     Raises:
         ConfigError: The run is finished, or does not train this policy.

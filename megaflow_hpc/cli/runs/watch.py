@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from megaflow_hpc.campaign.run import Run
 
 LINE_EVERY_S = 60.0
-"""Maximum number of seconds between lines, even if nothing has changed."""
+"""Maximum seconds between two lines, even if nothing has changed."""
 
 
 def register(subparsers: Any) -> None:
-    """Adds watch."""
+    """Registers the verb ``watch``."""
     watch = add_verb(
         subparsers,
         "watch",
@@ -66,7 +66,7 @@ def _can_draw() -> bool:
 
 
 def _follow(run: Run, arguments: argparse.Namespace) -> int:
-    """Prints a line, or a JSON object, after every change until the campaign ends."""
+    """Prints a line or a JSON object after every change until the campaign ends."""
     shown, said_at = None, 0.0
     with run.tended() as tend:
         while True:
@@ -87,7 +87,7 @@ def _follow(run: Run, arguments: argparse.Namespace) -> int:
 
 
 def noteworthy(status: Mapping[str, Any]) -> Any:
-    """Returns the parts of a status that warrant a new line when they change."""
+    """Returns the parts of a status whose changes are worth a new line."""
     return (
         status["state"],
         status["rollouts"],

@@ -1,4 +1,4 @@
-"""``weights publish`` and ``weights list``: manage weight versions for the engines of a campaign."""
+"""``weights publish`` and ``weights list``: manage the weight versions of a campaign's engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megaflow_hpc.rundir.record import read_run
 
 
 def register(subparsers: Subparsers) -> None:
-    """Adds ``weights`` with publish and list."""
+    """Registers ``weights`` with ``publish`` and ``list``."""
     verbs = add_group(
         subparsers,
         "weights",

@@ -1,4 +1,4 @@
-"""Live view of one run: its status above a list of rollouts, or of pods and engines. Keys open the details."""
+"""Live view of a run: the status above a list of rollouts, or of pods and engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megaflow_hpc.monitor.live import RunSnapshot
 from megaflow_hpc.texts import in_one_line
 
 SLOW_RUN_DIRECTORY_S = 15.0
-"""Show a warning if the run directory has not responded for this many seconds."""
+"""Warn if the run directory has not responded for this many seconds."""
 
 KEYS = """\
 ↑ ↓ PgUp PgDn   choose a rollout; Home and End: the first and the last
@@ -88,7 +88,7 @@ class WatchApp(App[None]):
         self.snapshot: RunSnapshot | None = None
         """Result of the last successful poll."""
         self.over = False
-        """True if no more changes can occur."""
+        """True if the run can no longer change."""
         self.title = in_one_line(f"{self._campaign} ({run.path.name})")
         self._problem, self._looked_at = "", time.monotonic()
         self._failed = self._parts = False
@@ -97,14 +97,12 @@ class WatchApp(App[None]):
         """Number of lines above the list."""
 
     def compose(self) -> ComposeResult:
-        """Creates the status, the list and the footer."""
         yield Static(Text("reading …", "dim"), id="head")
         yield RolloutRows()
         yield Input(id="find", placeholder="part of an id, node, state or error")
         yield Static(id="keys")
 
     def on_mount(self) -> None:
-        """Starts the reader."""
         self.theme = "ansi-dark"  # use the terminal's own colours and background
         self.query_one(RolloutRows).focus()
         self._show_keys()
@@ -112,13 +110,12 @@ class WatchApp(App[None]):
         self.reader.start()
 
     def on_unmount(self) -> None:
-        """Stops the reader."""
         self.reader.stop()
 
     # --- polling ---
 
     def on_polled(self, message: Polled) -> None:
-        """Shows the result of a poll. After a failed poll, the last successful result stays on the screen."""
+        """Shows the result of a poll. After a failed poll, the last successful result stays visible."""
         look = message.look
         self._looked_at, self._problem = time.monotonic(), look.problem
         if look.snapshot is not None:
@@ -143,7 +140,7 @@ class WatchApp(App[None]):
 
     @property
     def _list(self) -> Screen[object]:
-        """Returns the screen with the list. Other screens are stacked on top of it.
+        """The screen with the list. Other screens are stacked on top of it.
 
         Raises:
             ScreenStackError: The screen is opening or closing.
@@ -178,16 +175,16 @@ class WatchApp(App[None]):
 
     @on(RolloutRows.Moved)
     def _ask_about_visible_rows(self) -> None:
-        """Asks pods about the rows now visible."""
+        """Requests live details of the visible rows."""
         self._tell_reader()
 
     @on(RolloutRows.Opened)
     def _open_details(self, message: RolloutRows.Opened) -> None:
-        """Opens the details of the chosen row."""
+        """Opens the details of the selected row."""
         self.push_screen(DetailScreen(message.key, self.reader))
 
     def on_resize(self) -> None:
-        """Lays out the lines above the list again for the new size."""
+        """Reformats the lines above the list for the new size."""
         self.call_after_refresh(self._show_head)
 
     # --- keys ---
@@ -206,18 +203,17 @@ class WatchApp(App[None]):
         self._show_all()
 
     def action_parts(self) -> None:
-        """Toggles between rollouts and pods with engines."""
+        """Toggles between rollouts, and pods and engines."""
         self._parts = not self._parts
         self._show_all()
 
     def action_clear(self) -> None:
-        """Shows all rollouts."""
+        """Removes all filters and shows all rollouts."""
         self._failed = self._parts = False
         self._find("")
         self._close_find()
 
     def action_find(self) -> None:
-        """Opens the search line."""
         line = self.query_one("#find", Input)
         line.value, line.display = self._text, True
         line.focus()
@@ -229,7 +225,7 @@ class WatchApp(App[None]):
             self._find(message.value)
 
     def on_input_submitted(self) -> None:
-        """Returns focus to the list, which stays filtered."""
+        """Returns focus to the list and keeps the filter."""
         self._close_find()
 
     def _find(self, text: str) -> None:
@@ -245,17 +241,14 @@ class WatchApp(App[None]):
         self._show_keys()
 
     def action_keys(self) -> None:
-        """Opens the help."""
         self.push_screen(Help())
 
 
 class Help(ModalScreen[None]):
-    """Shows the keys until the user presses one."""
+    """Help on keys. Closes when the user presses any key."""
 
     def compose(self) -> ComposeResult:
-        """Creates the help text."""
         yield Static(Text(KEYS))
 
     def on_key(self) -> None:
-        """Closes the help."""
         self.dismiss()

@@ -1,4 +1,4 @@
-"""Full-screen view of one rollout, pod or engine: its properties, growing transcript and log."""
+"""Full-screen view of a rollout, pod or engine: properties, transcript and log."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megaflow_hpc.texts import in_one_line, printable
 
 
 class DetailScreen(Screen[None]):
-    """Shows one rollout, pod or engine until the user presses Escape.
+    """Shows a rollout, pod or engine until the user presses Escape.
 
     Args:
-        key: A rollout id, or the name of a pod or engine.
+        key: Rollout id, or name of a pod or engine.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -52,13 +52,12 @@ class DetailScreen(Screen[None]):
         self._property_lines = 0
 
     def compose(self) -> ComposeResult:
-        """Creates the properties, the text and the footer."""
         yield Static(id="known")
         yield RichLog(id="body", wrap=True, markup=False, highlight=False, auto_scroll=False, min_width=0)
         yield Static(id="keys")
 
     def on_mount(self) -> None:
-        """Tells the reader what to read."""
+        """Makes the reader read the details of this item."""
         self._reader.wants_log = self._log
         self._reader.open(self.key)
         self._body.write(Text("reading …", "dim"))
@@ -66,7 +65,7 @@ class DetailScreen(Screen[None]):
         self.query_one("#keys", Static).update(Text(keys, "reverse", no_wrap=True))
 
     def on_unmount(self) -> None:
-        """Tells the reader to stop reading details."""
+        """Makes the reader stop reading details."""
         self._reader.wants_log = False
         self._reader.open("")
 
@@ -107,21 +106,18 @@ class DetailScreen(Screen[None]):
             body.scroll_to(y=top, animate=False)
 
     def on_resize(self) -> None:
-        """Rewraps lines for the new width."""
+        """Wraps lines for the new width."""
         self._fill(anew=True)
 
     # --- keys ---
 
     def action_back(self) -> None:
-        """Returns to the list."""
         self.dismiss()
 
     def action_transcript(self) -> None:
-        """Shows the transcript."""
         self._switch(log=False)
 
     def action_log(self) -> None:
-        """Shows the log."""
         self._switch(log=True)
 
     def _switch(self, log: bool) -> None:
@@ -140,16 +136,15 @@ class DetailScreen(Screen[None]):
         self._body.scroll_relative(y=by * max(1, self._body.size.height - 1), animate=False)
 
     def action_first(self) -> None:
-        """Scrolls to the beginning."""
         self._body.scroll_home(animate=False)
 
     def action_last(self) -> None:
-        """Scrolls to the end, and follows new text."""
+        """Scrolls to the end and follows new text."""
         self._body.scroll_end(animate=False)
 
 
 def facts_about(row: RolloutRow) -> list[Text]:
-    """Returns the properties of a rollout, without its transcript and log."""
+    """Formats the properties of a rollout, without transcript and log."""
     place, stored, live = row.place, row.stored, row.live
     lines = [Text.assemble((in_one_line(row.id), "bold"), "  ", (row.state, f"bold {STYLES.get(row.state, '')}"))]
     where = f"attempt {place.attempt} on {place.node or '?'}, rank {place.rank} of pod {place.pod}" if place else ""

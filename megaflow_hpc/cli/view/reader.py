@@ -1,4 +1,4 @@
-"""Polls a run for the view in a thread, so that a hanging file system does not block the keyboard."""
+"""Polls a run in a thread, so that a hanging file system does not block the keyboard."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from megaflow_hpc.texts import end_of
 LOG_LINES = 2000
 """Maximum number of log lines to show."""
 PAUSE_FACTOR = 4.0
-"""Pause after a poll as a multiple of its duration. Keeps large runs and slow file systems from being polled
-constantly."""
+"""Pause after a poll, as a multiple of the poll's duration. Limits the load of large runs and slow file systems."""
 LISTED_BYTES = 64 << 20
-"""Maximum size of the events (about 200,000 rollouts) up to which all rollouts are listed. Reading them takes
-seconds."""
+"""Maximum size in bytes of the events for which successful rollouts are listed too (about 200,000 rollouts). Reading
+that much takes seconds."""
 STOP_TIMEOUT_S = 2.0
-"""Seconds to wait for the file system when the view is closed."""
+"""Seconds to wait for the file system after the user closes the view."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +32,22 @@ class Detail:
     key: str
     messages: Sequence[tuple[str, str]] = ()
     left_out: int = 0
-    """Number of older messages not shown."""
+    """Number of older messages that are not shown."""
     said: str = ""
-    """Why there are no messages. Empty if there are any."""
+    """Explains why there are no messages. Empty if there are messages."""
     log: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class RunView:
-    """Result of one poll."""
+    """Result of a poll."""
 
     snapshot: RunSnapshot | None = None
     detail: Detail | None = None
     problem: str = ""
-    """Why the poll failed. Empty if it succeeded."""
+    """Reason why the poll failed. Empty if it succeeded."""
     over: bool = False
-    """True if no more changes can occur."""
+    """True if the run can no longer change."""
 
 
 class RunReader(threading.Thread):
@@ -64,10 +63,10 @@ class RunReader(threading.Thread):
         self._run, self._every_s, self._deliver = run, every_s, deliver
         self.live = Live(run.dir, run.monitor)
         self.wants_log = False
-        """True if the log of the selected item is shown."""
+        """True if polls also read the log of the selected item."""
         self._stored: Detail | None = None
         self._read = ("", 0.0)
-        """(id, storage time) of the rollout that was read last. A failed rollout may be stored again."""
+        """(Id, storage time) of the last rollout read. A failed rollout may be stored again."""
         self._log: _Log | None = None
         self._wake, self._stopped = threading.Event(), False
 
@@ -77,17 +76,17 @@ class RunReader(threading.Thread):
         self._wake.set()
 
     def wake(self) -> None:
-        """Polls immediately."""
+        """Starts the next poll immediately."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Stops the thread, unless it hangs in the file system."""
+        """Stops the thread. Waits at most :data:`STOP_TIMEOUT_S`, because the file system may hang."""
         self._stopped = True
         self._wake.set()
         self.join(STOP_TIMEOUT_S)
 
     def run(self) -> None:
-        """Polls until it is stopped."""
+        """Polls until :meth:`stop` is called."""
         try:
             self._run.monitor.list_rollouts(LISTED_BYTES)
             with self._run.tended() as tend:
@@ -177,7 +176,7 @@ def _error_text(error: Exception) -> str:
 
 @dataclass
 class _Log:
-    """Log lines about one rollout. The more pod logs there are, the less often they are searched."""
+    """Log lines about a rollout. Searches less often if there are many pod logs."""
 
     key: str
     source: RolloutLog

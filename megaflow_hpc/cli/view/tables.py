@@ -21,7 +21,7 @@ from megaflow_hpc.texts import in_one_line
 
 
 class ViewColumn(NamedTuple):
-    """A column of a list. The first one gets the remaining width."""
+    """A column of a list. The first column gets the remaining width."""
 
     head: str
     width: int = 0
@@ -29,7 +29,7 @@ class ViewColumn(NamedTuple):
 
 
 class RolloutTable:
-    """Table of rollouts, running ones first."""
+    """Table of rollouts, with running rollouts first."""
 
     columns = (
         ViewColumn("rollout"),
@@ -48,7 +48,7 @@ class RolloutTable:
         """Text to show if the table is empty."""
 
     def cells(self, row: int) -> tuple[Sequence[str], str]:
-        """Returns the cells of a row and its style."""
+        """Returns the cells and the style of a row."""
         rollout = self._rollouts[row]
         turns = "" if rollout.turns is None else str(rollout.turns)
         node = rollout.place.node if rollout.place else ""
@@ -57,7 +57,7 @@ class RolloutTable:
 
 
 def last_word(rollout: RolloutRow) -> str:
-    """Returns a rollout's current activity and its duration, or its outcome."""
+    """Formats a rollout's outcome. While it runs, formats its current activity and how long that has lasted."""
     if rollout.stored is not None:
         reward = rollout.stored.reward
         outcome = "" if reward is None else f"reward {reward:g}"
@@ -88,7 +88,7 @@ class PartTable:
         self.keys = [cells[0] for cells in self._rows]
 
     def cells(self, row: int) -> tuple[Sequence[str], str]:
-        """Returns the cells of a row and its style."""
+        """Returns the cells and the style of a row."""
         cells = self._rows[row]
         return cells, STYLES.get(cells[1], "")
 
@@ -104,11 +104,11 @@ def _engine(server: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 MIN_FIRST_COLUMN_WIDTH = 12
-"""Minimum width of the first column. Other columns are dropped from the right to keep it."""
+"""Minimum width of the first column. Columns on the right are dropped to make room for it."""
 
 
 class RolloutRows(ScrollView, can_focus=True):
-    """Widget that shows a table with a header and one selected row."""
+    """Widget that shows a table with a header and a selected row."""
 
     DEFAULT_CSS = "RolloutRows { overflow-x: hidden; scrollbar-size-vertical: 1; }"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -129,7 +129,7 @@ class RolloutRows(ScrollView, can_focus=True):
             self.key = key
 
     class Moved(Message):
-        """Posted when other rows become visible."""
+        """Posted when different rows become visible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class RolloutRows(ScrollView, can_focus=True):
     # --- content ---
 
     def show(self, table: RolloutTable | PartTable) -> None:
-        """Shows a table. The same row stays selected even if it moves, and a list scrolled to the top stays there."""
+        """Shows a table. Keeps the selected row even if it moves, and keeps a list scrolled to the top."""
         key = self.key
         self._table = table
         if key and self.chosen and key in table.keys:
@@ -154,7 +154,7 @@ class RolloutRows(ScrollView, can_focus=True):
 
     @property
     def key(self) -> str:
-        """Key of the selected row; empty if there are no rows."""
+        """Key of the selected row. Empty if the table is empty."""
         keys = self._table.keys if self._table else ()
         return keys[self.chosen] if self.chosen < len(keys) else ""
 
@@ -165,7 +165,7 @@ class RolloutRows(ScrollView, can_focus=True):
         return self._table.keys[top : top + max(0, self.size.height - 1)] if self._table else ()
 
     def render_line(self, y: int) -> Strip:
-        """Renders one line of the widget. The first is the header."""
+        """Renders a line of the widget. The first line is the header."""
         width, table = self.size.width, self._table
         if table is None:
             return Strip.blank(width)
@@ -204,7 +204,6 @@ class RolloutRows(ScrollView, can_focus=True):
         self._choose(row if row >= 0 else len(self._table.keys if self._table else ()) + row)
 
     def action_open(self) -> None:
-        """Opens the selected row."""
         if self.key:
             self.post_message(self.Opened(self.key))
 
@@ -222,7 +221,7 @@ class RolloutRows(ScrollView, can_focus=True):
 
 
 def _fitting(columns: Sequence[ViewColumn], width: int) -> tuple[Sequence[ViewColumn], int]:
-    """Returns the columns that fit, and the width of the first."""
+    """Returns the columns that fit, and the width of the first column."""
     while len(columns) > 1:
         left = width - sum(column.width + 1 for column in columns[1:])
         if left >= MIN_FIRST_COLUMN_WIDTH:
@@ -232,7 +231,7 @@ def _fitting(columns: Sequence[ViewColumn], width: int) -> tuple[Sequence[ViewCo
 
 
 def _fit(text: str, width: int, right: bool) -> str:
-    """Truncates or pads a cell. Long text is shortened in the middle, because ids differ at both ends."""
+    """Truncates or pads a cell. Shortens long text in the middle, because ids differ at both ends."""
     if cell_len(text) > width > 3:
         tail = (width - 1) // 2
         text = set_cell_size(set_cell_size(text, width - 1 - tail).rstrip() + "…" + text[-tail:], width).rstrip()

@@ -1,4 +1,4 @@
-"""Formats the status as the lines above the list, for a terminal of 80 columns."""
+"""Formats the status as lines above the list, for terminals of at least 80 columns."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ STYLES = {
     "serving": "green",
     "draining": "yellow",
 }
-"""State → colour. The state's name is shown next to it for terminals without colours."""
+"""State → colour. The state's name is always shown too, for terminals without colours."""
 
 
 def head(name: str, snapshot: RunSnapshot, size: tuple[int, int], problem: str = "") -> list[Text]:
-    """Returns the lines above the list.
+    """Formats the lines above the list.
 
     Args:
         name: Name of the campaign.
-        size: Columns and lines of the screen. The list below needs most of the lines.
-        problem: Why the shown state is out of date; empty if it is current.
+        size: Columns and lines of the screen. Most lines are reserved for the list.
+        problem: Reason why the shown state is out of date. Empty if it is current.
     """
     status, (width, height) = snapshot.status, size
     lines = [progress(name, status, width), counts(status), means(snapshot)]
@@ -79,7 +79,7 @@ def counts(status: Mapping[str, Any]) -> Text:
 
 
 def means(snapshot: RunSnapshot) -> Text:
-    """Formats the pods, slots and engines, and the engines' throughput."""
+    """Formats the number of pods, slots and engines, and the engines' throughput."""
     status = snapshot.status
     pods = [pod for pod in status["pods"] if pod["state"] in PRESENT]
     slots = sum(pod["slots"] for pod in pods)
@@ -98,7 +98,7 @@ def means(snapshot: RunSnapshot) -> Text:
 
 
 def _numbered(what: str, things: list[dict[str, Any]], normal: str) -> str:
-    """Formats ``pods 3 (1 silent, 2 done)``: the number in the normal state, then those in other states."""
+    """Formats ``pods 3 (1 silent, 2 done)``: the number in the normal state, followed by the other states."""
     states: dict[str, int] = {}
     for thing in things:
         states[thing["state"]] = states.get(thing["state"], 0) + 1

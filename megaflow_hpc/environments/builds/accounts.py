@@ -1,4 +1,4 @@
-"""Users and groups of an image under construction, read from its ``/etc/passwd`` and ``/etc/group``."""
+"""Resolves the users and groups of Dockerfile steps with the image's ``/etc/passwd`` and ``/etc/group``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Account:
 
 
 def account(view: LayerView, user: str | None) -> Account:
-    """Returns the account that ``USER`` names: a user with its groups, or a user and one group.
+    """Resolves a ``USER`` value, ``user`` or ``user:group``, to an account. ``None`` means root.
 
-    Numeric ids that are not listed in the image are used as they are.
+    Without a group, the account has the user's groups from the image. Numeric ids need not be listed in the image.
 
     Raises:
         ConfigError: The image has no such user or group.
@@ -47,9 +47,9 @@ def account(view: LayerView, user: str | None) -> Account:
 
 
 def owner(view: LayerView, text: str) -> tuple[int, int]:
-    """Returns the uid and gid of a ``--chown``.
+    """Resolves a ``--chown`` value, ``user`` or ``user:group``, to a uid and a gid.
 
-    Without a group, a user name implies the user's group, and a numeric uid the same gid.
+    Without a group, a user name implies the user's primary group. A numeric uid implies the same gid.
 
     Raises:
         ConfigError: The image has no such user or group.

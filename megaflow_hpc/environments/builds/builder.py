@@ -7,10 +7,10 @@
       w…/items/<n>/<i>/…    files of a step's mounts, read-only in its sandbox (script.STEPS_DIR)
       w…/uppers/…           files that a step has written
 
-Dockerfiles come from tasks, so their text and steps are untrusted. Steps run like an agent's commands: in a sandbox
-with a separate PID namespace, root and capabilities, with limits and a timeout, and without network unless the user
-allows it. The host copies files of the context (context.py). It never opens a file by a path that a step could have
-changed.
+Dockerfiles come from tasks, so their text and steps are untrusted. Like an agent's commands, steps run in a sandbox
+with its own PID namespace, root file system and limits. They also have a timeout. They have network access only if the
+user allows it. The host process copies files from the build context (``context.py``). It never opens a path that a step
+could have changed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from megaflow_hpc.host.apptainer import clean_environment, find_apptainer, last_
 from megaflow_hpc.host.files import remove_tree
 
 SETTINGS = ".singularity.d/env/92-megaflow{}.sh"
-"""Files from which Apptainer reads an image's variables; they are read after those of its base (90-environment.sh)."""
+"""Name pattern of the script that sets an image's variables. Apptainer sources it after the base's
+90-environment.sh."""
 
 _SIF_ARCHITECTURE = {"x86_64": "2", "aarch64": "4", "ppc64le": "6", "s390x": "11", "riscv64": "12"}
 
 MAX_PROCESSES = 8192
-"""Maximum number of processes and threads of a step."""
+"""Maximum number of processes and threads per step."""
 BuildNetwork = Literal["none", "host"]
 T = TypeVar("T")
 
@@ -58,10 +59,11 @@ class Builder:
     """Builds Dockerfiles on this node. Implements :class:`.resolve.DockerfileBuilder`.
 
     Args:
-        network: Network of the steps: none, or the host's. ``None`` means no network because the user has not chosen.
-        memory_mb: Memory limit of a step. Default: half of the machine's memory.
-        disk_mb: Maximum size of the files that a step writes.
-        scratch: A local directory. Default: the scratch directory of sandboxes.
+        network: Network of the steps: ``"none"`` or ``"host"``. ``None``, if the user has not chosen, acts like
+            ``"none"``.
+        memory_mb: Memory limit per step. Default: half of the machine's memory.
+        disk_mb: Maximum total size of the files that a step writes.
+        scratch: Local directory for temporary files. Default: the scratch directory of sandboxes.
     """
 
     def __init__(
@@ -94,12 +96,14 @@ class Builder:
         """Builds the image of a Dockerfile and adds its layers to ``layers``. Thread-safe.
 
         Args:
-            images: Image name → file or directory, for each of ``dockerfile.bases``.
+            images: Maps each name in ``dockerfile.bases`` to an image file or directory.
+            timeout_s: Cancel the build after this many seconds.
             say: Called with a progress message for each executed step.
 
         Raises:
             ConfigError: A source cannot be copied.
-            SiteError: A step failed or timed out. The message includes its last output. Finished steps are kept.
+            SiteError: A step failed or timed out. The message includes its last output. Layers of completed steps are
+                kept.
         """
         if os.geteuid() != 0 and not unshare():
             raise SiteError(
@@ -188,7 +192,7 @@ class Builder:
     # --- exporting ------------------------------------------------------------------------------------------------
 
     def export(self, image: str | os.PathLike[str], target: Path) -> None:
-        """Writes an image from a store to a SIF at ``target``. The file appears atomically.
+        """Writes a stored image to ``target`` as a SIF, atomically.
 
         Raises:
             SandboxError: The image cannot be read, or its digest is wrong.
@@ -220,7 +224,7 @@ def _remove_workplace(directory: Path) -> None:
 
 
 def image_of(path: str) -> LayeredImage:
-    """Returns a file or directory as a base image for builds."""
+    """Loads an image file or directory as a base image for builds."""
     if is_layered(path):
         return read_layered(path)
     return LayeredImage(Base.of(path, digest_in(path)), workdir=working_directory(path))
@@ -230,7 +234,7 @@ async def _write_sif(workspace: BuildWorkspace, image: LayeredImage, target: Pat
     """Packs all files of an image into a SIF at ``target``.
 
     Raises:
-        SiteError: A program is missing or failed.
+        SiteError: A required program is missing or failed, or this architecture is not supported.
     """
     architecture = _SIF_ARCHITECTURE.get(platform.machine())
     if architecture is None:
@@ -255,8 +259,8 @@ async def _write_sif(workspace: BuildWorkspace, image: LayeredImage, target: Pat
 
 
 async def _settings_tree(workspace: BuildWorkspace, image: LayeredImage) -> Path:
-    """Creates a tree with one file, which sets the image's environment variables. No base image has a file of that
-    name."""
+    """Creates a tree with a single file that sets the image's environment variables. Picks a file name that the image
+    does not use."""
     trees = await workspace.trees(image)
     top, name, number = workspace.new_path("settings"), SETTINGS.format(""), 0
     while any(os.path.lexists(tree / name) for tree in trees):

@@ -1,8 +1,8 @@
-"""Puts the files of a ``COPY`` or ``ADD`` into a layer, following Docker's rules, without starting a process.
+"""Writes the files of a ``COPY`` or ``ADD`` to a layer following Docker's rules, without starting a process.
 
-A view of the lower layers shows what the image already contains. Symlinks in the target path are followed inside the
-image; symlinks in a copied tree are not. Parent directories of copied files are added to the layer with the attributes
-that they have in the image, because an overlay shows the attributes of the uppermost layer.
+A view of the lower layers shows the existing files of the image. Symlinks in the target path are followed inside the
+image. Symlinks in a copied tree are not followed. The layer also gets the parent directories of copied files, with
+their attributes from the image. Otherwise an overlay would show other attributes, because the uppermost layer decides.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from megaflow_hpc.host.tar import MAX_DEPTH
 
 @dataclass(frozen=True)
 class Placement:
-    """Target and options of a copy."""
+    """Target and options of a ``COPY`` or ``ADD``."""
 
     target: str
     """Absolute path in the image."""
     into: bool = False
     """True if ``target`` is a directory, even if it does not exist yet."""
     owner: tuple[int, int] | None = None
-    """``--chown``: owner of the copied files and of any directories created for them."""
+    """Value of ``--chown``: owner of the copied files and of directories created for them."""
     mode: str = ""
-    """``--chmod``: mode of files and directories (:class:`Mode`)."""
+    """Value of ``--chmod`` (:class:`Mode`) for copied files and directories. Empty without ``--chmod``."""
     own_owner: bool = False
-    """True to keep the items' owners if there is no ``--chown``. Otherwise the items belong to root."""
+    """True if items keep their owners if there is no ``--chown``. Otherwise they belong to root."""
     replaces: bool = False
-    """True if the entries of an archive replace existing files of the image."""
+    """True if entries of an archive may replace the image's files and empty directories."""
     archived: Mapping[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
-    """Device and inode of an item → mode, uid and gid in its archive. ``--chmod`` does not affect them."""
+    """Maps (device, inode) of an extracted item to (mode, uid, gid) in its archive. ``--chmod`` does not affect it."""
 
 
 class Placer:
-    """Writes items into the layer of ``packer``, on top of the image shown by ``below``."""
+    """Writes copied items to the layer of ``packer``, on top of the image ``below``."""
 
     def __init__(self, packer: Packer, below: LayerView) -> None:
         self._packer = packer
@@ -59,10 +59,10 @@ class Placer:
         self._view = LayerView([self._layer, *below.layers])
 
     def place(self, items: Path, how: Placement) -> None:
-        """Places each ``items/<number>/<name>``: a directory's contents, or a file as ``name`` in a target directory.
+        """Copies each ``items/<number>/<name>`` to the target. For a directory, copies only the contents.
 
         Raises:
-            ConfigError: A directory would replace a file, or the reverse.
+            ConfigError: A directory would replace a file, or a file a directory.
         """
         for item in sorted(items.glob("*/*"), key=_item_order):
             status = item.lstat()
@@ -80,7 +80,7 @@ class Placer:
                 self._file(parent, item.name, status, target, how)
 
     def directory(self, path: str, owner: tuple[int, int]) -> None:
-        """Creates a directory and its missing parents, as ``WORKDIR`` does."""
+        """Adds a directory and its missing parents to the layer, all owned by ``owner``."""
         self._lead_to(self._view.resolve(path), Attributes(0o755, *owner))
 
     def _tree(self, directory: int, status: os.stat_result, target: str, how: Placement, *, top: bool) -> None:
@@ -145,14 +145,15 @@ class Placer:
         return Attributes(mode, uid, gid, own.mtime)
 
     def _parent_attributes(self, how: Placement, status: os.stat_result) -> Attributes:
-        """Returns the attributes of missing parents. They get the item's mtime, so that equal copies make equal
-        layers."""
+        """Returns the attributes for missing parent directories. Their mtime is the item's, so that equal copies make
+        equal layers."""
         uid, gid = how.owner or (0, 0)
         mode = Mode(how.mode).of_parents if how.mode and not _archived(status, how) else 0o755
         return Attributes(mode, uid, gid, attributes_of(status).mtime)
 
     def _lead_to(self, path: str, missing: Attributes) -> None:
-        """Adds a directory and its parents. Directories that the image lacks get the attributes ``missing``."""
+        """Adds a directory and its parents to the layer. Directories missing from the image get the attributes
+        ``missing``."""
         parts = [part for part in path.split("/") if part]
         for depth in range(1, len(parts) + 1):
             parent = "/".join(parts[:depth])
@@ -177,14 +178,15 @@ def _archived(status: os.stat_result, how: Placement) -> tuple[int, int, int] | 
 
 
 def _item_order(item: Path) -> tuple[int, str, str]:
-    """Returns an item's sort key, which is the number of its directory. Here-documents come last."""
+    """Returns a sort key that orders items by directory number, here-documents last."""
     directory = item.parent.name
     return (int(directory), "", item.name) if directory.isdecimal() else (1 << 30, directory, item.name)
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Value of a ``--chmod``: an octal number, or clauses such as ``u=rwX,go=rX``."""
+    """Parsed value of ``--chmod``: an octal number, or clauses such as ``u=rwX,go=rX``. Raises ConfigError if
+    invalid."""
 
     text: str
 
@@ -211,7 +213,7 @@ class Mode:
 
     @property
     def of_parents(self) -> int:
-        """Permission bits of directories created for the copied files."""
+        """Permission bits of missing parent directories that are created for the copied files."""
         return int(self.text, 8) & 0o777 if _OCTAL.fullmatch(self.text) else 0o755
 
 

@@ -1,7 +1,7 @@
-"""Shell scripts for the ``RUN`` steps of a Dockerfile, which run in a sandbox.
+"""Generates the shell scripts of a Dockerfile's ``RUN`` steps.
 
-Each script sets the variables defined at its line and changes to its directory. It contains untrusted text, so no
-program outside the sandbox reads it.
+Each script sets the variables in effect at its line and changes to the step's working directory. Scripts contain
+untrusted text and are executed only in a sandbox.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megaflow_hpc.environments.images.dockerfile.steps import Mount, RunStep
 from megaflow_hpc.environments.sandbox import helper_python
 
 STEPS_DIR = "/.megaflow-build"
-"""Read-only directory in the sandbox with the files of mounts, ``<number>/<i>/item``, and with :data:`PYTHON`."""
+"""Read-only directory in the sandbox. Contains the files of mounts as ``<number>/<i>/item``, and :data:`PYTHON`."""
 PYTHON = helper_python.NAME
 
 _SET_BY_SANDBOXES = ("HOME", "USER", "LOGNAME", "TAR_OPTIONS")
 """Variables that a sandbox sets for its commands, overriding those of the image."""
 KEEP = "".join(f'if [ "${{{name}+x}}" ]; then export _mf_its_{name}="${name}"; fi\n' for name in _SET_BY_SANDBOXES)
-"""Shell code that saves the image's values. A step's sandbox sources it before it sets these variables."""
+"""Shell code that saves the image's values of variables that sandboxes override. A step's sandbox sources it first."""
 _RESTORE = "".join(
     f'unset {name}\nif [ "${{_mf_its_{name}+x}}" ]; then export {name}="$_mf_its_{name}"; fi\nunset _mf_its_{name}\n'
     for name in _SET_BY_SANDBOXES
@@ -61,7 +61,7 @@ for name in ("PYTHONHOME", "PYTHONPATH"):
 os.environ.update(entry.split("=", 1) for entry in variables if entry)
 os.execv("/bin/sh", ["/bin/sh", "-c", text])
 """
-"""Switches to a user in an image that has no program for that. Run by the host's Python, mounted in the sandbox."""
+"""Python program that switches to another user in images without ``setpriv``. The mounted helper Python runs it."""
 
 _MOUNTS = """\
 place() { # directory of items, target
@@ -99,12 +99,13 @@ def run_text(
     home: bool,
     temporary_directories: bool,
 ) -> str:
-    """Returns the script of a ``RUN`` step.
+    """Generates the script of a ``RUN`` step.
 
     Args:
-        exports: Shell lines that set the variables of ``ENV``.
+        exports: Shell lines of the preceding ``ENV`` instructions.
         numbers: For each mount, the number of its directory in :data:`STEPS_DIR`, or 0 if the mount has no files.
-        home: Set ``HOME``, because no ``ENV`` does.
+        account: User that runs the step.
+        home: Set ``HOME`` to the account's home directory, because no ``ENV`` sets it.
         temporary_directories: Make ``/tmp`` and ``/var/tmp`` writable for every user.
     """
     lines = [_PROLOGUE]

@@ -1,8 +1,8 @@
-"""Builds one Dockerfile: each step that changes files adds a layer or reuses an existing one.
+"""Builds one Dockerfile. Each step that changes files adds a layer or reuses a stored one.
 
-The key of a step is a hash of its inputs: the image below it, its arguments, variables, user and network, and the files
-it copies. A step that any task has already built is therefore not executed again. ``COPY``, ``ADD`` and
-``WORKDIR`` start no process in the image. Each ``RUN`` runs in a separate sandbox over the layers below.
+The key of a step is a hash of its inputs. They are the image below it, its arguments, variables, user and network, and
+the files that it copies. So a step that was already built, even for another task, is not executed again. ``COPY``,
+``ADD`` and ``WORKDIR`` start no process in the image. Each ``RUN`` runs in a separate sandbox over the layers below.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _SHOWN_LINES = 15
 _SHOWN_CHARACTERS = 4000
 
 LayerStep = Copy | RunStep | Workdir
-"""A step that may change files."""
+"""A Dockerfile step that may change files."""
 
 
 class StageBuilds:
-    """Builds the last stage of one Dockerfile and the stages that it depends on.
+    """Builds the last stage of a Dockerfile and the stages that it depends on.
 
     Args:
-        bases: Image name → image, for each image that the Dockerfile starts or copies from.
-        spec: Spec of the steps' sandboxes.
+        bases: Maps the names in ``dockerfile.bases`` to images.
+        spec: Template for the sandboxes of ``RUN`` steps.
         say: Called with a progress message for each executed step.
     """
 
@@ -73,7 +73,7 @@ class StageBuilds:
         self._said_pretends_owners = False
 
     async def build(self) -> LayeredImage:
-        """Builds and returns the image of the last stage. Its layers are in the store.
+        """Builds the last stage, stores its layers and returns its image.
 
         Raises:
             ConfigError: A source cannot be copied, or a user is missing.
@@ -112,7 +112,8 @@ class StageBuilds:
     # --- steps --------------------------------------------------------------------------------------------------
 
     async def _step(self, image: LayeredImage, step: LayerStep, exports: Sequence[str]) -> LayerFacts | None:
-        """Returns the layer of a step, building it if necessary, or ``None`` if the step changes no file."""
+        """Returns the layer of a step, executing the step unless the layer is stored. Returns ``None`` if the step
+        changes no files."""
         key = step_key(self._dockerfile, self._images, self._spec.network, image, step, exports)
         with suppress(KeyError):
             return self._layers.step(key)
@@ -201,7 +202,7 @@ class StageBuilds:
         return facts
 
     async def _lay_out_mounts(self, step: RunStep) -> list[int]:
-        """Copies the files of a step's mounts. Returns the number of each mount's directory, or 0 if it has no
+        """Copies the files of a step's mounts. Returns the directory number of each mount, or 0 for a mount without
         files."""
         numbers = []
         for number, mount in enumerate(step.mounts, 1):
@@ -230,7 +231,7 @@ class StageBuilds:
 
 
 def _is_shared(view: LayerView, path: str) -> bool:
-    """Returns whether a directory is world-writable and sticky, so that users can remove only their own files."""
+    """Returns whether a directory is world-writable and sticky, as ``/tmp`` usually is."""
     entry = view.entry(view.resolve(path))
     return entry is not None and entry.attributes.mode & 0o1777 == 0o1777
 
@@ -256,9 +257,9 @@ def step_key(
     """Returns the key of a step, which is a hash of its inputs.
 
     Args:
-        images: The images that the build starts or copies from, and its stages so far.
+        images: All base images and completed stages, by name.
         network: Network of the steps.
-        image: The image below the step.
+        image: The image that the step changes.
         exports: Shell lines of the preceding ``ENV`` instructions.
     """
     content = asdict(step)
@@ -279,18 +280,18 @@ def step_key(
 
 
 def _identity(image: LayeredImage) -> str:
-    """Returns a hash of an image's base and layers, which identifies its files."""
+    """Hashes an image's base and layers. Images with equal hashes have equal files."""
     text = "\0".join([image.base.identity if image.base else "", *(layer.digest for layer in image.layers)])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def variables_of(texts: Iterable[str]) -> set[str]:
-    """Returns the names of the variables set by lines such as ``export NAME=VALUE …``."""
+    """Returns the names of variables that are set by lines such as ``export NAME=VALUE …``."""
     return {word.partition("=")[0] for text in texts for word in shlex.split(text) if "=" in word}
 
 
 def absolute(step: LayerStep, workdir: str, user: str) -> LayerStep:
-    """Returns a step with absolute paths. Its user defaults to that of the base image."""
+    """Resolves a step's paths against ``workdir``. A step without a user gets ``user``."""
     if isinstance(step, Workdir):
         return replace(step, path=posixpath.join(workdir, step.path), user=step.user or user or None)
     if isinstance(step, Copy):
@@ -313,7 +314,7 @@ def _title(step: LayerStep) -> str:
 
 
 def _place(dockerfile: Dockerfile, step: Copy, how: Placement, view: LayerView, file: Path) -> LayerFacts:
-    """Writes a layer with files of the build context to ``file``."""
+    """Writes files from the build context to ``file`` as a layer."""
     items = file.with_name("items")
     try:
         archived = _lay_out(dockerfile, step, items)
@@ -325,7 +326,7 @@ def _place(dockerfile: Dockerfile, step: Copy, how: Placement, view: LayerView, 
 
 
 def _lay_out(dockerfile: Dockerfile, copy: Copy, items: Path) -> ArchivedAttributes:
-    """Copies files of the build context and here-documents to ``items/<number>/<name>``."""
+    """Copies here-documents and files from the build context to ``items/<number>/<name>``."""
     items.mkdir()
     archived = lay_out(dockerfile.context, copy.sources, items, extract=copy.extract, exclude=copy.exclude)
     for number, (name, content) in enumerate(copy.texts.items()):

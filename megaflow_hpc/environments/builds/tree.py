@@ -1,6 +1,6 @@
-"""A program that reads and packs the files of an image during a build, and :func:`run_tree`, which runs it.
+"""Program that reads and packs an image's files during a build. :func:`run_tree` starts it.
 
-It runs as uid 0 of the namespace that owns the files::
+The program runs as uid 0 of the user namespace that owns the files::
 
     copy ROOT TARGET SOURCE…    copies each SOURCE of the image to TARGET/<number>/<name>
     place FILE ITEMS            writes a layer of ITEMS; reads the placement and the layers below from standard input
@@ -8,8 +8,8 @@ It runs as uid 0 of the namespace that owns the files::
     lay TARGET LAYER…           applies LAYERs, lowest first, to the tree at TARGET, or creates it from the first one
     pack ROOT FILE              packs the image into a squashfs
 
-The files are untrusted, because steps of a Dockerfile may have written them. No file is opened by its path. Links are
-resolved inside the image, and no file is written through a link.
+The files are untrusted, because steps of a Dockerfile may have written them. The program opens each file relative to an
+open directory. It resolves links inside the image and never writes through a link.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from megaflow_hpc.host.tar import RefusedMember
 MOUNTED_DIRECTORIES = (".megaflow", ".megaflow-build", "dev")
 """Top-level directories that the build uses as mount points."""
 _DEV_FULL, _HOSTS = ("dev", "full"), ("etc", "hosts")
-"""Files that the build mounts on. ``/etc/hosts`` is in the layer only if the step writes to a copy of its image."""
+"""Mount points for files. ``/etc/hosts`` is part of a step's changes only if the step runs on a copy of its image."""
 
 _SQUASHFS = ("-noappend", "-no-progress", "-no-xattrs", "-comp", "gzip", "-Xcompression-level", "1")
-"""Fast compression that every version of squashfs can read. An image is packed once and unpacked on every node."""
+"""Options of ``mksquashfs``. Every squashfs version can read gzip, and level 1 is fast."""
 
 
 def copy(root: str, target: str, *sources: str) -> None:
-    """Copies ``sources`` of an image. A source that is a symlink is followed inside the image."""
+    """Copies ``sources`` of an image to ``target/<number>/<name>``. Resolves symlinks in a source path inside the
+    image."""
     top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     for number, source in enumerate(sources):
         directory = os.path.join(target, str(number))
@@ -62,7 +63,7 @@ def copy(root: str, target: str, *sources: str) -> None:
 
 
 def place(file: str, items: str) -> None:
-    """Writes a layer of placed items and prints a description of it."""
+    """Writes copied items to a layer and prints the layer's facts as JSON."""
     request = json.load(sys.stdin)
     how = request["how"]
     if how["owner"]:
@@ -73,9 +74,9 @@ def place(file: str, items: str) -> None:
 
 
 def layer(file: str, upper: str, marks: str = "") -> None:
-    """Writes a layer from an overlay's upper directory, without the build's mount points. Prints its description.
+    """Writes an overlay's upper directory as a layer, without the build's mount points.
 
-    Also prints ``etc/hosts`` if the step has changed that file.
+    Prints the layer's facts as JSON, and ``etc/hosts`` on a second line if the step has changed that file.
     """
     top = os.open(upper, OPEN_DIRECTORY)
     _remove_mount_point(top, *_DEV_FULL)
@@ -94,7 +95,8 @@ def layer(file: str, upper: str, marks: str = "") -> None:
 
 @contextmanager
 def _status(top: int, directory: str, name: str) -> Iterator[tuple[int, os.stat_result]]:
-    """Yields an open directory and the status of a file in it. Raises :class:`OSError` if the file is missing."""
+    """Yields the descriptor of a directory and the status of a file in it. Raises :class:`OSError` if the file is
+    missing."""
     with opened(directory, OPEN_DIRECTORY, top) as descriptor:
         yield descriptor, os.stat(name, dir_fd=descriptor, follow_symlinks=False)
 
@@ -118,7 +120,7 @@ def _print(packer: Packer) -> None:
 
 
 def lay(target: str, *layers: str) -> None:
-    """Applies copies of layers to a tree. If the tree is missing, the first layer is a base and becomes the tree."""
+    """Copies layers into the directory ``target`` and merges them. Creates the directory if it does not exist."""
     if not os.path.lexists(target):
         _copy(os.path.realpath(layers[0]), target)
         layers = layers[1:]
@@ -134,16 +136,16 @@ def _copy(source: str, target: str) -> None:
 
 
 def pack(root: str, file: str) -> None:
-    """Replaces this process by the program that packs an image."""
+    """Packs an image with ``mksquashfs``, which replaces this process."""
     os.execvp("mksquashfs", ["mksquashfs", root, file, *_SQUASHFS])
 
 
 async def run_tree(prefix: Sequence[str], *words: str, request: Any = None) -> str:
-    """Runs one verb of the program and returns its output. The program is killed if this task is cancelled.
+    """Runs one verb of this program in a child process and returns its output. Cancelling the task kills the child.
 
     Args:
-        prefix: Argv prefix that enters its namespaces.
-        request: Data sent to its standard input as JSON.
+        prefix: Argv prefix that enters the child's namespaces.
+        request: JSON value for the child's standard input. ``None`` means empty input.
 
     Raises:
         SiteError: The program failed. The message is the last line of its standard error.
@@ -156,12 +158,12 @@ async def run_tree(prefix: Sequence[str], *words: str, request: Any = None) -> s
 
 
 def facts_of(output: str) -> LayerFacts:
-    """Parses the description of a layer in the program's output."""
+    """Parses a layer's facts from the program's output."""
     return LayerFacts(**json.loads(output))
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Runs the verb given on the command line."""
     verb, *arguments = sys.argv[1:]
     verbs: dict[str, Callable[..., None]] = {
         "copy": copy,

@@ -1,11 +1,11 @@
-"""Workspace of a build: sandboxes and a user namespace, and the trees and listings that all builds share.
+"""Workspace of a build: its sandboxes and user namespace, and the trees and listings that all builds share.
 
 ::
 
     DIRECTORY/trees/<key>        a base, or a layer in the form of an overlay's upper directory
     DIRECTORY/partial/<n>        an unfinished tree
 
-Files keep their owners from the image. When scratch runs out of space, unused trees are removed, least recently used
+Files keep their owners from the image. When scratch space runs low, unused trees are removed, least recently used
 first. All trees are removed when the process exits, or by the janitor if it is killed.
 """
 
@@ -45,31 +45,32 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.subordinate import all_ids, namespace
 
 MIN_FREE_SHARE, MIN_FREE_BYTES = 0.25, 20 * 10**9
-"""Unused trees are removed if the free space of the file system is below both limits."""
+"""Unused trees are removed while the file system's free space is below both limits."""
 MAX_LISTED_INODES = 1_000_000
-"""Maximum number of files in cached listings, which use about 200 MB."""
+"""Maximum number of files in all cached listings. This many files use about 200 MB of memory."""
 _BASE_INODES = 50_000
 """Estimated number of files in a base image."""
 
 Make = Callable[[Path], None]
 Hold = Callable[[str, Make], Path]
-"""Returns the tree of a key. If it is missing, calls ``make(directory)``. Blocks while another thread is making it."""
+"""Returns the tree for a key. Calls ``make(directory)`` to create a missing tree. Blocks while another thread creates
+it."""
 
 
 class Trees:
-    """The trees in one directory. Thread-safe."""
+    """The unpacked trees in one directory. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._guard = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
         self._users: dict[str, int] = {}
-        """Key → number of builds that use the tree, in order of last use."""
+        """Maps each key to the number of builds that use its tree. Ordered by last use."""
         self._numbers = itertools.count()
 
     @contextmanager
     def holding(self) -> Iterator[Hold]:
-        """Yields a function that returns trees. They are kept until the context exits."""
+        """Yields a :data:`Hold` function. The trees it returns are kept until the context exits."""
         held: list[str] = []
 
         def get(key: str, make: Make) -> Path:
@@ -127,7 +128,8 @@ class Trees:
 
 
 def unpack_sif(image: str, namespace: Sequence[str], target: Path) -> None:
-    """Unpacks a SIF. Owners are preserved if the namespace maps their ids. Raises :class:`SiteError` on failure."""
+    """Unpacks a SIF to ``target``. Owners are preserved if ``namespace`` maps their ids. Raises :class:`SiteError` on
+    failure."""
     options = ["-n", "-q", "-no-xattrs", "-d", str(target)]
     done = sif.run_unsquashfs(sif.system_partition(image), [*options, image], namespace)
     if done.returncode not in (0, 2):  # 2: a device could not be created
@@ -135,16 +137,16 @@ def unpack_sif(image: str, namespace: Sequence[str], target: Path) -> None:
 
 
 class Listings:
-    """Listings of bases and layers, cached for all builds. Thread-safe."""
+    """Cached file listings of bases and layers, shared by all builds. Thread-safe."""
 
     def __init__(self, layers: LayerStore) -> None:
         self._layers = layers
         self._cached: dict[str, tuple[Layer, int]] = {}
-        """Digest or path → listing and number of files, in order of last use."""
+        """Maps a digest or path to a listing and its number of files. Ordered by last use."""
         self._guard = threading.Lock()
 
     def view(self, image: LayeredImage) -> LayerView:
-        """Returns a view of all files of an image. Lists layers that are not cached yet."""
+        """Returns a view of all files of an image. Reads the listings that are not cached yet."""
         layers: list[Layer] = []
         for layer in reversed(image.layers):
             make = partial(of_blob, self._layers.path(layer.digest))
@@ -170,13 +172,13 @@ class Listings:
 
 
 _ROOT = SandboxSpec("", nested=True)
-"""Spec for mounting and reading layers as uid 0 of the namespace."""
+"""Spec for mounting and reading layers as the namespace's uid 0."""
 _RESOLVER = "/etc/resolv.conf"
 _HOSTS = "etc/hosts"
 
 
 class BuildWorkspace:
-    """The workspace of one build, as an async context manager. :meth:`open` creates its contents."""
+    """Workspace of one build. Use it as an async context manager and create its contents with :meth:`open`."""
 
     def __init__(self, layers: LayerStore, trees: Trees, scratch: str | os.PathLike[str] | None) -> None:
         self._layers = layers
@@ -192,7 +194,7 @@ class BuildWorkspace:
         await self._stack.aclose()
 
     async def open(self) -> None:
-        """Creates the provider, namespace and directories unless they exist."""
+        """Creates the provider, namespace and directories. Later calls do nothing."""
         if self._provider is not None:
             return
         provider = self._provider = await self._stack.enter_async_context(ApptainerProvider(self._scratch))
@@ -210,7 +212,7 @@ class BuildWorkspace:
         self._copies = os.geteuid() == 0 or provider.images.writes == "copy" or not overlay.works(scratch)
         self._number = 0
         self._merged: dict[Path, list[Path]] = {}
-        """Merged tree → the trees it contains, lowest first."""
+        """Maps each merged tree to the trees it contains, lowest first."""
 
     @property
     def items(self) -> Path:
@@ -219,16 +221,17 @@ class BuildWorkspace:
 
     @property
     def pretends_owners(self) -> bool:
-        """True if uid 0 is the only uid. The host's fakeroot, if installed, then simulates other owners of files."""
+        """True if uid 0 is the only mapped uid. The host's fakeroot, if installed, then simulates other owners of
+        files."""
         return all_ids() == unshare()
 
     def new_path(self, kind: str) -> Path:
-        """Returns an unused path for a file or directory. It is removed at the end of the build."""
+        """Returns an unused path for a file or directory, which is removed at the end of the build."""
         self._number += 1
         return self._work / "uppers" / f"{kind}{self._number}"
 
     async def trees(self, image: LayeredImage) -> list[Path]:
-        """Returns the directories of an image's layers and base, topmost first."""
+        """Returns the unpacked trees of an image's layers and base, topmost first. Unpacks missing trees."""
         trees = [await asyncio.to_thread(self._layer, layer) for layer in reversed(image.layers)]
         if image.base is not None:
             path, key = image.base.path, hashlib.sha256(os.fsencode(image.base.identity)).hexdigest()
@@ -241,7 +244,7 @@ class BuildWorkspace:
         return self._hold(layer.digest, lambda target: unpack(blob, layer, target, self.namespace))
 
     async def start(self, image: LayeredImage, spec: SandboxSpec, view: LayerView) -> ApptainerSandbox:
-        """Starts a sandbox over an image's trees. Like Docker, mounts ``/dev/full`` and an ``/etc/hosts``.
+        """Starts a sandbox over an image's trees. Provides ``/dev/full`` and an ``/etc/hosts``, as Docker does.
 
         Args:
             view: Merged view of the image's files.
@@ -268,8 +271,8 @@ class BuildWorkspace:
         return await self._provider.start(spec, rootfs=rootfs)
 
     def _hosts(self, view: LayerView) -> Path | None:
-        """Creates a tree with an ``/etc/hosts``. Returns ``None`` if root does not own ``/etc``, or the file is not
-        regular."""
+        """Creates a tree with an ``/etc/hosts``. Returns ``None`` if root does not own the image's ``/etc``, or if its
+        ``/etc/hosts`` is not a regular file."""
         etc, hosts = view.entry("etc"), view.entry(_HOSTS)
         if etc is None or not etc.is_directory or etc.attributes.uid or etc.attributes.gid:
             return None
@@ -286,7 +289,8 @@ class BuildWorkspace:
         return tree
 
     async def _lowers(self, image: LayeredImage, top: Sequence[Path] = ()) -> list[Path]:
-        """Returns the trees of an image, merged into one if an overlay cannot stack them."""
+        """Returns the trees of an image, topmost first. Merges them into a single tree if an overlay cannot stack
+        them."""
         lowers = [*top, *await self.trees(image)]
         fits = len(lowers) < overlay.MAX_LOWERS  # The tree with /etc/hosts adds one.
         if len(lowers) == 1 or (fits and not self._copies):
@@ -307,8 +311,8 @@ class BuildWorkspace:
         return [tree]
 
     async def layer_of(self, sandbox: ApptainerSandbox, file: Path) -> tuple[LayerFacts, bool]:
-        """Stops a sandbox and writes its changes to ``file`` as a layer. Also returns whether ``/etc/hosts``
-        changed."""
+        """Stops a sandbox and writes its changes to ``file`` as a layer. Returns the layer's facts and whether the step
+        changed ``/etc/hosts``."""
         upper = self.new_path("upper")
         await sandbox.finish(upper)
         marks = "marks" if self._copies else ""
@@ -316,7 +320,7 @@ class BuildWorkspace:
         return facts_of(facts), bool(changed)
 
     async def copy_out(self, image: LayeredImage, sources: Sequence[str], target: Path) -> None:
-        """Copies ``sources`` of an image to ``target/<number>/<name>``. Files keep their owners.
+        """Copies ``sources`` from an image to ``target/<number>/<name>``, preserving owners.
 
         Raises:
             SiteError: A source is missing or cannot be copied.
@@ -326,9 +330,9 @@ class BuildWorkspace:
 
     @asynccontextmanager
     async def merged(self, image: LayeredImage, top: Sequence[Path] = ()) -> AsyncIterator[tuple[Sequence[str], str]]:
-        """Yields an argv prefix that enters namespaces, and the directory that shows all files of an image there.
+        """Yields an argv prefix and a directory that shows all files of the image to programs run with the prefix.
 
-        Changes to the files are lost.
+        The programs must not change the files.
 
         Args:
             top: Additional trees on top of those of the image.
@@ -345,7 +349,7 @@ class BuildWorkspace:
         yield overlay.argv_prefix(mounted, _ROOT, self.namespace), mounted.merged
 
     async def placed(self, image: LayeredImage, items: Path, how: Mapping[str, object], file: Path) -> LayerFacts:
-        """Writes a layer of items copied from another image, placed over ``image`` (:mod:`.placing`)."""
+        """Writes items copied from another image to a layer over ``image``, following the rules of :mod:`.placing`."""
         request = {"how": how, "layers": [str(path) for path in await self.trees(image)]}
         return facts_of(await run_tree(self.namespace, "place", str(file), str(items), request=request))
 

@@ -1,9 +1,9 @@
 """Builds and pulls images with Apptainer's Python client (spython), each in a child process.
 
 The client runs a program named ``singularity``, hides why a call failed and has no timeout. Each child therefore gets a
-clean environment and its own process group. A private directory links ``singularity`` to the chosen Apptainer. A result
-appears at its target by a rename, or not at all. A killed process leaves its private directories behind; the next call
-removes them.
+clean environment and its own process group. Its ``PATH`` starts with a private directory, where ``singularity`` is a
+link to the chosen Apptainer. A complete result is renamed to its target. A killed process leaves its private
+directories behind, and the next call removes them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.private import BUILD_DIRECTORY, process_directory, sweep_directories
 
 SIF_OPTIONS = ("--mksquashfs-args", "-comp gzip -Xcompression-level 1")
-"""Fast compression that every squashfs version can read. An image is packed once and unpacked on every node."""
+"""Options of ``apptainer build``. Every squashfs version can read gzip, and level 1 is fast."""
 TIMEOUT_S = 3600.0
 _POLL_INTERVAL_S = 0.5
 _ERROR_LINES = 15
@@ -59,7 +59,7 @@ def build(
         options: Additional options for ``apptainer build``.
         sandbox: Build a directory instead of a SIF.
         cwd: Directory against which relative paths in a definition file are resolved.
-        timeout_s: Kill the build and all its processes after this time.
+        timeout_s: Kill the build and all its processes after this many seconds.
         stopped: Kill the build as soon as this event is set.
 
     Raises:
@@ -77,7 +77,7 @@ def pull(
     plain_http: bool = False,
     stopped: threading.Event | None = None,
 ) -> None:
-    """Pulls an ``oras://`` or ``library://`` address to a SIF at ``target``.
+    """Pulls an image from an ``oras://`` or ``library://`` address to a SIF at ``target``.
 
     Args:
         plain_http: Use HTTP without TLS.

@@ -1,7 +1,7 @@
-"""Atomic records, links and locks for a store that several processes write to concurrently.
+"""Writes records and links atomically, and locks files, in a store that several processes write to.
 
 Unfinished files are kept in the store's ``work`` directory. Their names contain the host and process that made them.
-:func:`sweep` removes those left by killed processes.
+:func:`sweep` removes the files of killed processes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity
 
 STALE_S = 7 * 86400.0
-"""Remove unfinished files of other hosts after this time."""
+"""Remove another host's unfinished files after this many seconds without a change."""
 
 
 def write_record(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes ``STORE/<directory>/<name>.json``, readable by every user who can enter the directory."""
+    """Writes a record to ``STORE/<directory>/<name>.json``. Every user who can enter the directory can read it."""
     write_atomic(path, to_json(value), 0o444, temporary=_own(path.parents[1] / "work", "note"))
 
 
@@ -53,7 +53,8 @@ def read_record(path: Path) -> Mapping[str, Any] | None:
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Holds a file lock and removes the lock file on exit.
 
-    If the file system does not support locks, no process waits. Work may then be done twice, but nothing breaks.
+    If the file system does not support locks, the context is entered without a lock. Two processes may then do the same
+    work, which is harmless.
 
     Raises:
         TimeoutError: ``wait`` is false and another process holds the lock.
@@ -73,7 +74,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 @contextmanager
 def work_directory(work: Path, kind: str) -> Iterator[Path]:
-    """Creates a directory below ``work`` and removes it on exit."""
+    """Creates a private directory below ``work`` and removes it on exit."""
     path = _own(work, kind)
     path.mkdir(mode=0o700)
     try:
@@ -97,8 +98,7 @@ def sweep(work: Path) -> None:
 
 
 def abandoned(path: Path) -> bool:
-    """Returns whether the process that created this file is gone. Processes on other hosts count as alive for a
-    week."""
+    """Returns whether the process that created a file is gone. A process on another host counts as alive for a week."""
     name = re.fullmatch(r"[^.]+\.(?P<host>.+)-(?P<pid>\d+)-(?P<start>\d+)", path.name)
     if name is None:
         return False

@@ -14,7 +14,7 @@ from pathlib import Path
 MAX_PARALLEL_BUILDS = 4
 REPORT_INTERVAL_S = 0.25
 CANCEL_TIMEOUT_S = 20.0
-"""How long to wait for running builds to end after a cancel."""
+"""Seconds to wait for running builds to end after a cancellation."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,18 @@ class BuildProgress:
     looked_up: int
     """Images checked against the store so far. Building starts once all are checked."""
     there: int = 0
-    """Images already in the store at the start."""
+    """Images that were already in the store at the start."""
     to_make: int = 0
     """Images missing from the store. Names that cannot be resolved are not counted."""
     made: int = 0
     failed: int = 0
     at_work: int = 0
     steps: int = 0
-    """Completed Dockerfile steps."""
+    """Dockerfile steps completed so far."""
     bytes: int = 0
-    """Bytes added to the store."""
+    """Bytes added to the store so far."""
     elapsed_s: float = 0.0
-    """Time since the first build started."""
+    """Seconds since the first build started."""
 
     @property
     def left_s(self) -> float | None:
@@ -47,7 +47,7 @@ class BuildProgress:
 
 Job = Callable[[], Path]
 Report = Callable[[int, int, int, float], None]
-"""Called with the number of images made, failed and in progress, and the elapsed seconds."""
+"""Callback that receives the numbers of images made, failed and in progress, and the elapsed seconds."""
 
 
 def at_once() -> int:
@@ -58,10 +58,10 @@ def at_once() -> int:
 def make_all(
     jobs: Mapping[str, Job], report: Report, stop: Callable[[], None], *, keep_going: bool
 ) -> tuple[dict[str, Path], dict[str, BaseException]]:
-    """Runs jobs in parallel, starting them in order. Returns the results and the errors of failed jobs, by name.
+    """Runs jobs in parallel, starting them in order. Returns the results and the exceptions of failed jobs, by name.
 
     Args:
-        stop: Called to end running jobs after a cancel.
+        stop: Called to end running jobs if this call is interrupted.
         keep_going: Start further jobs after a failure.
     """
     waiting = deque(jobs.items())

@@ -1,8 +1,8 @@
-"""Determines how much a user may still write to a directory, and uses this to choose the image store.
+"""Measures how much the user may still write to a directory, and chooses the image store accordingly.
 
 The limits are the free space of the file system and the user's quotas. ``quota`` (NFS, XFS, ext4) and ``lfs quota``
-(Lustre) are run if installed, with a timeout of :data:`QUOTA_TIMEOUT_S` seconds. If a program fails or its output is
-not understood, its quota is ignored.
+(Lustre) are run if installed, with a timeout of :data:`QUOTA_TIMEOUT_S` seconds. If a program fails or its output
+cannot be parsed, its quota is ignored.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ QUOTA_TIMEOUT_S = 5.0
 _KIB = 1024
 
 VARIABLE = "MEGAFLOW_IMAGE_STORE"
-"""Variable with the store directories, separated by colons. New images go to the first."""
+"""Environment variable that lists the store directories, separated by colons. New images go to the first directory."""
 
 STORE_DIRECTORIES = ("sha256", "names", "layers", "steps", "work")
 """Subdirectories of a store."""
 SITE_VARIABLES = ("SCRATCH", "PSCRATCH", "GSCRATCH", "WORK", "PROJECT")
-"""Variables that sites set to directories for large files, shared by all nodes."""
+"""Environment variables that sites set to large directories shared by all nodes."""
 NEW_STORE_BYTES, NEW_STORE_INODES = 20e9, 50_000
-"""Free space that a directory needs to be chosen for a new store."""
+"""Free bytes and inodes that a directory needs to be chosen for a new store."""
 MIN_FREE_BYTES, MIN_FREE_INODES = 1e9, 1000
-"""Below this free space, no image is built or pulled, because it could fail half-way or exhaust the quota."""
+"""Minimum free bytes and inodes of a store. With less, no image is built or pulled, because it could fail halfway or
+exhaust the quota."""
 RECHECK_INTERVAL_S = 60.0
-"""How long a successful check remains valid. Each check runs external programs."""
+"""Seconds for which a successful check remains valid. Each check runs external programs."""
 _checked_until: dict[Path, float] = {}
 
 
 @dataclass(frozen=True)
 class DiskQuota:
-    """Bytes and inodes that the user may still write below ``path``. Infinity means no limit."""
+    """Bytes and inodes that the user may still write below ``path``. Infinity means unlimited."""
 
     path: str
     free_bytes: float
     free_inodes: float
     bytes_by: str = "the file system"
-    """What limits the bytes: ``the file system``, ``quota`` or ``lfs quota``."""
+    """Source of the limit on bytes: ``the file system``, ``quota`` or ``lfs quota``."""
     inodes_by: str = "the file system"
 
 
 def disk_quota(path: str | os.PathLike[str]) -> DiskQuota:
-    """Returns the quota at a path, or at its closest existing parent directory.
+    """Returns the quota for a path. For a missing path, uses the closest existing parent directory.
 
     Raises:
         OSError: The file system does not respond.
@@ -73,7 +74,7 @@ def disk_quota(path: str | os.PathLike[str]) -> DiskQuota:
 
 
 def quotas(directory: Path, device: str, kind: str) -> Iterator[tuple[str, float, float]]:
-    """Yields the name, remaining bytes and remaining inodes of each quota on a file system."""
+    """Yields the name, remaining bytes and remaining inodes of each quota that applies to a file system."""
     if kind == "lustre" and shutil.which("lfs"):
         lines = _output_lines("lfs", "quota", "-q", "-u", getpass.getuser(), str(directory))
         yield from _parsed("lfs quota", lines[-1:] if lines else [])  # a long name is printed on a line of its own
@@ -94,7 +95,8 @@ def _output_lines(*command: str) -> list[str]:
 
 
 def _parsed(by: str, lines: list[str]) -> Iterator[tuple[str, float, float]]:
-    """Parses ``[device] KiB soft hard grace files soft hard grace``. 0 means no limit; an asterisk means over quota."""
+    """Parses lines of ``[device] KiB soft hard grace files soft hard grace``. A limit of 0 means unlimited. An asterisk
+    marks an exceeded limit."""
     for line in lines:
         numbers = re.findall(r"(?<=\s)(\d+)\*?(?=\s)|(?<=\s)(-)(?=\s)", f" {line} ")
         values = [int(number) if number else 0 for number, _ in numbers]
@@ -105,7 +107,8 @@ def _parsed(by: str, lines: list[str]) -> Iterator[tuple[str, float, float]]:
 
 
 def mount_of(directory: Path) -> tuple[str, str]:
-    """Returns the device and type of the file system that contains a directory, as listed by the kernel."""
+    """Returns the device and type of a directory's file system from the kernel's mount table. Both are empty if
+    unknown."""
     best, mount = "", ("", "")
     try:
         text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
@@ -122,11 +125,11 @@ def mount_of(directory: Path) -> tuple[str, str]:
 
 
 def default_stores(named: str | None = None) -> list[Path]:
-    """Returns the stores in ``MEGAFLOW_IMAGE_STORE``, else those in ``named``, else a default.
+    """Returns the image stores named by ``MEGAFLOW_IMAGE_STORE``, else by ``named``, else a default.
 
-    The default is an existing store in one of the directories in :data:`SITE_VARIABLES`. Otherwise it is the first of
-    these directories that is writable and has enough space, or else the home directory. An existing store in the home
-    directory is searched as well.
+    The default is an existing store in one of the directories of :data:`SITE_VARIABLES`. If none exists, it is the
+    first of these directories that is writable and has enough space, or else the home directory. An existing store in
+    the home directory is always included.
 
     Args:
         named: ``environment.image_store`` of a campaign or its site profile: directories, separated by colons.
@@ -161,7 +164,7 @@ def check_quota(store: Path) -> None:
     """Checks that a store has enough free space to write to.
 
     Raises:
-        SiteError: There is too little space. The message gives the amount, the limit and the remedy.
+        SiteError: Too little space is left. The message gives the amount, the limit and the remedy.
     """
     if time.monotonic() < _checked_until.get(store, 0.0):
         return
@@ -183,7 +186,7 @@ def check_safe(root: Path) -> None:
     """Checks that no other user can modify a store.
 
     Raises:
-        SiteError: Another user may write to a directory. The message names it and the remedy.
+        SiteError: Another user may write to a directory of the store. The message names the directory and the remedy.
     """
     try:
         owner = root.stat().st_uid

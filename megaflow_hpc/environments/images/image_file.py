@@ -1,4 +1,4 @@
-"""Image files: sizes, layers and working directory without unpacking, and copies verified by digest."""
+"""Reads sizes, layers and the working directory of image files without unpacking them, and makes verified copies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megaflow_hpc.environments.images.store import digest_in, known_size
 from megaflow_hpc.errors import SandboxError
 
 LABEL = "megaflow.workdir"
-"""Label with the working directory of an image built by Apptainer."""
+"""Label that records the working directory of an image built by Apptainer."""
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Sizes and layers of an image file. ``digest`` is ``None`` if the image is in no store.
+    """Sizes and layers of an image file. ``digest`` is ``None`` if the image is not in a store.
 
     The sizes of a layered image include its base and all layers. The sizes of a directory are 0.
     """
@@ -33,7 +33,7 @@ class ImageFacts:
     unpacked_bytes: int
     inodes: int
     base: ImageFacts | None = None
-    """The image below the layers."""
+    """Facts of the image below the layers. ``None`` if there is no such image."""
     layers: tuple[LayerFacts, ...] = ()
     """The distinct layers, bottom first."""
     settings: str = ""
@@ -41,7 +41,7 @@ class ImageFacts:
 
     @property
     def is_layered(self) -> bool:
-        """Whether the file is a document that lists a base and layers."""
+        """True if the file is a JSON document that lists a base and layers."""
         return is_layered(self.path)
 
     @property
@@ -64,7 +64,7 @@ class ImageFiles:
         """Returns the facts of an image.
 
         Raises:
-            SandboxError: The file is missing or not an image, or its base was replaced.
+            SandboxError: The file is missing or not an image, or its base is missing or has changed.
         """
         try:
             status = os.stat(image)

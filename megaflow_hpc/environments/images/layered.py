@@ -43,7 +43,7 @@ class Base:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], digest: str | None = None) -> Base:
-        """Returns the base for a SIF file or a directory."""
+        """Creates a base from a directory, a SIF outside of stores, or a SIF in a store with its ``digest``."""
         absolute = os.path.abspath(path)
         if digest:
             return cls(absolute, digest)
@@ -52,7 +52,7 @@ class Base:
 
     @property
     def identity(self) -> str:
-        """The digest, or path, size and mtime, to identify the content."""
+        """String that identifies the content: the digest, or else path, size and mtime."""
         return self.digest or f"{self.path}\0{self.bytes}\0{self.mtime_ns}"
 
     def check(self, image: str) -> None:
@@ -81,14 +81,14 @@ class ImageStart:
 class LayeredImage:
     """A base, the layers above it (bottom first), and the settings for commands.
 
-    If a layer occurs twice, only the last occurrence is kept. It hides the earlier one, and overlays reject duplicate
-    directories.
+    If a layer occurs twice, only the last occurrence is kept. It hides the earlier occurrence, and overlays reject
+    duplicate directories.
     """
 
     base: Base | None
     layers: tuple[LayerFacts, ...] = ()
     settings: str = ""
-    """Shell lines that set the image's variables, run after those of its base."""
+    """Shell lines that set the image's variables. They run after those of the base."""
     workdir: str | None = None
     user: str = ""
     """User for the build steps of Dockerfiles based on this image. Empty means root. Ignored by sandboxes."""
@@ -101,7 +101,7 @@ class LayeredImage:
         object.__setattr__(self, "layers", layers)
 
     def document(self) -> bytes:
-        """Returns the JSON document. Equal images have equal documents."""
+        """Serializes the image to a JSON document. Equal images have equal documents."""
         base: dict[str, Any] | None = None
         if self.base is not None and self.base.digest:
             base = {"digest": self.base.digest}
@@ -127,7 +127,7 @@ class LayeredImage:
         return hashlib.sha256(self.document()).hexdigest()
 
     def over(self, layers: Sequence[LayerFacts]) -> LayeredImage:
-        """Returns the image with further layers on top."""
+        """Returns a copy of the image with more layers on top."""
         return replace(self, layers=(*self.layers, *layers))
 
 
@@ -138,12 +138,13 @@ def tcp_ports(names: Iterable[str]) -> tuple[int, ...]:
 
 
 def is_layered(image: str | os.PathLike[str]) -> bool:
-    """Returns whether the path is that of a layered image's document, judging by its suffix."""
+    """Returns whether a path names the document of a layered image, judging by its suffix."""
     return os.fspath(image).endswith(SUFFIX)
 
 
 def read_layered(path: str | os.PathLike[str]) -> LayeredImage:
-    """Reads a document. Raises :class:`SandboxError` if it is invalid or its digest does not match its name."""
+    """Reads a layered image's document. Raises :class:`SandboxError` if it is invalid or its digest does not match its
+    name."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_DOCUMENT_BYTES)
@@ -172,10 +173,10 @@ def read_layered(path: str | os.PathLike[str]) -> LayeredImage:
 
 
 def base_path(image: str | os.PathLike[str], digest: str) -> Path:
-    """Returns the path of a base SIF, by digest, in the same store as the document ``image``."""
+    """Returns the path of the base SIF ``digest`` in the store that contains the document ``image``."""
     return Path(image).parent / f"{digest}.sif"
 
 
 def layer_path(image: str | os.PathLike[str], digest: str) -> Path:
-    """Returns the path of a layer's blob in the same store as the document ``image``."""
+    """Returns the path of the layer blob ``digest`` in the store that contains the document ``image``."""
     return Path(image).parent.parent / "layers" / digest

@@ -1,7 +1,7 @@
-"""Removes images from a store, and the layers that only they used.
+"""Removes images from a store, together with the layers that only these images used.
 
-Other unused layers are kept for a day. They may belong to a build or pull that is in progress or about to be retried.
-While a build is running, the layers of removed images are kept for a day as well.
+Other unused layers are kept for a day, because a build or pull in progress may need them. While a build is running, the
+layers of removed images are kept for a day as well.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class Pruned:
-    """Digests of removed images and layers, and the leftover files of killed builds."""
+    """Result of :func:`prune`: digests of the removed images and layers, and paths of killed builds' leftover files."""
 
     images: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     leftovers: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    """Images old enough to remove, but kept as the base of other images."""
+    """Digests of images that are old enough to remove but serve as the base of other images."""
     freed_bytes: int = 0
 
 
@@ -48,7 +48,8 @@ def prune(
 
     Args:
         named: Images to remove.
-        older_s: Also remove images older than this many seconds.
+        older_s: Also remove images older than this many seconds. ``None`` means only the named images.
+        dry_run: Report the images and layers without removing them.
 
     Raises:
         ConfigError: A named image is the base of an image that is kept.
@@ -69,24 +70,24 @@ def prune(
                     f"{', …' if len(above) > 3 else ''}); remove them too"
                 )
         kept = sorted(digest for digest in chosen if digest in needed)
-        going = {digest: image for digest, image in chosen.items() if digest not in needed}
-        layers = _unused(store, going)
+        removed = {digest: image for digest, image in chosen.items() if digest not in needed}
+        layers = _unused(store, removed)
         leftovers = tuple(str(path) for path in store.leftovers())
         if dry_run:
-            files = [Path(image.path) for image in going.values()]
+            files = [Path(image.path) for image in removed.values()]
             files += [store.root / "layers" / layer.digest for layer in layers]
             freed = sum(file.lstat().st_size for file in files)
         else:
-            freed = sum(store.remove(digest) for digest in going)
+            freed = sum(store.remove(digest) for digest in removed)
             freed += sum(store.layers.remove(layer.digest) for layer in layers)
             store.layers.tidy(DAY_S)
     for path in () if dry_run else leftovers:
         remove_tree(Path(path))
-    return Pruned(tuple(going), tuple(layer.digest for layer in layers), leftovers, tuple(kept), freed)
+    return Pruned(tuple(removed), tuple(layer.digest for layer in layers), leftovers, tuple(kept), freed)
 
 
 def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, list[str]]:
-    """Returns digest of a stored base → digests of the images in the first store that are built on it."""
+    """Returns, for each stored base, the digests of the first store's images that are built on it."""
     images_by_base: dict[str, list[str]] = {}
     for digest, image in _documents(store, without):
         if image.base is not None and image.base.digest:
@@ -95,7 +96,8 @@ def dependants(store: ImageStore, without: Collection[str] = ()) -> dict[str, li
 
 
 def own_bytes(store: ImageStore) -> Mapping[str, tuple[int, int]]:
-    """Returns, by digest, the bytes that only this image uses and the bytes that it shares with other images."""
+    """Returns, for each image digest, the bytes that only this image uses and the bytes that it shares with other
+    images."""
     images = {image.digest: image for image in reversed(list(store.images()))}
     layered = {digest: read_layered(image.path) for digest, image in images.items() if is_layered(image.path)}
     users = Counter(layer.digest for image in layered.values() for layer in image.layers)
@@ -120,19 +122,19 @@ def _own(store: ImageStore, image: StoredImage) -> bool:
     return Path(image.path).is_relative_to(store.root)
 
 
-def _unused(store: ImageStore, going: Mapping[str, StoredImage]) -> list[LayerFacts]:
-    """Returns the layers of the first store that no remaining image uses and that may be removed."""
-    used = {layer.digest for _, image in _documents(store, going) for layer in image.layers}
-    theirs: set[str] = set()
+def _unused(store: ImageStore, removed: Mapping[str, StoredImage]) -> list[LayerFacts]:
+    """Returns the layers of the first store that no remaining image uses and that pruning may remove now."""
+    used = {layer.digest for _, image in _documents(store, removed) for layer in image.layers}
+    prunable: set[str] = set()
     if all(abandoned(path) for path in (store.root / "work").glob("*.*/")):
-        for image in going.values():
+        for image in removed.values():
             if is_layered(image.path):
-                theirs |= {layer.digest for layer in read_layered(image.path).layers}
+                prunable |= {layer.digest for layer in read_layered(image.path).layers}
     before = time.time() - DAY_S
     return [
         layer
         for layer in store.layers.layers()
         if layer.digest not in used
         and os.path.lexists(store.root / "layers" / layer.digest)
-        and (layer.digest in theirs or (store.root / "layers" / f"{layer.digest}.json").stat().st_mtime < before)
+        and (layer.digest in prunable or (store.root / "layers" / f"{layer.digest}.json").stat().st_mtime < before)
     ]

@@ -23,7 +23,7 @@ from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 SPARE_BYTES = 1 << 30
-"""Free space that a pull must leave."""
+"""Bytes of free space that a pull must leave."""
 REPORT_INTERVAL_S = 2.0
 
 Say = Callable[[str], None]
@@ -37,7 +37,7 @@ def pull(
     say: Say,
     stopped: threading.Event | None = None,
 ) -> LayeredImage | None:
-    """Pulls an image.
+    """Pulls an image from a registry or its mirror.
 
     Args:
         source: An address, such as ``docker://debian:12``.
@@ -80,7 +80,8 @@ def _pull_layers(registries: Registries, source: str, layers: LayerStore, progre
 
 
 def layered(image: RemoteImage, layers: LayerStore) -> LayeredImage:
-    """Returns the layered image for a registry image. All its layers must be in ``layers``."""
+    """Converts a registry image to a layered image. Raises :class:`SiteError` if one of its layers is not in
+    ``layers``."""
     facts = []
     for layer in image.layers:
         stored = layers.find(layer.digest)
@@ -105,7 +106,7 @@ def exports(env: Sequence[str]) -> str:
 
 
 class _Progress:
-    """Checks the free space before a pull, and reports its progress."""
+    """Progress callback of a pull. Checks the free space at the start, and raises :class:`SiteError` when cancelled."""
 
     def __init__(self, source: str, directory: Path, say: Say, stopped: threading.Event | None = None) -> None:
         self._stopped = stopped

@@ -1,7 +1,8 @@
 """Resolves image names in tasks to image files, building or fetching missing images into the store.
 
-The key of an image is a hash of its inputs. They are an address, or a definition file or Dockerfile with the files it
-copies and its base images. A name mapped to a SIF file or a directory uses it directly.
+The key of an image is a hash of its inputs. The input is an address, a definition file or a Dockerfile. A file's key
+also covers the files that it copies and its base images. A name that is mapped to a SIF file or a directory resolves to
+that path.
 """
 
 from __future__ import annotations
@@ -34,19 +35,21 @@ from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 MAX_BUILD_S = 6 * 3600.0
-"""Upper limit for a task's build timeout."""
+"""Maximum build timeout in seconds that a task can set."""
 
 KEY_LENGTH = 32
 _NOT_BUILT = "not-built-"
 
 
 def is_built(path: Path) -> bool:
-    """Returns whether a path resolved with ``build=False`` is an existing image rather than a placeholder."""
+    """Returns whether a path from :class:`Images` is an image. With ``build=False``, missing images have placeholder
+    paths."""
     return not path.name.startswith(_NOT_BUILT)
 
 
 class DockerfileBuilder(Protocol):
-    """Builds images from Dockerfiles. Implemented by :class:`megaflow_hpc.environments.builds.builder.Builder`."""
+    """Interface for building images from Dockerfiles. :class:`megaflow_hpc.environments.builds.builder.Builder`
+    implements it."""
 
     def build(
         self,
@@ -64,26 +67,28 @@ class DockerfileBuilder(Protocol):
 
 
 class Images:
-    """Resolves image names to files in a store. Building requires Apptainer, looking up does not."""
+    """Resolves image names to files in a store. Only building requires Apptainer.
+
+    Args:
+        registries: Mirrors, and whether fetching is allowed. Default: no mirrors, fetching allowed.
+        builder: Builds Dockerfiles. Without it, their images must already be in the store.
+    """
 
     def __init__(
         self, store: ImageStore, registries: Registries | None = None, builder: DockerfileBuilder | None = None
     ) -> None:
-        """
-        Args:
-            registries: Mirrors, and whether fetching is allowed. Default: no mirrors, fetching allowed.
-            builder: Builds Dockerfiles. Without it, their images must already be in the store.
-        """
         self.store = store
         self.builder = builder
         self.registries = registries or Registries()
         self.dockerfiles = Dockerfiles()
         self.say: Callable[[str], None] = lambda line: None
-        """Called from several threads with a line for each Dockerfile step and with download progress."""
+        """Callback for one line per executed Dockerfile step, and for download progress. Called from several
+        threads."""
         self.show: Callable[[BuildProgress], None] = lambda state: None
-        """Called with the progress of :meth:`resolve_all`, several times a second."""
+        """Callback for the progress of :meth:`resolve_all`, called several times a second."""
         self.used: dict[str, tuple[str, Path | None]] = {}
-        """Key → source and file of each store image requested so far. The file is ``None`` if missing."""
+        """Maps the key of each store image requested so far to its source and file. The file is ``None`` if it is
+        missing."""
         self._steps = self._sif_bytes = 0
         self._guard = threading.Lock()
         self._stopped = threading.Event()
@@ -96,18 +101,18 @@ class Images:
         build: bool = True,
         failures: dict[str, MegaflowError] | None = None,
     ) -> dict[str, str]:
-        """Resolves all requested images. Returns image name → absolute path.
+        """Resolves all requested images. Returns a map from image names to absolute paths.
 
         First looks up all names, then builds and pulls the missing images in parallel (build_progress.py).
 
         Args:
             build: Build and pull missing images. Otherwise only check names and sources.
-            failures: Filled with the errors of failed images, by name. Those images are left out of the result, and the
-                others are still made. If ``None``, the first error is raised.
+            failures: Collects the errors of failed images, by name. The result omits failed images, and all other
+                images are still made. If ``None``, the first error is raised.
 
         Raises:
             ConfigError: A name is not mapped, or is mapped to a missing file.
-            SiteError: A build failed, or an image is missing and must not be fetched.
+            SiteError: A build failed, or an image is missing and the site is air-gapped.
         """
         wanted: dict[str, ImageRequest] = {}
         for request in requests:
@@ -136,7 +141,7 @@ class Images:
         mapping: ImageMapping,
         failures: dict[str, MegaflowError] | None,
     ) -> dict[str, Path]:
-        """Makes the missing images. Returns the paths of all images except failed ones."""
+        """Builds or pulls the missing images. Returns the paths of all images that did not fail."""
         ready = {name: path for name, path in paths.items() if is_built(path)}
         jobs = {name: partial(self.resolve_request, wanted[name], mapping) for name in paths if name not in ready}
         steps_before, bytes_before = self._steps, self._added_bytes
@@ -194,7 +199,7 @@ class Images:
         self.say(line)
 
     def resolve_request(self, request: ImageRequest, mapping: ImageMapping, *, build: bool = True) -> Path:
-        """Returns the file of one image: the mapped one, or the result of building its Dockerfile."""
+        """Returns the file of one image: a mapped file, or an image built from the request's Dockerfile."""
         if request.dockerfile is None:
             name = request.base or request.name
             return self.resolve(name, mapping, build=build, task_path=request.path)
@@ -215,7 +220,7 @@ class Images:
         task_path: str = "",
         timeout_s: float = BUILD_S,
     ) -> Path:
-        """Returns the image built from a Dockerfile, whose ``FROM`` images are mapped."""
+        """Returns the image built from a Dockerfile. Its ``FROM`` images are resolved through ``mapping``."""
         bases = {name: self.resolve(name, mapping, build=build, task_path=task_path) for name in dockerfile.bases}
         key = context_digest(dockerfile, "\0".join(map(_base_key, bases.values())))
 
@@ -228,15 +233,20 @@ class Images:
         return self._find_or_make(key, str(dockerfile.path), make, build=build)
 
     def resolve_source(self, source: str, where: str) -> Path:
-        """Returns the image file for an address, or for a path relative to the working directory.
+        """Resolves an address, or a path relative to the working directory, to an image file.
 
         Args:
-            where: Origin of the name, used in messages.
+            where: Origin of the source, used in messages.
         """
         return self.resolve(source, ImageMapping({source: source}, Path.cwd(), where))
 
     def resolve(self, name: str, mapping: ImageMapping, *, build: bool = True, task_path: str = "") -> Path:
-        """Returns the image file to which ``mapping`` maps ``name``."""
+        """Resolves ``name`` to an image file through ``mapping``.
+
+        Raises:
+            ConfigError: The name is not mapped, or is mapped to a missing file.
+            SiteError: The image is missing and cannot be built or fetched.
+        """
         where = mapping.where
         try:
             source = match_name(name, mapping.names)
@@ -287,8 +297,7 @@ class Images:
         *,
         build: bool,
     ) -> Path:
-        """Returns the image for ``key``. If it is missing, makes it, or returns a placeholder path if ``build`` is
-        false.
+        """Returns the image for ``key``. Makes a missing image, or returns a placeholder path if ``build`` is false.
 
         Args:
             check: Raises :class:`SiteError` if a missing image must not be fetched.
@@ -311,12 +320,12 @@ class Images:
 
 
 def source_key(source: str) -> str:
-    """Returns the key for an image address. It does not depend on mirrors."""
+    """Returns the key of an image address. Mirrors do not change it."""
     return hashlib.sha256(f"remote\0{source}".encode()).hexdigest()[:KEY_LENGTH]
 
 
 def definition_digest(path: Path) -> str:
-    """Returns the SHA-256 of a definition file, its local base image and the files it copies."""
+    """Returns the SHA-256 of a definition file, its local base image and the files that it copies."""
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
     digest = hashlib.sha256(b"definition\0" + text.encode("utf-8", "surrogateescape"))
     flags = re.IGNORECASE | re.MULTILINE
@@ -340,7 +349,7 @@ def definition_digest(path: Path) -> str:
 
 
 def _base_key(path: Path) -> str:
-    """Identifies a base image in a key: by the digest in its name, or by path, size and mtime."""
+    """Returns the text that identifies a base image in a key: the digest in its name, or path, size and mtime."""
     try:
         status = path.stat()
     except OSError:
@@ -349,7 +358,7 @@ def _base_key(path: Path) -> str:
 
 
 def _build_definition(target: Path, definition: Path, stopped: threading.Event) -> None:
-    """Builds a SIF at ``target``. Cancelled when ``stopped`` is set."""
+    """Builds a SIF at ``target`` from a definition file. Setting ``stopped`` cancels the build."""
     # Relative paths in a definition file are resolved against its directory.
     options = ("--fakeroot", *apptainer_client.SIF_OPTIONS)
     apptainer_client.build(find_apptainer(), target, str(definition), *options, cwd=definition.parent, stopped=stopped)

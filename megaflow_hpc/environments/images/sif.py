@@ -1,6 +1,6 @@
 """Reads SIF files: metadata and sizes from the header, and the files of the image with ``unsquashfs``.
 
-Header and descriptors follow version 1 of the SIF format. The superblock is that of squashfs 4.0.
+Supports version 1 of the SIF format and squashfs 4.0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_DOCUMENT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _Object:
-    """A used SIF descriptor: data type, position of the data, and type-specific fields."""
+    """A SIF descriptor in use: data type, position of the data, and type-specific fields."""
 
     kind: int
     offset: int
@@ -118,7 +118,7 @@ def _objects(descriptor: int, name: str) -> Iterator[_Object]:
 def run_unsquashfs(
     partition: SifPartition, arguments: Sequence[str], prefix: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[bytes]:
-    """Runs ``unsquashfs`` on the root file system of a SIF. The program is killed if the calling thread exits.
+    """Runs ``unsquashfs`` on the root file system of a SIF. The kernel kills the program if the calling thread exits.
 
     Args:
         arguments: Additional arguments: options, then the SIF, then file names.
@@ -141,7 +141,8 @@ def run_unsquashfs(
 
 
 def unpacked_bytes(path: str | os.PathLike[str], partition: SifPartition) -> int:
-    """Returns the size of an image's files when unpacked, or an estimate if ``unsquashfs`` is missing or fails."""
+    """Returns the size in bytes of an image's unpacked files. The size is an estimate if ``unsquashfs`` is missing or
+    fails."""
     estimate = 3 * partition.size
     try:
         listed = run_unsquashfs(partition, ["-lln", os.path.abspath(path)])
@@ -163,8 +164,8 @@ def unpacked_bytes(path: str | os.PathLike[str], partition: SifPartition) -> int
 def unpack(path: Path, target: Path, partition: SifPartition) -> bool:
     """Unpacks an image's files into ``target``. The caller owns them and can write to every directory.
 
-    Returns ``False`` and leaves nothing behind if ``unsquashfs`` is missing or failed. Callers then use Apptainer,
-    which bundles its own.
+    Returns ``False`` and removes ``target`` if ``unsquashfs`` is missing or fails. Callers then use Apptainer, which
+    bundles its own ``unsquashfs``.
     """
     options = ["-n", "-q", "-no-xattrs", "-processors", str(len(os.sched_getaffinity(0)))]
     try:

@@ -1,6 +1,6 @@
-"""Sources of images: maps the names in tasks to addresses or paths, and addresses to the site's registry mirrors.
+"""Maps the image names of tasks to addresses or paths, and addresses to the site's registry mirrors.
 
-An image in a task or Dockerfile is only a name. The campaign's mapping turns it into a path or an address, such as
+A task or Dockerfile only names its image. The campaign maps the name to a path or an address, such as
 ``docker://debian:12``.
 
 With the mirror ``docker.io=registry.site.edu/dockerhub``, ``docker://debian:12`` is fetched from
@@ -27,11 +27,11 @@ _LOCAL = ("localimage", "scratch", "oci", "oci-archive", "docker-archive", "dock
 
 @dataclass(frozen=True)
 class Registries:
-    """Access to registries from this site.
+    """The site's access to registries.
 
     Args:
-        mirrors: Registry → mirror.
-        air_gapped: Never fetch. Images missing from the store are errors.
+        mirrors: Maps registry hosts to mirrors.
+        air_gapped: Never fetch images. An image missing from the store is an error.
     """
 
     mirrors: Mapping[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Registries:
         return Reference.parse(*split_name(address.partition("://")[2]), plain=plain)
 
     def failed(self, source: str, error: SiteError) -> SiteError:
-        """Adds remedies for sites without registry access to the error of a failed pull."""
+        """Returns the error of a failed pull with remedies for sites without access to the registry."""
         address, _ = self.address(source)
         through = f" (for {source})" if address != source else ""
         return SiteError(
@@ -64,7 +64,7 @@ class Registries:
         )
 
     def check(self, source: str) -> None:
-        """Raises :class:`SiteError` if the site is air-gapped, so that ``source`` cannot be fetched."""
+        """Raises :class:`SiteError` if the site is air-gapped. The message names ``source``."""
         if self.air_gapped:
             raise SiteError(
                 f"{source}: not in the image store, and nothing may be fetched here "
@@ -73,7 +73,7 @@ class Registries:
             )
 
     def check_definition(self, path: Path) -> None:
-        """Raises :class:`SiteError` if the site is air-gapped and a definition file needs a remote base."""
+        """Raises :class:`SiteError` if the site is air-gapped and a definition file has a remote base image."""
         for bootstrap in _BOOTSTRAP.findall(path.read_text(encoding="utf-8", errors="replace")):
             if bootstrap.lower() not in _LOCAL:
                 self.check(f"{path} (Bootstrap: {bootstrap})")
@@ -85,7 +85,7 @@ def is_remote(source: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Splits ``debian:12`` into ``docker.io`` and ``library/debian:12``.
+    """Splits an image name into registry and path, such as ``debian:12`` into ``docker.io`` and ``library/debian:12``.
 
     The first component is a host if it contains a dot or a colon, or is ``localhost``.
     """
@@ -99,7 +99,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 BUILD_S = 3600.0
-"""Default timeout for building a Dockerfile."""
+"""Default timeout in seconds for building a Dockerfile."""
 
 
 @dataclass(frozen=True)
@@ -107,24 +107,24 @@ class ImageRequest:
     """An image that a task needs."""
 
     name: str
-    """Image name used by the task."""
+    """Image name that the task uses."""
     base: str = ""
     """Name to look up instead of ``name``. Empty means ``name`` itself."""
     dockerfile: Path | None = None
-    """Dockerfile to build, if any."""
+    """Dockerfile to build. ``None`` if the image is looked up by name."""
     timeout_s: float = BUILD_S
-    """Timeout for the build."""
+    """Timeout in seconds for the build."""
     path: str = ""
     """Directory or file of the task, used in messages."""
 
 
 @dataclass(frozen=True)
 class ImageMapping:
-    """Image name → source, as in ``environment.images`` of a campaign."""
+    """Maps image names to sources, as in ``environment.images`` of a campaign."""
 
     names: Mapping[str, str]
     base_dir: Path
-    """Directory against which relative paths are resolved."""
+    """Directory against which relative paths in the mapping are resolved."""
     where: str = "environment.images"
     """Name of the mapping, used in messages."""
 
@@ -134,7 +134,8 @@ def match_name(name: str, mapping: Mapping[str, str]) -> str | None:
 
     A pattern contains one ``*``, which matches any text. The matched text replaces ``*`` in the source, as in
     ``"swebench/*": docker://swebench/*`` or ``"swebench/sweb.eval.x86_64.*:latest": images/*.sif``. The text comes from
-    a task. If the source is a path, the text must therefore not contain ``..`` or a variable.
+    a task. If the source is a path, the text must therefore not contain ``..`` or a variable. Returns ``None`` if
+    nothing matches.
 
     Raises:
         ConfigError: The matched text is not allowed in a path.

@@ -1,4 +1,4 @@
-"""Image store on the shared file system, in which images are named by the digest of their content.
+"""Stores images on the shared file system, named by the digest of their content.
 
 ::
 
@@ -6,12 +6,12 @@
       sha256/<digest>.sif  <digest>.json     an immutable SIF image and its record
       sha256/<digest>.image                  an image of a base and layers (layered.py)
       layers/<digest>  <digest>.json         an immutable layer blob and its sizes
-      steps/<key>.json                       hash of a build step's inputs → its layer; empty if it changed no file
-      names/<key>.json                       key of a request → digest of its image
+      steps/<key>.json                       layer of a build step, by hash of its inputs; empty if no file changed
+      names/<key>.json                       digest of an image, by key of the request
       work/<key>.lock  <kind>.<host>-<pid>-<start>     locks and unfinished files of builders (atomic_files.py)
 
-Files are added by rename, so they are always complete. Only its owner writes to a store; other users read it. Several
-stores are searched in order: the user's own, then those of the group. Reading changes nothing.
+Files are added by rename, so they are always complete. Only the owner of a store writes to it. Other users read it.
+Several stores are searched in order: first the user's own, then those of the group. Reading never changes a store.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class LayerStore:
-    """Layers in the stores ``roots``, each stored once for all images. New layers go to the first store.
+    """The layers in the stores ``roots``, each stored once for all images. New layers go to the first store.
 
-    Layers of other stores are not copied. If an image in the user's own store needs one, it is symlinked.
+    If an image in the first store needs a layer from another store, the layer is symlinked, not copied.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = roots
         self.root = roots[0]
         self.added_bytes = 0
-        """Total size of the blobs added through this object."""
+        """Total size in bytes of the blobs added through this object."""
         self._guard = threading.Lock()
 
     # --- reading ------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class LayerStore:
         """Stores a blob that arrives in chunks, after verifying that its digest is ``digest``.
 
         Raises:
-            SiteError: The digest differs, or the blob is not a layer. Nothing is stored.
+            SiteError: The blob has another digest or is not a layer. Nothing is stored.
         """
         with work_directory(self.root / "work", "take") as directory:
             file = directory / "layer"
@@ -159,7 +159,7 @@ class LayerStore:
         write_record(self.root / "steps" / f"{key}.json", {"layer": layer.digest if layer else "", "source": source})
 
     def adopt(self, digest: str) -> None:
-        """Makes a layer available in the first store, as a symlink if only another store has it."""
+        """Makes a layer available in the first store. Adds a symlink if only another store has the layer."""
         path = self.path(digest)
         own = self.root / "layers" / digest
         if path != own:
@@ -177,7 +177,8 @@ class LayerStore:
         return size
 
     def tidy(self, older_s: float) -> None:
-        """Removes dangling links, records older than ``older_s`` without a blob, and steps whose layer is missing."""
+        """Removes dangling links, steps whose layer is missing, and records without a blob older than ``older_s``
+        seconds."""
         directory = self.root / "layers"
         before = time.time() - older_s
         for path in directory.iterdir() if directory.is_dir() else ():
@@ -196,19 +197,23 @@ class LayerStore:
 
 
 def _copied(pieces: Iterable[bytes], writer: BinaryIO) -> Iterator[bytes]:
-    """Writes each piece and yields it."""
+    """Yields the chunks unchanged, after writing each of them to ``writer``."""
     for piece in pieces:
         writer.write(piece)
         yield piece
 
 
 _FACTS = ("bytes", "unpacked_bytes", "inodes", "source", "created_at")
-"""Fields of an image's record."""
+"""Fields of an image's record, in the order of :class:`StoredImage`."""
 
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image in a store. ``bytes`` is the size of its SIF or layers; the other sizes are those of its files."""
+    """An image in a store.
+
+    ``bytes`` is the size of its SIF or layers. ``unpacked_bytes`` and ``inodes`` are the sizes of its files.
+    ``created_at`` is in Unix seconds.
+    """
 
     path: str
     digest: str
@@ -227,14 +232,14 @@ def digest_in(path: str | os.PathLike[str]) -> str | None:
 
 
 class ImageStore:
-    """One or more stores. New images go to the first if it belongs to the user. The others are read-only."""
+    """One or more stores. New images go to the first if it belongs to the user. The others are read-only.
+
+    Args:
+        root: Use only this store. Default: the stores of :func:`default_stores`.
+        named: See :func:`default_stores`.
+    """
 
     def __init__(self, root: str | os.PathLike[str] | None = None, named: str | None = None) -> None:
-        """
-        Args:
-            root: Use only this store. Default: the stores of :func:`default_stores`.
-            named: See :func:`default_stores`.
-        """
         self.roots = [Path(root).absolute()] if root else [path.absolute() for path in default_stores(named)]
         self.root = self.roots[0]
         for path in self.roots:
@@ -244,7 +249,7 @@ class ImageStore:
 
     @property
     def writable(self) -> bool:
-        """Whether images can be added: the first store belongs to the user or does not exist yet."""
+        """True if images can be added: the first store belongs to the user or does not exist yet."""
         try:
             status = self.root.stat()
         except OSError:
@@ -254,7 +259,7 @@ class ImageStore:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def find(self, key: str) -> Path | None:
-        """Returns the image for ``key`` from the first store that has all its parts, or ``None``."""
+        """Returns the image for ``key`` from the first store that has the complete image, or ``None``."""
         for root in self.roots:
             name = read_record(root / "names" / f"{key}.json")
             image = self._image(root, str(name.get("digest"))) if name else None
@@ -263,7 +268,8 @@ class ImageStore:
         return None
 
     def is_complete(self, path: str | os.PathLike[str]) -> bool:
-        """Returns whether an image's base and layers exist. A linked one may have been removed from the other store."""
+        """Returns whether an image's base and layers exist. They may be links to files that were removed from another
+        store."""
         if not is_layered(path):
             return True
         try:
@@ -275,7 +281,11 @@ class ImageStore:
         return all(self.layers.find(layer.digest) for layer in image.layers)
 
     def image(self, digest: str) -> StoredImage | None:
-        """Returns the image with a digest, which may be abbreviated to a unique prefix, or ``None``."""
+        """Returns the image with a digest, or ``None``. A unique prefix of the digest is enough.
+
+        Raises:
+            ConfigError: Several images have the prefix.
+        """
         if len(digest) == 64:
             return next(filter(None, (self._image(root, digest) for root in self.roots)), None)
         matching = {image.digest: image for image in self.images() if image.digest.startswith(digest)}
@@ -292,7 +302,7 @@ class ImageStore:
                     yield image
 
     def names(self) -> dict[str, list[str]]:
-        """Returns digest → sources for which the image was made."""
+        """Returns, for each image digest, the sources for which the image was made."""
         sources: dict[str, list[str]] = {}
         for root in self.roots:
             for path in sorted((root / "names").glob("*.json")):
@@ -314,8 +324,9 @@ class ImageStore:
     # --- writing ------------------------------------------------------------------------------------------------
 
     def make(self, key: str, source: str, build: Callable[[Path], LayeredImage | None]) -> Path:
-        """Returns the image for ``key``, calling ``build(target)`` if it is missing. Only one process builds a key at a
-        time.
+        """Returns the image for ``key``, and makes it if it is missing.
+
+        Only one process at a time calls ``build(target)`` for a key.
 
         Args:
             build: Writes a SIF to ``target``, or returns an image whose layers are in a store.
@@ -337,7 +348,7 @@ class ImageStore:
         return Path(image.path)
 
     def add(self, file: Path, source: str, digest: str | None = None) -> StoredImage:
-        """Copies an existing SIF into the store. If ``digest`` is given, the content is verified against it."""
+        """Copies an existing SIF into the store. If ``digest`` is given, verifies the content against it."""
         self.prepare(str(file))
         with work_directory(self.root / "work", "add") as directory:
             target = directory / "image.sif"
@@ -355,9 +366,9 @@ class ImageStore:
         return self._publish(target, f"{digest}.sif", target.stat().st_size, unpacked, partition.inodes, source)
 
     def add_layered(self, layered: LayeredImage, source: str) -> StoredImage:
-        """Adds an image whose base and layers are already in a store. Links those that are in another store.
+        """Adds an image whose base and layers are already in a store.
 
-        The recorded sizes are those of its layers, because the base is shared.
+        Base and layers of another store are symlinked. The recorded sizes exclude the base, because images share it.
         """
         with self.changing(), work_directory(self.root / "work", "add") as directory:
             for layer in layered.layers:
@@ -397,7 +408,7 @@ class ImageStore:
         return image
 
     def name(self, key: str, source: str, digest: str) -> None:
-        """Maps ``key`` to the image with this digest."""
+        """Records the image ``digest`` as the result for ``key``."""
         write_record(self.root / "names" / f"{key}.json", {"digest": digest, "source": source})
 
     def remove(self, digest: str) -> int:
@@ -418,7 +429,7 @@ class ImageStore:
         return freed
 
     def changing(self) -> AbstractContextManager[None]:
-        """Returns the lock that prevents a concurrent prune from removing a new image's layers. Hold it briefly."""
+        """Returns the lock that keeps a concurrent prune from removing a new image's layers. Hold it only briefly."""
         return locked(self.root / "work" / "store.lock")
 
     def leftovers(self) -> list[Path]:
@@ -426,8 +437,11 @@ class ImageStore:
         return [path for path in (self.root / "work").glob("*") if abandoned(path)]
 
     def prepare(self, source: str) -> None:
-        """Creates the store's directories. Raises :class:`SiteError`, naming ``source``, if another user owns the
-        store."""
+        """Creates the store's directories and removes leftover files.
+
+        Raises:
+            SiteError: Another user owns the store, or it is almost full. The message names ``source``.
+        """
         if not self.writable:
             remedy = f"{VARIABLE}=~/.megaflow-hpc/images:{':'.join(map(str, self.roots))}"
             raise SiteError(
@@ -449,12 +463,12 @@ class ImageStore:
 
 
 def _files(root: Path, digest: str) -> list[Path]:
-    """Returns the paths that an image's file may have in a store."""
+    """Returns the paths at which a store may have an image's file."""
     return [root / "sha256" / f"{digest}.sif", root / "sha256" / f"{digest}{SUFFIX}"]
 
 
 def known_size(path: str | os.PathLike[str]) -> int | None:
-    """Returns the recorded unpacked size of a stored SIF, or ``None`` if there is no valid record."""
+    """Returns the recorded unpacked size of a stored SIF in bytes, or ``None`` if there is no valid record."""
     record = read_record(Path(path).with_suffix(".json")) if digest_in(path) else None
     if record is None or record.get("bytes") != os.path.getsize(path):
         return None

@@ -1,4 +1,4 @@
-"""A sandbox's directory on scratch, and its successive containers.
+"""Manages a sandbox's directory on scratch, and its successive containers.
 
 ::
 
@@ -32,7 +32,7 @@ from megaflow_hpc.host.process import Identity, descendants, exiting
 
 _RUNNER = ("/bin/sh", f"{CONTROL_DIR}/runner.sh", CONTROL_DIR)
 _CLONED_RUNNER = (*_RUNNER, "first")
-"""Command of a clone's runner, which has no Apptainer variables to remove."""
+"""Command that starts a clone's runner. A clone has no Apptainer variables for the runner to remove."""
 
 
 class NotCloned(SandboxError):
@@ -43,7 +43,7 @@ class SandboxDirectory:
     """The directory of one sandbox, with one image and at most one container.
 
     Args:
-        rootfs: The image. :meth:`remove` releases it.
+        rootfs: Root file system of the image. :meth:`remove` releases it.
     """
 
     def __init__(self, directory: str, rootfs: Rootfs, apptainer: str, templates: Templates) -> None:
@@ -55,7 +55,8 @@ class SandboxDirectory:
         self._templates = templates
         self._containers = 0
         self._host_bytes: dict[str, int] = {}
-        """Host directory bound into the sandbox → number of bytes that the host wrote there before the start."""
+        """Maps each host directory bound into the sandbox to the number of bytes that the host wrote there before the
+        start."""
 
     def make(self) -> None:
         """Creates the directory. Raises :class:`SandboxError` if that fails, for example because scratch is full."""
@@ -68,7 +69,7 @@ class SandboxDirectory:
             ) from error
 
     async def start(self, spec: SandboxSpec, watch: SandboxWatch) -> Container:
-        """Starts a container on the current layer, as a clone if possible and through Apptainer otherwise.
+        """Starts a container on the current layer: as a clone if possible, otherwise through Apptainer.
 
         Raises:
             SandboxError: The container did not start. The message includes Apptainer's last line.
@@ -143,9 +144,10 @@ class SandboxDirectory:
         return replace(spec, binds=(*spec.binds, f"{file}:/etc/hosts:ro"))
 
     async def _measure_binds(self, spec: SandboxSpec, watch: SandboxWatch) -> None:
-        """Sets the directories that count towards ``disk_mb``, and how many bytes in them the sandbox did not write.
+        """Tells the watchdog which directories count towards ``disk_mb``.
 
-        These are the layer and any writable binds from this directory, such as a verifier's logs.
+        These are the layer and any writable binds from the sandbox's directory, such as a verifier's logs. Bytes that
+        the sandbox did not write do not count.
         """
         writable = [bind.source for bind in spec.parsed_binds() if not bind.read_only]
         bound = [source for source in writable if source.startswith(f"{self.directory}/")]
@@ -156,7 +158,7 @@ class SandboxDirectory:
         watch.disk.occupied = self.layer.occupied + sum(self._host_bytes[path] for path in bound)
 
     async def start_again(self, spec: SandboxSpec, watch: SandboxWatch) -> Container:
-        """Starts a container. If it does not start on the current layer, restores the image's files and tries again.
+        """Starts a container. If it fails to start on the current layer, restores the image's files and tries again.
 
         Raises:
             LostError: The second attempt failed too.
@@ -172,7 +174,7 @@ class SandboxDirectory:
                 raise LostError(str(error)) from error
 
     async def drop(self, watch: SandboxWatch) -> None:
-        """Kills the container and all its processes. The layer is kept."""
+        """Kills the container and all its processes, and keeps the layer."""
         container, self.container = self.container, None
         if container is not None:
             watch.detach()
@@ -197,7 +199,7 @@ class SandboxDirectory:
 
 
 def _size(directory: str) -> int:
-    """Returns the size in bytes of a directory that only the host has written to. Each file counts as at least one
+    """Returns the disk usage in bytes of a directory that only the host has written to. A file counts as at least one
     block."""
     total = 0
     for parent, directories, files in os.walk(directory):

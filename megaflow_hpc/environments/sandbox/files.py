@@ -1,4 +1,4 @@
-"""Copies files into and out of a sandbox, using programs inside it."""
+"""Copies files into and out of a sandbox, using programs of its image."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megaflow_hpc.host.tar import Budget, RefusedMember, TreeWriter, unpack_tar
 from megaflow_hpc.types import ExecResult
 
 Run = Callable[..., Awaitable[ExecResult]]
-"""Runs a command in the sandbox; see :meth:`.ApptainerSandbox.exec`."""
+"""Runs a command in the sandbox, with the arguments of :meth:`.ApptainerSandbox.exec`."""
 
 MAX_DOWNLOAD_BYTES = 256 * 1024 * 1024
 MAX_DOWNLOAD_FILES = 100_000
 """Maximum number of files, directories and symlinks in one download."""
 _STDERR_LIMIT = 16384
-"""Bytes kept of the standard error of the programs that send a download."""
+"""Maximum number of bytes kept of the standard error of a download's programs."""
 
 
 async def upload(run: Run, source: str, target: str, control: str, name: str) -> None:
-    """Copies a file or a directory's contents into a sandbox; see :meth:`.ApptainerSandbox.upload`.
+    """Copies a file or a directory's contents into a sandbox. See :meth:`.ApptainerSandbox.upload`.
 
     Args:
         control: The container's control directory on the host, which the sandbox sees read-only.
@@ -63,7 +63,7 @@ async def upload(run: Run, source: str, target: str, control: str, name: str) ->
 
 
 async def download(run: Run, source: str, target: str, scratch: str, budget: Budget) -> None:
-    """Copies a file or a directory's contents out of a sandbox; see :meth:`.ApptainerSandbox.download`.
+    """Copies a file or a directory's contents out of a sandbox. See :meth:`.ApptainerSandbox.download`.
 
     Programs in the sandbox send an untrusted stream, which is written to an unnamed file and then unpacked. The
     programs are killed if the stream exceeds a limit.
@@ -99,7 +99,7 @@ async def download(run: Run, source: str, target: str, scratch: str, budget: Bud
 
 
 class _Spool:
-    """Writes a command's output to a file, up to a limit. Never raises, because it is called from the event loop."""
+    """Writes a command's output to a file, up to a limit. Never raises, because the event loop calls it."""
 
     def __init__(self, file: IO[bytes], limit: int) -> None:
         self._file = file
@@ -107,8 +107,8 @@ class _Spool:
         self.failed: OSError | None = None
 
     def take(self, data: bytes) -> bool:
-        """Appends a chunk of the command's output. Returns ``False`` once the limit is exceeded or a write has failed.
-        The caller then kills the command."""
+        """Appends a chunk of output. Returns ``False`` if the limit is exceeded or a write failed. The caller must then
+        kill the command."""
         self.left -= len(data)
         try:
             if self.left >= 0 and self.failed is None:
@@ -138,7 +138,7 @@ def _receive(file: IO[bytes], done: ExecResult, source: str, target: str, budget
 
 
 async def _in_thread(work: Callable[[], None]) -> None:
-    """Runs ``work`` in a thread. If cancelled, waits until ``work`` has finished."""
+    """Runs ``work`` in a thread. On cancellation, waits until ``work`` has finished."""
     working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(working)

@@ -1,12 +1,12 @@
-"""A copy of this process's Python that runs in any container, for helper programs in images without Python.
+"""Provides a copy of this process's Python that runs in any container, for helper programs in images without Python.
 
 ::
 
     PREPARED/  python  loader  libraries/…  lib/python3.N/{encodings/…, lib-dynload/_socket…}
 
-The C library's loader is started by its path, with the directory of the libraries that Python was linked against. The
-image's own loader and C library therefore do not matter. The copy consists of ten files of about 10 MB, made once per
-node. They are hard-linked into the control directory of a sandbox, which is read-only inside.
+The copied loader is started by its path, with the directory of the libraries that Python was linked against. The
+image's own loader and C library therefore do not matter. The copy takes about 10 MB and is made once per node. Its
+files are hard-linked into the control directory of a sandbox, which is read-only inside.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.types import ExecResult
 
 Exec = Callable[..., Awaitable[ExecResult]]
-"""Runs a command in the sandbox; see :meth:`.ApptainerSandbox.exec`."""
+"""Runs a command in the sandbox, with the arguments of :meth:`.ApptainerSandbox.exec`."""
 
 ANSWER_S = 20.0
 """Seconds within which a helper must pass its descriptors."""
@@ -43,7 +43,7 @@ MAX_DESCRIPTORS = 64
 NAME = "python"
 """Name of the interpreter's directory inside a control directory."""
 HOME = f"{CONTROL_DIR}/{NAME}"
-"""Path of that directory inside a container."""
+"""Path of the interpreter's directory inside a container."""
 INTERPRETER = (f"{HOME}/loader", "--library-path", f"{HOME}/libraries", f"{HOME}/python", "-s", "-S", "-B")
 """Argv that runs the interpreter inside a container."""
 _SOCKET = "helper"
@@ -51,14 +51,14 @@ _SOCKET = "helper"
 
 _MODULES = ("_socket", "_ctypes", "_struct", "fcntl")
 _PURE = ("types.py", "struct.py", "ctypes/__init__.py", "ctypes/_endian.py")
-"""Modules that helpers import. Modules built into the interpreter need no file."""
+"""Extension modules and pure Python modules that helpers import. Modules built into the interpreter need no file."""
 _ENCODINGS = ("__init__", "aliases", "ascii", "latin_1", "utf_8")
-"""Modules of ``encodings`` that an interpreter needs to start."""
+"""Modules of ``encodings`` that the interpreter needs to start."""
 
 
 @functools.cache
 def _parts() -> tuple[tuple[str, str], ...]:
-    """Returns pairs of a path in the prepared directory and its source file on this machine.
+    """Returns the files of the copy, as pairs of a path in the prepared directory and a source file on this machine.
 
     Raises:
         OSError: This Python cannot be copied.
@@ -93,7 +93,7 @@ def _parts() -> tuple[tuple[str, str], ...]:
 
 
 def why_not() -> str:
-    """Returns why helpers cannot run in every image, or an empty string if they can."""
+    """Returns the reason why helpers cannot run in containers, or an empty string if they can."""
     try:
         _parts()
     except (OSError, subprocess.SubprocessError) as error:
@@ -102,7 +102,7 @@ def why_not() -> str:
 
 
 def prepare(scratch: str | os.PathLike[str]) -> Path:
-    """Returns the interpreter's directory on this node's scratch, creating it if it is missing.
+    """Returns the interpreter's directory on this node's scratch. Creates the directory if it is missing.
 
     Raises:
         SandboxError: The directory cannot be created.
@@ -143,7 +143,7 @@ def link_into(home: Path, control: Path) -> None:
 
 
 def command(program: str) -> tuple[list[str], dict[str, str]]:
-    """Returns the argv prefix that runs a Python program in a container, and its environment variables."""
+    """Returns the argv prefix that runs Python code in a container, and the environment variables that it needs."""
     return [*INTERPRETER, "-c", program], {"PYTHONHOME": HOME, "PYTHONPATH": "", "LD_PRELOAD": ""}
 
 
@@ -168,7 +168,8 @@ async def run_and_receive(
     Args:
         run: Runs a command in the sandbox.
         control: The container's control directory on the host.
-        interpreter: The prepared interpreter (:func:`prepare`).
+        interpreter: Directory of the prepared interpreter (:func:`prepare`).
+        program: Python source code.
         is_wanted: Checks a descriptor, because any process in the sandbox can connect to the socket.
         what: Describes the descriptor in error messages.
         count: Number of descriptors, at most :data:`MAX_DESCRIPTORS`.

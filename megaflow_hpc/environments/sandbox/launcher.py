@@ -1,9 +1,8 @@
-"""Starts containers: Apptainer's command line, and the thread that runs it with a seccomp filter and without keys.
+"""Starts containers. Builds Apptainer's command line and runs it in a thread with a seccomp filter and without keys.
 
 Processes inherit the seccomp filter and the session keyring of the thread that starts them. A separate thread therefore
-installs the filter and gives up its keyring once, before Apptainer runs. Starting a container costs nothing extra, and
-the rest of the process keeps its keys (such as AFS and Kerberos tokens). Apptainer's own ``--security seccomp:`` needs
-libseccomp and kills 32-bit programs.
+installs the filter and gives up its keyring once, before it starts any container. All other threads keep their keys
+(such as AFS and Kerberos tokens). Apptainer's own ``--security seccomp:`` needs libseccomp and kills 32-bit programs.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from megaflow_hpc.host.child import dies_with_parent
 Result = TypeVar("Result")
 
 START_TIMEOUT_S = 60.0
-"""Seconds within which a container must be ready, excluding the time to unpack its image."""
+"""Timeout in seconds for a container to become ready, not counting the time to unpack its image."""
 
 ROOT_MAY = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
-"""Capabilities of uid 0 in a sandbox, valid only in its own namespaces. They are Docker's, so scripts written for
-root work."""
+"""Capabilities of uid 0 in a sandbox, valid only in its own namespaces. Docker grants the same ones, so scripts written
+for root work."""
 
 _SHARED = {
     "max_inotify_instances": "inotify/max_user_instances",
@@ -39,12 +38,12 @@ _SHARED = {
     "max_fanotify_groups": "fanotify/max_user_groups",
     "max_fanotify_marks": "fanotify/max_user_marks",
 }
-"""Limit of a user namespace → the user's limit across all namespaces, as a path below ``/proc/sys/fs``."""
+"""Maps each limit of a user namespace to the user's limit across all namespaces, as a path below ``/proc/sys/fs``."""
 _FRACTION = 8
 _NESTED = {f"max_{kind}_namespaces": 256 for kind in ("user", "mnt", "pid", "ipc", "net", "uts", "cgroup", "time")}
 
 _APPTAINER_ENVIRONMENT = {"GOMAXPROCS": "1", "GOGC": "off"}
-"""Limits threads and turns off garbage collection, since Apptainer runs for only 50 ms."""
+"""Variables that limit Apptainer to one thread and disable its garbage collection, because it runs for only 50 ms."""
 
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_SET_MODE_FILTER, _SPEC_ALLOW = 1, 4
@@ -67,7 +66,7 @@ REFUSED = (
     "perf_event_open",
     "userfaultfd",
 )
-"""System calls that fail with EPERM. ``socket`` with AF_VSOCK fails too, because such addresses belong to the
+"""System calls that fail with EPERM. ``socket`` fails for AF_VSOCK, because vsock addresses belong to the whole
 machine."""
 
 CALLS: dict[str, dict[int, tuple[int, ...]]] = {
@@ -80,7 +79,8 @@ CALLS: dict[str, dict[int, tuple[int, ...]]] = {
         0x40000028: (309, 310, 311, 425, 426, 427, 386, 364, 388, 281),
     },
 }
-"""Machine → audit architecture (linux/audit.h) → system call numbers of :data:`REFUSED` and of ``socket``."""
+"""Maps each machine and audit architecture (linux/audit.h) to the system call numbers of :data:`REFUSED` and
+``socket``."""
 _SYSCALLS = {"x86_64": {"seccomp": 317, "keyctl": 250}, "aarch64": {"seccomp": 277, "keyctl": 219}}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -88,7 +88,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @functools.cache
 def _shared_limits() -> dict[str, int]:
-    """Returns the limits of one sandbox: an eighth of the user's, so that no sandbox exhausts them."""
+    """Returns the limits of one sandbox. Each is an eighth of the user's limit, so that no sandbox can exhaust it."""
     limits: dict[str, int] = {}
     for name, file in _SHARED.items():
         try:
@@ -100,11 +100,11 @@ def _shared_limits() -> dict[str, int]:
 
 
 def namespace_limits(spec: SandboxSpec) -> Mapping[str, int]:
-    """Returns the limits of a sandbox's outermost user namespace, by their name in ``/proc/sys/user``.
+    """Returns the limits of a sandbox's outermost user namespace, by file name in ``/proc/sys/user``.
 
-    In a new user namespace, a process could mount in-memory file systems that no limit counts, and reach kernel code
-    reserved for root. A sandbox therefore gets only the namespaces needed to start it: none for uid 0, and two for
-    another uid (its own and Apptainer's). No process in the sandbox can raise a limit.
+    In a new user namespace, a process could reach kernel code that is otherwise reserved for root. It could also mount
+    in-memory file systems that no limit counts. A sandbox therefore gets only the namespaces needed to start it. Uid 0
+    needs none. Another uid needs two, its own and Apptainer's. No process in the sandbox can raise a limit.
     """
     if spec.nested:
         return {**_shared_limits(), **_NESTED}
@@ -121,7 +121,7 @@ def set_namespace_limits(spec: SandboxSpec) -> str:
 
 
 def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
-    """Returns the argv prefix that starts Apptainer as uid 0 of a user namespace; empty if not applicable.
+    """Returns the argv prefix that starts Apptainer as uid 0 of a user namespace. Empty if the spec has another user.
 
     ``--fakeroot`` has the same effect but keeps a second Apptainer running, which costs 40 ms and 9 MB per sandbox.
     """
@@ -129,7 +129,7 @@ def namespace_root(spec: SandboxSpec) -> tuple[str, ...]:
 
 
 def namespace_user(spec: SandboxSpec) -> tuple[str, ...]:
-    """Returns the argv prefix that starts Apptainer as this user in a user namespace inside a limited one."""
+    """Returns the argv prefix that starts Apptainer as this user, in a user namespace nested inside one with limits."""
     prefix = () if spec.as_root else _outermost(spec)
     return (*prefix, *as_user()) if prefix else ()
 
@@ -141,7 +141,8 @@ def _outermost(spec: SandboxSpec) -> tuple[str, ...]:
 
 
 def as_user() -> tuple[str, ...]:
-    """Returns the argv prefix with which root of a user namespace becomes this user again, in a nested namespace."""
+    """Returns the argv prefix with which root of a user namespace becomes this user again, in a nested user
+    namespace."""
     return (unshare()[0], "--user", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}", "--")
 
 
@@ -150,9 +151,9 @@ def exec_argv(
 ) -> list[str]:
     """Returns the command line of a sandbox's container process.
 
-    ``--no-init`` makes the runner PID 1 of the container, which no process inside can kill. The caller becomes uid 0
-    through :func:`namespace_root`, or through ``--fakeroot`` without subordinate ids, so it owns all files. ``/tmp`` is
-    part of the overlay: it lasts as long as the sandbox, uses no memory and is not limited to 64 MB.
+    ``--no-init`` makes the runner PID 1 of the container, which no process inside can kill. This user becomes uid 0
+    through :func:`namespace_root`, or through ``--fakeroot`` without subordinate ids, and so owns all files. ``/tmp``
+    is part of the overlay, so it lasts as long as the sandbox, uses no memory and is not limited to 64 MB.
     """
     argv = [apptainer, "-q", "exec", "--containall", "--cleanenv", "--no-home", "--no-eval", "--no-init", "--no-privs"]
     argv += ["--no-mount", "tmp,bind-paths", "--pwd", "/"]
@@ -175,12 +176,12 @@ def exec_argv(
 
 
 class Launcher:
-    """A thread without keys that runs functions one at a time.
+    """Calls functions one at a time in a thread without access to the user's keys.
 
-    Processes that it starts with a parent-death signal die with this process, because the thread does.
+    Processes that the thread starts with a parent-death signal die with this process, because the thread does.
 
     Args:
-        filtered: Also apply the seccomp filter to these processes, and give them no privileges from setuid bits.
+        filtered: Also apply the seccomp filter to the thread's processes, and disable setuid bits for them.
     """
 
     def __init__(self, filtered: bool) -> None:
@@ -197,13 +198,13 @@ class Launcher:
         return self._thread.submit(function).result()
 
     def holds_filter(self) -> bool:
-        """Returns whether the filter is installed. ``False`` on unknown architectures and kernels without seccomp
+        """Returns whether the seccomp filter is installed. It is not if the architecture is unknown or the kernel lacks
         filters."""
         return self.call(lambda: self._holds_filter)
 
 
 def launcher(filtered: bool) -> Launcher:
-    """Returns this process's launcher of the given kind; starts it on the first call."""
+    """Returns this process's launcher with or without the seccomp filter. Starts it on the first call."""
     return _launcher(filtered, os.getpid())
 
 
@@ -248,7 +249,7 @@ class Clone:
         self._pidfd = pidfd
 
     def poll(self) -> int | None:
-        """Returns ``None`` while the process runs."""
+        """Returns ``None`` while the process runs, and 0 once it has exited."""
         if self._pidfd >= 0:
             poller = select.poll()
             poller.register(self._pidfd, select.POLLIN)
@@ -273,7 +274,7 @@ def _leave_keys() -> None:
 
 
 def program(machine: str) -> bytes:
-    """Returns the filter as classic BPF (linux/filter.h); empty for unknown architectures."""
+    """Returns the seccomp filter as classic BPF (linux/filter.h). Empty for unknown architectures."""
     load, equal, mask, answer = 0x20, 0x15, 0x54, 0x06
     refuse, allow = 0x00050000, 0x7FFF0000
 
@@ -300,7 +301,7 @@ def program(machine: str) -> bytes:
 
 
 def _install(steps: bytes) -> bool:
-    """Installs the filter for this thread and the processes it starts. Returns ``False`` if the kernel refuses."""
+    """Installs the filter for this thread and the processes it starts. Returns ``False`` if the kernel refuses it."""
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))

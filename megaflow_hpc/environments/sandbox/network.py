@@ -5,14 +5,14 @@ address there, others can be connected to a program there. Nothing is added to t
 the namespace has no other way out. The helper enters the namespace in one of two ways:
 
 =======  ======================================================  ==============================================
-way      how                                                     where
+way      method                                                  used if
 =======  ======================================================  ==============================================
 nsenter  it enters the container's namespaces from outside       user namespaces work (setuid Apptainer or not)
 helper   it runs as a command of the sandbox, and passes the     only root can start containers: namespaces are
          descriptor over a Unix socket in the control directory  root's, and no other user may enter them
 =======  ======================================================  ==============================================
 
-The second way needs no Python in the image (:mod:`.helper_python`).
+The second way does not need Python in the image (:mod:`.helper_python`).
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _FROM_WITHIN = (
 
 
 def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
-    """Returns the way to use on this node. If neither works, returns an empty string and the reason.
+    """Returns how a helper can listen on this node, or the reason why it cannot. The other string is empty.
 
     Args:
-        no_namespaces: Why user namespaces are unavailable; empty if they are available.
+        no_namespaces: Reason why user namespaces are unavailable. Empty if they are available.
     """
     if is_without("nsenter"):
         not_from_outside = f"{WITHOUT_VARIABLE} names nsenter"

@@ -1,8 +1,8 @@
-"""Tests what this node's Apptainer, kernel and scratch can do.
+"""Tests the capabilities of this node's Apptainer, kernel and scratch.
 
-The probe starts a container of the host's own ``/usr`` with every option that sandboxes use. Only if that fails does it
-try each option alone. It takes about a third of a second. The result is cached per node in ``SCRATCH/site.json`` until
-the node reboots or Apptainer changes.
+The probe starts a container from the host's own ``/usr`` with every option that sandboxes use. Only if that fails does
+it try each option alone. It takes about a third of a second. The result is cached per node in ``SCRATCH/site.json``
+until the node reboots or Apptainer changes.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ from megaflow_hpc.host.process import boot_id, node_name
 
 FORMAT = 6
 PROBE_S = 20.0
-"""Seconds within which a container of the probe must finish."""
+"""Timeout in seconds for each container of the probe."""
 
 OverlayBy = Literal["kernel", "fuse-overlayfs", ""]
 
 
 @dataclass(frozen=True)
 class Site:
-    """Capabilities of a node. Fields that explain why something is impossible are empty if it is possible."""
+    """Capabilities of a node. A field that holds a reason is empty if the capability is available."""
 
     apptainer: str
     version: str
     setuid: bool
     """True if a setuid program starts containers. Otherwise Apptainer uses user namespaces."""
     container: str
-    """Why containers cannot start at all."""
+    """Reason why no container can start."""
     overlay: str
-    """Why this scratch cannot hold the writable layer of an overlay. If set, sandboxes are copies of their images."""
+    """Reason why scratch cannot hold the writable layer of an overlay. If set, sandboxes are copies of their images."""
     overlay_by: OverlayBy
     copy: str
-    """Why a sandbox cannot be a copy of its image. Tested only if overlays are unavailable."""
+    """Reason why a sandbox cannot be a copy of its image. Tested only if overlays are unavailable."""
     private_network: str
-    """Why network ``none`` is unavailable."""
+    """Reason why network ``none`` is unavailable."""
     gateway: str
-    """Why network ``gateway`` is unavailable."""
+    """Reason why network ``gateway`` is unavailable."""
     gateway_by: Way
-    """How a listener gets into a private network (network.py)."""
+    """Way in which a helper creates a listener in a private network (network.py)."""
     user_namespaces: str
     kernel: str
     processes: str
-    """Why the kernel cannot limit the number of processes."""
+    """Reason why the kernel cannot limit the number of processes."""
     calls: str
-    """Why system calls of sandboxes cannot be filtered (launcher.py)."""
+    """Reason why system calls of sandboxes cannot be filtered (launcher.py)."""
 
     def refuses(self, network: str) -> str:
-        """Returns why a sandbox with this network cannot start here, or an empty string if it can."""
+        """Returns why a sandbox with a network mode cannot start on this node, or an empty string if it can."""
         if self.container:
             return f"containers do not start: {self.container}"
         if self.overlay and self.copy:
@@ -80,7 +80,7 @@ class Site:
 
 
 def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
-    """Tests the capabilities of the node. Leaves nothing behind.
+    """Tests the capabilities of this node. Removes all files and containers of the test.
 
     Args:
         scratch: Directory of writable layers.
@@ -128,7 +128,7 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
 
 
 def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
-    """Returns the cached result of :func:`probe`, which runs once per node and boot."""
+    """Returns the cached result of :func:`probe`. The probe runs once per node and boot."""
     apptainer = apptainer or find_apptainer()
     cache = Path(scratch) / "site.json"
     stamp = _stamp(apptainer)
@@ -144,13 +144,13 @@ def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Sit
 
 
 def require(networks: Iterable[str], scratch: str | os.PathLike[str], provided: bool = False) -> None:
-    """Rejects a campaign before anything is queued if its sandboxes cannot start at this site.
+    """Checks that a campaign's sandboxes can start at this site, before anything is queued.
 
     Args:
-        provided: True if Apptainer may be missing here, because the jobs' ``setup`` provides it.
+        provided: True if Apptainer may be missing on this machine, because the jobs' ``setup`` provides it.
 
     Raises:
-        SiteError: Names the network, the reason and the remedy.
+        SiteError: A sandbox cannot start. The message gives the network, the reason and the remedy.
     """
     try:
         apptainer = find_apptainer()
@@ -216,7 +216,8 @@ def _unfiltered(namespaces: str) -> str:
 
 
 def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
-    """Returns why each of these fails: a container, an overlay on scratch, a copy of the image, a private network."""
+    """Tests a container, an overlay on scratch, a copy of the image and a private network. Returns why each of them
+    fails."""
     root = Path(where, "root")
     binds = _host_image(root)
     control = Path(where, "control")
@@ -249,7 +250,7 @@ def _try_containers(apptainer: str, where: str) -> tuple[str, str, str, str]:
 
 
 def _host_image(root: Path) -> list[str]:
-    """Creates an image of empty directories. Returns the binds that put the host's programs into it."""
+    """Creates an image of empty directories. Returns the binds that add the host's programs to it."""
     for name in ("dev", "proc", "sys", "tmp", "etc", "root", ".megaflow"):
         (root / name).mkdir(parents=True)
     for name in ("passwd", "group", "hosts", "resolv.conf"):

@@ -12,7 +12,8 @@ from megaflow_hpc.host.apptainer import CONTROL_DIR
 from megaflow_hpc.host.process import Identity, argv, descendants, environment, group, session
 
 NPROC_KERNEL = (5, 14)
-"""First Linux version in which RLIMIT_NPROC applies per user namespace. Earlier ones count all of the user's."""
+"""First Linux version in which RLIMIT_NPROC applies per user namespace. Earlier versions count all processes of the
+user."""
 
 _RUNNER = f"{CONTROL_DIR}/runner".encode()
 
@@ -24,7 +25,7 @@ def kernel_version() -> tuple[int, int]:
 
 
 def namespace_init(pid: int) -> int | None:
-    """Returns PID 1 of the container that ``pid`` runs, or ``None`` if it is not found."""
+    """Returns the host PID of PID 1 in the container that ``pid`` runs, or ``None`` if it is not found."""
     for child in descendants(pid):
         try:
             with open(f"/proc/{child}/status", "rb") as file:
@@ -51,7 +52,7 @@ def limit_processes(init: int, count: int) -> bool:
 
 
 def stop_all(init: int) -> list[Identity]:
-    """Stops all processes of a container except PID 1. Returns them for :func:`continue_all`."""
+    """Stops all processes of a container except PID 1 with SIGSTOP. Returns them for :func:`continue_all`."""
     stopped: list[Identity] = []
     for _ in range(50):
         seen = {identity.pid for identity in stopped}
@@ -76,7 +77,8 @@ def kill_marked(init: int, marker: bytes, rounds: int = 50) -> int:
     """Kills the processes below ``init`` whose environment contains ``marker``, with their process groups and sessions.
 
     A daemon keeps its initial environment, so it is found too. A process that cleared its environment survives until
-    all processes of the sandbox are killed. Because processes may fork meanwhile, this repeats until none is left.
+    all processes of the sandbox are killed. Processes may fork meanwhile, so the search is repeated until it finds no
+    process, at most ``rounds`` times.
 
     Returns:
         The number of processes killed.

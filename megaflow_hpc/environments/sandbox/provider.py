@@ -1,4 +1,4 @@
-"""Starts sandboxes on this node, from images in the node's cache, in directories that the janitor can find.
+"""Starts sandboxes on this node from images in the node's cache. The janitor can find their directories.
 
 ::
 
@@ -36,7 +36,7 @@ from megaflow_hpc.host.process import Identity
 
 
 class ApptainerProvider:
-    """The sandboxes of one process on one node. All of them end with :meth:`close`, or with the process.
+    """Starts the sandboxes of one process on one node. All of them end with :meth:`close`, or with the process.
 
     Args:
         scratch: Local directory for writable layers. Default: :func:`default_scratch`.
@@ -78,11 +78,11 @@ class ApptainerProvider:
     async def start(
         self, spec: SandboxSpec, snapshot: Snapshot | None = None, *, rootfs: Rootfs | None = None
     ) -> ApptainerSandbox:
-        """Starts a sandbox. Returns it as an async context manager with a ``stop()`` method.
+        """Starts a sandbox. Use the result as an async context manager, or call its ``stop()``.
 
         Args:
             snapshot: Files to start with, from :meth:`ApptainerSandbox.snapshot`. Several sandboxes may share one.
-            rootfs: The image's root file system. Default: the one from the node's cache.
+            rootfs: The image's root file system. Default: taken from the node's cache.
 
         Raises:
             ConfigError: The spec is invalid.
@@ -118,7 +118,7 @@ class ApptainerProvider:
         return sandbox
 
     def _listens_by_helper(self) -> bool:
-        """Returns whether listening sockets must be bound by a command of the sandbox (network.py)."""
+        """Returns whether a command of the sandbox must bind listening sockets (network.py)."""
         way, _ = how_to_listen("" if unshare() or os.geteuid() == 0 else "no user namespaces")
         return way == "helper"
 
@@ -126,7 +126,7 @@ class ApptainerProvider:
         return helper_python.prepare(self.scratch)
 
     async def terminal(self, sandbox: ApptainerSandbox, env: Mapping[str, str]) -> Terminal:
-        """Starts a shell on a pseudo-terminal in a sandbox; see :func:`~.commands.terminal.open_terminal`."""
+        """Starts a shell on a pseudo-terminal in a sandbox. See :func:`~.commands.terminal.open_terminal`."""
         interpreter = await asyncio.to_thread(self._helper_python)
         return await open_terminal(sandbox.exec, await sandbox.control(), interpreter, env)
 
@@ -150,13 +150,13 @@ class ApptainerProvider:
     def prefetch(self, images: Sequence[str]) -> None:
         """Unpacks ``images`` in the background, in this order. Replaces earlier requests and returns immediately.
 
-        Errors are reported when a sandbox of the image is started.
+        If an image cannot be unpacked, starting a sandbox from it reports the error.
         """
         if not self._closed:
             self._prefetcher.order(images)
 
     async def close(self) -> None:
-        """Stops all running sandboxes. Idempotent."""
+        """Stops all running sandboxes and refuses new ones. Idempotent."""
         self._closed = True
         await asyncio.to_thread(self._prefetcher.close)
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes)), return_exceptions=True)

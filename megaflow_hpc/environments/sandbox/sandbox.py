@@ -1,7 +1,7 @@
 """A sandbox: a writable layer on scratch over a read-only image, and the container that runs in it.
 
 ``kill_processes``, ``restart`` and ``reset`` replace the container, so no process survives, not even the runner. The
-first two keep the layer; ``reset`` empties it. After ``end_processes``, the next command starts a new container.
+first two keep the layer, and ``reset`` empties it. After ``end_processes``, the next command starts a new container.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from megaflow_hpc.host.tar import Budget
 from megaflow_hpc.types import ExecResult
 
 OUTPUT_LIMIT = 512 * 1024
-"""Number of bytes kept of each output stream of a command: the first half and the last half."""
+"""Maximum number of bytes kept of each output stream of a command: the first half and the last half."""
 
 READ_LIMIT = 1 << 20
 """Default maximum number of bytes that :meth:`ApptainerSandbox.read` returns."""
 
 
 class ApptainerSandbox:
-    """A running sandbox; see :class:`megaflow_hpc.types.Sandbox`.
+    """A running sandbox. Implements :class:`megaflow_hpc.types.Sandbox`.
 
-    Created by :meth:`ApptainerProvider.start` and bound to the event loop of that call.
+    :meth:`ApptainerProvider.start` creates it. It belongs to the event loop of that call.
 
     Args:
         on_stop: Called once the sandbox has stopped.
         layer_in_memory: True if the writable layer counts as memory.
-        interpreter: Prepares the Python of a helper that binds listening sockets. If ``None``, they are bound from
-            outside.
+        interpreter: Prepares the Python of a helper that binds listening sockets. If ``None``, a process outside the
+            sandbox binds them.
     """
 
     def __init__(
@@ -67,16 +67,17 @@ class ApptainerSandbox:
         self._on_stop = on_stop
         self._stopped = False
         self._at_rest = False
-        """True if no container is running because :meth:`end_processes` ended it. The next command starts one."""
+        """True if no container is running because :meth:`end_processes` ended it. The next command starts a new one."""
         self._changing = asyncio.Lock()
         self._uploads = 0
         self.breaches: list[Breach] = []
-        """Limits that were exceeded since the start, in order."""
+        """Limits that the sandbox has exceeded since the start, in order."""
         self._final_breach: Breach | None = None
         self._watchdog = watchdog
         self._watch = SandboxWatch(spec, directory.layer.path, self._on_breach, layer_in_memory=layer_in_memory)
         self.consumption = self._watch.consumption
-        """Returns the resources that all its containers have used since the start. Works after :meth:`stop` too."""
+        """Returns the resources that all containers of the sandbox have used since the start. Also works after
+        :meth:`stop`."""
         self._interpreter = interpreter
         self._leave_services: Callable[[], None] = lambda: None
         self._loop = asyncio.get_running_loop()
@@ -97,7 +98,7 @@ class ApptainerSandbox:
 
     @property
     def pid(self) -> int | None:
-        """Host PID of the container's first process."""
+        """Host PID of the container's first process. ``None`` if no container is running."""
         init = self._dir.container.init if self._dir.container else None
         return init.pid if init else None
 
@@ -142,19 +143,19 @@ class ApptainerSandbox:
         self._leave_services()
         await self._dir.drop(self._watch)
 
-    def _on_breach(self, breach: Breach, number: int | None, whole: bool) -> None:
+    def _on_breach(self, breach: Breach, number: int | None, ends_container: bool) -> None:
         """Passes a breach from the watchdog's thread to the event loop, before the loop notices that a process was
         killed."""
         with suppress(RuntimeError):  # the loop and the sandbox have ended
-            self._loop.call_soon_threadsafe(self._breached, self._dir.container, breach, number, whole)
+            self._loop.call_soon_threadsafe(self._breached, self._dir.container, breach, number, ends_container)
 
-    def _breached(self, container: Container | None, breach: Breach, number: int | None, whole: bool) -> None:
+    def _breached(self, container: Container | None, breach: Breach, number: int | None, ends_container: bool) -> None:
         self.breaches.append(breach)
         if breach.final:
             self._final_breach = breach
         if container is not None and number is not None:
             container.commands.mark_breached(number, str(breach))
-        elif container is not None and whole:
+        elif container is not None and ends_container:
             container.mark_breached(str(breach))
 
     async def kill_processes(self) -> None:
@@ -176,7 +177,7 @@ class ApptainerSandbox:
         """Kills all processes and starts a fresh container.
 
         Args:
-            spec: New user, network or binds. The image stays the same.
+            spec: New user, network or binds. The image stays the same. ``None`` keeps the current spec.
             change: Called while no container is running, with the host paths of the writable layer and the image. The
                 host may change the layer only then.
         """
@@ -230,8 +231,8 @@ class ApptainerSandbox:
     async def finish(self, target: str | os.PathLike[str]) -> None:
         """Stops the sandbox and moves its changes to ``target`` on the same file system.
 
-        ``target`` gets the form of an overlay's upper directory. If sandboxes are copies, files mark the deletions in
-        it.
+        ``target`` gets the form of an overlay's upper directory. If sandboxes are copies of their images, files in it
+        mark deletions.
         """
         async with self._changing:
             await self._end(None)
@@ -245,7 +246,7 @@ class ApptainerSandbox:
         self._watch.renew()
 
     async def _running(self) -> Container:
-        """Returns the container, or a fresh one on the same layer if a command killed all processes."""
+        """Returns the container. Starts a new one on the same layer if a command killed all processes."""
         container = self._dir.container
         if self._final_breach is not None:
             raise LimitError(f"the sandbox has ended: {self._final_breach}")
@@ -285,7 +286,9 @@ class ApptainerSandbox:
         output_limit: int = OUTPUT_LIMIT,
         on_output: Callable[[bytes], bool] | None = None,
     ) -> ExecResult:
-        """Runs a command and waits until it ends. Strings run through ``/bin/sh -c``; sequences are executed directly.
+        """Runs a command and waits until it ends.
+
+        A string runs through ``/bin/sh -c``. A sequence is executed directly.
 
         Args:
             timeout_s: Seconds after which all processes of the command are killed. The result then has exit code 124
@@ -293,7 +296,7 @@ class ApptainerSandbox:
             cwd: Directory to start in, relative to the sandbox's workdir. If it does not exist, the exit code is 126.
             env: Environment variables added for this command.
             user_input: Standard input of the command. Default: ``/dev/null``.
-            output_limit: Number of bytes kept of each stream: the first half and the last half.
+            output_limit: Maximum number of bytes kept of each stream: the first half and the last half.
             on_output: See :meth:`.CommandDispatcher.run`.
 
         Raises:
@@ -336,10 +339,10 @@ class ApptainerSandbox:
         )
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """Returns a socket that listens on 127.0.0.1:``port`` in the sandbox (0: any free port). The caller closes it.
+        """Returns a socket that listens on 127.0.0.1:``port`` in the sandbox (0: any free port).
 
-        For network ``gateway``, which gives the sandbox no other connection. The socket is valid until the next
-        ``kill_processes`` or ``reset``, which create a new network namespace.
+        The caller must close the socket. It is valid until the next ``kill_processes`` or ``reset``, both of which
+        create a new network namespace. Requires network ``gateway``, which gives the sandbox no other connection.
         """
         if self.spec.network != "gateway":
             raise SandboxError(f"network {self.spec.network!r} has no listener; only 'gateway' has")
@@ -427,11 +430,12 @@ class ApptainerSandbox:
     async def download(self, source: str, target: str, budget: Budget | None = None) -> None:
         """Copies a file or a directory's contents out of the sandbox.
 
-        Copies only regular files, directories and symlinks that stay inside ``target`` (for the rules see
-        host/tar.py). Directories need ``tar`` in the image. Existing files and symlinks at ``target`` are replaced.
+        Copies only regular files, directories and symlinks that stay inside ``target`` (see host/tar.py for the rules).
+        Directories need ``tar`` in the image. Existing files and symlinks at ``target`` are replaced.
 
         Args:
-            budget: Bytes and files that may still be written; the copy reduces it. Default: :meth:`download_budget`.
+            budget: Bytes and files that may still be written. The download subtracts from it. Default:
+                :meth:`download_budget`.
 
         Raises:
             SetupError: ``source`` does not exist or exceeds ``budget``, or the sandbox's programs sent an invalid

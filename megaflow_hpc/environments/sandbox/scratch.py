@@ -1,8 +1,8 @@
-"""This node's scratch directory: its place, its kind of storage, this user's directories in it, and the janitor.
+"""Finds this node's scratch directory, creates the user's directories in it, and cleans up after killed processes.
 
 The janitor cleans up after killed owners of sandboxes: it kills their containers' processes and removes their scratch
-directories. In nearly all cases the kernel has already killed the processes. The janitor never touches a directory of a
-living owner.
+directories. The kernel has usually killed the processes already. The janitor never touches a directory of a living
+owner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NETWORK |= {"orangefs", "pvfs2", "glusterfs", "wekafs", "virtiofs"}
 
 
 def default_scratch() -> Path:
-    """Returns a private directory of this user on local scratch (:func:`scratch_base`), creating it if necessary.
+    """Returns this user's private directory on local scratch (:func:`scratch_base`). Creates it if it is missing.
 
     Raises:
         SiteError: The directory cannot be created.
@@ -48,8 +48,8 @@ def scratch_directories() -> list[Path]:
 
 
 def workplace(scratch: Path, name: str) -> Path:
-    """Creates a directory for this process on scratch. The caller removes it, or the janitor if the process is
-    killed."""
+    """Creates a directory for this process on scratch. The caller must remove it. If the process is killed, the janitor
+    removes it."""
     identity = Identity.of(os.getpid())
     assert identity is not None
     own = private_directory(private_directory(private_directory(scratch) / "owners") / str(identity))
@@ -83,8 +83,8 @@ def scratch_base(environ: Mapping[str, str] | None = None, mountinfo: str | None
     """Returns the base directory of writable layers, and a warning if it is not the one the user asked for.
 
     Candidates are ``MEGAFLOW_SCRATCH``, ``SLURM_TMPDIR``, ``TMPDIR``, ``/tmp`` and ``/dev/shm``. ``/dev/shm`` comes
-    last, because its files count as memory of the job. The first directory that is not on a network file system is
-    chosen, because those cannot hold an overlay's upper directory. If all are on network file systems, the first is
+    last, because its files count as memory of the job. The first directory on a local file system is chosen, because
+    network file systems cannot hold an overlay's upper directory. If all are on network file systems, the first is
     used, and sandboxes are copies of their images.
     """
     environ = os.environ if environ is None else environ
@@ -174,7 +174,7 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def _end(sandbox: Path) -> int:
-    """Kills the container of a sandbox's directory. Returns the number of its processes."""
+    """Kills the container that uses a sandbox's directory. Returns the number of processes killed."""
     try:
         identity = Identity.parse((sandbox / "owner").read_text(errors="replace").strip())
     except OSError:

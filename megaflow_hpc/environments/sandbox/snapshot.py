@@ -8,8 +8,8 @@
 
 A whiteout is a character device 0/0, which Linux lets any user create. An opaque directory has an extended attribute
 ``user.overlay``. ``cp -a`` copies both. If possible it runs as uid 0 of a user namespace, so that it can read the
-owner's files regardless of their modes. It shares blocks if the file system supports that. In a sandbox without an
-overlay, files mark deletions (copies.py). They become whiteouts if an overlay uses the snapshot.
+owner's files regardless of their modes. It shares blocks if the file system supports reflinks. In a sandbox without an
+overlay, files mark deletions (copies.py). These files become whiteouts if an overlay uses the snapshot.
 
 GNU tar packs a layer into one file for storage. It supports devices, symlinks, sparse files and extended attributes.
 """
@@ -44,9 +44,9 @@ class Snapshot:
     path: str
     image: str
     marks: str = ""
-    """Name prefix of files that mark deletions; empty if deletions are marked by whiteouts."""
+    """Name prefix of files that mark deletions. Empty if deletions are marked by whiteouts."""
     offset: int = -1
-    """Byte offset of the packed layer in the file ``path``; -1 if ``path`` is a directory."""
+    """Byte offset of the packed layer in the file ``path``. -1 if ``path`` is a directory."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Snapshot:
@@ -112,7 +112,7 @@ def pack(snapshot: Snapshot, write: Callable[[bytes], object], limit: int) -> No
     """Packs the layer of a snapshot into an archive of at most ``limit`` bytes and passes it to ``write`` in chunks.
 
     Raises:
-        SandboxError: The layer is larger, or cannot be packed.
+        SandboxError: The archive exceeds ``limit``, or the layer cannot be packed.
     """
     upper = Path(snapshot.path, "upper")
     words = _as_root(["tar", "--create", "--file=-", f"--directory={upper}", "--format=posix", "--sparse", *_TAR, "."])

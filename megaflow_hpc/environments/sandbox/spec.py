@@ -1,4 +1,4 @@
-"""Describes a sandbox (the input of :meth:`ApptainerProvider.start`), and lists features that can be disabled."""
+"""Defines the specification of a sandbox, and the features that can be disabled."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SandboxSpec:
     workdir: str | None = None
     """Directory in which commands start. Created if it is missing. Default: ``/``."""
     user: str | None = None
-    """``None``, ``root`` and ``0`` mean uid 0 of a user namespace; any other name means an ordinary uid."""
+    """``None``, ``root`` and ``0`` mean uid 0 of a user namespace. Any other name means an ordinary uid."""
     binds: tuple[str, ...] = ()
     """``SRC:DEST[:ro]``, in Apptainer's syntax."""
     network: Network = "none"
@@ -86,7 +86,7 @@ class SandboxSpec:
         check_variables(self.env)
 
     def parsed_binds(self) -> list[Bind]:
-        """Returns ``binds`` in parsed form."""
+        """Parses ``binds``. The target of a bind defaults to its source path."""
         parsed = []
         for bind in self.binds:
             source, _, rest = bind.partition(":")

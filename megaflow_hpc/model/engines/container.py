@@ -34,7 +34,7 @@ PYTHON = "python3"
 """Default interpreter in the image, if ``model.python`` is not set."""
 HOME, UNPACKED = "home", "image"
 FUSE = "/dev/fuse"
-"""Without this device, unprivileged users cannot mount a SIF file, and each start has to unpack it."""
+"""The FUSE device. Without it, unprivileged users cannot mount a SIF file, so each start has to unpack it."""
 
 
 def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iterable[Path] = ()) -> Launch:
@@ -52,7 +52,7 @@ def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iter
     image = Path(str(model["image"]))
     if not image.exists():
         raise ConfigError(
-            f"model.image: {image} does not exist on this node; make it with apptainer build, on a shared disk"
+            f"model.image: {image} does not exist on this node; create it with apptainer build, on a shared file system"
         )
     try:
         runtime = find_apptainer()

@@ -1,4 +1,4 @@
-"""Extracts from an engine's log why the engine ended, as one line for ``status``."""
+"""Extracts the reason why an engine ended from its log, as one line for ``status``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CAUSES: tuple[tuple[str, str, bool], ...] = (
      "the model cannot be found", True),
     (r"SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|not initialized from checkpoint",
      "its weights cannot be read", True),
-    (r"^error: wrong script: ", "its script cannot be used", True),
+    (r"^error: invalid script: ", "its script cannot be used", True),
     (r"^FATAL:", "its image cannot be started", False),
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit", True),
 )  # fmt: skip
-"""(pattern of a log line, cause, True if another start would fail for the same cause). The first match applies."""
+"""Tuples of (pattern of a log line, cause, True if another start would fail too). The first match applies."""
 LASTING = (KEY, REFUSED, *(cause for _, cause, lasting in CAUSES if lasting))
-"""Causes that another start would not fix."""
+"""Causes that a restart would not fix."""
 REJECTED = (
     r"^exit code \d+: \S*\b(ValueError|TypeError|KeyError|AttributeError|NameError|ImportError|NotImplementedError"
     r"|ValidationError|SyntaxError)\b: "
@@ -44,38 +44,39 @@ FOLLOWS = r"EngineDeadError|Engine core initialization failed|See (stack trace|r
 """Matches errors that only point to another error."""
 
 IGNORED = r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b|^slurmstepd-\S+: error: \*\*\* STEP|^srun: launch"
-"""Matches lines that name no cause: messages of a running engine, and of a job step ended by the exit of one of its
-tasks."""
+"""Matches log lines that never name a cause. They come from a running engine, or from a job step that ended because one
+of its tasks exited."""
 
 
 def cause(log_tail: str, exit_code: int | None) -> str:
-    """Returns why an engine ended, in one line: a known cause with its log line, or else the last error line.
+    """Returns the reason why an engine ended, in one line: a known cause with its log line, or else the last error
+    line.
 
     Args:
         log_tail: The end of the engine's log, from its latest start on.
-        exit_code: Exit code of the engine's process; ``None`` if it has no process.
+        exit_code: Exit code of the engine's process, or ``None`` if it has no process.
     """
     lines = [x.strip() for x in log_tail.splitlines() if x.strip() and not re.search(IGNORED, x)]
     for pattern, meaning, _ in CAUSES:
         for number in reversed(range(len(lines))):
             if re.search(pattern, lines[number]):
-                return f"{meaning}: {_whole(lines, number)}"
+                return f"{meaning}: {_complete_message(lines, number)}"
     errors = [n for n, x in enumerate(lines) if re.search(ERROR, x) and not re.search(FOLLOWS, x)]
-    last = _whole(lines, errors[-1] if errors else len(lines) - 1) if lines else "it printed nothing"
+    last = _complete_message(lines, errors[-1] if errors else len(lines) - 1) if lines else "it printed nothing"
     return f"exit code {exit_code}: {last}" if exit_code is not None else last
 
 
-def _whole(lines: list[str], number: int) -> str:
+def _complete_message(lines: list[str], number: int) -> str:
     """Returns a complete error message. Joins following lines if the first ends with a colon or is a pydantic error."""
-    text = _plain(lines[number])
+    text = _without_prefix(lines[number])
     if not re.search(r":$|\d validation errors? for \w+$", text):
         return text
     for line in lines[number + 1 : number + 4]:
-        more = _plain(line).strip()
-        if re.search(rf"{ERROR}|{NEXT}", more):
+        following = _without_prefix(line).strip()
+        if re.search(rf"{ERROR}|{NEXT}", following):
             break
-        text = f"{text} {more}"
-    return _short(text)
+        text = f"{text} {following}"
+    return _shortened(text)
 
 
 def lasting(cause: str) -> bool:
@@ -83,11 +84,11 @@ def lasting(cause: str) -> bool:
     return any(meaning in cause for meaning in LASTING) or re.match(REJECTED, cause) is not None
 
 
-def _plain(line: str) -> str:
-    """Strips the prefix from a log line."""
-    return _short(re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line))
+def _without_prefix(line: str) -> str:
+    """Strips the process name, level and time from a log line."""
+    return _shortened(re.sub(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ (\[[^]]*\]\s*)?)?", "", line))
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     """Shortens a long text to its beginning and end, either of which may name the cause."""
     return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]} … {text[-MAX_LENGTH // 2 :]}"

@@ -7,19 +7,20 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Launch:
-    """How an engine is started and reached. An external engine is already running, so it has no ``command``."""
+    """Command, environment and address of an engine. An external engine is already running, so it has no
+    ``command``."""
 
     command: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables added to the server's own environment."""
     uds: str | None = None
-    """Path of the engine's Unix socket; ``None`` if it listens at ``base_url``."""
+    """Path of the engine's Unix socket, or ``None`` if it listens at ``base_url``."""
     base_url: str = ""
     """Root URL, without ``/v1``."""
     api_url: str = ""
     """Base URL of an external endpoint's API, before ``/chat/completions``. If empty, ``base_url/v1`` is used."""
     key: str = field(default="", repr=False)
-    """Bearer token that the engine requires; empty if none."""
+    """Bearer token that the engine requires. Empty if it requires none."""
     model_name: str = ""
     """Name under which the engine serves the model."""
     protocol: str = "text"
@@ -29,7 +30,7 @@ class Launch:
     metrics: bool = False
     """True if ``/metrics`` reports the number of waiting requests."""
     slots: int = 0
-    """Requests that the engine processes concurrently; 0 if unknown."""
+    """Maximum number of requests that the engine processes concurrently, or 0 if unknown."""
     start_timeout_s: float = 900.0
     """Maximum seconds from the start to the first completion. Large models take minutes to load."""
 

@@ -1,10 +1,10 @@
-"""Parent process of an engine's processes. Stops all of them on a signal or when its own parent exits.
+"""The parent of an engine's processes, which stops them all on a signal or when its own parent exits.
 
 ``python -m megaflow_hpc.model.engines.lifeline COMMAND…`` starts the command in a new session and waits for it.
 End-of-file on standard input (the server died), SIGTERM, SIGINT or SIGHUP stop it. The lifeline then sends SIGTERM to
-the session, and after :data:`GRACE_S` SIGKILL to all remaining processes. These include processes in other sessions,
-because the lifeline is a subreaper and inherits orphans. The exit code is the command's, or 128+n for signal n. The
-command's standard input is closed first, so that lifelines on other nodes, started by ``srun``, stop too.
+the session. After :data:`GRACE_S` seconds, it sends SIGKILL to all remaining processes. These include processes in
+other sessions, because the lifeline is a subreaper and inherits orphans. The exit code is the command's, or 128+n for
+signal n. The command's standard input is closed first, so that lifelines on other nodes, started by ``srun``, stop too.
 
 Engines pass tensors through files in ``/dev/shm``, which outlive killed processes and occupy the node's memory. The
 lifeline removes the files that any of its processes had mapped.

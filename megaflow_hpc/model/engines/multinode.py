@@ -6,7 +6,7 @@
                                 └─ node k:     lifeline ── engine --node-rank k --headless
 
 The server runs on the first node, so its proxy reaches the engine's Unix socket as usual. Each part watches the step's
-standard input: end-of-file stops all parts, however the server ended. The exit of one part ends the step. ``srun``
+standard input: end-of-file stops all parts, even if the server was killed. The exit of one part ends the step. ``srun``
 starts ``python -m megaflow_hpc.model.engines.multinode PRIVATE COMMAND…`` on each node. The command names the server's
 private directory, so the other nodes create a directory of the same name.
 """

@@ -17,7 +17,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines.adapters import interpreter, options_of
 
 MODULES = {"vllm": "vllm", "sglang": "sglang", "transformers": "transformers"}
-"""Engine that loads models itself → its Python module."""
+"""Maps each engine that loads models itself to its Python module."""
 CONFIGS = ("config.json", "params.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json", "spiece.model")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -41,7 +41,7 @@ def cached_models() -> list[str]:
 
 
 def _snapshot(name: str) -> Path | None:
-    """Returns the snapshot directory of a cached model's latest revision; ``None`` if it has no config file."""
+    """Returns the snapshot directory of a cached model's latest revision, or ``None`` if it has no config file."""
     repository = hub_cache() / f"models--{name.replace('/', '--')}"
     try:
         revision = (repository / "refs" / "main").read_text().strip()
@@ -56,7 +56,8 @@ def _has_config(directory: Path) -> bool:
 
 
 def why_not_loaded(model: Mapping[str, Any]) -> str:
-    """Returns why the ``path`` of a ``model:`` section cannot be loaded offline, and how to fix it; empty if it can."""
+    """Explains why the ``path`` of a ``model:`` section cannot be loaded offline, and how to fix it. Returns an empty
+    string if it can be loaded."""
     path, args = str(model.get("path") or ""), options_of(model)
     if model.get("engine") not in MODULES or not path:
         return ""
@@ -80,7 +81,7 @@ def why_not_loaded(model: Mapping[str, Any]) -> str:
 
 
 def weights_of(model: Mapping[str, Any]) -> Path | None:
-    """Returns the directory with the safetensors files that the engine will load; ``None`` if unknown."""
+    """Returns the directory with the safetensors files that the engine will load, or ``None`` if it is unknown."""
     path = str(model.get("path") or "")
     if model.get("engine") not in MODULES or not path or "load-format" in options_of(model):
         return None
@@ -89,7 +90,8 @@ def weights_of(model: Mapping[str, Any]) -> Path | None:
 
 
 def _directory(path: str) -> Path | None:
-    """Resolves a ``path``, which may be a name in the cache, to a file or directory; ``None`` if it is missing."""
+    """Resolves a ``path``, which may be a name in the cache, to a file or directory. Returns ``None`` if it is
+    missing."""
     if os.path.exists(path):
         return Path(path)
     return _snapshot(path) if "/" in path and not os.path.isabs(path) else None
@@ -100,7 +102,8 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def why_no_engine(model: Mapping[str, Any]) -> str:
-    """Returns why the interpreter of a ``model:`` section cannot start its engine, and how to fix it; empty if it can.
+    """Explains why the interpreter of a ``model:`` section cannot start its engine, and how to fix it. Returns an empty
+    string if it can.
 
     Engines in images are not checked.
     """

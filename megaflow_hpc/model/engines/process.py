@@ -26,19 +26,21 @@ from megaflow_hpc.model.engines.launch import Launch
 WARM_UP_TOKENS = 3
 """Length of the first completion in tokens. With a single token, the engine would compile prefill but not decode."""
 LOG_TAIL_BYTES = 200_000
-"""Bytes at the end of the engine's log searched for a cause. Large, because the first error may cause many others."""
+"""Bytes at the end of the engine's log searched for a cause. It is large because the first error may cause many
+more."""
 END_TIMEOUT_S = 20.0
 """Seconds that the lifeline gets to stop the engine before it is killed."""
 NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")
 """Prefixes of environment variables withheld from engines: MPI's, and binds added by a site's Apptainer module."""
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
-"""Initial and maximum seconds between retries if an external endpoint is unavailable. Each pause doubles."""
+"""Initial and maximum seconds between retries if an external endpoint is unavailable. The pause doubles each time."""
 TEMPORARY = frozenset({408, 425, 429})
-"""HTTP statuses below 500 of an external endpoint that are worth a retry."""
+"""HTTP statuses below 500 for which a request to an external endpoint is retried."""
 QUESTION = "Are you ready?"
 """Prompt of the first completion."""
 Ask = Callable[[str, dict[str, Any] | None, float], Awaitable[tuple[int, str]]]
-"""(path, JSON body or ``None`` for a GET, timeout in seconds) → (status, response text)."""
+"""Sends a request to an engine. Takes the path, the JSON body (``None`` for a GET) and a timeout in seconds, and
+returns the status and the response text."""
 
 
 class EngineProcess:
@@ -93,7 +95,7 @@ class EngineProcess:
                 await engine.wait()
 
     def cause(self) -> str:
-        """Returns why the process ended, in one line."""
+        """Returns the reason why the process ended, in one line."""
         try:
             with self.log_file.open("rb") as file:
                 file.seek(max(self._log_start, self.log_file.stat().st_size - LOG_TAIL_BYTES))
@@ -110,7 +112,8 @@ class EngineProcess:
             report: Called with the reason why an external engine is unavailable.
 
         Raises:
-            ModelServiceError: There was no completion within ``start_timeout_s``, or an external engine rejects it.
+            ModelServiceError: There was no completion within ``start_timeout_s``, or an external engine rejected the
+                request.
         """
         launch = self.launch
         if not launch.command:

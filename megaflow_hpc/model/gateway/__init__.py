@@ -3,6 +3,5 @@
 The runner opens and closes rollouts, and passes on the list of engine servers. An agent sends requests in any of the
 dialects and gets responses in the same dialect. The gateway routes each call to a server, and retries it elsewhere if
 that server fails. It records calls as token sequences with log-probabilities and weight versions. Closing a rollout
-returns its ``Recording``. A recorded campaign can take the place of the engines. The gateway uses neither files nor
-Slurm.
+returns its ``Recording``. A recorded campaign can replace the engines. The gateway uses neither files nor Slurm.
 """

@@ -58,8 +58,8 @@ def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def arguments_of(text: Any) -> dict[str, Any]:
     """Returns a tool call's arguments.
 
-    Some encoders reject text that is not a JSON object or is nested deeper than :data:`MAX_DEPTH`. Such text becomes
-    the single argument :data:`RAW_ARGUMENT`.
+    Some encoders reject text that is not a JSON object or is nested deeper than :data:`MAX_DEPTH`. Text of this kind
+    becomes the single argument :data:`RAW_ARGUMENT`.
     """
     if not text:
         return {}
@@ -80,9 +80,8 @@ def call_ids(message: Mapping[str, Any]) -> str:
 
 
 def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
-    """Returns whether a message means the same as an answer with the same tool-call ids.
-
-    Ignores additional arguments of its tool calls, because clients fill in defaults.
+    """Returns whether a message has the same meaning as an answer, given that their tool-call ids are equal. Ignores
+    arguments that only the message has, because clients fill in defaults.
     """
     if len(message["tool_calls"]) != len(answer["tool_calls"]):  # an id may contain the separator
         return False
@@ -96,7 +95,7 @@ def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
 
 
 def raw_reasoning_of(message: Mapping[str, Any]) -> str:
-    """Returns a message's reasoning, for which engines use two field names."""
+    """Returns a message's reasoning, from whichever of two field names the engine used."""
     return message.get("reasoning") or message.get("reasoning_content") or ""
 
 

@@ -8,7 +8,7 @@ answer, the rendering is sent unchanged, and a new sequence starts::
     rendered      [ prompt i           ][ answer i, re-encoded     ][ end of turn, observation, … ]
     sent          [ the sequence so far, with answer i as sampled  ][ end of turn, observation, … ]
 
-Many templates omit the reasoning of earlier answers; Qwen3's does so after the next user message. With
+Many templates omit the reasoning of earlier answers. Qwen3's template omits it after the next user message. With
 ``thoughts: keep`` in the campaign file's model section, every answer stays in the prompt as it was sampled.
 """
 
@@ -25,16 +25,17 @@ from megaflow_hpc.model.gateway.recorder import Tip
 from megaflow_hpc.model.json_text import offload
 
 _MAX_SEQUENCES = 4
-"""Maximum sequences compared with a ``thoughts: keep`` call whose prompt extends no recorded rendering."""
+"""Maximum number of sequences to compare with a ``thoughts: keep`` call whose prompt extends no recorded rendering."""
 _CONTEXT_TOKENS = 16
-"""Prompt tokens decoded along with an answer, so that its start is decoded in context."""
+"""Number of prompt tokens to decode along with an answer, so that its start is decoded in context."""
 
 
 async def continued(call: Call, rendered: array[int]) -> array[int]:
-    """Returns the prompt to send for a rendering. Raises like :meth:`Call.post`, or if a reply is incomplete."""
+    """Returns the token ids to send for a rendered prompt. Raises the same errors as :meth:`Call.post`, and also if a
+    reply lacks a field."""
     request = call.request
     messages = request.body.get("messages") or ()
-    continues = await offload(request.size, request.recorder.tip, rendered, messages, request.policy)
+    continues = await offload(request.size, request.recorder.tip, rendered, messages, request.policy, request.role)
     if continues is None:
         return await _with_thoughts(call, rendered, messages) if request.keep_thoughts else rendered
     sequence, tip = continues
@@ -60,7 +61,8 @@ async def _with_thoughts(call: Call, rendered: array[int], messages: Sequence[Ma
     """Returns a prompt that keeps the sampled answers even though the template now renders earlier turns
     differently."""
     request = call.request
-    tips = await offload(request.size, request.recorder.answered, messages, request.policy, _MAX_SEQUENCES)
+    speaker = request.policy, request.role
+    tips = await offload(request.size, request.recorder.answered, messages, *speaker, _MAX_SEQUENCES)
     for sequence, tip in tips:
         if await _rendered(call, messages[: tip.messages]) == tip.rendered:
             tail = await _tail(call, rendered, messages, tip)
@@ -102,7 +104,7 @@ def _parts(text: str, answer: Mapping[str, Any]) -> list[str]:
 
 
 async def _tail(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]], tip: Tip) -> array[int]:
-    """Returns the tokens that follow the answer in a rendering; empty if they cannot be determined.
+    """Returns the tokens that follow the answer in a rendering, or an empty array if they cannot be determined.
 
     Renders the conversation again with a different answer: both renderings end with the same tokens.
     """

@@ -36,7 +36,7 @@ class AskedPrompt(list[Message]):
     """The messages of a call, as sent to the engine, and their position in the tree.
 
     Args:
-        messages: The messages.
+        messages: The messages in OpenAI form.
         keys: Digest of each message.
         nodes: Nodes of the leading messages that are already in the tree.
         started_by: The call that started this conversation (:attr:`~megaflow_hpc.trajectory.Turn.started_by`).
@@ -54,11 +54,11 @@ class Conversations:
         self._recording = recording
         self._messages, self._parents = recording.messages, recording.parents
         self._children: dict[tuple[int, str], list[int]] = {}
-        """(parent node, message key) → nodes. The key is the message's digest. Answers are also stored under the digest
-        of their meaning and under their tool-call ids.
+        """Maps (parent node, message key) to child nodes. The key is the message's digest. Answers are also stored
+        under the digest of their meaning and under their tool-call ids.
         """
         self._turns: dict[int, int] = {}
-        """Node of an answer → its call."""
+        """Maps the node of an answer to the number of its call."""
         self._open: dict[int, None] = {}
         """Nodes of answers with tool calls for which no call has sent results yet."""
         answers = {turn.message: number for number, turn in enumerate(recording.turns) if turn.message >= 0}
@@ -146,7 +146,7 @@ class Conversations:
     def _as_written(self, node: int, message: Message, key: str, policy: str) -> Message | None:
         """Returns the recorded answer at a node, with the client's tool-call ids, because later messages refer to them.
 
-        Returns ``None`` if the answer is another policy's and the client's message differs from it.
+        Returns ``None`` if another policy gave the answer and the client's message differs from it.
         """
         if node not in self._turns:
             return message
@@ -159,11 +159,11 @@ class Conversations:
         return answer
 
     def _starter(self, messages: Sequence[Message], nodes: Sequence[int]) -> int:
-        """Returns the call that started the conversation, or -1, and closes tool calls that have results.
+        """Returns the call that started this conversation, or -1 if no call did. Closes tool calls that have results.
 
-        A conversation is a sub-agent's if it has no earlier answer and begins while another one waits for tool results.
-        The latest waiting call whose arguments appear in its user messages has started it, or else the latest waiting
-        call.
+        A conversation belongs to a sub-agent if it has no earlier answer and begins while another conversation waits
+        for tool results. It was started by the latest waiting call whose arguments appear in its user messages, or else
+        by the latest waiting call.
         """
         for node in nodes[: len(messages) - 1]:
             self._close(node)

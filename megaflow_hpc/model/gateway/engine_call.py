@@ -23,22 +23,22 @@ from megaflow_hpc.types import Sampling
 
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 20.0
-"""Seconds after which an idle connection is closed. Servers keep theirs open longer."""
+"""Idle connections are closed after this many seconds. Servers keep idle connections open longer."""
 MAX_ANSWER = 32 * 2**20
 """Maximum size of a response body, in bytes."""
 SMALL_ANSWER = 2**20
-"""Bytes of a response body that are read without the rollout's quota for large responses."""
+"""Maximum size in bytes of a response body that may be read without the rollout's quota for large responses."""
 GATE_TIMEOUT_S = 120.0
-"""Maximum seconds that a large response waits for the quota, because its server has other clients."""
+"""Maximum seconds that a large response waits for the quota. The limit exists because the server has other clients."""
 _HEADERS_LEFT_OUT = ("Accept", "Accept-Encoding", "User-Agent")
 Gate = Callable[[], Awaitable[None]]
-"""Returns once a large response may be read."""
+"""Coroutine function that returns once a large response may be read."""
 _SERVER_AT_FAULT = frozenset({401, 403, 408, 429})
-"""HTTP statuses below 500 for which another server is worth trying."""
+"""HTTP statuses below 500 for which a call is retried at another server."""
 _FORBIDDEN = frozenset({401, 403})
-"""From the engine, these blame the request; from the engine's proxy, they blame the key."""
+"""HTTP statuses that mean a forbidden request if the engine sends them, and a wrong key if its proxy does."""
 _MAX_REFUSAL = 64 * 2**10
-"""Maximum bytes of a refusal passed on to the agent."""
+"""Maximum size in bytes of an engine's refusal that is passed on to the agent."""
 _MAX_VERSION_DIGITS = 9
 
 
@@ -67,7 +67,7 @@ class Response:
 
 
 class EngineClient:
-    """Posts JSON requests to engine servers. Confined to one event loop."""
+    """Posts JSON requests to engine servers. Use it from a single event loop."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -91,7 +91,7 @@ class EngineClient:
             key: Bearer token, sent once the certificate has been verified.
             fingerprint: SHA-256 of the server's certificate in hexadecimal. If empty, the system's CAs are used.
             timeout_s: Seconds for the whole exchange.
-            gate: Awaited before more than :data:`SMALL_ANSWER` bytes of the response are read.
+            gate: Called and awaited before more than :data:`SMALL_ANSWER` bytes of the response are read.
 
         Raises:
             AnswerTooLong: The response has more than :data:`MAX_ANSWER` bytes.
@@ -108,7 +108,7 @@ class EngineClient:
                     # The server may have closed the idle connection just now, so retry once.
                     return await self._exchange(url, body, key, fingerprint, gate)
         except aiohttp.ServerFingerprintMismatch as error:
-            message = "FingerprintMismatch: another certificate than its endpoint file names; nothing was sent"
+            message = "FingerprintMismatch: its certificate does not match its endpoint file; nothing was sent"
             raise ExchangeFailed(message) from error
         except TimeoutError:
             raise ExchangeFailed(f"no answer within {timeout_s:g} s") from None
@@ -162,7 +162,7 @@ async def _read(answer: aiohttp.ClientResponse, gate: Gate | None) -> bytearray:
                 async with asyncio.timeout(GATE_TIMEOUT_S):
                     await gate()
             except TimeoutError:
-                raise GateTimeout("other large answers of this rollout are not taken by its agent") from None
+                raise GateTimeout("the agent of this rollout has not read its other large answers") from None
             gate = None
     return body
 
@@ -176,7 +176,7 @@ class Reply(dict[str, Any]):
     weight_version: int = 0
     """Version of the weights that sampled the response."""
     size: int = 0
-    """Bytes that the server sent."""
+    """Size of the response in bytes."""
 
 
 class RefusedCall(Exception):
@@ -188,7 +188,7 @@ class RefusedCall(Exception):
 
 
 class Unavailable(Exception):
-    """The server is at fault, not the request. The call may be retried there or elsewhere."""
+    """The server is at fault, not the request. The call may be retried at this server or another."""
 
     def __init__(self, message: str, wait_s: float = 0.0) -> None:
         super().__init__(message)
@@ -199,7 +199,8 @@ class Unavailable(Exception):
 class UnusableAnswer(Exception):
     """The server sent a complete response that is unusable. The server or the request may be at fault.
 
-    The router does not back off from the server. Otherwise one agent could take it away from all others.
+    The router does not back off from the server. Otherwise one agent could make the server unavailable to all other
+    agents.
     """
 
     def __init__(self, message: str, retry: bool = True, by_request: bool = False) -> None:
@@ -207,7 +208,7 @@ class UnusableAnswer(Exception):
         self.retry = retry
         """True if a retry at the same server may succeed."""
         self.by_request = by_request
-        """True if the request itself caused the response. Then the service is not at fault."""
+        """True if the request, not the service, is at fault."""
 
 
 class EngineRequest(NamedTuple):
@@ -215,7 +216,7 @@ class EngineRequest(NamedTuple):
 
     policy: str
     path: str
-    """Path in the engine's API."""
+    """Path of the request in the engine's API."""
     body: Mapping[str, Any]
     recorder: Recorder
     size: int = 0
@@ -227,13 +228,17 @@ class EngineRequest(NamedTuple):
     free: bool = True
     """True if nothing in the request constrains the policy's choice of tokens."""
     limit: int = 0
-    """Token limit per choice imposed by the rollout's budget, if the body has no limit; 0 means no limit."""
+    """Token limit per choice from the rollout's budget, used if the body sets no limit. 0 means no limit."""
     gate: Gate | None = None
-    """Awaited before a large response is read."""
+    """Called and awaited before a large response is read. If ``None``, large responses are read immediately."""
+    role: str = ""
+    """Role that the agent called; empty without a team."""
+    started_by: int | None = None
+    """Number of the call that caused this one, if the agent named it."""
 
     @property
     def chat(self) -> bool:
-        """True if the request asks for a chat completion, false for a plain one."""
+        """True if the request asks for a chat completion, false for a plain completion."""
         return self.path == CHAT
 
     @property
@@ -262,7 +267,7 @@ class Call(NamedTuple):
         """Posts one of the call's JSON requests and returns the reply.
 
         Args:
-            size: Bytes of an earlier engine response that ``body`` contains.
+            size: Size in bytes of an earlier engine response that ``body`` contains.
 
         Raises:
             RefusedCall: The request is at fault.
@@ -313,7 +318,7 @@ class Call(NamedTuple):
         return reply
 
     async def complete(self, **changes: Any) -> Reply:
-        """Posts the request itself with ``changes``. Raises like :meth:`post`.
+        """Posts the agent's request with ``changes`` applied. Raises the same errors as :meth:`post`.
 
         Engines reject a token limit that exceeds the context space left after the prompt. In that case the request is
         sent without a limit, because the space left is the lower limit.
@@ -338,11 +343,11 @@ class Call(NamedTuple):
 
 
 def parse_weight_version(text: Any) -> int | None:
-    """Parses a weight version from a string or number; ``None`` if it is invalid."""
+    """Parses a weight version from a string or number. Returns ``None`` if it is invalid."""
     text = str(text)
     return int(text) if len(text) <= _MAX_VERSION_DIGITS and text.isascii() and text.isdecimal() else None
 
 
 def retry_after_s(value: str) -> float:
-    """Parses a ``Retry-After`` header in seconds; 0 if it is missing or a date."""
+    """Returns the seconds in a ``Retry-After`` header, or 0 if the header is missing or contains a date."""
     return float(value) if value.isascii() and value.isdecimal() else 0.0

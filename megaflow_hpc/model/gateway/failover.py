@@ -5,8 +5,8 @@ the connection, or replies with 5xx or garbage.
 
 A server that is unreachable enters a backoff, during which no call uses it. A server that sends a complete but unusable
 response (:class:`~megaflow_hpc.model.gateway.engine_call.UnusableAnswer`) does not, because the agent's request may
-have made the engine fail. The gateway tries such a call at each other server. Then it retries that call with a backoff,
-without delaying other calls.
+have made the engine fail. The gateway tries a call that got this response at each other server. Then it retries that
+call with a backoff, without delaying other calls.
 
 When a call has finally failed, the gateway sends a short request of its own, the *control*. If a server answers the
 control, the agent's request was at fault, and the agent gets an error. Otherwise the service is down, and the rollout
@@ -39,24 +39,24 @@ from megaflow_hpc.model.gateway.router import Router, Server
 
 T = TypeVar("T")
 RETRY_S = 0.5
-"""Seconds before a call is retried after an unusable response, doubled each time."""
+"""Seconds before a call is retried after an unusable response. The pause doubles each time."""
 MAX_UNUSABLE, MAX_UNUSABLE_OF_ONE = 6, 3
-"""Unusable responses after which a call fails: in total, and from a single server that answers the control."""
+"""A call fails after this many unusable responses: in total, and from a single server that answers the control."""
 CONTROL_TIMEOUT_S = 30.0
 CONTROL_SERVERS = 4
-"""Maximum servers, least busy first, that receive a control at the same time."""
+"""Maximum number of servers, least busy first, that receive a control at the same time."""
 Ask = Callable[[Call], Awaitable[T]]
 
 
 class Answered(NamedTuple, Generic[T]):
-    """A successful call."""
+    """The result of a successful call."""
 
     answer: T
     server: Server
     model_s: float
     """Seconds spent at the server that responded."""
     wait_s: float
-    """Seconds spent waiting and on failed attempts before that."""
+    """Seconds spent on waiting and on failed attempts, before the successful attempt."""
 
 
 class Caller:

@@ -18,12 +18,12 @@ from megaflow_hpc.model.json_text import decoded, effort, offload, packed
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 SUSPENDED = "rollout_suspended"
-"""Error types that a client should not retry."""
+"""Types of errors that clients should not retry."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 SEND_TIMEOUT_S = 60.0
 """Seconds within which an agent must read a response. Other calls of its rollout may be waiting for it."""
 PING_INTERVAL_S = 20.0
-"""Seconds of silence after which a comment is sent in a stream."""
+"""A stream sends a comment after this many seconds without data."""
 MAX_BODY = 32 * 2**20
 """Maximum size of a request body, in bytes."""
 MAX_BODY_OF_UNKNOWN_SIZE = 8 * 2**20
@@ -48,13 +48,17 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return web.Response(body=packed(body), status=status, headers=headers, content_type="application/json")
 
 
-async def send_json(request: web.BaseRequest, size: int, body: Callable[[], Any]) -> web.StreamResponse:
+async def send_json(
+    request: web.BaseRequest, size: int, body: Callable[[], Any], headers: Mapping[str, str] | None = None
+) -> web.StreamResponse:
     """Awaits ``body`` and sends the result as JSON.
 
     Args:
-        size: Bytes that the engine sent.
+        size: Size of the engine's response in bytes.
+        headers: Further headers of the response.
     """
-    response = web.Response(body=await offload(size, lambda: packed(body())), content_type="application/json")
+    data = await offload(size, lambda: packed(body()))
+    response = web.Response(body=data, content_type="application/json", headers=headers)
     async with _sending(request):
         await response.prepare(request)
         await response.write_eof()
@@ -75,7 +79,7 @@ async def send_stream(
 
     Args:
         request: The agent's request.
-        answer: The engine's response, awaited here.
+        answer: The engine's response, which this function awaits.
         events: Converts the response to events.
         failed: Converts an exception, raised after the stream has started, to an event.
 

@@ -1,7 +1,8 @@
 """Limits a gateway's requests to the engines: requests and tokens per second, and requests in flight.
 
 Calls wait in order of arrival and are never refused. The number of tokens is known only once the response has arrived.
-They are charged then, and later calls wait until any overdraft is paid off. Bursts up to one second's allowance pass.
+The tokens are charged at that time, and later calls wait until any overdraft is paid off. Bursts up to one second's
+allowance pass.
 
 A campaign's limits are divided among its gateways (:meth:`Quotas.share`), so gateways need not communicate.
 """
@@ -23,11 +24,11 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Quotas:
-    """Limits of a campaign or of one gateway; ``None`` means unlimited."""
+    """Limits of a campaign or of one gateway. ``None`` means unlimited."""
 
     requests_per_s: float | None = None
     tokens_per_s: float | None = None
-    """Prompt and sampled tokens combined."""
+    """Limit on prompt tokens and sampled tokens combined."""
     in_flight: int | None = None
 
     @classmethod
@@ -36,9 +37,11 @@ class Quotas:
         return cls(section.get("requests_per_s"), section.get("tokens_per_s"), section.get("in_flight"))
 
     def share(self, gateways: int) -> Quotas:
-        """Returns the share of one of ``gateways`` gateways. The shares never add up to more than the total.
+        """Returns the limits of each gateway if there are ``gateways`` of them. The shares never add up to more than
+        the total.
 
-        Each share allows at least one request in flight. Planning ensures that there are enough for all gateways.
+        Each share allows at least one request in flight. Planning ensures that a campaign's limit is high enough for
+        this.
         """
         count = max(gateways, 1)
         return Quotas(
@@ -49,7 +52,8 @@ class Quotas:
 
 
 class Bucket:
-    """A token bucket that refills at ``rate`` per second. It holds one second's worth of tokens, but at least 1."""
+    """A token bucket that refills at ``rate`` per second. Its capacity is one second's worth of tokens, but at least
+    1."""
 
     def __init__(self, rate: float, clock: Clock = time.monotonic) -> None:
         self.rate, self._clock = rate, clock
@@ -73,7 +77,7 @@ class Bucket:
 
 
 class CallLimits:
-    """Enforces the quotas of one gateway. Confined to one event loop."""
+    """Enforces the quotas of one gateway. Use it from a single event loop."""
 
     def __init__(self, quotas: Quotas | None = None, clock: Clock = time.monotonic) -> None:
         quotas = quotas or Quotas()

@@ -1,4 +1,4 @@
-"""A rollout that is open at its gateway: address, key, budget, quota and recorder."""
+"""An open rollout at its gateway, with its address, key, budget, quota and recorder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megaflow_hpc.types import CallBudget
 SEEDS = 2**31
 """Exclusive upper bound for seeds that every engine supports."""
 MAX_CALLS = 64
-"""Maximum concurrent calls of one rollout."""
+"""Maximum number of concurrent calls of one rollout."""
 
 
 class OverBudget(Exception):
@@ -27,18 +27,19 @@ class OverBudget(Exception):
 class RolloutQuota:
     """Limits the gateway resources that one rollout can hold: calls, bytes of their bodies, and one large response.
 
-    Calls over the quota wait in order of arrival, so that the gateway can serve its other rollouts. Confined to one
-    event loop.
+    Calls over the quota wait in order of arrival, so that the gateway can serve its other rollouts. Use it from a
+    single event loop.
 
     Args:
-        size: Maximum total bytes of the bodies of all calls, and so of a single body.
-        calls: Maximum concurrent calls.
+        size: Maximum total size in bytes of the bodies of all calls, and therefore of a single body.
+        calls: Maximum number of concurrent calls.
     """
 
     def __init__(self, size: int, calls: int = MAX_CALLS) -> None:
         self._size, self._calls = size, calls
         self._first = asyncio.Lock()
-        """Held by the call that is next in order of arrival; asyncio locks are FIFO."""
+        """Lock held by the call whose turn is next. Calls acquire it in order of arrival, because asyncio locks are
+        FIFO."""
         self._freed = asyncio.Condition()
         self._answers = asyncio.Lock()
 
@@ -86,13 +87,13 @@ class OpenRollout:
     token: str
     """URL path segment that identifies the rollout."""
     key: str
-    """Bearer token required from its clients."""
+    """Bearer token that the rollout's clients must send."""
     recorder: Recorder
     budget: CallBudget = field(default_factory=CallBudget)
     servers: dict[str, str] = field(default_factory=dict)
-    """Policy → name of the server that served the latest call."""
+    """Maps each policy to the name of the server that served its latest call."""
     failure: str = ""
-    """Why the latest call failed or is still pending; empty if it succeeded."""
+    """Reason why the latest call failed or is still pending. Empty if it succeeded."""
     control: Callable[[], Awaitable[bool]] | None = None
     """Checks whether the service answers another request. ``None`` if it is known to be down."""
     listener: socket.socket | None = None
@@ -101,9 +102,9 @@ class OpenRollout:
     in_flight: int = 0
     """Number of pending calls."""
     seed: int = -1
-    """Seed of the first call; -1 leaves the seed to the engine."""
+    """Sampling seed of the first call. -1 lets the engine choose."""
     judging: bool = False
-    """True if a verifier makes the calls. It may call judges too."""
+    """True if a verifier makes the calls, which may also go to judges."""
     suspended: bool = False
     """True if new calls are refused because the rollout continues in another allocation."""
     interrupted: bool = False
@@ -113,14 +114,14 @@ class OpenRollout:
     waiting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks of calls that wait for an engine's response. Nothing is recorded for them yet."""
     reserved_calls: int = 0
-    """Choices reserved by calls in progress."""
+    """Number of choices reserved by calls in progress."""
     reserved_tokens: int = 0
-    """Tokens reserved by calls in progress."""
+    """Number of tokens reserved by calls in progress."""
     released: asyncio.Condition = field(default_factory=asyncio.Condition)
     """Notified when a call releases its reservation."""
 
     def failed(self, why: str, control: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """Records why the latest call failed, and how to check whether the service is at fault."""
+        """Records the reason why the latest call failed, and a check of whether the service is at fault."""
         self.failure, self.control = why, control
 
     def suspend(self, now: bool) -> None:
@@ -142,7 +143,7 @@ class OpenRollout:
 
     @asynccontextmanager
     async def reserved(self, asked: dict[str, Any], answers: int) -> AsyncIterator[int]:
-        """Reserves a call's share of the budget inside the context.
+        """Reserves a call's share of the budget for the duration of the context.
 
         Lowers ``max_tokens`` in ``asked`` to the remaining budget. If calls in progress have reserved all of it, this
         call waits until one of them ends.
@@ -152,7 +153,7 @@ class OpenRollout:
             answers: Number of choices that it requests.
 
         Yields:
-            Token limit of each choice, if the request itself has none; 0 means no limit.
+            Token limit of each choice if the request sets no limit. 0 means no limit.
 
         Raises:
             OverBudget: The budget is used up, or too small for this call.
@@ -183,7 +184,7 @@ class OpenRollout:
                 self.released.notify_all()
 
     async def _tokens_left(self, answers: int) -> int | None:
-        """Returns the token limit of each choice, at least 1; ``None`` if the budget has no limit."""
+        """Returns the token limit of each choice, at least 1, or ``None`` if the budget has no token limit."""
         tokens = self.budget.tokens
         if tokens is None:
             return None

@@ -1,6 +1,6 @@
 """The three protocols between gateway and engine, in order of how much they report about the sampled tokens.
 
-``text``: the plain OpenAI endpoint, for engines that reject the parameters below. It reports no tokens; only the
+``text``: the plain OpenAI endpoint, for engines that reject the parameters below. It reports no tokens, so only the
 conversation is recorded.
 
 ``plain``: the OpenAI endpoint with ``logprobs`` and ``return_token_ids`` enabled (supported by vLLM ≥ 0.10 and the
@@ -53,20 +53,20 @@ _NOT_SERVED = frozenset({404, 405, 501})
 
 @dataclass
 class Answer:
-    """An engine's response, split into what the agent gets and what is recorded."""
+    """An engine's response: the body to return to the agent, and the samples to record."""
 
     body: dict[str, Any]
     samples: list[SampledTokens] = field(default_factory=list)
     protocol: str = ""
     """The protocol that was used."""
     size: int = 0
-    """Bytes that the engine sent."""
+    """Size of the engine's response in bytes."""
     total_tokens: int = 0
-    """Prompt and completion tokens combined."""
+    """Number of prompt tokens and completion tokens combined."""
 
 
 async def ask(call: Call) -> Answer:
-    """Makes one call in the server's protocol. Raises like :meth:`Call.post`."""
+    """Makes one call in the server's protocol. Raises the same errors as :meth:`Call.post`."""
     return await PROTOCOLS[call.server.protocol](call)
 
 
@@ -138,7 +138,7 @@ async def split(call: Call) -> Answer:
         if call.request.limit:
             sampling["max_tokens"] = min(sampling["max_tokens"], call.request.limit)
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
-        if routed := call.request.recorder.routed(prompt, call.request.policy):
+        if routed := call.request.recorder.routed(prompt, call.request.policy, call.request.role):
             sampling["routed_experts_prompt_start"] = routed
     except _MALFORMED as error:
         raise UnusableAnswer(f"{server.name}: {lacking} ({error!r})", retry=False) from error
@@ -203,7 +203,7 @@ async def _read(call: Call, reply: Reply, problem: str, read: Callable[..., T], 
 
 
 async def count(call: Call) -> int:
-    """Returns the number of tokens of the request's prompt. Raises like :meth:`Call.post`."""
+    """Returns the number of tokens in the request's prompt. Raises the same errors as :meth:`Call.post`."""
     try:
         if call.server.protocol == "split":
             return len((await call.post(RENDER, call.asked()))["token_ids"])
@@ -215,7 +215,7 @@ async def count(call: Call) -> int:
 
 
 def _text_answer(call: Call, reply: Reply) -> Answer:
-    """Returns an answer without tokens. If the engine reports usage, it is counted for the first choice."""
+    """Returns an answer without tokens. If the engine reports usage, assigns all of it to the first choice."""
     usage = reply.get("usage") or {}
     total, sampled = (min(max(0, usage.get(k) or 0), _MAX_TOKENS) for k in ("total_tokens", "completion_tokens"))
     samples = []
@@ -262,7 +262,8 @@ def _sample(reply: Reply, choice: dict[str, Any], chat: bool, server: str) -> Sa
 
 
 def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
-    """Returns (weight version, end index) of each run of tokens; empty if the engine does not report versions.
+    """Returns (weight version, end index) of each run of tokens, or an empty list if the engine does not report
+    versions.
 
     A response has several versions if the weights changed while it was sampled.
     """
@@ -281,7 +282,7 @@ def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
 
 
 def _name(value: Any) -> str:
-    """Returns a name reported by an engine; empty if it is invalid."""
+    """Returns a name reported by an engine, or an empty string if it is invalid."""
     return value if isinstance(value, str) and len(value) <= _MAX_MESSAGE else ""
 
 

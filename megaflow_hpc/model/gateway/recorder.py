@@ -10,9 +10,9 @@ as for a second conversation of the rollout or an edited history.
     call 2   [ prompt 1 ][ sampled 1 ][ observation ][ sampled 2 ] sequence 0, turn 1
     call 3   [ summary ][ sampled 3 ]                              sequence 1, turn 2
 
-Invariants: a sampled token has a log-probability and the engine's weight version; every other token has NaN and -1.
+Invariants: a sampled token has a log-probability and the engine's weight version. Every other token has NaN and -1.
 ``loss_mask`` is 1 exactly for tokens that the policy sampled freely (:attr:`SampledTokens.free`). Tokens are stored as
-the engine reported them; nothing is tokenised again.
+the engine reported them, and never tokenised again.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class SampledTokens:
     finish_reason: str = ""
     weight_version: int = 0
     weight_spans: Sequence[tuple[int, int]] = ()
-    """(weight version, end index) of each run of tokens, if not all tokens are of ``weight_version``."""
+    """(weight version, end index) of each run of tokens, if several versions sampled them."""
     server: str = ""
     message: Mapping[str, Any] | None = None
-    """The answer as an OpenAI message; ``None`` for plain completions."""
+    """The answer as an OpenAI message, or ``None`` for plain completions."""
     request_id: str = ""
     rendered: Sequence[int] | None = None
     """The prompt as the engine rendered it from the messages, if known. ``prompt`` is what the engine actually
@@ -53,7 +53,9 @@ class SampledTokens:
     stopped: bool = False
     """True if the last token ended the turn, false if a limit ended it."""
     policy: str = ""
-    """Policy that answered. If empty, the rollout's own policy did."""
+    """Policy that answered. Empty for the rollout's own policy."""
+    role: str = ""
+    """Role that the agent called; empty without a team. Each role has sequences of its own."""
     free: bool = True
     """True if the tokens were sampled with the policy's own settings and without constraints."""
     experts: RoutedExperts | None = None
@@ -74,34 +76,38 @@ class Tip:
     end: int
     """Number of tokens in the sequence up to the end of the answer."""
     stop: int | None
-    """The token that ended the turn; ``None`` if a limit ended it."""
+    """The token that ended the turn, or ``None`` if a limit ended it."""
     start: int = 0
     """Number of tokens in the sequence before the answer."""
 
 
 @dataclass
 class Recorder:
-    """Records the calls of one rollout. Not thread-safe: confined to the gateway's event loop."""
+    """Records the calls of one rollout. Not thread-safe: use it only from the gateway's event loop."""
 
     policy: str
     recording: Recording = field(default_factory=Recording)
     sampled: int = 0
-    """Tokens sampled so far."""
+    """Number of tokens sampled so far."""
     calls: int = 0
-    """Answers recorded so far."""
+    """Number of answers recorded so far."""
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
-    """Sequence number → its end."""
+    """Maps the number of each sequence to its end."""
     conversations: Conversations = field(init=False, repr=False)
+    _roles: list[str] = field(init=False, repr=False)
+    """Role of each sequence."""
     _answered_at: float = field(default=0.0, repr=False)
-    """Time at which the latest answer was recorded; 0 once another request has arrived."""
+    """Time at which the latest answer was recorded, or 0 once another request has arrived."""
     _operations: int = field(default=0, repr=False)
-    """Sandbox operations in progress."""
+    """Number of sandbox operations in progress."""
     _operations_began: float = field(default=0.0, repr=False)
     _operating_turn: Turn | None = field(default=None, repr=False)
     """Turn that started the sandbox operations in progress."""
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.recording)
+        roles = {turn.sequence: turn.role for turn in self.recording.turns}
+        self._roles = [roles.get(number, "") for number in range(len(self.recording.sequences))]
 
     def request_arrived(self) -> None:
         """Adds the time since the latest answer, excluding sandbox time, to that turn's ``agent_s``."""
@@ -125,23 +131,24 @@ class Recorder:
             if not self._operations and self._operating_turn:
                 self._operating_turn.sandbox_s += time.monotonic() - self._operations_began
 
-    def find(self, prompt: Sequence[int], policy: str = "") -> int | None:
-        """Returns the index of the policy's longest sequence that ``prompt`` extends."""
+    def find(self, prompt: Sequence[int], policy: str = "", role: str = "") -> int | None:
+        """Returns the index of the longest sequence of this policy and role that ``prompt`` extends, or ``None`` if it
+        extends no sequence."""
         candidate, policy = _as_array(prompt), policy or self.policy
         best, best_length = None, -1
         for number, sequence in enumerate(self.recording.sequences):
             tokens, length = sequence.tokens, len(sequence.tokens)
-            if sequence.policy != policy or not best_length < length <= len(candidate):
+            if sequence.policy != policy or self._roles[number] != role or not best_length < length <= len(candidate):
                 continue
             if not length or (candidate[length - 1] == tokens[-1] and candidate[:length] == tokens):
                 best, best_length = number, length
         return best
 
-    def routed(self, prompt: Sequence[int], policy: str = "") -> int:
+    def routed(self, prompt: Sequence[int], policy: str = "", role: str = "") -> int:
         """Returns the number of tokens at the start of ``prompt`` whose experts are recorded."""
-        number = self.find(prompt, policy)
-        known = number is not None and self.recording.sequences[number]
-        return len(known.tokens) - 1 if known and known.experts else 0
+        number = self.find(prompt, policy, role)
+        sequence = number is not None and self.recording.sequences[number]
+        return len(sequence.tokens) - 1 if sequence and sequence.experts else 0
 
     def add(
         self,
@@ -157,7 +164,7 @@ class Recorder:
         Args:
             sample: The answer as the engine reported it. Without token ids (``counted``), its turn is in no sequence.
             messages: The conversation that was sent, in OpenAI form, without the answer. Pass the value that
-                :meth:`restore` returned when the call arrived; otherwise it is computed again.
+                :meth:`restore` returned when the call arrived. Otherwise, it is computed again.
             asked: Digest of the conversation, if already computed.
             model_s: Seconds from the request to the engine's response.
             wait_s: Seconds spent waiting for a server and on failed attempts.
@@ -178,6 +185,7 @@ class Recorder:
             wait_s=wait_s,
             server=sample.server,
             policy=policy,
+            role=sample.role,
         )
         self.recording.turns.append(turn)
         self.calls += 1
@@ -198,18 +206,19 @@ class Recorder:
     def _add_tokens(self, sample: SampledTokens, policy: str) -> tuple[int, int, int]:
         """Appends prompt and sampled tokens to a sequence. Returns its number, and the start and end of the answer."""
         prompt = _as_array(sample.prompt)
-        number = self.find(prompt, policy)
+        number = self.find(prompt, policy, sample.role)
         if number is None:
             number = len(self.recording.sequences)
             self.recording.sequences.append(TokenSequence(policy=policy))
+            self._roles.append(sample.role)
         sequence = self.recording.sequences[number]
-        known = len(sequence.tokens)
+        previous_length = len(sequence.tokens)
         _extend(sequence, prompt[len(sequence.tokens) :], None, -1)
         start, done = len(sequence.tokens), 0
         for version, end in sample.weight_spans or [(sample.weight_version, len(sample.tokens))]:
             _extend(sequence, sample.tokens[done:end], sample.logprobs[done:end], version, sample.free)
             done = end
-        _add_experts(sequence, sample.experts, known)
+        _add_experts(sequence, sample.experts, previous_length)
         return number, start, len(sequence.tokens)
 
     def count(self, protocol: str, degraded: bool = False, free: bool = True) -> None:
@@ -225,24 +234,32 @@ class Recorder:
         self.recording.inexact += degraded or protocol == "text"
 
     def tip(
-        self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = ""
+        self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = "", role: str = ""
     ) -> tuple[TokenSequence, Tip] | None:
-        """Returns the latest turn that this conversation continues: same prompt, followed by the unchanged answer."""
+        """Returns the sequence and tip of the latest turn that this conversation continues, with the same prompt and an
+        unchanged answer. Returns ``None`` if it continues no recorded turn."""
         candidate = _as_array(rendered)
-        return next(self._answered(messages, policy, lambda tip: candidate[: len(tip.rendered)] == tip.rendered), None)
+
+        def continues(tip: Tip) -> bool:
+            return candidate[: len(tip.rendered)] == tip.rendered
+
+        return next(self._answered(messages, policy, role, continues), None)
 
     def answered(
-        self, messages: Sequence[Mapping[str, Any]], policy: str = "", most: int = 1
+        self, messages: Sequence[Mapping[str, Any]], policy: str = "", role: str = "", most: int = 1
     ) -> list[tuple[TokenSequence, Tip]]:
-        """Returns up to ``most`` of the latest turns whose answers are part of this conversation."""
-        return list(islice(self._answered(messages, policy, lambda tip: True), most))
+        """Returns the sequences and tips of the latest turns whose answers are part of this conversation, ``most`` at
+        most and the latest first."""
+        return list(islice(self._answered(messages, policy, role, lambda tip: True), most))
 
     def _answered(
-        self, messages: Sequence[Mapping[str, Any]], policy: str, wanted: Callable[[Tip], bool]
+        self, messages: Sequence[Mapping[str, Any]], policy: str, role: str, wanted: Callable[[Tip], bool]
     ) -> Iterator[tuple[TokenSequence, Tip]]:
         for number, tip in reversed(self.tips.items()):
             sequence = self.recording.sequences[number]
-            if sequence.policy != (policy or self.policy) or len(messages) <= tip.messages or not wanted(tip):
+            if (sequence.policy, self._roles[number]) != (policy or self.policy, role):
+                continue
+            if len(messages) <= tip.messages or not wanted(tip):
                 continue
             if same_message(messages[tip.messages], tip.answer):
                 yield sequence, tip
@@ -286,23 +303,23 @@ class Recorder:
         return cls(state["policy"], recording, state["sampled"], state["calls"], tips)
 
 
-def _add_experts(sequence: TokenSequence, experts: RoutedExperts | None, known: int) -> None:
+def _add_experts(sequence: TokenSequence, experts: RoutedExperts | None, previous_length: int) -> None:
     """Adds the experts of a sequence's new tokens.
 
     An engine does not route the last token that it samples. The next call reports that token's experts.
 
     Args:
-        known: Number of tokens in the sequence before this call.
+        previous_length: Number of tokens in the sequence before this call.
     """
     if experts is not None and not sequence.experts:
         sequence.expert_layers, sequence.experts_per_token = experts.layers, experts.per_token
-        sequence.experts.frombytes(UNROUTED * (known * experts.row))
+        sequence.experts.frombytes(UNROUTED * (previous_length * experts.row))
     elif not sequence.experts:
         return
-    width = len(sequence.experts) // known if known else (experts.row if experts else 0)
+    width = len(sequence.experts) // previous_length if previous_length else (experts.row if experts else 0)
     shape = (sequence.expert_layers, sequence.experts_per_token, width)
     if experts is not None and (experts.layers, experts.per_token, experts.row) == shape:
-        first = max(known - 1, experts.start)
+        first = max(previous_length - 1, experts.start)
         del sequence.experts[first * width :]
         sequence.experts.frombytes(UNROUTED * (first * width - len(sequence.experts)))
         sequence.experts.frombytes(experts.data[(first - experts.start) * width :])

@@ -3,7 +3,8 @@
 ``model: {engine: replay, path: RUN}`` starts no server: the gateway itself responds. A call is identified by its
 rollout and the digest of its conversation, which is recorded with every call. So calls may arrive in any order and
 concurrently, as from sub-agents. A call that was not recorded ends the rollout, with the number of calls served so far.
-With ``args: {diverged: answer}``, such a call gets the next recorded answer instead, to see what happens next.
+With ``args: {diverged: answer}``, an unrecorded call gets the next recorded answer instead, so that the rollout
+continues.
 
 The recording of a replayed rollout equals the original: prompts, sampled ids, log-probabilities and weight versions.
 Times are those of the replay.
@@ -31,7 +32,7 @@ class Recordings(Protocol):
     """A store of earlier rollouts."""
 
     def trajectory(self, rollout_id: str) -> Trajectory | None:
-        """Returns the recorded rollout with this id; ``None`` if it does not exist."""
+        """Returns the recorded rollout with this id, or ``None`` if it does not exist."""
 
 
 @dataclass
@@ -68,8 +69,8 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
             message = message or {"role": "assistant", "content": call["text"]}
         except (IndexError, KeyError, ValueError):
             raise ModelServiceError(
-                f"replay: of rollout {trajectory.id} {number} of {len(trajectory.turns)} calls were kept whole; the "
-                "others cannot be answered (older recordings end at 8 MiB): leave the rollout out"
+                f"replay: rollout {trajectory.id}: only {number} of {len(trajectory.turns)} calls were recorded "
+                "completely (older recordings end at 8 MiB); leave the rollout out"
             ) from None
         sequence = trajectory.sequences[turn.sequence] if turn.sequence >= 0 else TokenSequence("")
         part = slice(turn.token_start, turn.token_end)
@@ -106,7 +107,7 @@ class Replay:
 
     Args:
         recordings: Store of the policy's rollouts.
-        policy: The policy's name in the recorded campaign; empty if unchanged.
+        policy: The policy's name in the recorded campaign. Empty if the name is unchanged.
         answer_diverged: Serve the next recorded answer to a call that was not recorded, instead of an error.
     """
 
@@ -114,7 +115,7 @@ class Replay:
     policy: str = ""
     answer_diverged: bool = False
     _open: dict[str, list[_Call]] = field(default_factory=dict)
-    """Session → its calls. Each attempt of a rollout is a new session and starts from the beginning."""
+    """Maps each session to its calls. Each attempt of a rollout is a new session and starts from the beginning."""
 
     def begin(self, token: str, rollout_id: str) -> None:
         """Loads the recorded calls of a rollout for a session.
@@ -127,11 +128,11 @@ class Replay:
         name = f"{task}/{self.policy or policy}{plus}{scaffold}/{sample}"
         trajectory = self.recordings.trajectory(name)
         if trajectory is None:
-            raise ModelServiceError(f"replay: rollout {name} is not among the recorded ones")
+            raise ModelServiceError(f"replay: rollout {name} was not recorded")
         self._open[token] = calls_of(trajectory)
 
     def end(self, token: str) -> None:
-        """Ends a session."""
+        """Forgets a session and its calls."""
         self._open.pop(token, None)
 
     def answer(self, token: str, rollout_id: str, asked: str) -> SampledTokens:
@@ -153,9 +154,9 @@ class Replay:
         matching = [call for call in unused if call.asked == asked] or matching
         if not matching:
             raise ModelServiceError(
-                f"replay: rollout {rollout_id} asks what was not asked in the recording, after "
-                f"{len(calls) - len(unused)} of its {len(calls)} calls: something but the model differs "
-                "(args: {diverged: answer} goes on with the next recorded answer)"
+                f"replay: rollout {rollout_id} made a call that was not recorded, after "
+                f"{len(calls) - len(unused)} of its {len(calls)} calls; something other than the model differs "
+                "(args: {diverged: answer} continues with the next recorded answer)"
             )
         call = matching[0]
         call.used = True
@@ -163,7 +164,7 @@ class Replay:
 
 
 def body_of(sample: SampledTokens, chat: bool, model: str) -> dict[str, Any]:
-    """Formats a sample as an engine response, a chat completion or a plain one."""
+    """Formats a sample as an engine's response, which is a chat completion or a plain completion."""
     counts = {"prompt_tokens": len(sample.prompt), "completion_tokens": len(sample.tokens)}
     choice: dict[str, Any] = {"index": 0, "finish_reason": sample.finish_reason, "logprobs": None}
     choice |= {"message": dict(sample.message or {})} if chat else {"text": sample.text}

@@ -1,15 +1,16 @@
-"""Chooses the server for a call: the least busy one, or one whose prefix cache probably holds the prompt.
+"""Chooses the server for a call: the least busy server, or a server whose prefix cache probably holds the prompt.
 
-A server's *load* is its requests in flight divided by its weight, so a server of twice the weight gets twice as many.
-A rollout prefers the server that served it last. Its first call prefers its group's server, which a hash of the group
-and the servers' names selects (rendezvous hashing). All gateways of a campaign select the same server for a group, and
-groups spread by weight. A preferred server is used while it has at most ``AFFINITY`` requests more than the least busy.
+A server's *load* is its requests in flight divided by its weight, so a server of twice the weight gets twice as many. A
+rollout prefers the server that served it last. Its first call prefers its group's server, which a hash of the group and
+the servers' names selects (rendezvous hashing). All gateways of a campaign select the same server for a group, and
+groups spread by weight. A preferred server is used while it has at most ``AFFINITY`` requests more than the least busy
+server.
 
 Health is judged by real requests. A server that refused or broke a connection, or responded with 502 to 504, enters a
 backoff of half a second. The backoff doubles with each consecutive failure, up to half a minute, or lasts as long as
-the server asks for (``Retry-After``). Then one call tries the server, and its success admits the others. Failures of
-calls that were in flight at the same time count as one. If every server of a policy is in backoff, calls wait for the
-first one to come back. So a short outage costs time but no rollout.
+the server asks for (``Retry-After``). Then a single call tries the server, and its success admits the other calls.
+Failures of calls that were in flight at the same time count as a single failure. If every server of a policy is in
+backoff, calls wait until a server is available again. So a short outage delays rollouts but does not fail them.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MAX_RETRY_AFTER_S = 60.0
 """Longest backoff, in seconds, that a server may request. A call waits at most five minutes in total."""
 ALL_FAILED_S = 15.0
-"""Seconds that a call waits once every server of its policy has given up, because one may be requeued to another node.
-If every cause is lasting, calls do not wait.
+"""Seconds that a call waits once every server of its policy has given up, because a server may be requeued to another
+node. If every cause is lasting, calls do not wait.
 """
 AFFINITY = 2
-"""Requests that a preferred server may have above the least busy one, because its prefix cache saves more time."""
+"""Number of requests that a preferred server may have in excess of the least busy server. Its prefix cache saves more
+time than they cost."""
 
 
 class Server(Endpoint, kw_only=True, eq=False):
@@ -43,9 +45,9 @@ class Server(Endpoint, kw_only=True, eq=False):
     degraded: bool = False
     """True if the server lacks an endpoint of its protocol, and gets requests of a lower protocol."""
     outstanding: int = 0
-    """This gateway's requests in flight."""
+    """Number of this gateway's requests in flight."""
     failures: int = 0
-    """Consecutive failures."""
+    """Number of consecutive failures."""
     failed_at: float = 0.0
     backoff_until: float = 0.0
     retry_after_until: float = 0.0
@@ -98,7 +100,7 @@ class Server(Endpoint, kw_only=True, eq=False):
 
 
 class Router:
-    """Keeps the list of servers and picks one for each call. Confined to one event loop.
+    """Keeps the list of servers and picks a server for each call. Use it from a single event loop.
 
     Args:
         clock: Monotonic clock in seconds, like ``time.monotonic``.
@@ -108,9 +110,9 @@ class Router:
         self._clock = clock
         self._servers: dict[str, Server] = {}
         self._causes: dict[str, str] = {}
-        """Policy → why one of its servers gave up."""
+        """Maps each policy to the reason why one of its servers gave up."""
         self._all_failed: dict[str, float] = {}
-        """Policy whose servers have all given up → seconds for which calls still wait."""
+        """Maps each policy whose servers have all given up to the seconds that its calls still wait."""
         self._changed = asyncio.Event()
 
     def update(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -137,7 +139,8 @@ class Router:
         self._changed = asyncio.Event()
 
     def _kept(self, server: Server) -> Server:
-        """Returns the known server with its health, if the record is of the same start."""
+        """Returns the existing server with its health if the record describes the same start, otherwise the new
+        server."""
         earlier = self._servers.get(server.name)
         if earlier is None or (earlier.start, earlier.url) != (server.start, server.url):
             return server
@@ -149,7 +152,7 @@ class Router:
         return [s for s in self._servers.values() if s.policy == policy]
 
     def pick(self, policy: str, previous: str = "", group: str = "", without: Collection[str] = ()) -> Server | None:
-        """Returns the server for a call; ``None`` if none is available.
+        """Returns the server for a call, or ``None`` if no server is available.
 
         Args:
             previous: Server that served the rollout last.

@@ -7,7 +7,7 @@
                                                      └── Recorder of the rollout: ids, log-probabilities, weight version
 
 So the gateway knows which rollout a call belongs to, and an agent needs only an address and a key. The agent may use
-any of the :mod:`~megaflow_hpc.model.gateway.dialects`; engines only see one of them. An agent in a sandbox without
+any of the :mod:`~megaflow_hpc.model.gateway.dialects`, but engines only see one of them. An agent in a sandbox without
 network access connects to a socket inside the sandbox. The gateway waits for the complete response, and then streams it
 if the agent requested a stream. So if a server dies, the call can be retried elsewhere until the last token has
 arrived.
@@ -68,12 +68,12 @@ from megaflow_hpc.model.gateway.replay import Replay, body_of
 from megaflow_hpc.model.http_server import HttpServer, bearer_key
 from megaflow_hpc.model.json_text import offload
 from megaflow_hpc.trajectory import Recording, path_to
-from megaflow_hpc.types import CallBudget, ModelEndpoint, Sampling
+from megaflow_hpc.types import CALL_HEADER, STARTED_BY_HEADER, CallBudget, ModelEndpoint, Sampling
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_CONNECTIONS = 256
-"""Maximum connections of one rollout to its gateway."""
+"""Maximum number of connections from one rollout to its gateway."""
 
 
 class ModelGateway:
@@ -83,13 +83,16 @@ class ModelGateway:
         wait_s: Maximum seconds that a call waits for an available server before it fails with 503.
         request_timeout_s: Timeout of one request in seconds. A timeout counts as a failure of the server.
         policies: Model names that select a policy. Any other name selects the rollout's own policy.
-        judges: Further such names, which agents cannot use (:meth:`open`).
+        roles: Role → policy, for a team. Then only roles are model names, and any other name selects ``owner``.
+        owner: Role that owns the rollouts of a team.
+        learners: Policies that are trained on rollouts of their own, and so only on these.
+        judges: Model names that select a judge's policy. Only verifiers may use them; see :meth:`open`.
         limits: Limits on this gateway's requests to the engines.
         replays: Policies served from a recorded campaign.
-        media_domains: Policy → hosts from which its engines may fetch images. Default: none.
+        media_domains: Hosts from which engines may fetch images, by policy. Default: none.
         keep_thoughts: Policies whose prompts keep earlier answers as they were sampled, even if the chat template
             changes them.
-        sampling: Policy → its sampling settings. Default: neutral settings.
+        sampling: Sampling settings by policy. Default: neutral settings.
     """
 
     def __init__(
@@ -98,6 +101,9 @@ class ModelGateway:
         wait_s: float = 300.0,
         request_timeout_s: float = 1800.0,
         policies: Sequence[str] = (),
+        roles: Mapping[str, str] | None = None,
+        owner: str = "",
+        learners: Collection[str] = (),
         judges: Sequence[str] = (),
         limits: CallLimits | None = None,
         replays: Mapping[str, Replay] | None = None,
@@ -107,9 +113,10 @@ class ModelGateway:
     ) -> None:
         self.port = 0
         self.tokens = 0
-        """Tokens sampled by engines so far."""
+        """Number of tokens that engines have sampled so far."""
         self._caller = Caller(wait_s, request_timeout_s, limits)
-        self._policies, self._judges = frozenset(policies), frozenset(judges)
+        self._roles, self._owner = dict(roles or {}), owner
+        self._policies, self._judges, self._learners = frozenset(policies), frozenset(judges), frozenset(learners)
         self._replays, self._keep_thoughts = replays or {}, frozenset(keep_thoughts)
         self._media_domains, self._sampling = media_domains or {}, sampling or {}
         self._by_id: dict[str, OpenRollout] = {}
@@ -156,9 +163,9 @@ class ModelGateway:
             policy: Policy that answers its calls.
             listener: An additional listening socket. The gateway serves it until :meth:`close`.
             budget: Limits on its calls and sampled tokens. Default: unlimited.
-            seed: Call n, from 0, is sampled with ``(seed + n) % 2**31``; -1 leaves the seed to the engine.
+            seed: Call n, counted from 0, uses the sampling seed ``(seed + n) % 2**31``. -1 lets the engine choose.
             recorded: State of a suspended rollout (:meth:`suspended`), whose recording continues.
-            judging: Open it for a verifier, which may also call judges.
+            judging: Open the rollout for a verifier, which may also call judges.
 
         Raises:
             MegaflowError: The gateway is not started, or the rollout is already open.
@@ -178,13 +185,14 @@ class ModelGateway:
             self._server.listen(listener)
             sandbox_url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/r/{rollout.token}/v1"
         self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
-        return ModelEndpoint(f"http://{LOOPBACK}:{self.port}/r/{rollout.token}/v1", rollout.key, policy, sandbox_url)
+        base_url = f"http://{LOOPBACK}:{self.port}/r/{rollout.token}/v1"
+        return ModelEndpoint(base_url, rollout.key, self._owner or policy, sandbox_url)
 
     async def close(self, rollout_id: str) -> Recording:
         """Closes a rollout and returns its recording. Later calls with its key are refused.
 
         Raises:
-            MegaflowError: The rollout is not open here.
+            MegaflowError: The rollout is not open at this gateway.
         """
         rollout = self._by_id.pop(rollout_id, None)
         if rollout is None:
@@ -200,7 +208,7 @@ class ModelGateway:
         return rollout.recorder.finish()
 
     async def outage(self, rollout_id: str) -> str:
-        """Returns why the latest call of an open rollout failed, if the service fails on other requests too.
+        """Returns the reason why the latest call of an open rollout failed, if the service fails on other requests too.
 
         Returns an empty string if the call succeeded, or if a server answers the gateway's own request. In the latter
         case, the rollout's request was at fault. This check is needed because some agents' clients swallow the 503.
@@ -215,15 +223,15 @@ class ModelGateway:
         """Refuses an open rollout's new calls and, if ``now``, also those still waiting for an engine's response.
 
         Returns:
-            True if the agent is waiting for such a call.
+            True if the agent is still waiting for the response to a call.
         """
         rollout = self._by_id[rollout_id]
         rollout.suspend(now)
         return bool(rollout.waiting)
 
     def suspended(self, rollout_id: str) -> dict[str, Any] | None:
-        """Returns the recorded state of an open rollout, for :meth:`open`, if :meth:`suspend` refused one of its
-        calls."""
+        """Returns the recorded state of an open rollout, to pass to :meth:`open`. Returns ``None`` unless
+        :meth:`suspend` caused a call to be refused."""
         rollout = self._by_id[rollout_id]
         return rollout.recorder.state() if rollout.interrupted else None
 
@@ -242,7 +250,8 @@ class ModelGateway:
         }
 
     def conversation(self, rollout_id: str) -> Sequence[Mapping[str, Any]]:
-        """Returns the conversation of a rollout's latest answered call; empty if the rollout is not open."""
+        """Returns the conversation of a rollout's latest answered call, or an empty sequence if the rollout is not
+        open."""
         rollout = self._by_id.get(rollout_id)
         if rollout is None:
             return ()
@@ -266,7 +275,7 @@ class ModelGateway:
         try:
             rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
             if rollout is None or not hmac.compare_digest(bearer_key(request), rollout.key.encode()):
-                raise CallError(401, "no such rollout, or not its key", "authentication_error")
+                raise CallError(401, "unknown rollout, or wrong key", "authentication_error")
             if not self._server.admit(request, rollout.token):
                 raise CallError(429, f"this rollout has {MAX_CONNECTIONS} connections in use", TOO_MANY_CONNECTIONS)
             return await self._dispatch(rollout, request, "/" + parts[3])
@@ -310,7 +319,8 @@ class ModelGateway:
 
         if name:
             return json_response(card(name))
-        names = [rollout.policy, *sorted(self._policies - {rollout.policy})]
+        own, others = (self._owner, self._roles.keys()) if self._roles else (rollout.policy, self._policies)
+        names = [own, *sorted(others - {own})]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return json_response({"object": "list", "data": [card(name) for name in names], **pages})
 
@@ -322,7 +332,7 @@ class ModelGateway:
         Args:
             rollout: The rollout that makes the call.
             http: The HTTP request.
-            endpoint: Request path without ``/v1``; selects the dialect.
+            endpoint: Request path without ``/v1``, which selects the dialect.
             body: Decoded request body.
             size: Size of the body in bytes.
 
@@ -335,7 +345,8 @@ class ModelGateway:
         path = COMPLETIONS if endpoint == "/completions" else CHAT
         asked = await offload(size, self._convert, rollout, path, dialect.request, body)
         request = self._engine_request(rollout, path, asked, size)
-        request = request._replace(free=not is_constrained(request.body, request.sampling.settings))
+        free = not is_constrained(request.body, request.sampling.settings)
+        request = request._replace(free=free, started_by=_named_call(http, rollout))
         try:
             async with rollout.reserved(asked, request.choices) as limit:
                 if rollout.suspended:  # the rollout was suspended while this call waited for budget
@@ -364,21 +375,34 @@ class ModelGateway:
         """Converts and checks an agent's request. Returns the request for the engine."""
         try:
             asked = convert(body)
-            domains = self._media_domains.get(self._policy(rollout, asked), ())
+            domains = self._media_domains.get(self._speaker(rollout, asked)[0], ())
             return engine_request(asked, path == CHAT, domains)
         except BadRequest as error:
             raise CallError(400, str(error)) from None
 
-    def _policy(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> str:
-        """Returns the policy that the request names as its model, or else the rollout's own policy."""
+    def _speaker(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> tuple[str, str]:
+        """Returns the policy and the role that the request names as its model, or else the rollout's own.
+
+        Raises:
+            BadRequest: The policy would not be trained on its answer.
+        """
         model = asked.get("model")
+        named = model if isinstance(model, str) else ""
+        if self._roles and not rollout.judging:
+            role = named if named in self._roles else self._owner
+            return self._roles[role], role
+        if named in self._learners and named != rollout.policy and not rollout.judging:
+            raise BadRequest(
+                f"model {named!r} is trained on rollouts of its own alone, and would not learn from this call; name "
+                "both models' roles in the section team of the campaign"
+            )
         known = self._policies | self._judges if rollout.judging else self._policies
-        return model if isinstance(model, str) and model in known else rollout.policy
+        return named if named in known else rollout.policy, ""
 
     def _engine_request(self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int) -> EngineRequest:
-        policy = self._policy(rollout, asked)
+        policy, role = self._speaker(rollout, asked)
         sampling, keep = self._sampling.get(policy, Sampling()), policy in self._keep_thoughts
-        return EngineRequest(policy, path, asked, rollout.recorder, size, sampling, keep)
+        return EngineRequest(policy, path, asked, rollout.recorder, size, sampling, keep, role=role)
 
     async def _respond(
         self,
@@ -393,7 +417,8 @@ class ModelGateway:
             answer = self._answer(rollout, request._replace(gate=gate))
             if not body.get("stream"):
                 reply = await answer
-                return await send_json(http, reply.size, lambda: dialect.answer(reply.body, body))
+                number = {CALL_HEADER: str(rollout.recorder.calls - request.choices)}
+                return await send_json(http, reply.size, lambda: dialect.answer(reply.body, body), number)
             return await send_stream(
                 http,
                 answer,
@@ -409,6 +434,8 @@ class ModelGateway:
         )
         if request.chat:
             asked["messages"] = list(conversation)
+        if request.started_by is not None:
+            conversation.started_by = request.started_by
         rollout.set_seed(asked)
         request = request._replace(body=asked)
         digest = await offload(request.size, conversation_digest, list(conversation))
@@ -421,7 +448,7 @@ class ModelGateway:
         rollout.failed("")
         sampled = rollout.recorder.sampled
         for number, sample in enumerate(answer.samples):
-            sample.policy, sample.free = request.policy, request.free
+            sample.policy, sample.role, sample.free = request.policy, request.role, request.free
             times = {} if number else {"model_s": model_s, "wait_s": wait_s}
             rollout.recorder.add(sample, conversation, digest, **times)
         rollout.recorder.count(answer.protocol, server.degraded, request.free)
@@ -461,13 +488,28 @@ class ModelGateway:
             rollout.failed(str(error))
             raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None
         rollout.failed("")
-        sample = replace(sample, policy=request.policy, message=sample.message if request.chat else None)
+        message = sample.message if request.chat else None
+        sample = replace(sample, policy=request.policy, role=request.role, message=message)
         rollout.recorder.add(sample, conversation, digest)
         if sample.counted is None:
             rollout.recorder.count("replay", free=sample.free)
         else:
             rollout.recorder.count("text")
         return protocols.Answer(body_of(sample, request.chat, str(request.body.get("model") or request.policy)))
+
+
+def _named_call(http: web.BaseRequest, rollout: OpenRollout) -> int | None:
+    """Returns the earlier call that a request names as its cause.
+
+    Raises:
+        CallError: The rollout has no such call.
+    """
+    named, calls = http.headers.get(STARTED_BY_HEADER), rollout.recorder.calls
+    if named is None or rollout.judging:
+        return None
+    if not (named.isascii() and named.isdigit() and len(named) < 10 and int(named) < calls):
+        raise CallError(400, f"{STARTED_BY_HEADER}: {named!r:.40}: this rollout has calls 0 to {calls - 1}")
+    return int(named)
 
 
 def _suspension(rollout: OpenRollout) -> CallError:

@@ -22,7 +22,7 @@ class Load:
 
     in_flight: int = 0
     waiting: int = 0
-    """Requests waiting in the engine's queue or, in a pool, at the proxy."""
+    """Number of requests waiting in the engine's queue or, in a pool, at the proxy."""
     wait_s: float = 0.0
     """Seconds until the last queued request starts, at the rate of the past half minute."""
 
@@ -34,7 +34,7 @@ def wanted(least: int, most: int, loads: Iterable[Load], asking: bool) -> int:
         least: Number of servers that start with the campaign.
         most: Maximum number of servers.
         loads: Loads of the servers that are currently responding.
-        asking: True if the policy still has rollouts to run.
+        asking: True if rollouts that use the policy are still to run.
     """
     loads = list(loads)
     if not asking:

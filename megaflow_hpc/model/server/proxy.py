@@ -44,7 +44,7 @@ from megaflow_hpc.rundir.weights import Version
 SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS))
 MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models")}
 MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS)}
-"""Paths that gateways use. Other engine APIs are blocked: they accept options that no gateway has checked."""
+"""Paths that gateways use. Other engine APIs are blocked, because they accept options that no gateway has checked."""
 PASSED = ("accept", "content-type", "x-request-id", "traceparent", "tracestate", "anthropic-version")
 """Request headers forwarded to the engine."""
 NOT_RETURNED = frozenset(
@@ -56,7 +56,7 @@ MAX_BODY = 256 * 2**20
 MAX_TENANT_BODY = 64 * 2**20
 CAMPAIGN = "the campaign"
 VALIDITY_DAYS = 3650
-"""Gateways ignore the validity period, but some TLS stacks reject certificates that expire soon."""
+"""Validity period of the certificate. Gateways ignore it, but some TLS stacks reject certificates that expire soon."""
 QUEUE_METRIC = re.compile(
     r"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE
 )
@@ -69,14 +69,14 @@ class Serving(NamedTuple):
 
     weights: Version
     adapter_name: str = ""
-    """The engine's name for the weights if they are a LoRA adapter; replaces the model name in requests."""
+    """The engine's name for the weights if they are a LoRA adapter. It replaces the model name in requests."""
 
 
 class Proxy:
     """Reverse proxy in front of one engine.
 
     Args:
-        tenants: The users of a pool; ``None`` if the server is not in a pool.
+        tenants: The users of a pool, or ``None`` if the server is not in a pool.
     """
 
     def __init__(self, tenants: Tenants | None = None) -> None:
@@ -84,22 +84,22 @@ class Proxy:
         self.key = secrets.token_urlsafe(32)
         self.port = 0
         self.requests = 0
-        """POST requests forwarded so far."""
+        """Number of POST requests forwarded so far."""
         self.in_flight = 0
-        """Requests of any kind currently waiting for the engine."""
+        """Number of requests of any kind that are waiting for the engine."""
         self.last_request = time.monotonic()
         self.draining = False
         self.down = ""
-        """Why the engine did not answer the latest request. Empty if it did answer."""
+        """Reason why the engine did not answer the latest request. Empty if it did answer."""
         self.serving = Serving(Version())
         self.copies: WeightCopies | None = None
-        """Answers other servers' questions for files of weight versions."""
+        """Serves files of weight versions to other servers."""
         self.opened = True
         """False until the version of the attached engine's weights is known."""
         self._sampling = {True: 0, False: 0}
-        """Requests being sampled: ``True`` → by the generate endpoint, ``False`` → by other endpoints."""
+        """Number of requests being sampled by the generate endpoint (``True``) and by other endpoints (``False``)."""
         self._measured_requests, self._measured_at = 0, 0.0
-        """Requests answered as of the latest :meth:`load`, and its time."""
+        """Number of requests answered before the latest call of :meth:`load`, and the time of that call."""
         self._gate = asyncio.Event()
         self._gate.set()
         self._holds = 0
@@ -153,7 +153,8 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def hold(self, *, continued: bool) -> AsyncIterator[None]:
-        """Holds back new requests inside the context. First waits for all requests being sampled to complete.
+        """Holds back new requests for the duration of the context. First waits for all requests being sampled to
+        complete.
 
         Args:
             continued: Do not wait for requests to the generate endpoint, whose responses report each token's version.
@@ -209,7 +210,7 @@ class Proxy:
         return Load(in_flight, waiting, round(waiting / rate, 1))
 
     async def _metrics(self) -> str:
-        """Returns the text of the engine's ``/metrics``; empty if it is unavailable."""
+        """Returns the text of the engine's ``/metrics``, or an empty string if it is unavailable."""
         try:
             status, text = await self.ask("/metrics", None, 10.0)
             return text if status == 200 else ""
@@ -332,7 +333,7 @@ def make_context(private: Path) -> tuple[ssl.SSLContext, str]:
     nor prompt.
 
     Args:
-        private: A directory of mode 0700. The key is written there only while it is loaded.
+        private: A directory of mode 0700. The private key is stored in it only until it is loaded.
 
     Raises:
         ConfigError: The package ``cryptography`` is not installed.

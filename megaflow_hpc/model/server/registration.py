@@ -58,7 +58,7 @@ def assignment(servers: Sequence[ServerRecord], index: int | None, policy: str |
 
 
 class Registration:
-    """Endpoint files of one server, for one start of it."""
+    """The endpoint files of one server, from start to exit."""
 
     def __init__(self, run: RunDir, what: Assignment, pool: EnginePool | None = None) -> None:
         self.what, self._pool = what, pool
@@ -66,13 +66,13 @@ class Registration:
         self.log_file = run.logs / f"{what.name}.engine.log"
         self.start = secrets.token_hex(8)
         self.beats = 0
-        """Heartbeats since the engine's latest start; 0 while the server is not registered."""
+        """Number of heartbeats since the engine's latest start, or 0 while the server is not registered."""
         self._endpoint: Endpoint
         self._down = False
         """True while the server waits for an external endpoint that is unavailable."""
 
     def check_address(self) -> None:
-        """Checks that other nodes can reach this one, if this is a Slurm job.
+        """Checks that other nodes can reach this node, if this is a Slurm job.
 
         Raises:
             ConfigError: The node has neither a host name that resolves nor a route to other nodes.
@@ -130,7 +130,7 @@ class Registration:
             weight_version: Version of the weights being served.
             refused: Latest version that this server failed to load.
             load: Load since the previous heartbeat.
-            down: Why the engine did not answer the latest request. Empty if it did answer.
+            down: Reason why the engine did not answer the latest request. Empty if it did answer.
         """
         self.beats += 1
         endpoint = self._endpoint
@@ -155,7 +155,7 @@ class Registration:
             self._pool.withdraw(self.what.name)
 
     def leave(self) -> None:
-        """Removes all files of this start."""
+        """Removes all endpoint files that this start of the server wrote."""
         self.unregister()
         self._files.withdraw_loading(self.what.name, self.start)
         self._files.withdraw_starting(self.what.name)
@@ -170,7 +170,7 @@ class Registration:
         self._files.publish_failed(self._failure(cause, lasting))
 
     def starts_again(self, cause: str) -> None:
-        """Publishes why the engine's latest start failed. The server will try again."""
+        """Publishes the reason why the engine's latest start failed. The server will try again."""
         failure = self._failure(cause, False)
         failure.down = self._down
         self._files.publish_starting(failure)
@@ -199,6 +199,6 @@ def in_slurm() -> bool:
 
 
 def job_id() -> str:
-    """Returns the Slurm job's id, ``ARRAY_ELEMENT`` for an element of a job array; empty outside Slurm."""
+    """Returns the Slurm job's id, ``ARRAY_ELEMENT`` for an element of a job array, or an empty string outside Slurm."""
     array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{element}" if array and element else os.environ.get("SLURM_JOB_ID", "")

@@ -54,15 +54,15 @@ POLL_S = 5.0
 """Seconds between polls of the run directory and of the idle time."""
 IDLE_S = 300.0
 MAX_MISSING_POLLS = 5
-"""Consecutive polls without a run directory after which it is considered deleted."""
+"""The run directory counts as deleted after this many consecutive polls that do not find it."""
 DRAIN_S = 25.0
-"""Seconds that an exiting server gives requests in flight. Slurm sends SIGKILL 30 s after preemption (KillWait)."""
+"""Seconds that an exiting server waits for requests in flight. Slurm sends SIGKILL 30 s after preemption (KillWait)."""
 MAX_STARTS = 3
-"""Consecutive failed starts after which the server gives up."""
+"""The server gives up after this many consecutive failed starts."""
 BACKOFF_S = 1.0
-"""Seconds before the second start; the third start waits five times as long."""
+"""Seconds before the second start. The third start waits five times as long."""
 STEADY_S = 60.0
-"""Seconds of serving after which the count of failed starts is reset."""
+"""The count of failed starts is reset after this many seconds of serving."""
 RESTART_DRAIN_S = 900.0
 """Seconds given to requests in flight before a working engine is restarted with new weights."""
 IDLE_STATUS = 75
@@ -79,11 +79,11 @@ class EngineServer:
     Args:
         run: The campaign's run directory.
         what: Model and name of this server.
-        idle_s: Seconds without a request, after the first one, until the server exits.
+        idle_s: Seconds without a request until the server exits. Does not apply before the first request.
         poll_s: Seconds between polls of the run directory.
         weights_poll_s: Seconds between polls of the weights pointer.
         beat_s: Seconds between heartbeats.
-        backoff_s: Seconds before the second start in a row; the third waits five times as long.
+        backoff_s: Seconds before the second start in a row. The third start waits five times as long.
         caps: The ``pool`` section if the campaign is a pool, otherwise ``None``.
     """
 
@@ -341,7 +341,7 @@ def _named(version: Version) -> str:
 
 
 def scratch() -> str | None:
-    """Returns a node-local directory whose path is short enough for sockets. ``None`` selects the system's default."""
+    """Returns a node-local directory whose path is short enough for sockets, or ``None`` for the system's default."""
     for name in ("MEGAFLOW_SCRATCH", "SLURM_TMPDIR", "TMPDIR"):
         path = os.environ.get(name, "")
         if path and len(path) < adapters.MAX_SOCKET_PATH - 40 and os.access(path, os.W_OK | os.X_OK):

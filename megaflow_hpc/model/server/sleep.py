@@ -50,13 +50,13 @@ class Sleeper:
 
     async def until_free(self) -> None:
         """Lends the GPUs to the trainer for as long as it requests them. Call this while no engine is using them."""
-        given = ""
+        granted = ""
         while not self._leave.is_set() and (turn := self._gpu.wanted()):
-            if turn != given:
+            if turn != granted:
                 with contextlib.suppress(OSError):  # retried in the next iteration
                     self._gpu.give(GpuGrant(turn, self._wake_s))
                     self._say("the trainer has the GPUs")
-                    given, self._wake_s = turn, 0.0
+                    granted, self._wake_s = turn, 0.0
             await asyncio.sleep(POLL_INTERVAL_S)
 
     @contextlib.asynccontextmanager

@@ -39,7 +39,7 @@ def parses_thoughts(model: Mapping[str, Any]) -> bool:
 
 
 async def probe(ask: Ask, launch: Launch, parsed: bool) -> str:
-    """Returns a description of the template's behaviour; empty if the engine cannot render these conversations.
+    """Describes the template's behaviour. Returns an empty string if the engine cannot render these conversations.
 
     Args:
         ask: Posts one request to the engine.

@@ -21,7 +21,7 @@ MIN_REFRESH_S = 2.0
 REFRESH_S = 30.0
 """Seconds between listings of the members. Removed members are refused after the next listing."""
 DEFAULT_SLOTS = 256
-"""Concurrent requests assumed for an engine that does not report its limit; vLLM's default on most GPUs."""
+"""Concurrent requests assumed for an engine that does not report its limit. This is vLLM's default on most GPUs."""
 SMOOTHING = 0.1
 """Weight of the latest turn in the moving average of turn durations."""
 
@@ -52,10 +52,10 @@ class FairQueue:
         (slot-seconds used so far + slots held, including this one, x mean seconds of a turn) / share
 
     A user who was idle or blocked by a cap gains no credit, and continues from the virtual time of the user admitted
-    last. Requests of one user are admitted in order of arrival. Confined to one event loop.
+    last. Requests of one user are admitted in order of arrival. Use it from a single event loop.
 
     Args:
-        slots: Total slots for all users; :meth:`resize` changes the number.
+        slots: Total number of slots for all users. :meth:`resize` changes it.
         clock: Monotonic clock in seconds.
     """
 
@@ -75,11 +75,12 @@ class FairQueue:
 
     @contextlib.asynccontextmanager
     async def turn(self, name: str, share: float = 1.0, max_slots: int | None = None) -> AsyncIterator[None]:
-        """Waits for a slot and holds it inside the context.
+        """Waits for a slot and holds it for the duration of the context.
 
         Args:
             share: This user's share, relative to the shares of other users.
-            max_slots: Maximum slots for this user, even if no other user is waiting. If ``None``, there is no limit.
+            max_slots: Maximum number of slots for this user, even if no other user is waiting. ``None`` means
+                unlimited.
         """
         user = self._users.setdefault(name, _User(share, max_slots))
         user.share, user.max_slots = share, max_slots
@@ -152,12 +153,12 @@ class Tenants:
         self._max_in_flight: int | None = settings.get("in_flight")
         self._weights: Mapping[str, float] = settings.get("weights") or {}
         self._user_of: dict[str, str] = {}
-        """Digest of a key → user who owns it."""
+        """Maps the digest of each key to the user who owns it."""
         self._queue = FairQueue(DEFAULT_SLOTS)
         self._listed_at = -REFRESH_S
 
     def user(self, key: str) -> str | None:
-        """Returns the user who owns a key; ``None`` if the key is unknown."""
+        """Returns the user who owns a key, or ``None`` if the key is unknown."""
         if not key:
             return None
         digest, age = digest_of(key), time.monotonic() - self._listed_at
@@ -168,7 +169,7 @@ class Tenants:
         return self._user_of.get(digest)
 
     def set_capacity(self, slots: int) -> None:
-        """Sets how many requests the engine can process concurrently; 0 if unknown."""
+        """Sets the number of requests that the engine can process concurrently. 0 means unknown."""
         self._queue.resize(slots or DEFAULT_SLOTS)
 
     @property

@@ -1,4 +1,5 @@
-"""Copies weight versions to this node. Servers of a policy copy from each other, so only one reads the shared files.
+"""Copies weight versions to this node. Servers of a policy copy from each other, so only one server reads the shared
+files.
 
 ::
 
@@ -12,7 +13,7 @@ of the peer's endpoint file. The peer replies with bytes that it has already rec
 same time. A request for a version that the peer has not noticed makes the peer copy that version.
 
 Each file is compared with the checksum that its publisher wrote. If a peer fails, is slow or sends wrong bytes, the
-server stops using it for this version and tries the next one. The shared file system is the last resort. A server
+server stops using it for this version and tries the next peer. The shared file system is the last resort. A server
 without peers copies nothing.
 """
 
@@ -49,17 +50,19 @@ from megaflow_hpc.rundir.weights import Checksum, Version, checksum, read_checks
 
 ROOT = "/weights/"
 FAN_OUT = 2
-"""Maximum nodes that copy from the same node."""
+"""Maximum number of nodes that copy from the same node."""
 CHUNK = 2**22
-"""Maximum bytes in a reply. Small, because the event loop that encrypts it also serves the engine's requests."""
+"""Maximum bytes in a reply. Replies are small because the event loop that encrypts them also serves the engine's
+requests."""
 MAX_REPLIES = 4
-"""Maximum concurrent replies with content. Further requests get an empty reply, and are repeated."""
+"""Maximum number of concurrent replies with content. Further requests get an empty reply, so that the servers that sent
+them try again."""
 HOLD_S = 1.0
 """Seconds that a request waits for new bytes before it gets an empty reply."""
 REPLY_TIMEOUT_S = 10.0
 """Timeout in seconds for a complete reply. A peer below 0.4 MB/s exceeds it."""
 STALL_TIMEOUT_S = 60.0
-"""Seconds without new bytes after which the server stops using a peer, even if the peer still replies."""
+"""The server stops using a peer after this many seconds without new bytes, even if the peer still replies."""
 POLL_INTERVAL_S = 0.01
 COMPLETE, RECEIVED = "X-Megaflow-Path", "X-Megaflow-Received"
 """Response headers: the file's path once its version is complete, and the bytes of the version received so far."""
@@ -76,9 +79,9 @@ class _Reply(NamedTuple):
 def sources(servers: Sequence[Endpoint], own: Endpoint) -> list[Endpoint]:
     """Returns the servers from which a server copies files, in order of preference.
 
-    Empty for the server that reads the shared file system. The first servers of all nodes form a tree in which each has
-    up to :data:`FAN_OUT` children. A node's other servers copy from its first one. If a source fails, its own sources
-    are tried next.
+    The list is empty for the server that reads the shared file system. The first servers of all nodes form a tree in
+    which each has up to :data:`FAN_OUT` children. A node's other servers copy from its first server. If a source fails,
+    its own sources are tried next.
 
     Args:
         servers: Live servers of the policy.
@@ -109,7 +112,7 @@ class PeerError(Exception):
 
 
 class _Peer:
-    """A connection to another server's proxy, for one thread."""
+    """A connection to another server's proxy, used by a single thread."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint, url = endpoint, urlsplit(endpoint.url)
@@ -156,7 +159,7 @@ class _Peer:
             digest = hashlib.sha256(self._connection.sock.getpeercert(binary_form=True) or b"").hexdigest()
             if not hmac.compare_digest(digest, self.endpoint.tls_fingerprint):
                 self.close()
-                raise PeerError(f"{self.endpoint.server}: another certificate than in its endpoint file")
+                raise PeerError(f"{self.endpoint.server}: its certificate does not match its endpoint file")
 
 
 @dataclass
@@ -168,7 +171,7 @@ class _File:
 
 @dataclass
 class _Copy:
-    """One version on this node."""
+    """The copy of one version on this node."""
 
     version: Version
     folder: Path
@@ -207,7 +210,7 @@ class WeightCopies:
         self._closed = False
 
     def close(self) -> None:
-        """Makes the copying threads stop soon."""
+        """Tells the copying threads to stop. Does not wait for them."""
         self._closed = True
 
     def begin(self, version: Version, requested: bool = False) -> None:
@@ -251,7 +254,8 @@ class WeightCopies:
     # --- copying ---
 
     def _fits(self, size: int) -> bool:
-        """Returns whether scratch has space for two versions. A scratch in memory also needs available memory."""
+        """Returns whether the scratch directory has space for two versions. If it is in memory, also checks the
+        available memory."""
         free = shutil.disk_usage(self.scratch).free
         if mount_of(self.scratch).type in ("tmpfs", "ramfs"):
             available = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split(maxsplit=1)[0]
@@ -290,7 +294,7 @@ class WeightCopies:
                 return
             path.unlink()
             if not used:
-                raise ModelServiceError(f"{copy.version.path}/{name}: its SHA-256 differs from the published one")
+                raise ModelServiceError(f"{copy.version.path}/{name}: its SHA-256 differs from the published checksum")
             for peer in used:
                 self._drop(copy, peer)
 
@@ -310,7 +314,7 @@ class WeightCopies:
         return ""
 
     def _write(self, copy: _Copy, name: str, used: list[_Peer]) -> str:
-        """Writes one file and returns its SHA-256. If a peer fails, the next one continues where it stopped."""
+        """Writes one file and returns its SHA-256. If a peer fails, the next peer continues at the same offset."""
         file, digest, published = copy.files[name], hashlib.sha256(), None
         with open(copy.folder / name, "wb", buffering=0) as to, contextlib.ExitStack() as stack:
             while file.received < file.expected.size:
@@ -339,7 +343,7 @@ class WeightCopies:
     def _poll(self, copy: _Copy, name: str, offset: int) -> _Reply | None:
         """Polls the first peer until it sends bytes from ``offset`` on, or the path of the complete file.
 
-        Returns ``None`` if the peer fails. It is then no longer a peer of this copy.
+        If the peer fails, stops using it for this copy and returns ``None``.
         """
         peer, progress, changed = copy.peers[0], "", time.monotonic()
         try:
@@ -359,7 +363,7 @@ class WeightCopies:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise OSError("the server is leaving")
+            raise OSError("the server is exiting")
 
     @staticmethod
     def _drop(copy: _Copy, peer: _Peer) -> None:

@@ -6,15 +6,15 @@ that each is sampled by one version:
 
 ``running: finish``     requests being sampled are completed with the old version first.
 ``running: continue``   the engine pauses, changes the weights, recomputes the state of its requests and continues them.
-                        Only requests whose response reports each token's version (vLLM's generate) are continued.
-                        Others finish first, so every token's version is known in either case.
+                        Only requests whose response reports each token's version (vLLM's generate) are continued. Other
+                        requests finish first, so every token's version is known in either case.
 
 ``update: rolling`` makes a policy's servers load one after the other, ``together`` all at the same time. If a server
-cannot load a version, it *refuses* it: it reports the version in its endpoint file and serves the previous one. With
-``rolling``, later servers do not try that version.
+cannot load a version, it *refuses* it: it reports the version in its endpoint file and continues to serve the previous
+version. With ``rolling``, later servers do not try that version.
 
 The servers of a policy pass a version on to each other (:mod:`.weight_copies`) as soon as they notice it. A version may
-be a delta to an earlier one (:mod:`megaflow_hpc.rundir.weight_delta`). Each server builds the complete files on its
+be a delta to an earlier version (:mod:`megaflow_hpc.rundir.weight_delta`). Each server builds the complete files on its
 node's local disk.
 
 A LoRA adapter applies to the campaign's original model. vLLM loads it under a new name next to the previous adapter.
@@ -83,7 +83,7 @@ class WeightUpdater:
         self._rolling = settings.get("update", "rolling") == "rolling"
         self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}
-        """Version that this server failed to load → cause."""
+        """Maps each version that this server failed to load to the cause."""
         self._heartbeats = Heartbeats()
         self.copies = proxy.copies = WeightCopies(run, what.name, what.policy, self._live)
 
@@ -92,7 +92,8 @@ class WeightUpdater:
         return [server for server in servers if self._heartbeats.alive(server)]
 
     def choose(self) -> Version:
-        """Returns the version to start the engine with: the current one, or the latest earlier one not refused.
+        """Returns the version with which to start the engine: the current version or, if it was refused, the latest
+        earlier version that was not.
 
         Raises:
             ModelServiceError: The run directory cannot be read.
@@ -121,11 +122,11 @@ class WeightUpdater:
         The files are a copy on this node if the policy has several servers. A delta's files are rebuilt on this node.
 
         Raises:
-            ModelServiceError: The delta's base is missing, or files differ from the published ones.
+            ModelServiceError: The delta's base is missing, or files differ from the published files.
         """
         if not version.path:
             return version
-        local, kept, serving = self.copies.local(version), {version.version}, self._proxy.serving.weights
+        local, needed, serving = self.copies.local(version), {version.version}, self._proxy.serving.weights
         try:
             base = base_of(local)
             if base is not None:
@@ -133,17 +134,18 @@ class WeightUpdater:
 
                 source = self.copies.local(Version(base, str(self._run.weights / str(base)), version.policy))
                 local = put_together(local, source, self.copies.scratch / f"weights-{version.version}")
-                kept.add(base)
+                needed.add(base)
         except ConfigError as error:
             raise ModelServiceError(str(error)) from error
-        self.copies.keep(kept | {serving.version})
-        for other in self.copies.scratch.glob("weights-*"):
-            if other not in (local, Path(serving.path)):
-                remove_tree(other, ignore_errors=True)
+        self.copies.keep(needed | {serving.version})
+        for folder in self.copies.scratch.glob("weights-*"):
+            if folder not in (local, Path(serving.path)):
+                remove_tree(folder, ignore_errors=True)
         return version if local == Path(version.path) else replace(version, path=str(local))
 
     def next(self) -> Version | None:
-        """Returns the version to load now; ``None`` if there is no new version, or other servers must load it first."""
+        """Returns the version to load now, or ``None`` if there is no new version or other servers must load it
+        first."""
         handled = (self._proxy.serving.weights.version, *self.refused)
         try:
             wanted = weights.current(self._run, self._what.policy)
@@ -179,7 +181,7 @@ class WeightUpdater:
         """Loads ``version`` in place, or refuses it if the engine still serves the previous version.
 
         Raises:
-            ModelServiceError: The engine must be restarted for the version, or failed.
+            ModelServiceError: The engine failed, or must be restarted for this version.
         """
         serving, proxy = self._proxy.serving, self._proxy
         try:
@@ -222,7 +224,7 @@ class WeightUpdater:
                 pass  # an older engine, or one not in development mode, reports no versions
 
     async def _load_adapter(self, version: Version) -> None:
-        """Makes vLLM load an adapter, switches requests to it and unloads the previous one."""
+        """Makes vLLM load an adapter, switches requests to it and unloads the previous adapter."""
         proxy = self._proxy
         name, before = f"{version.policy}@{version.version}", proxy.serving.adapter_name
         await post(proxy, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": version.path})
@@ -253,7 +255,7 @@ async def _sglang(proxy: Proxy, version: Version, keep_running: bool) -> None:
 
 
 RELOADERS: Mapping[str, Callable[[Proxy, Version, bool], Awaitable[None]]] = {"vllm": _vllm, "sglang": _sglang}
-""":attr:`~megaflow_hpc.model.engines.launch.Launch.reload` → function that loads a version in place."""
+"""Maps :attr:`~megaflow_hpc.model.engines.launch.Launch.reload` to the function that loads a version in place."""
 
 
 async def _reports_versions(proxy: Proxy) -> bool:

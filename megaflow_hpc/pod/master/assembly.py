@@ -1,8 +1,8 @@
-"""The assembly of rank 0 from run.json, the environment, the ledger and the journal.
+"""Builds rank 0 of a pod from run.json, the environment, the ledger and the journal, and runs it.
 
 ``MEGAFLOW_POD`` and ``MEGAFLOW_START`` name the pod and this start of it. ``MEGAFLOW_POD_DIR`` is a private directory
-shared with the supervisor, which is the batch script. To drain the pod, the supervisor creates ``drain`` there. The pod
-writes its final state to ``state``.
+shared with the supervisor, which is the batch script. To drain the pod, the supervisor creates the file ``drain`` in
+it. At its end, the pod writes its final state to the file ``state``.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from megaflow_hpc.trajectories.journal.packs import pack_journals
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 SWITCH_S = 5e-4
-"""Python's thread switch interval in rank 0, in seconds. Lower than the default, since the loop must respond fast."""
+"""Python's thread switch interval in rank 0, in seconds. Shorter than the default, because the loop must respond
+quickly."""
 PACK_AFTER_S, PACK_SPREAD_S = TIMES.lease_s, 600
-"""Delay before a start packs the journals of earlier starts, and the span over which pods spread their packing. Both
-in seconds. By then, earlier starts commit nothing more. Cached listings are at most a minute old, so all readers have
-seen the earlier packs.
-"""
+"""A start packs the journals of earlier starts after ``PACK_AFTER_S`` seconds. Pods spread their packing over a further
+``PACK_SPREAD_S`` seconds. By then, earlier starts commit nothing more. Cached listings are at most a minute old, so all
+readers have seen any earlier packs."""
 GC_THRESHOLD = 50_000
-"""Run Python's garbage collector after this many allocations. Rank 0 creates no reference cycles, and each collection
-causes a pause."""
+"""Python's garbage collector runs after this many allocations. The threshold is high because each collection causes a
+pause, and rank 0 creates no reference cycles."""
 
 
 def tune() -> None:
-    """Tunes the interpreter of rank 0 for low latency."""
+    """Tunes the Python interpreter of rank 0 for low latency."""
     sys.setswitchinterval(SWITCH_S)
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 100)
 
 
 def identity() -> PodIdentity:
-    """Returns the identity of this start of the pod. Without a supervisor, the pod's name is random."""
+    """Returns the identity of this start of the pod. Without a supervisor, the pod gets a random name."""
     me = Identity.of(os.getpid())
     assert me is not None
     pod = os.environ.get("MEGAFLOW_POD", "")
@@ -70,18 +70,18 @@ def identity() -> PodIdentity:
 
 
 def slots_per_rank(config: CampaignConfig) -> int:
-    """Returns the number of rollouts that a worker rank runs at once."""
+    """Returns the maximum number of rollouts that a worker rank runs at the same time."""
     pods = config.slurm.pods
     return pods.slots_per_rank or pods.cpus_per_rank or int(os.environ.get("SLURM_CPUS_PER_TASK") or CPUS_PER_RANK)
 
 
 def room_per_rank(pods: PodsConfig) -> tuple[float | None, int | None]:
-    """Returns a rank's CPUs and its memory in MB. Each is ``None`` if the campaign file does not set it."""
+    """Returns the CPUs and the memory in MB of a worker rank. Each is ``None`` if the campaign file does not set it."""
     return pods.cpus_per_rank, None if pods.mem_gb is None else int(pods.mem_gb * 1000 / pods.ranks)
 
 
 def lead(run: RunDir, comm: Comm) -> str:
-    """Runs rank 0 until the pod ends. Returns the pod's final state, and writes it for the supervisor.
+    """Runs rank 0 until the pod ends. Writes the pod's final state for the supervisor, and returns it.
 
     Raises:
         MegaflowError: The pod cannot continue.
@@ -110,7 +110,8 @@ def lead(run: RunDir, comm: Comm) -> str:
 
 
 def _note_signal(pod: Pod) -> None:
-    """Records when Slurm signals the step. The signal itself does not end rank 0 (:meth:`Drain.obey`)."""
+    """Installs a handler that records when Slurm signals the step. The signal does not end rank 0
+    (:meth:`Drain.obey`)."""
 
     def note(*_: object) -> None:
         pod.signalled_at = min(pod.signalled_at, time.monotonic())

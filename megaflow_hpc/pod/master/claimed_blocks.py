@@ -1,4 +1,4 @@
-"""The blocks that this pod holds, and which of their rollouts are not stored yet.
+"""The blocks that this pod holds, with those of their rollouts that are not stored yet.
 
 Only the I/O thread uses this module (:mod:`~megaflow_hpc.pod.master.run_io`).
 """
@@ -20,22 +20,23 @@ from megaflow_hpc.trajectories.journal.winners import StoredBlock, StoredRollout
 from megaflow_hpc.types import Rollout
 
 SMALL = 16
-"""Largest block, in rollouts, that is read before it is claimed. A larger block fills the queue by itself."""
+"""Blocks are read in advance only if they contain at most this many rollouts. A larger block fills the queue without
+lookahead."""
 SPREAD = 64
-"""Choose among this many free blocks. The limit bounds how far the order of claims can change."""
+"""Number of free blocks from which a pod picks. It limits how far pods deviate from the claim order."""
 
 
 @dataclass(frozen=True)
 class ClaimedBlock:
-    """A block that this pod has just claimed."""
+    """A block that this pod has just claimed, with the tasks and histories of its rollouts."""
 
     claim: Claim
     rollouts: tuple[Rollout, ...]
-    """The rollouts to run."""
+    """Rollouts of the block that are neither stored nor handed off."""
     histories: dict[str, History]
-    """Rollout id → its history in earlier pods. The receiver owns the mapping."""
+    """Rollout id → its history in earlier pods. The receiver may modify the mapping."""
     tasks: dict[str, PlannedTask]
-    """Task id → task, for the rollouts to run. The receiver owns the mapping."""
+    """Task id → task, for the rollouts to run. The receiver may modify the mapping."""
     upcoming: tuple[PlannedTask, ...]
     """Tasks of the blocks that this pod plans to claim next."""
 
@@ -56,11 +57,11 @@ class _HandOff:
 
 
 class ClaimedBlocks:
-    """The blocks of one pod, from claim to done mark, release or hand-off.
+    """The blocks of one pod, from the claim until they are done, released or handed off.
 
     Args:
         stored: Reads the journals of a block's previous holders.
-        tasks: The campaign's tasks. Only those of claimed blocks are looked up.
+        tasks: The campaign's tasks. Only tasks of claimed or picked blocks are read.
         ahead: Number of small blocks to read before they are claimed.
     """
 
@@ -80,18 +81,18 @@ class ClaimedBlocks:
         self._held: dict[int, _Held] = {}
         self._unread: Claim | None = None
         self._hand_offs: list[_HandOff] = []
-        """Hand-offs that may not be in the ledger yet."""
+        """Hand-offs that may still be missing in the ledger."""
         self._hand_offs_made = 0
 
     def __len__(self) -> int:
         return len(self._held)
 
     def claim(self) -> ClaimedBlock | None:
-        """Claims the next block. Returns ``None`` while no block is available.
+        """Claims the next block. Returns ``None`` if no block is available now.
 
         Raises:
-            LedgerError: The block is damaged.
-            OSError: The run directory does not respond. The next call continues with the same block.
+            LedgerError: The block is damaged, or the campaign has no task for a rollout.
+            OSError: The run directory does not respond. The next call retries the same block.
         """
         claim = self._unread or self._ledger.claim(self._stored.length)
         if claim is None:
@@ -118,7 +119,8 @@ class ClaimedBlocks:
         return ClaimedBlock(claim, todo, histories, tasks, tuple(self._lookahead.tasks))
 
     def _to_run(self, claim: Claim, held: Sequence[StoredBlock]) -> tuple[int, tuple[Rollout, ...]]:
-        """Returns the number of rollouts in the claim, and the rollouts that are neither stored nor handed off."""
+        """Returns the number of rollouts in the claimed block, and the rollouts that are neither stored nor handed
+        off."""
         rollouts = read_block(self._run, claim.block).rollouts
         stored: set[str] = set()
         if claim.left is not None:
@@ -129,7 +131,7 @@ class ClaimedBlocks:
         return len(rollouts), tuple(todo)
 
     def settled(self, block: int, rollout_id: str) -> None:
-        """Records that a rollout is durable. Marks the block done after its last rollout.
+        """Records that a rollout's result is durable. Marks the block done after its last rollout.
 
         Raises:
             LedgerError: Another pod took over the block.
@@ -142,14 +144,14 @@ class ClaimedBlocks:
                 self._finish(block)
 
     def hand_off(self, rollouts: Iterable[tuple[int, Rollout]], each: int) -> None:
-        """Hands unstarted rollouts to other pods, as new blocks.
+        """Hands unstarted rollouts off to other pods, as new blocks.
 
         Args:
             rollouts: Pairs of block number and rollout.
-            each: Maximum number of rollouts in a new block. The rollouts of a group stay together.
+            each: Maximum number of rollouts in a new block. Rollouts of a group stay together.
 
         Raises:
-            OSError: The run directory does not respond. :meth:`retry_hand_offs` continues.
+            OSError: The run directory does not respond. :meth:`retry_hand_offs` completes the hand-off.
         """
         for block, of_block in groupby(sorted(rollouts, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
             for part in _parts([rollout for _, rollout in of_block], each):
@@ -159,19 +161,19 @@ class ClaimedBlocks:
 
     @property
     def handing_off(self) -> bool:
-        """True if a hand-off may not be in the ledger yet."""
+        """True if a hand-off may still be missing in the ledger."""
         return bool(self._hand_offs)
 
     def retry_hand_offs(self) -> None:
-        """Writes the hand-offs that are not in the ledger yet. Raises OSError."""
+        """Writes the hand-offs that may still be missing in the ledger. Raises OSError."""
         while self._hand_offs:
-            one = self._hand_offs[0]
-            held = self._held[one.block]
-            if not self._ledger.hand_off(held.claim, one.rollouts, one.token):
+            hand_off = self._hand_offs[0]
+            held = self._held[hand_off.block]
+            if not self._ledger.hand_off(held.claim, hand_off.rollouts, hand_off.token):
                 return  # the fence is closed, so the pod that takes over runs these rollouts
             self._hand_offs.pop(0)
-            for rollout in one.rollouts:
-                self.settled(one.block, rollout.id)
+            for rollout in hand_off.rollouts:
+                self.settled(hand_off.block, rollout.id)
 
     def release(self, sealed: int) -> None:
         """Releases every block that is not done.
@@ -193,28 +195,28 @@ class ClaimedBlocks:
 
 
 class BlockLookahead:
-    """Reads free blocks before the pod claims them, so that their images are staged in time.
+    """Reads free blocks before the pod claims them, so that their images can be staged in time.
 
-    While blocks are large, a pod's queue shows which images come next. The last blocks of a campaign contain one
+    While blocks are large, a pod's queue shows which images are needed next. The last blocks of a campaign contain one
     rollout or group each, and a pod claims them only when a slot is free. So each pod picks a few of these blocks,
-    stages their images, and claims these blocks first. Pods start picking at different positions, so they rarely take
+    stages their images, and claims these blocks first. Pods start picking at different positions, so they rarely claim
     a block that another pod has picked.
 
     Args:
-        count: Number of blocks to pick at a time. Each is one small file.
+        count: Number of blocks to pick at a time.
     """
 
     def __init__(self, run: RunDir, ledger: Ledger, tasks: Mapping[str, PlannedTask], count: int) -> None:
         self._run, self._ledger, self._tasks, self._count = run, ledger, tasks, count
         self._picked: dict[int, dict[str, PlannedTask]] = {}
-        """Picked block → its tasks, by id."""
+        """Picked block → its tasks, by task id."""
         self.tasks: list[PlannedTask] = []
         """Tasks of the picked blocks, without duplicates."""
 
     def claimed(self, rollouts: int) -> None:
-        """Updates the picked blocks after the pod claimed a block of ``rollouts`` rollouts.
+        """Picks blocks again after the pod claimed a block of ``rollouts`` rollouts.
 
-        Skips blocks that cannot be read now, because an error would lose the claim.
+        Skips blocks that cannot be read now, because raising an error would lose the claim.
         """
         free = self._ledger.free if rollouts <= SMALL and self._count else []
         self._picked = {block: tasks for block, tasks in self._picked.items() if block in free}
@@ -225,7 +227,7 @@ class BlockLookahead:
         self.tasks = list({name: task for tasks in self._picked.values() for name, task in tasks.items()}.values())
 
     def _more(self, free: list[int]) -> list[int]:
-        """Returns the blocks to pick in addition. Each pod starts at a position derived from its name."""
+        """Returns further blocks to pick. Each pod starts at a position derived from its name."""
         near = [block for block in free if block not in self._picked][:SPREAD]
         missing = min(self._count - len(self._picked), len(near))
         if missing <= 0:
@@ -236,7 +238,7 @@ class BlockLookahead:
 
 
 def planned(tasks: Mapping[str, PlannedTask], rollouts: Iterable[Rollout]) -> dict[str, PlannedTask]:
-    """Returns the tasks of ``rollouts`` by id, in the same order.
+    """Returns the tasks of ``rollouts`` by task id, in order of first use.
 
     Raises:
         LedgerError: The campaign has no task for a rollout.
@@ -250,7 +252,8 @@ def planned(tasks: Mapping[str, PlannedTask], rollouts: Iterable[Rollout]) -> di
 
 
 def _parts(rollouts: list[Rollout], each: int) -> Iterator[list[Rollout]]:
-    """Splits rollouts at group boundaries into parts of at most ``each`` rollouts. Larger groups stay whole."""
+    """Splits rollouts at group boundaries into parts of at most ``each`` rollouts. A larger group is a part of its
+    own."""
     part: list[Rollout] = []
     for _, samples in groupby(rollouts, key=lambda rollout: rollout.group_id):
         group = list(samples)

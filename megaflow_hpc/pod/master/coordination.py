@@ -1,9 +1,9 @@
-"""Coordination of pods: the leader polls on behalf of all, so metadata operations do not grow quadratically.
+"""Coordination of pods: a leader polls on behalf of all pods, so that metadata operations do not grow quadratically.
 
 The leader (:data:`~megaflow_hpc.ledger.leader.COORDINATOR`) surveys the ledger, lists the engines and sums up the
 campaign's usage. It also removes files that are no longer needed. It publishes its report in its lease file, and the
-other pods poll only that file. If few pods run, each pod polls the ledger itself, which is faster. Pods also do so
-while there is no leader.
+other pods poll only that file. If there are only a few pods, or no leader, each pod polls the ledger itself. With few
+pods, this is faster.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from megaflow_hpc.rundir.live import Asked, LiveFiles
 from megaflow_hpc.rundir.pods.condensing import EndedPods
 
 SOON_S = 2.0
-"""Shortest interval between two updates of a lease, in seconds."""
+"""Minimum interval between two updates of a lease, in seconds."""
 SELDOM_S = 10.0
-"""Poll interval in seconds if few pods run."""
+"""Poll interval in seconds if there are only a few pods."""
 LOOKS_PER_S = 33.0
-"""Maximum number of times per second that all pods together read the report. Also limits their lease renewals."""
+"""Maximum number of reads of the report per second, over all pods. Also limits their lease renewals."""
 CALLS_PER_TURN = 64
-"""Maximum number of file-system calls of a survey before the thread returns to storing results."""
+"""Maximum number of a survey's file-system calls before the I/O thread returns to storing results."""
 
 
 class Role(Enum):
     """Role of a pod, decided at each poll of the leader's lease.
 
     ========= ============================================================= ====================
-    role      when                                                          source of knowledge
+    role      when                                                          data source
     ========= ============================================================= ====================
     LEADER    this pod holds the lease, or acquired the free lease          its own survey
-    FOLLOWER  another pod leads, has reported, and more than few pods run   the leader's report
+    FOLLOWER  another pod leads and has reported more than ``few`` pods     the leader's report
     ALONE     otherwise                                                     its own polls
     ========= ============================================================= ====================
     """
@@ -58,7 +58,7 @@ class Coordination:
 
     Args:
         clock: A monotonic clock, in seconds.
-        few: See :data:`~megaflow_hpc.ledger.leader.FEW`.
+        few: Maximum number of pods for which each pod polls the ledger itself.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class Coordination:
         self._clock, self._few = clock, few
         self.role = Role.ALONE
         self.report = Report()
-        """The latest report, from this pod or from the leader."""
+        """The latest report, published by this pod or read from the leader."""
         self._survey: Operation[Surveyed] | None = None
-        """The survey in progress, if any."""
+        """The survey in progress, or ``None``."""
         self._pruning: Operation[None] | None = None
-        """The pruning in progress, if any. It waits while a survey runs."""
+        """The pruning in progress, or ``None``. It pauses while a survey runs."""
         self._ended_pods = EndedPods(ledger.run.events, TIMES.lease_s, clock)
         self._looked_at = self._renewed_at = self._pruned_at = -math.inf
         self._listed = ""
-        """Generation of the listing of engines that this pod last published or adopted."""
+        """Generation of the list of engines that this pod last published or adopted."""
         self._live = LiveFiles(ledger.run, clock)
 
     @property
     def renew_s(self) -> float:
-        """Seconds between two updates of the progress in this pod's lease."""
+        """Interval in seconds at which this pod updates the progress in its lease."""
         return max(SOON_S, self.report.pods / LOOKS_PER_S)
 
     @property
@@ -96,7 +96,7 @@ class Coordination:
         return self.renew_s if self.report.pods > self._few else SELDOM_S
 
     def tick(self) -> None:
-        """Polls the leader's lease, or continues a survey. Raises OSError."""
+        """Polls the leader's lease, or continues the survey or pruning in progress. Raises OSError."""
         now = self._clock()
         if self._survey is None and now - self._looked_at >= self._look_interval_s:
             self._looked_at = now
@@ -111,7 +111,8 @@ class Coordination:
             raise
 
     def list_engines(self) -> bool:
-        """Lists the engines, or adopts the leader's new listing. Returns True if gateways must be informed."""
+        """Lists the engines, or adopts the leader's list. Returns True if the list has changed and gateways must be
+        informed."""
         if self.role is Role.FOLLOWER and self.report.generation:
             if self.report.generation == self._listed:
                 return False
@@ -126,11 +127,11 @@ class Coordination:
         return changed
 
     def asked(self) -> Asked:
-        """Returns the rollouts that viewers have requested. Raises OSError."""
+        """Returns the rollouts whose status viewers have requested. Raises OSError."""
         return self.report.asked if self.role is Role.FOLLOWER else self._live.asked()
 
     def leave(self) -> None:
-        """Resigns as leader, so that another pod can lead. Raises OSError."""
+        """Resigns as leader, so that another pod can take over. Raises OSError."""
         self._ledger.follow(None)
         self._leader.leave()
 
@@ -151,7 +152,7 @@ class Coordination:
         self._ended_pods.advance()
 
     def _hold(self, report: Report) -> bool:
-        """Renews the leader's lease. Returns False if another pod leads."""
+        """Takes or renews the leader's lease with this report. Returns False if another pod leads."""
         self._renewed_at = self._clock()
         return self._leader.hold(msgspec.to_builtins(report))
 

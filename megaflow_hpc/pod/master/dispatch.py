@@ -1,4 +1,4 @@
-"""Dispatch: starts of rollouts in free slots, and claims of blocks for the slots that will soon be free."""
+"""Dispatch: starts rollouts in free slots, and claims blocks for slots that are free or will soon be."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from megaflow_hpc.types import Rollout
 
 SOON_S = 1.0
 SELDOM_S = 10.0
-"""Backoff in seconds between claims that find no block. It starts at ``SOON_S`` and doubles up to ``SELDOM_S``. It is
-reset when the last rollout here ends, because the campaign then usually ends soon and nodes must not idle."""
+"""After a claim that finds no block, the next claim waits for a backoff that doubles from ``SOON_S`` to ``SELDOM_S``
+seconds. The backoff is reset when the last rollout of this pod ends. The campaign then usually ends soon, and nodes
+must not idle."""
 AWAITED_S = 0.25
 LOOKS_PER_S = 40
-"""Number of polls per second by all pods together while a consumer is expected to add blocks. The interval of a pod is
-between ``AWAITED_S`` and ``SOON_S``."""
+"""Number of claims per second by all pods together while a consumer is expected to add blocks. The interval of a single
+pod is between ``AWAITED_S`` and ``SOON_S`` seconds."""
 MAX_DEFERRED_PER_SLOT = 4
-"""Maximum number of deferred rollouts per slot that do not count as queued when the pod decides whether to claim."""
+"""When the pod decides whether to claim, it ignores up to this many deferred rollouts per slot in its queue."""
 AHEAD_ROLLOUTS = 256
-"""Announce the images of this many queued rollouts."""
+"""Number of queued rollouts whose images are announced to the ranks."""
 
 
 def awaited_s(pods: int) -> float:
-    """Returns the seconds between two polls of each of ``pods`` pods while a consumer is expected to add blocks."""
+    """Returns each pod's interval between claims in seconds, while a consumer is expected to add blocks."""
     return min(SOON_S, max(AWAITED_S, pods / LOOKS_PER_S))
 
 
 class Dispatch:
-    """Assigns free slots to rollouts, and claims blocks for the slots that will soon be free."""
+    """Assigns rollouts to free slots, and claims blocks for slots that are free or will soon be."""
 
     def __init__(
         self, pod: Pod, scheduler: Scheduler, io: RunIo, results: Results, estimates: Estimates, drain: Drain
@@ -46,14 +47,15 @@ class Dispatch:
         self._estimates, self._drain = estimates, drain
         self._look_s = SOON_S
         self._looked_at: float | None = None
-        """Monotonic time of the last claim if it found no block, otherwise ``None``."""
+        """Monotonic time of the last claim if it found no block. ``None`` if it found one."""
         self._started = 0
         self._per_s = 0.0
         self._upcoming: tuple[PlannedTask, ...] = ()
-        """Tasks of the blocks that this pod will claim next."""
+        """Tasks of the blocks that this pod plans to claim next."""
 
     def start_all(self) -> bool:
-        """Starts all rollouts that can start, and requests a block if slots stay free. Returns True if any started."""
+        """Starts all rollouts that can start, and requests a block if slots stay free. Returns True if any rollout
+        started."""
         self._claim()
         walltime = self._pod.walltime
         remaining_s = walltime.remaining_s
@@ -65,7 +67,7 @@ class Dispatch:
         return started > 0
 
     def tick(self, seconds: float) -> None:
-        """Updates the measured rate of starts. Call it every ``seconds`` seconds."""
+        """Updates the measured number of starts per second. Call it every ``seconds`` seconds."""
         self._per_s, self._started = self._started / seconds, 0
 
     @property
@@ -74,12 +76,12 @@ class Dispatch:
         return self._looked_at is not None
 
     def coming(self) -> list[str]:
-        """Returns the known images of running rollouts and of the rollouts that start next here."""
+        """Returns the image files of running rollouts and of those that this pod will start next."""
         tasks: list[PlannedTask] = [*self._scheduler.coming(AHEAD_ROLLOUTS), *self._upcoming]
         return list(dict.fromkeys(task.image for task in tasks if task.image))
 
     def look_soon(self) -> None:
-        """Resets the backoff of claims."""
+        """Resets the backoff between claims."""
         self._look_s = SOON_S
 
     def _start(self, rank: int, work: Work) -> None:
@@ -109,9 +111,9 @@ class Dispatch:
     # --- claims ---
 
     def _claim(self) -> None:
-        """Requests a block if the queue does not fill the free slots and those that become free until it arrives.
+        """Requests a block if the queue cannot fill all slots that are free, or will be by the time the block arrives.
 
-        Never claims more than needed, because other pods cannot start rollouts that are queued here.
+        Never requests more than that, because other pods cannot start rollouts that are queued in this pod.
         """
         ahead = int(2 * self._per_s * self._io.claim_s)
         scheduler = self._scheduler
@@ -124,7 +126,7 @@ class Dispatch:
             self._io.claim()
 
     def claimed(self, block: ClaimedBlock | None) -> bool:
-        """Queues the rollouts of a claimed block. Returns True if any of them run here."""
+        """Queues the rollouts of a claimed block. Returns False if there was no block, or if the pod is draining."""
         if block is None:
             if self._io.state.seen.awaited:  # a consumer is expected to add blocks
                 self._look_s = awaited_s(self._pod.pods)
@@ -143,7 +145,7 @@ class Dispatch:
         return True
 
     def _group(self, rollouts: list[Rollout], block: ClaimedBlock) -> Iterator[Work]:
-        """Yields the work of one group. Its samples share the task and the estimates."""
+        """Yields the queue entries for the samples of one group, which share their task and estimates."""
         first = rollouts[0]
         expected_s = self._estimates.expect(first.task_id, first.policy) or 0.0
         planned = block.tasks[first.task_id]

@@ -1,4 +1,4 @@
-"""Draining of a pod, and the final state that it reports to its supervisor."""
+"""Draining of a pod, and the final state that the pod reports to its supervisor."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from megaflow_hpc.rundir.events import PodEvent
 from megaflow_hpc.rundir.marks import PREEMPTED, WHY_DRAIN
 
 STOP_S = 35.0
-"""Seconds needed to stop the workers after a drain. Running rollouts get the rest of the lead time."""
+"""Seconds reserved for stopping the workers after a drain. Running rollouts get the rest of the lead time."""
 DRAIN_NOW_S = 4.0
-"""Seconds that running rollouts get if Slurm is about to kill the step."""
+"""Seconds left for running rollouts when Slurm is about to kill the step."""
 SIGNAL_S = 1.0
-"""Seconds to wait for the supervisor's reason if a signal reached the step first."""
+"""Seconds to wait for the supervisor's drain file if Slurm's signal reaches the step first."""
 PATIENCE_S = 12.0
 """Seconds that agents may wait for a pending model response before they are suspended."""
 HURRIED = ("now", "cancelled")
-"""Words of the drain file that mean that Slurm will soon kill the step."""
+"""Reasons in the drain file that mean that Slurm is about to kill the step."""
 STUCK_S = 120.0
-"""Give up the pod, so that it is restarted, if the run directory fails or hangs for this many seconds."""
+"""The pod ends and is restarted if the run directory fails or hangs for this many seconds."""
 
 TOO_LONG = "what is left is not expected to end before the walltime"
 NOT_AWAITED = "nothing to do, and no consumer that may add blocks has renewed its lease for long"
 
 
 class DrainPhase(Enum):
-    """Phase of a pod. A pod only moves down this table.
+    """Phase of a pod. Phases only change downwards in this table.
 
     ========= ========================================================== =================
     phase     entered when                                               rollouts may run
     ========= ========================================================== =================
     RUNNING   the pod starts                                             without limit
-    DRAINING  the supervisor asks, a limit is exceeded, no work is left  ``pod.drain_s``
-    PREEMPTED Slurm signals the step alone: the GraceTime begins         until it ends
+    DRAINING  on request, when a limit is exceeded, or without work left ``pod.drain_s``
+    PREEMPTED Slurm signals only the step, as the GraceTime begins       until it ends
     HURRYING  Slurm will soon kill the step (:data:`HURRIED`)            :data:`DRAIN_NOW_S`
     ========= ========================================================== =================
     """
@@ -50,25 +50,26 @@ class DrainPhase(Enum):
 
 
 class Drain:
-    """The phase of a pod, and why it drains. Used only by rank 0's loop."""
+    """The drain phase of a pod and the reason for draining. Used only by rank 0's loop."""
 
     def __init__(self, pod: Pod, scheduler: Scheduler, ranks: Ranks) -> None:
         self._pod, self._scheduler, self._ranks = pod, scheduler, ranks
         self.phase = DrainPhase.RUNNING
         self._began_at = 0.0
         self.word = ""
-        """The supervisor's first word, one of :data:`WHY_DRAIN`. Empty until the supervisor requests a drain."""
+        """Reason to drain, normally a key of :data:`WHY_DRAIN`. Empty until the supervisor or Slurm requests a
+        drain."""
         self.paused = ""
-        """Why the pod pauses: a problem that a restart would not solve. Empty if it does not pause."""
+        """Reason for pausing the pod, which a restart would not solve. Empty unless the pod pauses."""
 
     @property
     def active(self) -> bool:
-        """True once the pod starts no more rollouts."""
+        """True once the pod no longer starts rollouts."""
         return self.phase is not DrainPhase.RUNNING
 
     @property
     def over(self) -> bool:
-        """True once the time of the running rollouts is up."""
+        """True once the running rollouts have used up their remaining time."""
         match self.phase:
             case DrainPhase.HURRYING:
                 grace_s = DRAIN_NOW_S
@@ -80,14 +81,14 @@ class Drain:
 
     @property
     def preempted(self) -> bool:
-        """True if Slurm takes back the allocation before the walltime ends."""
+        """True if Slurm takes the allocation back before the walltime ends."""
         return self.phase in (DrainPhase.PREEMPTED, DrainPhase.HURRYING)
 
     def read_word(self, wait_s: float = 0.0) -> str | None:
-        """Reads the supervisor's current word. Returns ``None`` while no drain is requested.
+        """Reads the word in the drain file. Returns ``None`` if the supervisor has not requested a drain.
 
         Args:
-            wait_s: Seconds to wait for a word.
+            wait_s: Seconds to wait for the drain file.
         """
         word = self._pod.why_drain(wait_s)
         self.word = self.word or word or ""
@@ -114,7 +115,8 @@ class Drain:
             self.begin(why)
 
     def begin(self, why: str, phase: DrainPhase = DrainPhase.DRAINING) -> None:
-        """Stops starting rollouts, and suspends agents that can continue in another allocation."""
+        """Stops starting rollouts, and suspends agents that can resume in another allocation. Does nothing if the pod
+        is already in this phase or a later one."""
         phases = list(DrainPhase)
         if phases.index(phase) <= phases.index(self.phase):
             return
@@ -130,10 +132,10 @@ class Drain:
 
 @dataclass(frozen=True)
 class Situation:
-    """The facts that decide whether a pod ends."""
+    """State from which :func:`end_of` decides whether the pod ends."""
 
     ranks_left: bool
-    """True if any worker rank has slots or has yet to join."""
+    """True if any worker rank has slots or is yet to join."""
     may_commit: bool
     stuck_s: float
     """Seconds since the run directory last responded without an error."""
@@ -144,29 +146,29 @@ class Situation:
     """True if rollouts are running or I/O requests are pending."""
     queued: bool
     too_long: bool
-    """True if no queued rollout is expected to end before the walltime."""
+    """True if queued rollouts were set aside because they are not expected to end before the walltime."""
     nothing_free: bool
     """True if the last claim found no free block."""
     holds_blocks: bool
     may_get_work: bool
-    """True if another pod may hand off rollouts, or a block may become free."""
+    """True if another pod may hand off rollouts to this pod, or a block may become free."""
     opened: bool
     """True if a consumer may add blocks."""
     awaited: bool
-    """True if such a consumer has recently renewed its lease."""
+    """True if the lease of any consumer that may add blocks has not expired."""
 
 
 class End(NamedTuple):
-    """How a pod ends."""
+    """Decision to end the pod: its final state, and the reason if it must drain first."""
 
     word: str
-    """One of :data:`megaflow_hpc.rundir.marks.LAST_WORDS`."""
+    """Final state, one of :data:`megaflow_hpc.rundir.marks.LAST_WORDS`."""
     why: str = ""
-    """Why the pod must drain first. Empty if it need not."""
+    """Reason to drain the pod first. Empty if draining is unnecessary."""
 
 
 def end_of(now: Situation) -> End | None:
-    """Decides how the pod ends. Returns ``None`` while it continues."""
+    """Decides whether and how the pod ends. Returns ``None`` while it continues."""
     if not now.ranks_left or not now.may_commit or now.stuck_s > STUCK_S:
         return End("lost")
     if now.draining:

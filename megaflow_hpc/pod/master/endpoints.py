@@ -1,4 +1,4 @@
-"""The engine servers of a run. This pod lists them, or adopts the listing of the leader."""
+"""The engine servers of a run. The pod either lists them itself or adopts the leader's list."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megaflow_hpc.rundir.layout import RunDir
 
 @dataclass(frozen=True)
 class Engines:
-    """Snapshot of the engine servers."""
+    """Snapshot of the run's engine servers."""
 
     files: Mapping[str, Any] = field(default_factory=dict)
-    """Name of an endpoint file → its content. A pool's server is named ``<policy>@<server>``."""
+    """Name of an endpoint file → its content. A server of an engine pool is named ``<policy>@<server>``."""
     unanswered: frozenset[str] = frozenset()
-    """Policies that no engine serves yet, although some of their engines may still start. Their rollouts wait."""
+    """Policies that have no ready engine yet, but may still get one. Their rollouts wait."""
 
     @property
     def all(self) -> list[dict[str, Any]]:
@@ -31,13 +31,13 @@ class Engines:
 
     @property
     def essence(self) -> dict[str, tuple[Any, ...]]:
-        """The facts that gateways need. Excludes heartbeats."""
+        """File name → the fields that gateways need. Heartbeats are excluded, so that they do not count as changes."""
         keys = ("url", "started_at", "weight_version", "cause", "all_failed")
         return {name: tuple(file.get(key) for key in keys) for name, file in self.files.items()}
 
     @property
     def generation(self) -> str:
-        """Digest of :attr:`essence`."""
+        """Digest of :attr:`essence`, to detect changes."""
         return hashlib.sha256(repr(sorted(self.essence.items())).encode()).hexdigest()[:16]
 
 
@@ -52,19 +52,20 @@ class Endpoints:
         self._files, self._servers = EndpointFiles(run), servers
         self._pools = [(membership, EnginePool(membership.pool)) for membership in self._files.memberships()]
         self.engines = Engines(unanswered=frozenset(servers))
-        """The latest listing. Replaced only if gateways must be informed of a change."""
+        """The latest list. Replaced only after a change that gateways must know about."""
 
     def publish(self) -> None:
-        """Publishes the listing for the other pods. Raises OSError."""
+        """Publishes the list for the other pods. Raises OSError."""
         self._files.publish_listing(EndpointListing(generation=self.engines.generation, found=dict(self.engines.files)))
 
     def adopt(self) -> bool:
-        """Adopts another pod's listing. Returns True if gateways must be informed of a change."""
+        """Adopts another pod's list. Returns True if it has changed and gateways must be informed."""
         listing = self._files.listing()
         return listing is not None and self._replace(listing.found)
 
     def refresh(self) -> bool:
-        """Lists the engine servers. Returns True if gateways must be informed of a change."""
+        """Lists the engine servers from their files. Returns True if the list has changed and gateways must be
+        informed."""
         files: dict[str, Any] = {}
         for server in self._files.serving():
             files[f"{server.server}.json"] = msgspec.to_builtins(server)

@@ -1,11 +1,13 @@
-"""Histories of rollouts that a pod did not finish, for the pods that take them over.
+"""Histories of unfinished rollouts, passed on to the pods that take over the rollouts.
 
 A pod writes ``RUN/partial/<pod>.<start>.json`` once, before it releases its blocks. For each rollout, the file contains
-the attempts and causes so far, the number of interruptions by the end of an allocation, and the checkpoint to resume
-from. If several pods wrote a history of the same rollout, the longest one counts. A pod that takes over a block reads
-the files of its earlier holders. The coordinator removes a file once all blocks that its pod ever held are done
-(:mod:`megaflow_hpc.ledger.coordinator`). A killed pod writes no file. Its rollouts restart from the beginning, and the
-failures in its events count.
+the attempts and failure causes so far, the number of interruptions by the end of an allocation, and the checkpoint to
+resume from. If several pods wrote a history of the same rollout, the longest one wins. A pod that takes over a block
+reads the files of its earlier holders. The coordinator removes a file once all blocks that its pod ever held are done
+(:mod:`megaflow_hpc.ledger.coordinator`).
+
+A killed pod writes no file. Its rollouts restart from the beginning, and their failed attempts are read from the pod's
+events.
 """
 
 from __future__ import annotations
@@ -29,31 +31,31 @@ from megaflow_hpc.trajectory import Attempt
 
 @dataclass
 class History:
-    """History of one rollout that is not stored yet."""
+    """History of a rollout that is not stored yet."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    """Attempts that ended without a final result."""
+    """Ended attempts, all without a final result."""
     causes: list[str] = field(default_factory=list)
     """Causes of the failed attempts."""
     cuts: int = 0
     """Number of times that the end of an allocation interrupted the rollout."""
     too_short: int = 0
-    """Number of consecutive times that the rollout used most of a walltime and left no checkpoint."""
+    """Number of consecutive times that the rollout used most of a walltime without leaving a checkpoint."""
     partial: str = ""
     """Checkpoint to resume from, relative to ``RUN/partial``. Empty if there is none."""
     kept_s: float = 0.0
-    """Seconds of work that the checkpoint saves."""
+    """Seconds of work that are saved in the checkpoint."""
 
     @property
     def next_attempt(self) -> int:
-        """Number of the next attempt."""
+        """Number of the next attempt, from 0."""
         return max((attempt.attempt for attempt in self.attempts), default=-1) + 1
 
     def _weight(self) -> tuple[int, int, int]:
         return self.cuts, len(self.attempts), len(self.causes)
 
     def later(self, other: History | None) -> History:
-        """Returns the longer of the two histories."""
+        """Returns the longer of this history and ``other``, which may be ``None``."""
         return self if other is None or self._weight() >= other._weight() else other
 
 
@@ -62,19 +64,19 @@ class _HistoryFile(msgspec.Struct):
 
 
 class Histories:
-    """Reads the histories that earlier pods left. Ignores unreadable ones."""
+    """Reads the histories written by earlier pods. Reports unreadable files on stderr and ignores them."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._seen: set[str] = set()
         self._written: dict[str, History] = {}
-        """Rollout → its longest history in the files read so far."""
+        """Rollout id → its longest history in the files read so far."""
         self._failures = EventReader(run.events, only="attempt", use_summaries=True)
         self._failed: dict[str, dict[int, tuple[str, Attempt]]] = {}
-        """Rollout → attempt number → cause and attempt, for failures in killed pods."""
+        """Rollout id → attempt number → (cause, attempt), for failed attempts in killed pods."""
 
     def look(self, pods: Iterable[str]) -> None:
-        """Reads the histories of these starts of pods (``<pod>.<start>``). Reads each file only once."""
+        """Reads the histories written by these pod starts (``<pod>.<start>``). Reads each file only once."""
         for pod in sorted(set(pods) - self._seen):
             path = self._run.partial / f"{pod}.json"
             try:
@@ -83,14 +85,14 @@ class Histories:
             except FileNotFoundError:  # the pod was killed, or its blocks are done by now
                 histories = {}
             except (OSError, ValueError) as error:
-                print(f"pod: {path}: {error!r}; its rollouts start anew", file=sys.stderr)
+                print(f"pod: {path}: {error!r}; its rollouts restart from the beginning", file=sys.stderr)
                 histories = {}
             self._seen.add(pod)
             for rollout, history in histories.items():
                 self._written[rollout] = history.later(self._written.get(rollout))
 
     def look_at_events(self, pods: Collection[str]) -> None:
-        """Reads the failed attempts from the events of these starts, which were killed."""
+        """Reads the failed attempts from the events of these pod starts, which were killed."""
         for _, events in self._failures.read(pods):
             for event in events:
                 # Summaries and condensed events contain the failed attempts of rollouts that were not stored.
@@ -104,7 +106,7 @@ class Histories:
         self._failed.setdefault(event.id, {})[event.attempt] = cause, attempt
 
     def take(self, rollout_id: str) -> History | None:
-        """Removes and returns the history of a rollout."""
+        """Removes and returns the history of a rollout. Returns ``None`` if it has no history."""
         written = self._written.pop(rollout_id, None)
         failed = self._failed.pop(rollout_id, {})
         if not failed:
@@ -117,7 +119,7 @@ class Histories:
 
 
 def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
-    """Writes the histories of a pod before the pod releases its blocks. Raises OSError.
+    """Writes a pod's histories. Call it before the pod releases its blocks. Raises OSError.
 
     Args:
         pod: ``<pod>.<start>``.
@@ -129,5 +131,5 @@ def write(run: RunDir, pod: str, histories: Mapping[str, History]) -> None:
 
 
 def remove_partials(run: RunDir) -> None:
-    """Removes all histories and checkpoints, because all rollouts are stored."""
+    """Removes all histories and checkpoints of a run. Call it once all rollouts are stored."""
     remove_tree(run.partial, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Live status of a pod's rollouts: sampled tokens for its lease, and details for viewers.
+"""Live status of a pod's rollouts: the number of sampled tokens for its lease, and details for viewers.
 
-Every few seconds, each rank reports the rollouts that received a model response. A rank sends a conversation only on
-request, while a viewer displays that rollout.
+Every few seconds, each rank reports its rollouts that have received a model response. A rank sends a rollout's
+conversation only on request, while a viewer displays that rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaflow_hpc.pod.scheduling.scheduler import Scheduler
 from megaflow_hpc.rundir.live import Asked, LiveStatus, PodLiveStatus, Transcript
 
 SHOW_INTERVAL_S = 3.0
-"""Seconds between two updates of the status for viewers."""
+"""Interval between two updates of the status for viewers, in seconds."""
 WINDOW_S = 30.0
 """Averaging window of the sampling rate, in seconds."""
 
@@ -36,7 +36,7 @@ class LiveStatuses:
     def __init__(self, comm: Comm, scheduler: Scheduler, io: RunIo) -> None:
         self._comm, self._scheduler, self._io = comm, scheduler, io
         self.tokens = 0
-        """Tokens that engines have sampled for this pod, including those of lost ranks."""
+        """Number of tokens that engines have sampled for this pod, including lost ranks."""
         self._tokens_of_rank: dict[int, int] = {}
         self._past_tokens: deque[tuple[float, int]] = deque()
         self._rollouts: dict[str, _Reported] = {}
@@ -44,7 +44,7 @@ class LiveStatuses:
         self._showed_at = 0.0
 
     def report(self, rank: int, message: Message) -> None:
-        """Records a rank's report on its rollouts."""
+        """Records a rank's ``activity`` message about its rollouts."""
         self.tokens += message["tokens"] - self._tokens_of_rank.get(rank, 0)
         self._tokens_of_rank[rank] = message["tokens"]
         now = time.monotonic()
@@ -52,12 +52,12 @@ class LiveStatuses:
             self._rollouts[rollout] = _Reported(calls, tokens, waits, now)
 
     def mirror(self, message: Message) -> None:
-        """Stores the end of a conversation that a rank sent."""
+        """Stores the last part of a conversation that a rank sent."""
         messages = [(str(role), str(text)) for role, text in message["messages"]]
         self._transcripts[message["id"]] = Transcript(message["calls"], messages, message["left_out"])
 
     def leave(self, rank: int) -> None:
-        """Forgets a lost rank."""
+        """Removes a lost rank."""
         self._tokens_of_rank.pop(rank, None)
 
     @property
@@ -69,7 +69,7 @@ class LiveStatuses:
         return round((now - before) / max(1.0, until - since), 1)
 
     def tick(self) -> None:
-        """Updates the sampling rate, and publishes a status for viewers if one is due. Call it once a second."""
+        """Updates the sampling rate, and publishes the status for viewers if it is due. Call it once a second."""
         now = time.monotonic()
         self._past_tokens.append((now, self.tokens))
         while now - self._past_tokens[0][0] > WINDOW_S:
@@ -83,7 +83,8 @@ class LiveStatuses:
         self._io.requests.live = self._status(self._io.state.asked, now)
 
     def _status(self, asked: Asked, now: float) -> PodLiveStatus:
-        """Returns the status of the requested rollouts, and asks the ranks for the requested conversations."""
+        """Returns the status of the rollouts that viewers requested. Requests updates of their conversations from the
+        ranks."""
         transcripts: dict[str, Transcript] = {}
         for rollout in asked.transcripts:
             rank = self._scheduler.workers.worker_of(rollout)

@@ -1,9 +1,9 @@
 """The loop of rank 0: starts rollouts, stores their results, and drains the pod.
 
-The loop only makes decisions. It exchanges messages over MPI. The I/O thread accesses the run directory
-(:mod:`~megaflow_hpc.pod.master.run_io`). The thread also guarantees the order that makes results count exactly once. It
-appends a result to the journal, calls fsync, and then counts the rollout. After a block's last rollout, it marks the
-block done.
+The loop makes the decisions and exchanges messages over MPI. Only the I/O thread accesses the run directory
+(:mod:`~megaflow_hpc.pod.master.run_io`). To count each result exactly once, the thread works in a fixed order: it
+appends a result to the journal, calls fsync, and only then counts the rollout. After a block's last rollout, it marks
+the block done.
 """
 
 from __future__ import annotations
@@ -47,25 +47,26 @@ from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectories.journal.winners import StoredRollouts
 
 TICK_S = 1.0
-"""Seconds between two polls of the drain file and the heartbeats."""
+"""Interval between two checks of the drain file and the heartbeats, in seconds."""
 LISTING_S = 10.0
-"""Seconds between two listings of the engines."""
+"""Interval between two listings of the engines, in seconds."""
 WAITING_S = 2.0
-"""The same while rollouts wait for an engine."""
+"""Interval between two listings of the engines while rollouts wait for an engine, in seconds."""
 AHEAD_S = 5.0
-"""Seconds between two announcements of upcoming images to the ranks."""
+"""Interval between two announcements of upcoming images to the ranks, in seconds."""
 AHEAD_BLOCKS = 4
-"""Stage the images of this many small blocks, at the end of a campaign, before this pod claims the blocks."""
+"""Number of small blocks whose images are staged before this pod claims the blocks. Applies at the end of a
+campaign."""
 EXPECTED_QUANTILE = 0.9
-"""Quantile of a rollout's expected duration that must fit into the remaining walltime."""
+"""A rollout starts only if this quantile of its expected duration fits into the remaining walltime."""
 SLOW_S = 5.0
-"""Report a run directory that does not respond for this long."""
+"""Report the run directory as slow once it has not responded for this many seconds."""
 MAX_MESSAGES_PER_TURN = 256
-"""Handle at most this many messages per iteration, so that a flood of results does not delay dispatch."""
+"""Maximum number of messages handled per iteration, so that a flood of results does not delay dispatch."""
 
 
 class Master:
-    """The loop of rank 0. :meth:`run` returns ``done``, ``drained``, ``paused`` or ``lost``."""
+    """The main loop of rank 0."""
 
     def __init__(self, pod: Pod) -> None:
         self.pod = pod
@@ -86,21 +87,21 @@ class Master:
         self._live = LiveStatuses(pod.comm, self.scheduler, self._io)
         self._cores, self._began = cores_of(), time.monotonic()
         self._last: dict[str, float] = {}
-        """Periodic task → monotonic time when it was last due."""
+        """Name of a periodic task → monotonic time when it last ran."""
         self._engines = Engines()
-        """The engines that the ranks know."""
+        """The list of engines that the ranks last received."""
         self._announced_images: list[str] = []
         self._reported_slow = False
         """True if the latest report said that the run directory does not respond."""
         self._last_loss = ""
-        """Why the most recently lost rank was lost."""
+        """Reason for the most recent loss of a rank."""
         self._reported_progress = False
-        """True once the supervisor knows that this start has made progress."""
+        """True once this start has reported progress to the supervisor."""
 
     # --- the loop ---
 
     def run(self) -> str:
-        """Runs the pod until it ends, and returns its final state.
+        """Runs the pod until it ends, and returns its final state: ``done``, ``drained``, ``paused`` or ``lost``.
 
         Raises:
             MegaflowError: The pod cannot continue.
@@ -151,11 +152,11 @@ class Master:
             awaited=seen.awaited,
         )
 
-    def _due(self, what: str, every_s: float) -> bool:
+    def _due(self, task: str, every_s: float) -> bool:
         now = time.monotonic()
-        if now - self._last.get(what, -1e9) < every_s:
+        if now - self._last.get(task, -1e9) < every_s:
             return False
-        self._last[what] = now
+        self._last[task] = now
         return True
 
     # --- messages ---
@@ -214,7 +215,7 @@ class Master:
     # --- the I/O thread ---
 
     def _collect(self) -> bool:
-        """Handles the I/O thread's reports. Returns True if more rollouts may be able to start."""
+        """Handles the I/O thread's reports. Returns True if further rollouts may be able to start."""
         busy = False
         for report in self._io.collect():
             match report:
@@ -272,13 +273,13 @@ class Master:
         )
 
     def _report_progress(self) -> None:
-        """Tells the supervisor that this start has made progress."""
+        """Reports once to the supervisor that this start has made progress."""
         if not self._reported_progress and self.pod.drain_file is not None:
             self.pod.drain_file.with_name(PROGRESS).touch()
             self._reported_progress = True
 
     def _report_slow(self) -> None:
-        """Reports on stderr and in the events that the run directory stopped responding, or that it recovered."""
+        """Reports on stderr and in the events when the run directory stops responding, and when it recovers."""
         stuck_s = self._io.stuck_s
         slow = stuck_s > SLOW_S
         if slow == self._reported_slow:
@@ -290,7 +291,7 @@ class Master:
         self.pod.events.write(PodEvent(state="started", why=f"the run directory: {why}"))
 
     def _announce_images(self) -> None:
-        """Sends the ranks the images that they will need next, so that they can stage them in advance."""
+        """Sends the ranks a list of the images that they will need next, so that they can stage them in advance."""
         order = self._dispatch.coming()
         if order != self._announced_images and len(order) > 1:
             self._announced_images = order
@@ -326,7 +327,7 @@ class Master:
 
 
 def _io_thread(pod: Pod) -> RunIoThread:
-    """Builds the I/O thread, which owns everything that accesses the run directory."""
+    """Builds the I/O thread, with all objects that access the run directory."""
     stored, ahead = StoredRollouts(pod.run, pod.ledger.renew), AHEAD_BLOCKS if pod.several_images else 0
     blocks = ClaimedBlocks(pod.run, pod.ledger, stored, pod.tasks, ahead)
     endpoints = Endpoints(pod.run, pod.servers)

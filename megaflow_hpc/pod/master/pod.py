@@ -1,4 +1,4 @@
-"""State and configuration of rank 0 of a pod, built by :mod:`~megaflow_hpc.pod.master.assembly`."""
+"""Configuration and state of rank 0 of a pod. Built by :mod:`~megaflow_hpc.pod.master.assembly`."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter
 
 @dataclass(frozen=True)
 class Walltime:
-    """Time that is left for the rollouts of this pod. Infinite if the job has no time limit.
+    """The time available to this pod's rollouts. Infinite if the job has no time limit.
 
-    The batch script queries Slurm once. Afterwards, only the monotonic clock counts.
+    The batch script queries Slurm once. After that, the pod relies on its monotonic clock.
     """
 
     whole_s: float = math.inf
-    """Seconds that were left when the pod started."""
+    """Seconds that were available when the pod started."""
     end: float = math.inf
     """Monotonic time by which rollouts must have ended."""
 
     @classmethod
     def of_job(cls, lead_s: float) -> Walltime:
-        """Reads ``MEGAFLOW_END``, the end of the job in Unix seconds. ``pods.sh`` sets it unless the job has no limit.
+        """Reads the end of the job from ``MEGAFLOW_END``, in Unix seconds. ``pods.sh`` sets it if the job has a time
+        limit.
 
         Args:
-            lead_s: The pod drains this many seconds before the end, because Slurm then signals the batch script.
+            lead_s: Seconds before the end of the job at which Slurm signals the batch script, and the pod drains.
         """
         try:
             left_s = float(os.environ.get("MEGAFLOW_END", "")) - time.time() - lead_s
@@ -52,13 +53,13 @@ class Walltime:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the end."""
+        """Seconds until :attr:`end`."""
         return self.end - time.monotonic()
 
 
 @dataclass
 class Pod:
-    """One start of a pod, with the parts of the campaign file that it needs."""
+    """One start of a pod, with the settings from the campaign file that it needs."""
 
     run: RunDir
     comm: Comm
@@ -67,36 +68,36 @@ class Pod:
     events: EventWriter
     init: Message
     tasks: Mapping[str, PlannedTask]
-    """All tasks of the campaign, by id. Only the I/O thread may use it, because a lookup may read a file."""
+    """All tasks of the campaign, by id. Only the I/O thread may use this mapping, because a lookup may read a file."""
     servers: dict[str, int]
     """Policy → number of engine servers that the campaign requests. Empty if no policy has a model."""
     drain_file: Path | None = None
     drain_s: float = 25.0
-    """Seconds that running rollouts get once the pod drains."""
+    """Seconds that running rollouts have left once the pod drains."""
     signalled_at: float = math.inf
     """Monotonic time when Slurm signalled the tasks of the step. Infinite before that."""
     job_id: str = ""
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     learned: Sequence[Sequence[Any]] = ()
-    """Durations from earlier campaigns (:meth:`Estimates.learn`)."""
+    """Durations of rollouts in earlier campaigns, as rows for :meth:`Estimates.learn`."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     samples: Mapping[str, int] = field(default_factory=dict)
     """Policy → number of samples per group, without spare samples."""
     judges: frozenset[str] = frozenset()
     """Policies that judge rollouts, and services of the campaign. No rollout starts before their servers answer."""
     held_out: Collection[str] = ()
-    """Tasks that evaluate training. The group rules do not apply to them."""
+    """Ids of the tasks that evaluate training. The group rules do not apply to them."""
     room: tuple[float | None, int | None] = (None, None)
-    """CPUs and memory in MB of a worker rank. ``None`` if unknown."""
+    """CPUs and memory in MB of a worker rank. Each is ``None`` if unknown."""
     walltime: Walltime = field(default_factory=Walltime)
     pods: int = 1
     """Number of pods that the campaign requests."""
 
     def why_drain(self, wait_s: float = 0.0) -> str | None:
-        """Returns the word with which the supervisor requests a drain. ``None`` while it requests none.
+        """Reads the word in the drain file. Returns ``None`` if the supervisor has not requested a drain.
 
         Args:
-            wait_s: Seconds to wait for a word.
+            wait_s: Seconds to wait for the drain file.
         """
         end = time.monotonic() + wait_s
         while self.drain_file is not None:
@@ -108,7 +109,6 @@ class Pod:
         return None
 
     def group_rules(self) -> GroupRules:
-        """Returns the group rules of the campaign."""
         section = self.scheduling
         return GroupRules(
             wanted=self.samples if section.spare else {},
@@ -117,13 +117,13 @@ class Pod:
 
     @property
     def several_images(self) -> bool:
-        """True if not all tasks use the same image."""
+        """True if the tasks use more than one image."""
         first = next(iter(self.tasks.values()), None)
         return first is not None and first.alike < len(self.tasks)
 
     def demand(self, planned: PlannedTask) -> Demand:
-        """Returns the resources that a task's rollouts need in addition to a slot. Omits resources by which the
-        campaign does not pack."""
+        """Returns the resources that a task's rollouts need in addition to a slot. Includes only the resources by which
+        the campaign packs rollouts."""
         pack = self.scheduling.pack
         if not pack:
             return NOTHING

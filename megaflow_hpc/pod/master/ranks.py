@@ -1,4 +1,4 @@
-"""The ranks of a pod as seen by rank 0: awaited, ready, silent or lost."""
+"""The ranks of a pod as seen by rank 0. A rank is awaited, ready, silent or lost."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from megaflow_hpc.host.wire import Message
 from megaflow_hpc.pod.comm import BEAT, BEAT_S, STOP, Comm
 
 LOST_S = 30.0
-"""Consider a rank lost after this many seconds without a heartbeat."""
+"""A rank counts as lost after this many seconds without a heartbeat."""
 JOIN_S = 120.0
-"""Give up a worker that is not ready after this many seconds. It may stage its first image later."""
+"""A worker that is not ready after this many seconds counts as lost. Staging its first image is not part of this
+time."""
 
 
 class Ranks:
-    """The other ranks of the pod."""
+    """All ranks of the pod except rank 0."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._began_at = time.monotonic()
         self._beaten_at = -BEAT_S
         self.heard_at: dict[int, float] = {}
-        """Rank → time of its last message."""
+        """Rank → monotonic time of its last message."""
         self.awaited = set(range(1, comm.size))
         """Ranks that are not ready yet."""
         self._engines: set[int] = set()
         self.ready: dict[int, str] = {}
-        """Ready rank → its node."""
+        """Ready worker rank → name of its node."""
 
     def greet(self, init: Message) -> None:
-        """Sends the campaign to every awaited rank."""
+        """Sends the ``init`` message with the campaign to every awaited rank."""
         for rank in self.awaited:
             self._comm.send(rank, init)
 
@@ -40,12 +41,12 @@ class Ranks:
         self.ready[rank] = node
 
     def accompany(self, rank: int) -> None:
-        """Records that a rank runs an engine server. It runs no rollouts and ends with the pod."""
+        """Records that a rank runs an engine server. Such a rank runs no rollouts and ends with the pod."""
         self.awaited.discard(rank)
         self._engines.add(rank)
 
     def leave(self, rank: int) -> None:
-        """Records that a rank has left or was lost."""
+        """Removes a rank that has left or was lost."""
         self.awaited.discard(rank)
         self._engines.discard(rank)
         self.ready.pop(rank, None)
@@ -57,16 +58,16 @@ class Ranks:
 
     @property
     def everyone(self) -> list[int]:
-        """Worker ranks that are ready or awaited, and ranks that run an engine server."""
+        """Worker ranks that are ready or still expected to join, and ranks that run an engine server."""
         return [*self.all, *self._engines]
 
     def tell(self, message: Message | bytes) -> None:
-        """Sends a message to every ready rank."""
+        """Sends a message to every ready worker rank and to every rank with an engine server."""
         for rank in [*self.ready, *self._engines]:
             self._comm.send(rank, message)
 
     def stop(self) -> None:
-        """Tells every rank to leave, including those that are not ready yet."""
+        """Tells every rank to leave, including ranks that are not ready yet."""
         for rank in self.everyone:
             self._comm.send(rank, STOP)
 
@@ -78,7 +79,7 @@ class Ranks:
                 self._comm.send(rank, BEAT)
 
     def lost(self) -> Iterator[tuple[int, str]]:
-        """Yields the ranks that have been silent for too long, each with a reason."""
+        """Yields (rank, reason) for each rank that has been silent for too long."""
         now = time.monotonic()
         for rank in list(self.ready):
             if now - self.heard_at.get(rank, now) > LOST_S:

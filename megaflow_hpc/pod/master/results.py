@@ -1,6 +1,6 @@
-"""Results: what happens to each ended attempt. It is stored, retried, or kept for the next pod.
+"""Handling of ended attempts. The result of each attempt is stored, retried, or kept for the next pod.
 
-Other modules contain the rules about failure causes, groups and bad ranks. This module applies them.
+The rules about failure causes, groups and bad ranks are defined in other modules. This module applies them.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class Results:
         self.groups = Groups(pod.group_rules())
         self.grouped = not pod.group_rules().idle
         self.histories: dict[str, History] = {}
-        """Histories of rollouts that have been attempted and are not stored yet."""
+        """Rollout id → its history, for rollouts that have been attempted but are not stored yet."""
         self._cut: set[str] = set()
-        """Rollouts interrupted by the end of this allocation."""
+        """Ids of rollouts interrupted by the end of this allocation."""
         self._cancelling: dict[str, str] = {}
-        """Rollouts being cancelled → the reason."""
+        """Rollout id → reason, for rollouts that are being cancelled."""
         self.began: dict[str, float] = {}
-        """Rollout → monotonic time of its latest start."""
+        """Rollout id → monotonic time of its latest start."""
         self.stored = 0
         self._failed = 0
 
     # --- ended attempts ---
 
     def ended(self, rank: int, outcome: Outcome) -> None:
-        """Handles a result from ``rank``. Ignores it if that attempt is not running there."""
+        """Handles a result from ``rank``. Ignores the result if that attempt is not running on that rank."""
         work = self._scheduler.workers.finish(rank, outcome.id)
         if work is None or work.attempt != outcome.attempt:
             return
@@ -74,7 +74,7 @@ class Results:
         self.settle(rank, work, outcome)
 
     def lost(self, rank: int, why: str) -> None:
-        """Settles the rollouts of a lost worker rank."""
+        """Handles the rollouts that were running on a lost worker rank as failed attempts."""
         for work in self._scheduler.workers.leave(rank):
             self.settle(rank, work, self.outcome_without_run(work, "node", f"worker rank {rank} was lost: {why}"))
 
@@ -122,7 +122,8 @@ class Results:
         self._io.store(outcome, work.epoch, work.block)
 
     def _retried(self, rank: int, work: Work, outcome: Outcome) -> bool:
-        """Retries a failed rollout if allowed. Returns True if it gets another attempt, here or in another pod."""
+        """Retries a failed rollout if a retry is allowed. Returns True if it gets another attempt, in this pod or
+        another."""
         if self._drain.active:
             # When a job ends, its engines and sandboxes fail. The pod that takes over the block retries.
             return may_retry((*work.causes, outcome.cause))
@@ -142,7 +143,7 @@ class Results:
         """Creates the outcome of an attempt that returned no result.
 
         Args:
-            kind: The trajectory's ``error_kind``.
+            kind: ``error_kind`` of the trajectory.
         """
         trajectory = Trajectory.begin(
             work.rollout,
@@ -158,7 +159,7 @@ class Results:
     # --- consequences ---
 
     def _carry_out(self, step: GroupStep) -> None:
-        """Promotes and cancels the rollouts that a group step names."""
+        """Applies a group step: cancels its rollouts and promotes its deferred ones."""
         promoted = [self._scheduler.drop(rollout) for rollout in step.promote]
         self._scheduler.add(replace(work, deferred=False) for work in promoted if work is not None)
         for rollout in step.cancel:
@@ -179,18 +180,19 @@ class Results:
     # --- the end of the allocation ---
 
     def attempts(self, rollout: str) -> Sequence[Attempt]:
-        """Returns the attempts at a rollout that ended without a final result."""
+        """Returns the attempts of a rollout that ended without a final result."""
         history = self.histories.get(rollout)
         return history.attempts if history else ()
 
     def cut_short(self, preempted: bool) -> None:
-        """Records that the end of the allocation interrupts all running rollouts. They restart in the next one."""
+        """Records that the end of the allocation interrupts all running rollouts. They restart in a later
+        allocation."""
         kind = "preemption" if preempted else "walltime"
         for work in self._scheduler.workers.running_work():
-            self._cut_short(work, self.outcome_without_run(work, kind, "cut short; it starts anew", "cancelled"))
+            self._cut_short(work, self.outcome_without_run(work, kind, "cut short; it starts over", "cancelled"))
 
     def _cut_short(self, work: Work, outcome: Outcome) -> None:
-        """Records an interrupted attempt. Fails the rollout if that happened too often."""
+        """Records an interrupted attempt. Fails the rollout if it has been interrupted too often."""
         history = self.histories.setdefault(outcome.id, History())
         kind = self._cut_kind(outcome)
         if not kind:  # the user or a limit ended the pod, which is not the rollout's fault
@@ -209,7 +211,7 @@ class Results:
         history.kept_s = history.kept_s + outcome.seconds if outcome.checkpoint else 0.0
 
     def _cut_kind(self, outcome: Outcome) -> str:
-        """Returns ``walltime`` or ``preemption``, or empty if the user or a limit ended the pod."""
+        """Returns ``walltime`` or ``preemption``. Returns an empty string if the user or a limit ended the pod."""
         word = self._drain.word
         if word in ("walltime", "now", PREEMPTED):
             return "walltime" if word == "walltime" else "preemption"
@@ -225,11 +227,11 @@ class Results:
             history.too_short += 1
 
     def _cut_too_often(self, outcome: Outcome, history: History) -> str:
-        """Returns why an interrupted rollout fails. Empty while another attempt is allowed."""
+        """Explains why an interrupted rollout fails. Empty if another attempt is allowed."""
         if history.too_short >= TOO_SHORT:
             return (
                 f"the walltime ended it {history.too_short} times in a row after most of the "
-                f"{self._pod.walltime.whole_s:.0f} s that an allocation leaves it, and it starts anew each time; ask "
+                f"{self._pod.walltime.whole_s:.0f} s that an allocation leaves it, and it restarts each time; ask "
                 "for more (megaflow-hpc resume RUN --failed --time D-HH:MM:SS), or bound its agent (timeout_s)"
             )
         if history.cuts > MAX_INTERRUPTIONS:
@@ -242,7 +244,7 @@ class Results:
     # --- durable results ---
 
     def count(self, durable: Sequence[PendingResult]) -> None:
-        """Counts durable results. Pauses the pod if failures are systematic or exceed their limit."""
+        """Counts durable results. Pauses the pod if failures are systematic or reach the campaign's limit."""
         for result in durable:
             outcome = result.outcome
             failed = outcome.status == "failed"

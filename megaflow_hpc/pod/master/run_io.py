@@ -1,8 +1,8 @@
-"""Rank 0's access to the run directory, in a single thread, so that rank 0's loop never waits for a disk.
+"""Rank 0's access to the run directory, from a single I/O thread, so that rank 0's loop never waits for a disk.
 
 If the loop waited, slots would stay idle. If the file system hung for a minute, the workers would miss rank 0's
-heartbeats and leave. So the ledger, the journal, the claimed blocks, the engines and the budget belong to
-:class:`RunIoThread`. The loop and the thread share three things:
+heartbeats and leave. So only :class:`RunIoThread` uses the ledger, the journal, the claimed blocks, the engines and the
+budget. The loop and the thread share three objects:
 
 - :class:`Requests`: the loop collects requests and submits them once per iteration. The receiver owns them.
 - reports (:data:`Report`): a queue of completed work. The loop handles each report once.
@@ -42,21 +42,21 @@ from megaflow_hpc.trajectories.journal.writer import JournalWriter
 from megaflow_hpc.types import Rollout
 
 POLL_INTERVAL_S = 0.5
-"""Maximum seconds between two turns of the thread, so that it renews the lease in time."""
+"""Maximum time between two turns of the thread, in seconds, so that it renews the lease in time."""
 LOOP_HANGS_S = 60.0
-"""Consider the loop hung after this many seconds without an iteration. Its longest iterations take seconds."""
+"""The loop counts as hung after this many seconds without an iteration. Its longest iterations take a few seconds."""
 RETRY_S = 1.0
-"""Seconds to wait before a retry after an I/O error in the run directory."""
+"""Seconds to wait after an I/O error in the run directory before retrying."""
 MAX_PENDING_RECORDS = 20_000
 MAX_PENDING_BYTES = 512 << 20
-"""Start no more rollouts while this many records, or bytes of records, wait for the disk."""
+"""No further rollouts start while this many records, or this many bytes of records, are waiting to be written."""
 
 
 # --- shared by the loop and the thread --------------------------------------------------------------------------------
 
 
 class PodProgress(NamedTuple):
-    """Progress of the pod, as shown in its lease."""
+    """Progress of the pod, as published in its lease."""
 
     running: int = 0
     queued: int = 0
@@ -66,11 +66,11 @@ class PodProgress(NamedTuple):
     tokens: int = 0
     """Number of tokens that engines have sampled for this pod's rollouts."""
     tokens_per_s: float = 0.0
-    """Average over the last 30 seconds."""
+    """Average number of sampled tokens per second over the last 30 seconds."""
 
 
 class HandOff(NamedTuple):
-    """A request to hand unstarted rollouts to other pods."""
+    """A request to hand unstarted rollouts off to other pods."""
 
     rollouts: list[tuple[int, Rollout]]
     """Pairs of block number and rollout."""
@@ -80,35 +80,35 @@ class HandOff(NamedTuple):
 
 @dataclass
 class Stop:
-    """Asks the thread to finish all earlier requests, as far as possible, and end."""
+    """Asks the thread to finish all earlier requests as far as possible, and then end."""
 
     release: bool = False
-    """True if unfinished blocks are to be released."""
+    """True to release unfinished blocks."""
     histories: dict[str, History] = field(default_factory=dict)
-    """Rollout id → its history for later pods, for the released rollouts."""
+    """Rollout id → its history, for the released rollouts. Later pods read it."""
 
 
 @dataclass
 class Requests:
-    """Pending requests of the loop. ``None`` means that nothing is requested."""
+    """Pending requests of the loop. ``None`` and False mean that nothing is requested."""
 
     results: list[PendingResult] = field(default_factory=list)
     hand_offs: list[HandOff] = field(default_factory=list)
     claim: bool = False
-    """Claim a block. The response is a :class:`Claimed` report."""
+    """True to claim a block. The response is a :class:`Claimed` report."""
     list_engines: bool = False
     find_work_requests: bool = False
-    """Look for pods that request work. The thread reports each of their requests once."""
+    """True to look for other pods' work requests. The thread reports each request once."""
     request_work: int | None = None
-    """Ask other pods for work for this many slots. 0 withdraws the request."""
+    """Number of idle slots for which to request work from other pods. 0 withdraws the request."""
     progress: PodProgress | None = None
-    """Progress to publish in the lease until the next update."""
+    """Progress to publish in the lease, until it is replaced."""
     live: PodLiveStatus | None = None
-    """Status of the rollouts that viewers request. An empty status withdraws the previous one."""
+    """Status of the rollouts that viewers requested. An empty status withdraws the previous one."""
     stop: Stop | None = None
 
     def add(self, more: Requests) -> None:
-        """Merges in later requests. Later values replace earlier ones."""
+        """Merges later requests into these. Later values replace earlier ones."""
         self.results += more.results
         self.hand_offs += more.hand_offs
         self.claim |= more.claim
@@ -129,23 +129,23 @@ _NOTHING = Requests()
 
 @dataclass(frozen=True)
 class Durable:
-    """Reports results that are durable and count."""
+    """Reports that results are durable and settled."""
 
     results: tuple[PendingResult, ...]
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """Response to a claim request. ``block`` is ``None`` if no block was available."""
+    """Reports the end of a claim. ``block`` is ``None`` if no block was available."""
 
     block: ClaimedBlock | None
     seconds: float
-    """Duration of the claim in seconds."""
+    """Duration of the claim, in seconds."""
 
 
 @dataclass(frozen=True)
 class WorkRequested:
-    """Reports that another pod requests work for its slots."""
+    """Reports that another pod requests work for its idle slots."""
 
     slots: int
 
@@ -155,7 +155,7 @@ class Stopped:
     """Reports that the thread has ended."""
 
     error: BaseException | None = None
-    """The error that ended the thread, if any."""
+    """The error that ended the thread, or ``None``."""
     finished: bool = False
     """True if every block of the campaign is done."""
 
@@ -182,11 +182,11 @@ class IoPhase(Enum):
 
 @dataclass(frozen=True)
 class RunState:
-    """Snapshot of what the thread knows after a turn."""
+    """Snapshot of the thread's state after a turn."""
 
     phase: IoPhase = IoPhase.WORKING
     since: float = field(default_factory=time.monotonic)
-    """Monotonic time when the thread became stuck, or else when it completed its latest turn."""
+    """Monotonic time when the thread became stuck. If it is not stuck, the time when it completed its latest turn."""
     error: str = ""
     """Error of the last turn, such as ``No space left on device``. Empty unless the thread is stuck."""
     held: int = 0
@@ -194,27 +194,27 @@ class RunState:
     closes_at: float = float("-inf")
     """Time when this pod's fence closes, on the ledger's clock."""
     seen: Outlook = field(default_factory=Outlook)
-    """Findings of this pod's last claim about blocks, other pods and consumers."""
+    """Result of this pod's last search for a block to claim."""
     claimed_all: bool = False
     """True if the last claim left no free block."""
     hand_offs_done: int = 0
-    """Number of the loop's hand-offs that the ledger contains."""
+    """Number of the loop's hand-off requests that are recorded in the ledger."""
     engines: Engines = field(default_factory=Engines)
     asked: Asked = field(default_factory=Asked)
-    """Rollouts that viewers request."""
+    """Rollouts whose status viewers requested."""
     exceeded: str = ""
-    """Describes the campaign-wide limit that is exceeded. Empty if none is."""
+    """Describes the campaign-wide limit that was exceeded. Empty if no limit was exceeded."""
 
 
 # --- the thread -------------------------------------------------------------------------------------------------------
 
 
 class RunIoThread(threading.Thread):
-    """The thread that accesses the run directory. It owns all its arguments except ``events``, which is shared.
+    """The thread that accesses the run directory. It has exclusive use of all its arguments except ``events``.
 
-    In each turn, it renews the lease, stores results, claims blocks and exchanges work with other pods. It also
-    coordinates with the other pods, lists engines, updates the viewers' status and flushes events. After an I/O error,
-    it keeps the failed request and retries it in the next turn.
+    In each turn, the thread renews the lease, stores results, claims blocks and exchanges work with other pods. It also
+    coordinates with the other pods, lists engines, updates the status for viewers and flushes events. After an I/O
+    error, it keeps the failed request and retries it in the next turn.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class RunIoThread(threading.Thread):
         self.requests: SimpleQueue[Requests] = SimpleQueue()
         self.reports: SimpleQueue[Report] = SimpleQueue()
         self.loop_turned_at = time.monotonic()
-        """Monotonic time of the loop's latest iteration. Set by the loop."""
+        """Monotonic time of the loop's latest iteration, set by the loop."""
         self._run, self._journal, self._ledger, self._blocks, self._events = run, journal, ledger, blocks, events
         self._name = ledger.identity.name if ledger.identity else ""
         self._asked = Requests()
@@ -242,7 +242,7 @@ class RunIoThread(threading.Thread):
         self._began_at = round(time.time(), 3)
         self._hand_offs_begun = self._hand_offs_done = 0
         self._known_requests: set[str] = set()
-        """Work requests of other pods that the thread has already reported."""
+        """Names of other pods' work requests that the thread has already reported."""
         self.state = RunState()
 
     def start(self) -> None:
@@ -268,7 +268,7 @@ class RunIoThread(threading.Thread):
             self.reports.put(Stopped(error))
 
     def _condense_earlier_starts(self) -> None:
-        """Condenses the events of the pod's earlier starts, so that the number of files stays small."""
+        """Condenses the events of the pod's earlier starts, which keeps the number of files small."""
         pod, _, start = self._name.rpartition(".")
         try:
             condense(self._run.events, pod, start)
@@ -277,7 +277,7 @@ class RunIoThread(threading.Thread):
         self._viewers.clear_earlier()
 
     def turn(self, wait_s: float = 0.0) -> None:
-        """Handles pending requests, as far as the run directory responds.
+        """Handles all pending requests. Keeps those that fail with an I/O error for the next turn.
 
         Args:
             wait_s: Seconds to wait for a request.
@@ -320,7 +320,7 @@ class RunIoThread(threading.Thread):
         return self._asked.stop is None and time.monotonic() - self.loop_turned_at > LOOP_HANGS_S
 
     def _end_process(self) -> None:
-        """Kills rank 0, so that its job restarts. Its results do not count any more."""
+        """Kills rank 0, so that its job restarts. Unstored results are lost, because the fence is closed."""
         why = f"rank 0's loop has not turned for {time.monotonic() - self.loop_turned_at:.0f} s"
         try:
             print(f"pod: {why}; leaving", file=sys.stderr, flush=True)
@@ -355,7 +355,7 @@ class RunIoThread(threading.Thread):
             self._post(Claimed(block, time.monotonic() - began))
 
     def _exchange_work(self) -> None:
-        """Hands off rollouts, requests work, and reports new requests of other pods."""
+        """Hands off rollouts, requests work, and reports new work requests of other pods."""
         asked = self._asked
         self._blocks.retry_hand_offs()
         while asked.hand_offs:
@@ -393,7 +393,7 @@ class RunIoThread(threading.Thread):
         try:
             histories.write(self._run, self._name, stop.histories)
         except OSError as error:
-            print(f"pod: {self._run.partial}: {error}; what was cut short starts anew", file=sys.stderr)
+            print(f"pod: {self._run.partial}: {error}; interrupted rollouts start over", file=sys.stderr)
         self._ledger.request_work(0)
         self._blocks.release(self._journal.committed)
         self._viewers.leave()
@@ -437,13 +437,13 @@ class RunIo:
     """The loop's interface to the I/O thread. Only :meth:`finish` blocks.
 
     Args:
-        clock: The ledger's clock.
+        clock: The ledger's clock, in seconds.
     """
 
     def __init__(self, thread: RunIoThread, clock: Callable[[], float] = boot_clock) -> None:
         self._thread, self._clock = thread, clock
         self.requests = Requests()
-        """Requests that the loop has collected in this iteration."""
+        """Requests that the loop has collected since the last :meth:`push`."""
         self._hand_offs = 0
         self._pending_records = self._pending_bytes = 0
         self.claiming = False
@@ -451,7 +451,7 @@ class RunIo:
         self.claim_s = 0.0
         """Duration of the last claim, in seconds."""
         self.finished = False
-        """After :meth:`finish`: True if every block of the campaign is done."""
+        """True if every block of the campaign is done. Set by :meth:`collect` once the thread has ended."""
 
     def start(self) -> None:
         """Starts the thread. The pod's lease must already exist."""
@@ -460,7 +460,7 @@ class RunIo:
     # --- requests ---
 
     def store(self, outcome: Outcome, epoch: int, block: int) -> None:
-        """Stores a result of a claimed block. A :class:`Durable` report confirms it."""
+        """Queues the result of a rollout in a claimed block for storing. A :class:`Durable` report confirms it."""
         record = outcome.payload(epoch, block)
         self._pending_records += 1
         self._pending_bytes += len(record)
@@ -472,7 +472,7 @@ class RunIo:
         self.requests.claim = True
 
     def hand_off(self, rollouts: list[tuple[int, Rollout]], max_rollouts: int) -> None:
-        """Hands rollouts to other pods. The caller must have removed them from the queue.
+        """Requests a hand-off of rollouts to other pods. The caller must have removed them from the queue.
 
         Args:
             rollouts: Pairs of block number and rollout.
@@ -482,7 +482,7 @@ class RunIo:
         self.requests.hand_offs.append(HandOff(rollouts, max_rollouts))
 
     def push(self) -> None:
-        """Submits the collected requests, so that the thread is woken only once per iteration."""
+        """Submits the collected requests. Called once per iteration, so that the thread wakes up only once."""
         if self.requests != _NOTHING:
             self._thread.requests.put(self.requests)
             self.requests = Requests()
@@ -491,8 +491,8 @@ class RunIo:
         """Ends the thread once all requests are done. Returns False if the thread is still alive after ``seconds``.
 
         Args:
-            release: Release unfinished blocks.
-            histories: Rollout id → its history for later pods, for the released rollouts.
+            release: True to release unfinished blocks.
+            histories: Rollout id → its history, for the released rollouts. Later pods read it.
         """
         self.requests.stop = Stop(release, histories or {})
         self.push()
@@ -502,7 +502,7 @@ class RunIo:
     # --- reports ---
 
     def collect(self) -> Iterator[Report]:
-        """Yields the reports since the last call. Each call also shows the thread that the loop is alive.
+        """Yields the thread's reports since the last call. Each call also tells the thread that the loop is alive.
 
         Raises:
             BaseException: The error that ended the thread. The pod cannot continue.
@@ -534,12 +534,12 @@ class RunIo:
 
     @property
     def may_commit(self) -> bool:
-        """False once the lease is so old that another pod may be about to take over."""
+        """True while the fence is open. False once the lease is so old that another pod may soon take over."""
         return self._clock() < self.state.closes_at
 
     @property
     def full(self) -> bool:
-        """True if so many results wait for the disk that no more rollouts should start."""
+        """True if so many results are waiting to be written that no further rollouts should start."""
         return self._pending_records >= MAX_PENDING_RECORDS or self._pending_bytes >= MAX_PENDING_BYTES
 
     @property
@@ -550,7 +550,7 @@ class RunIo:
 
     @property
     def stuck(self) -> bool:
-        """True if the last I/O in the run directory failed."""
+        """True if the thread's last turn failed with an I/O error in the run directory."""
         return self.state.phase is IoPhase.STUCK
 
     @property

@@ -1,4 +1,4 @@
-"""Storage of results. Each result passes through these four stages in order.
+"""Storage of results. Each result passes through four stages, in this order:
 
 ======== ============================================================= =============================
 stage    reached when                                                  an OSError leaves the result
@@ -9,8 +9,8 @@ DURABLE  fsync succeeds, with the fence open before and after it       APPENDED
 SETTLED  its block records it, and is done after its last result       DURABLE
 ======== ============================================================= =============================
 
-A result counts once it is durable. It is reported once it is settled. After an error, the next call resumes at the
-same point. One fsync covers all results that have arrived since the previous one (group commit).
+A result is valid once it is durable, and is reported to the loop once it is settled. After an error, the next call
+resumes at the same point. One fsync covers all results that have arrived since the previous fsync (group commit).
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ class Storing:
         self._settled: list[PendingResult] = []
 
     def add(self, results: Iterable[PendingResult]) -> None:
-        """Queues results."""
         self._queued.extend(results)
 
     def advance(self) -> None:
-        """Moves all results on, as far as the run directory responds. Does nothing while the fence is closed.
+        """Moves all results to the last stage. Does nothing while the fence is closed.
 
         Raises:
             LedgerError: Another pod took over a block.
-            OSError: The run directory fails or does not respond.
+            OSError: The run directory fails or does not respond. The next call resumes at the same point.
         """
         if not self._ledger.may_commit:
             return

@@ -1,13 +1,13 @@
 """Work stealing: idle pods request work, and other pods hand off rollouts that they have not started.
 
-A pod requests work in the ledger while it has free slots, finds no block to claim, and other pods hold blocks. It waits
-for work before it leaves. A pod with waiting rollouts polls for requests, more often once no block is free. It hands
-off so many rollouts that the waiting ones are spread evenly over the slots of both pods. Handed-off rollouts become new
-blocks. Any pod may claim them.
+A pod requests work through the ledger if it has free slots, finds no block to claim, and other pods hold blocks. It
+waits for work before it leaves. A pod with waiting rollouts polls for such requests, and polls more often once no block
+is free. It hands off enough rollouts to spread the waiting ones evenly over the slots of both pods. The rollouts become
+new blocks, which any pod may claim.
 
-A pod hands off only whole groups, starting from the end of the queue. It never hands off retries. If the group rules
-may close groups early, it hands off only groups without a started rollout. The other groups depend on rewards that only
-this pod sees.
+A pod hands off only whole groups, starting from the end of its queue, and never hands off retries. If the group rules
+may close groups early, a pod keeps every group of which it has started a rollout. These groups depend on rewards that
+only this pod knows.
 
 Rank 0's loop makes these decisions. The I/O thread accesses the run directory.
 """
@@ -23,18 +23,19 @@ from megaflow_hpc.pod.scheduling.groups import Groups
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler, Work
 
 POLL_INTERVAL_S = 5.0
-"""Seconds between two polls for work requests by a pod with waiting rollouts, once no block is free."""
+"""Interval in seconds at which a pod with waiting rollouts polls for work requests, once no block is free."""
 SELDOM_S = 120.0
-"""The same while blocks are free."""
+"""Interval in seconds at which a pod with waiting rollouts polls for work requests while blocks are free."""
 REQUEST_S = 20.0
-"""Seconds that an idle pod waits for a response to its request before it may leave. It then repeats the request."""
+"""An idle pod waits this many seconds for work after its first request, before it may leave. It repeats the request at
+the same interval."""
 
 
 def rollouts_for(waiting: int, slots: int, wanted: int) -> int:
-    """Returns the number of waiting rollouts to hand off, so that both pods have the same number per slot.
+    """Returns the number of waiting rollouts to hand off, so that both pods have about the same number per slot.
 
     Args:
-        waiting: Number of rollouts that cannot start here now.
+        waiting: Number of rollouts that this pod cannot start now.
         slots: Number of this pod's slots.
         wanted: Number of the other pod's free slots.
     """
@@ -47,10 +48,10 @@ class WorkStealing:
     def __init__(self, io: RunIo, scheduler: Scheduler, groups: Groups) -> None:
         self._io, self._scheduler, self._groups = io, scheduler, groups
         self._idle_since: float | None = None
-        """Monotonic time when this pod first requested work in the current idle period. ``None`` while it is busy."""
+        """Monotonic time of the first request for work in the current idle period. ``None`` while the pod is busy."""
         self._requested_at = self._looked_at = -SELDOM_S
         self.requests: list[int] = []
-        """Number of slots in each unanswered request of another pod."""
+        """Number of free slots in each unanswered request of another pod."""
 
     @property
     def may_get_work(self) -> bool:
@@ -65,8 +66,8 @@ class WorkStealing:
         """Requests work or hands off rollouts, if due. Call it about once a second.
 
         Args:
-            nothing_free: The last claim found no free block.
-            leaving: The pod drains, so it neither requests nor hands off work.
+            nothing_free: True if the last claim found no free block.
+            leaving: True if the pod drains, so that it neither requests nor hands off work.
         """
         now, scheduler, state = time.monotonic(), self._scheduler, self._io.state
         idle = nothing_free and scheduler.workers.free and not scheduler.queued

@@ -1,4 +1,4 @@
-"""The campaign's judges, opened for the verification of one rollout. Their calls become an artifact."""
+"""Access to the campaign's judges while one rollout is verified. The calls to judges are stored as an artifact."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megaflow_hpc.trajectory import Recording, Trajectory, linked, path_to
 from megaflow_hpc.types import Artifact
 
 JUDGE_FILE = "judge.json"
-"""Artifact with the calls of judges: model, messages and token counts."""
+"""Name of the artifact that lists all calls to judges, with model, messages and token counts."""
 MAX_JUDGE_BYTES = 1 << 20
-"""Maximum size of the artifact in bytes. Omit the messages if it would be larger."""
+"""Maximum size of the artifact in bytes. A larger artifact is stored without the messages."""
 
 
 class Judges:
-    """The judges of one rollout.
+    """The campaign's judges, as used to verify one rollout.
 
     Args:
         gateway: The gateway that serves the rollout.
         rollout: Id of the rollout.
-        models: Names of the campaign's judges. Empty if it has none.
+        models: Names of the campaign's judges. Empty if the campaign has none.
     """
 
     def __init__(self, gateway: ModelGateway, rollout: str, models: Sequence[str]) -> None:
@@ -35,10 +35,10 @@ class Judges:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Judge]:
-        """Yields access to the judges until the context ends.
+        """Context manager that gives access to the judges.
 
         Raises:
-            ModelServiceError: The judges' engines were down. Replaces any error from inside the context.
+            ModelServiceError: The judges' engines were down. Replaces any error raised inside the block.
         """
         judge = Judge(await self._gateway.open(self._session, self.models[0], judging=True), self.models)
         error: Exception | None = None
@@ -55,7 +55,7 @@ class Judges:
             self._recordings.append(await self._gateway.close(self._session))
 
     def artifacts(self) -> list[Artifact]:
-        """Returns the artifact with all calls, or an empty list without any call."""
+        """Returns a list with the artifact that contains all calls. Empty if no judge was called."""
         calls = [call for recording in self._recordings for call in _calls(recording)]
         if not calls:
             return []
@@ -77,8 +77,17 @@ def _calls(recording: Recording) -> list[dict[str, Any]]:
     ]
 
 
+def by_role(trajectory: Trajectory) -> dict[str, list[dict[str, Any]]]:
+    """Returns the latest conversation of each role; empty without a team."""
+    parents = linked(trajectory.parents, len(trajectory.messages))
+    found = [one for one in conversations(trajectory.messages, parents, trajectory.turns) if one.role]
+    found.sort(key=lambda one: max((call for call in one.turns if call is not None), default=-1))
+    return {one.role: one.messages for one in found}
+
+
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Returns a rollout's main conversation: the one of its policy with the most calls."""
+    """Returns the messages of a rollout's main conversation, which is the conversation of its policy with the most
+    calls."""
     parents = linked(trajectory.parents, len(trajectory.messages))
     candidates = conversations(trajectory.messages, parents, trajectory.turns)
     return candidates[main(candidates, trajectory.policy)].messages if candidates else list(trajectory.messages)

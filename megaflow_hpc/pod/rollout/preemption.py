@@ -1,9 +1,9 @@
-"""Checkpoints of rollouts that the end of an allocation interrupts, by preemption or walltime.
+"""Checkpoints of rollouts that are interrupted when an allocation ends, because of preemption or walltime.
 
-Agents that can be resumed stop before their next turn. The gateway refuses that turn, and the agent returns its state.
-The state is written to a checkpoint with the sandbox's files and the recording. Other rollouts continue for as long as
-permitted. A rollout restarts from the beginning if its state is uncertain: background processes were still running in
-its sandbox, or a command was running when Slurm signalled every process of the step.
+A resumable agent stops before its next turn: the gateway refuses the turn, and the agent returns its state. The state
+is written to a checkpoint, together with the sandbox's files and the recording. Rollouts of other agents continue for
+as long as permitted. A rollout restarts from the beginning if its state is uncertain. This is the case if background
+processes were still running in its sandbox, or if a command was running when Slurm signalled every process of the step.
 
 ::
 
@@ -12,9 +12,9 @@ its sandbox, or a command was running when Slurm signalled every process of the 
         <digest of the rollout's id>.<8 hex>  one checkpoint
       <pod>.<start>.json                      histories of unfinished rollouts, written by rank 0
 
-A checkpoint file contains a digest of the rest, the length of a msgpack map, the map (trajectory so far, recorder,
-agent state, step), and the sandbox's packed layer. A rename publishes it once it is complete. The process that resumes
-from it deletes it, so each state is used once. Checkpoints are optional: if one is missing, damaged, too large or of
+A checkpoint file consists of a digest of the rest, the length of a msgpack map, the map (trajectory so far, recorder,
+agent state, step), and the sandbox's packed layer. A complete file is published by renaming it. The process that
+resumes from it deletes it, so each state is used only once. If a checkpoint is missing, damaged, too large or of
 another version, the rollout restarts from the beginning.
 """
 
@@ -57,40 +57,41 @@ COPIED = (
     *("status", "error_kind", "error", "seed", "inexact", "constrained"),
     *("messages", "parents", "sequences", "turns", "artifacts"),
 )
-"""Trajectory fields that the next attempt inherits. :data:`TIMES` are added up. :data:`PEAKS` keep their maximum."""
+"""Names of the trajectory fields that the next attempt copies. Fields in :data:`TIMES` are summed, and fields in
+:data:`PEAKS` keep the maximum."""
 TIMES = ("setup_s", "agent_s", "verify_s", "cpu_s")
 PEAKS = ("memory_peak_mb", "disk_peak_mb")
 
 
 class DamagedError(Exception):
-    """The file is not a checkpoint, is damaged or has another version."""
+    """The file is not a checkpoint, is damaged, or has another version."""
 
 
 class CheckpointQuota:
-    """Limits the number of bytes that checkpoints may occupy. Thread-safe."""
+    """Quota for the total size of checkpoints in bytes. Thread-safe."""
 
     def __init__(self, left: float = math.inf) -> None:
         self._left = left
         self._lock = threading.Lock()
 
     def take(self, count: int) -> None:
-        """Reserves bytes before they are written. Raises SandboxError if fewer are left."""
+        """Reserves ``count`` bytes before they are written. Raises SandboxError if fewer are left."""
         with self._lock:
             if count > self._left:
                 raise SandboxError("partial rollouts take all the disk space that this rank may use for them")
             self._left -= count
 
     def give_back(self, count: int) -> None:
-        """Gives back the bytes of a file that was not published."""
+        """Frees ``count`` reserved bytes whose file was not published."""
         with self._lock:
             self._left += count
 
 
 class CutShort(Exception):
-    """The allocation ends, and the gateway refused the agent's next turn.
+    """Raised when the allocation ends and the gateway has refused the agent's next turn.
 
     Args:
-        agent: The agent's state, or ``None`` if the agent cannot continue.
+        agent: The agent's state, or ``None`` if the agent cannot be resumed.
         recorded: The recorder's state.
     """
 
@@ -98,14 +99,14 @@ class CutShort(Exception):
         super().__init__()
         self.agent, self.recorded = agent, recorded
         self.checkpoint = ""
-        """Checkpoint to resume from. Empty if there is none."""
+        """Name of the checkpoint to resume from. Empty if there is none."""
         self.why = "its agent gave no state"
-        """Why there is no checkpoint."""
+        """Reason why there is no checkpoint."""
 
     def __str__(self) -> str:
         turns = len(self.recorded["recording"]["turns"])
         after = f"cut short after turn {turns}" if turns else "cut short before its first turn"
-        return f"{after}; {'its state was kept' if self.checkpoint else f'it starts anew: {self.why}'}"
+        return f"{after}; {'its state was kept' if self.checkpoint else f'it restarts from the beginning: {self.why}'}"
 
 
 @dataclass
@@ -113,24 +114,24 @@ class Checkpoint:
     """State of a rollout between two turns of its agent."""
 
     trajectory: Trajectory
-    """Trajectory of the steps before the current one."""
+    """Trajectory of the completed steps."""
     step: int
     """Number of the current step, from 0."""
     verdicts: list[StepVerdict]
-    """Verdicts of the steps before the current one."""
+    """Verdicts of the completed steps."""
     agent_s: float
-    """Seconds that the agent has spent on the current step."""
+    """Seconds that the agent has spent on the current step so far."""
     agent: dict[str, Any]
     recorded: dict[str, Any]
     breaches: list[str] = field(default_factory=list)
     """Limits that the agent's commands have exceeded in the current step."""
     note: bytes = b""
-    """The note that the host keeps about the checkout in the sandbox (:mod:`megaflow_hpc.tasks.checkout`)."""
+    """The host's note about the checkout in the sandbox (:mod:`megaflow_hpc.tasks.checkout`)."""
     layer: Snapshot | None = None
-    """The sandbox's files."""
+    """Snapshot of the sandbox's files. ``None`` until it is taken."""
 
     def write(self, path: Path, max_bytes: int, quota: CheckpointQuota) -> None:
-        """Publishes the checkpoint at ``path`` atomically. ``layer`` must be a directory.
+        """Writes the checkpoint to ``path`` atomically. Its layer must be a directory.
 
         Raises:
             SandboxError: The checkpoint exceeds ``max_bytes`` or the quota.
@@ -163,7 +164,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """Reads a checkpoint. Raises DamagedError if it is missing, damaged or has another version."""
+        """Reads a checkpoint. Raises DamagedError if it is missing, damaged or of another version."""
         try:
             with open(path, "rb") as file:
                 digest = file.read(_DIGEST)
@@ -187,7 +188,7 @@ class Checkpoint:
             raise DamagedError(f"{path}: {error!r}") from error
 
     def carry_over(self, trajectory: Trajectory) -> None:
-        """Adds the work so far to the trajectory of the next attempt."""
+        """Copies the results so far into the trajectory of the next attempt, adding up times."""
         before = self.trajectory
         for name in COPIED:
             setattr(trajectory, name, getattr(before, name))
@@ -198,17 +199,18 @@ class Checkpoint:
 
     @property
     def turns(self) -> int:
-        """Number of model calls so far."""
+        """Number of model calls so far, over all steps."""
         return len(self.trajectory.turns) + len(self.recorded["recording"]["turns"])
 
 
 def new_name(rollout_id: str) -> str:
-    """Returns a unique file name for a checkpoint. Several processes may run the same rollout at the same time."""
+    """Returns a unique file name for a checkpoint of this rollout. Several processes may run the same rollout at the
+    same time."""
     return f"{hashlib.sha256(rollout_id.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}.{secrets.token_hex(4)}"
 
 
 class _HashedFile:
-    """Writes to a file within a quota, and hashes the written data."""
+    """File wrapper that enforces a quota and hashes the written data."""
 
     def __init__(self, file: BinaryIO, quota: CheckpointQuota) -> None:
         self._file, self._quota, self._hash = file, quota, hashlib.sha256()
@@ -224,8 +226,8 @@ class _HashedFile:
 
 
 def _combined(combine: Any, *values: float | None) -> float | None:
-    known = [value for value in values if value is not None]
-    return combine(known) if known else None
+    present = [value for value in values if value is not None]
+    return combine(present) if present else None
 
 
 def _verdict(record: dict[str, Any]) -> StepVerdict:
@@ -238,16 +240,16 @@ def _verdict(record: dict[str, Any]) -> StepVerdict:
 
 
 MAX_CHECKPOINT_BYTES = 256 * 10**6
-"""Maximum size of one checkpoint in bytes. If a sandbox's files are larger, the rollout restarts from the beginning."""
+"""Maximum size of a checkpoint in bytes. If a sandbox's files exceed it, the rollout restarts from the beginning."""
 MAX_CAMPAIGN_BYTES = 200e9
-"""Maximum total size of a campaign's checkpoints in bytes. Each worker rank gets an equal share."""
+"""Maximum total size of all checkpoints of a campaign, in bytes. Each worker rank gets an equal share."""
 
 
 class Preemption:
-    """Writes checkpoints when a runner's allocation ends, and reads those of earlier allocations.
+    """Writes checkpoints when a runner's allocation ends, and reads checkpoints of earlier allocations.
 
     Args:
-        folder: Directory for checkpoints. With ``None``, no checkpoints are written.
+        folder: Directory for checkpoints. ``None`` disables checkpoints.
         max_bytes: Maximum size of one checkpoint.
         max_rank_bytes: Maximum total size of this rank's checkpoints, including those of its earlier starts.
     """
@@ -258,39 +260,40 @@ class Preemption:
         self._gateway, self.folder = gateway, folder
         self._max_bytes, self._max_rank_bytes = max_bytes, max_rank_bytes
         self.owner = "0"
-        """Name of this rank's directory in ``folder``. Every start of the rank uses the same name."""
+        """Name of this rank's directory in ``folder``. The same for every start of the rank."""
         self._quota: CheckpointQuota | None = None
         self.preempted = False
-        """True once Slurm has signalled every process of the step. If a process ends afterwards, it may not have
+        """True once Slurm has signalled every process of the step. A process that ends afterwards may not have
         failed."""
         self._suspending = self._now = False
         self._resumable: dict[str, ApptainerSandbox] = {}
-        """Running rollout with a resumable agent → its sandbox."""
+        """Id of a running rollout with a resumable agent → its sandbox."""
         self._interrupted: set[str] = set()
-        """Rollouts that were running a command in their sandbox when the signal arrived."""
+        """Ids of rollouts that were running a command in their sandbox when the signal arrived."""
 
     @property
     def kind(self) -> str:
-        """Error kind of an attempt that is interrupted now: ``preemption``, ``walltime`` or empty."""
+        """Error kind for attempts that are interrupted now: ``preemption``, ``walltime``, or empty if the allocation is
+        not ending."""
         if self.preempted:
             return "preemption"
         return "walltime" if self._suspending else ""
 
     def suspend(self, now: bool) -> None:
-        """Stops agents before their next turn.
+        """Stops resumable agents before their next turn.
 
         Args:
-            now: Also abort pending model calls.
+            now: True to abort pending model calls too.
         """
         self._suspending, self._now = True, self._now or now
         for rollout in self._resumable:
             self._gateway.suspend(rollout, now)
 
     def preempt(self) -> None:
-        """Records that Slurm signalled the step, and suspends agents immediately.
+        """Records that Slurm signalled the step, and suspends resumable agents immediately.
 
-        Slurm sends several signals. Only the first one shows which rollouts were running a command. Afterwards, no
-        agent waits for the model any more.
+        Slurm sends several signals. Only the first signal shows which rollouts were running a command, because after it
+        no agent waits for the model.
         """
         if self.preempted:
             return
@@ -302,7 +305,8 @@ class Preemption:
 
     @contextmanager
     def watching(self, rollout: str, sandbox: ApptainerSandbox) -> Iterator[None]:
-        """Makes a rollout suspendable while its agent runs. The rollout must be open at the gateway."""
+        """Context manager that allows a rollout to be suspended while its agent runs. The rollout must be open at the
+        gateway."""
         if self.folder is None:
             yield  # suspending is pointless without a directory for checkpoints
             return
@@ -315,10 +319,10 @@ class Preemption:
             del self._resumable[rollout]
 
     async def save(self, rollout: str, checkpoint: Checkpoint, sandbox: ApptainerSandbox) -> tuple[str, str]:
-        """Publishes a checkpoint.
+        """Takes a snapshot of the sandbox and publishes the checkpoint.
 
         Returns:
-            The name of its file, and an empty string. On failure, an empty name and the reason.
+            The name of the checkpoint file and an empty string. On failure, an empty string and the reason.
         """
         assert self.folder is not None, "nothing else was suspended"
         if not checkpoint.turns:
@@ -337,8 +341,8 @@ class Preemption:
         return name, ""
 
     def _rank_quota(self) -> CheckpointQuota:
-        """Returns the rank's quota, less the checkpoints of earlier starts. Creates the rank's directory. Raises
-        OSError."""
+        """Returns the rank's quota, reduced by the checkpoints of its earlier starts. Creates the rank's directory.
+        Raises OSError."""
         if self._quota is None:
             assert self.folder is not None, "nothing else was suspended"
             own = self.folder / self.owner
@@ -351,24 +355,25 @@ class Preemption:
         return self._quota
 
     def _check_size(self, sandbox: ApptainerSandbox) -> None:
-        """Raises SandboxError if a layer is too large, before it is copied. Ignores unreadable files."""
+        """Raises SandboxError if the sandbox's files are too large, before they are copied. Ignores unreadable
+        files."""
         command = ["du", "-s", "-B1", "--", os.path.join(sandbox.directory, "layer", "upper")]  # trees of any depth
         output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout.split()
         if output and int(output[0]) > self._max_bytes:
             raise SandboxError(f"its files take more than {self._max_bytes} bytes")
 
     async def load(self, name: str) -> Checkpoint | None:
-        """Reads a checkpoint. Returns ``None`` if it is missing or damaged."""
+        """Reads a checkpoint. Returns ``None`` if ``name`` is empty, or if the checkpoint is missing or damaged."""
         if not name or self.folder is None:
             return None
         try:
             return await asyncio.to_thread(Checkpoint.read, self.folder / name)
         except DamagedError as error:
-            print(printable(f"{error}; the rollout starts anew"), file=sys.stderr)
+            print(printable(f"{error}; the rollout restarts from the beginning"), file=sys.stderr)
             return None
 
     def remove(self, name: str) -> None:
-        """Deletes a checkpoint after a rollout has resumed from it, so that no other process uses it."""
+        """Deletes a checkpoint that has been loaded, so that no other process uses it."""
         if name and self.folder is not None:
             with suppress(OSError):
                 (self.folder / name).unlink()

@@ -1,7 +1,8 @@
 """One attempt at a rollout, from its sandbox to its verdict.
 
-The steps are: start the sandbox, run the agent, kill all of the agent's processes, verify. Tasks with several steps
-repeat the last three for each step. Every error becomes a status and a cause, never an exception:
+An attempt starts the sandbox, runs the agent, kills all of the agent's processes, and verifies the result. If a task
+has several steps, the last three are repeated for each step. Errors are not raised but reported in the trajectory, as a
+status and a cause:
 
 - If the infrastructure fails, the status is ``failed``, and the error kind names the faulty part.
 - If the agent fails, the status is ``completed``, and its work is verified as usual. If its program cannot be started,
@@ -43,7 +44,7 @@ from megaflow_hpc.errors import (
 from megaflow_hpc.host.process import node_name
 from megaflow_hpc.model.gateway.open_rollout import SEEDS
 from megaflow_hpc.model.gateway.replay import calls_artifact
-from megaflow_hpc.pod.rollout.judges import Judges, conversation
+from megaflow_hpc.pod.rollout.judges import Judges, by_role, conversation
 from megaflow_hpc.pod.rollout.preemption import Checkpoint, CutShort
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
@@ -75,10 +76,10 @@ from megaflow_hpc.types import (
 
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 NO_PROGRAM = (126, 127)
-"""Exit codes of a shell for a program that cannot be executed or does not exist."""
+"""Exit codes of a shell if a program cannot be executed or does not exist."""
 SETTLE_S = 1.0
-"""Seconds to wait after an agent was killed. If Slurm is ending the job, its signal reaches this process meanwhile. A
-preempted rollout is then not verified."""
+"""Seconds to wait after an agent was killed. If Slurm is ending the job, its signal reaches this process during that
+time. The rollout then counts as preempted and is not verified."""
 
 
 class NoProgramError(MegaflowError):
@@ -87,7 +88,7 @@ class NoProgramError(MegaflowError):
 
 @contextmanager
 def timed(trajectory: Trajectory, name: str) -> Iterator[None]:
-    """Adds the duration of the ``with`` block to one of the trajectory's timings."""
+    """Context manager that adds the duration of its block to the trajectory's timing ``name``, in seconds."""
     began = time.monotonic()
     try:
         yield
@@ -99,8 +100,8 @@ class AgentRun:
     """Runs the agent of one attempt on each step, and adds its work to the trajectory.
 
     Args:
-        has_model: True if the policy has a model. The agent calls it through the gateway.
-        resumed: The checkpoint to continue from, if any.
+        has_model: True if the policy has a model, which the agent calls through the gateway.
+        resumed: The checkpoint to resume from, or ``None``.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class AgentRun:
         """Runs the agent on one step.
 
         Raises:
-            CutShort: The allocation ends. The rollout was saved if it can be resumed.
+            CutShort: The allocation ends. The exception names the checkpoint, if one was saved.
         """
         trajectory, sandbox = self._trajectory, self._sandbox
         resumed, self._resumed = self._resumed, None
@@ -150,19 +151,19 @@ class AgentRun:
             await asyncio.sleep(SETTLE_S)
 
     async def _run_agent(self, task: Task, resumed: Checkpoint | None) -> tuple[AgentResult, Recording]:
-        """Runs the agent within its time limit. Keeps the gateway's recording even if the agent is cut off.
+        """Runs the agent within its time limit. Returns the gateway's recording even if the agent is cut off.
 
-        The work of an agent that ended by itself is verified, even after an error. A model call without a response
-        counts as a failure of the model service only if the service was down (:meth:`.ModelGateway.outage`). An
-        exception in the agent's code after a response counts as the agent's failure, because the response may have
-        caused it.
+        The agent's work is verified even if the agent ended with an error. An unanswered model call counts as a failure
+        of the model service only if the service was down (:meth:`.ModelGateway.outage`). An exception that the agent's
+        code raises after a response counts as the agent's failure, because the response may have caused it.
 
         Raises:
-            CutShort: The allocation ends, so the gateway refused a model call of the agent.
+            CutShort: The allocation ends, and the gateway refused a model call of the agent.
             ModelServiceError: The model service was down.
             NoProgramError: The agent's program in the sandbox could not be started.
             UserCodeError: The agent's code failed before the model's first response.
-            LostError: The sandbox was lost in the first attempt. In later attempts, that is the agent's failure.
+            LostError: The sandbox was lost in the first attempt. In later attempts, the loss counts as the agent's
+                failure.
         """
         services, rollout, settings = self._services, self._rollout, self._agent
         agent = create(settings)
@@ -218,7 +219,8 @@ class AgentRun:
         return result, recording
 
     async def _open_model(self, task: Task, agent: Agent, recorded: Mapping[str, Any] | None) -> ModelEndpoint:
-        """Opens the rollout's URL at the gateway, or inside the sandbox if the agent runs there without a network."""
+        """Opens a URL for the rollout's model calls. If the agent runs in a sandbox without a network, the URL is
+        inside the sandbox."""
         gateway, rollout, trajectory = self._services.gateway, self._rollout, self._trajectory
         network = self._services.config.environment.network_of(task)
         limits = self._agent
@@ -231,7 +233,7 @@ class AgentRun:
 
 
 def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> None:
-    """Adds the agent's work in one step to that of earlier steps."""
+    """Adds the agent's work in one step to the trajectory of the earlier steps."""
     if trajectory.status != "truncated":
         trajectory.status = result.status
     if result.exit_code or result.error:
@@ -241,7 +243,8 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     if not messages:
         messages, parents = result.messages, []
     calls = enumerate(result.turn_rewards, len(trajectory.turns))
-    trajectory.rewards = {**trajectory.rewards, **{f"{TURN_REWARD}{number}": float(value) for number, value in calls}}
+    turns = {f"{TURN_REWARD}{number}": float(value) for number, value in calls}
+    trajectory.rewards = {**trajectory.rewards, **result.rewards, **turns}
     first = len(trajectory.messages)
     for turn in recording.turns:
         turn.sequence += len(trajectory.sequences) if turn.sequence >= 0 else 0
@@ -258,8 +261,21 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
         trajectory.artifacts.append(calls_artifact(recording))
 
 
+def check_turn_rewards(rewards: Mapping[str, float], calls: int) -> None:
+    """Checks that each reward of a turn belongs to one of a rollout's model calls.
+
+    Raises:
+        UserCodeError: a reward names a call that was not made.
+    """
+    for name in rewards:
+        number = name.removeprefix(TURN_REWARD)
+        if number != name and number.isascii() and number.isdigit() and int(number) >= calls:
+            made = f"calls 0 to {calls - 1}" if calls else "no model call"
+            raise UserCodeError(f"reward {name!r}: the rollout made {made}; correct turn_rewards or the verifier")
+
+
 def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:
-    """Sets the result's error to the first limit that the agent's commands exceeded, unless it already has one."""
+    """Sets the result's error to the first limit that the agent's commands exceeded, unless it already has an error."""
     if breaches and not result.error:
         more = f" (and {len(breaches) - 1} more)" if len(breaches) > 1 else ""
         result.error = f"{breaches[0]}{more}"
@@ -272,32 +288,33 @@ MAX_ARTIFACT_BYTES = 1 << 20
 
 
 def blank(rollout: Rollout, attempt: int) -> Trajectory:
-    """Returns the trajectory of an attempt that has just begun, with the provisional status ``failed``."""
+    """Returns a trajectory for an attempt that has just begun, with the provisional status ``failed``."""
     return Trajectory.begin(rollout, attempt, "failed", node=node_name())
 
 
 class NoSandboxError(SandboxError):
-    """No sandbox could be started. The node may be at fault."""
+    """The sandbox could not be started. The node may be at fault."""
 
 
 @dataclass
 class AttemptResult:
-    """Result of one attempt."""
+    """Trajectory of one attempt, with its failure cause and its checkpoint."""
 
     trajectory: Trajectory
     cause: str = ""
-    """Cause of a failure (:mod:`megaflow_hpc.pod.scheduling.failures`). Empty for the default of the error kind."""
+    """Cause of a failure (:mod:`megaflow_hpc.pod.scheduling.failures`). If empty, it follows from the trajectory's
+    error kind."""
     checkpoint: str = ""
-    """Checkpoint to resume an interrupted attempt from. Empty if there is none."""
+    """Checkpoint from which an interrupted attempt can resume. Empty if there is none."""
 
 
 async def run_attempt(
     services: Services, rollout: Rollout, task: Task, attempt: int, checkpoint: str = ""
 ) -> AttemptResult:
-    """Runs one attempt. Its trajectory reports any error, and has the status ``cancelled`` after a cancellation.
+    """Runs one attempt. Reports errors and cancellation in the returned trajectory instead of raising them.
 
     Args:
-        checkpoint: Checkpoint of an interrupted attempt to resume from. Empty if there is none.
+        checkpoint: Checkpoint of an interrupted attempt to resume from. Empty to start from the beginning.
     """
     began = time.time()
     ended = AttemptResult(blank(rollout, attempt))
@@ -326,8 +343,8 @@ async def run_attempt(
     except (ConfigError, UserCodeError) as error:  # the message names the location
         _end(trajectory, "failed", "user", str(error))
     except Exception as error:  # a bug in a scaffold or a task may cost one rollout, but not the runner
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        _end(trajectory, "failed", "user", f"{error!r} at {place}")
+        location = traceback.extract_tb(error.__traceback__)[-1]
+        _end(trajectory, "failed", "user", f"{error!r} at {location}")
     trajectory.started_at = began
     trajectory.finished_at = time.time()
     return ended
@@ -338,8 +355,7 @@ def _cancel(services: Services, trajectory: Trajectory, error: str) -> None:
 
 
 def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
-    """Ends a trajectory without a verdict. Clears the reward, because a trajectories file with such a reward is
-    invalid."""
+    """Ends a trajectory without a verdict. Clears the reward, which a trajectory without a verdict must not have."""
     trajectory.status, trajectory.error_kind, trajectory.error = status, kind, error
     trajectory.reward, trajectory.rewards = None, {}
 
@@ -359,6 +375,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
         sandboxes.start,
         lambda: conversation(trajectory),
         judges.open if judges.models else None,
+        lambda: by_role(trajectory),
     )
     run_agent = partial(AgentRun, services, rollout, agent, policy.model is not None)
     verifying = partial(timed, trajectory, "verify_s")
@@ -372,6 +389,7 @@ async def _run(services: Services, rollout: Rollout, task: Task, trajectory: Tra
     output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
     trajectory.artifacts += [*verdict.artifacts, *judges.artifacts(), Artifact("verifier.log", output)]
     trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
+    check_turn_rewards(trajectory.rewards, len(trajectory.turns))
     if verdict.agent_error or verdict.error:
         trajectory.error_kind = "verifier" if verdict.error else "agent"
         trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
@@ -442,7 +460,7 @@ async def _start_sandbox(
         try:
             return await _start(sandboxes, spec, resumed.layer), resumed
         except NoSandboxError as error:
-            print(printable(f"{error}; the rollout starts anew"), file=sys.stderr)
+            print(printable(f"{error}; the rollout restarts from the beginning"), file=sys.stderr)
         finally:
             services.preemption.remove(checkpoint)
     return await _start(sandboxes, spec), None

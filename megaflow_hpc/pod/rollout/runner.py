@@ -1,7 +1,7 @@
-"""Runner of a worker rank: an event loop that owns the gateway, agents and sandboxes, and runs rollouts concurrently.
+"""Runner of a worker rank: a process that owns the gateway, agents and sandboxes, and runs rollouts concurrently.
 
-A rank starts it as ``python -m megaflow_hpc.pod.rollout.runner FD``. End-of-file on the socket FD stops the runner and
-all sandboxes.
+The rank starts it as ``python -m megaflow_hpc.pod.rollout.runner FD``, where FD is a socket. End-of-file on the socket
+stops the runner and all sandboxes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megaflow_hpc.types import Rollout, Task
 
 LOG_INTERVAL_S = 60.0
 ACTIVITY_INTERVAL_S = 3.0
-"""Seconds between two reports to rank 0 on the progress of rollouts."""
+"""Interval between two reports to rank 0 on the progress of rollouts, in seconds."""
 
 
 class Runner:
-    """Serves rank 0 over one socket until the socket closes."""
+    """Runs rollouts at the request of rank 0, and sends their outcomes back over the same socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -117,7 +117,8 @@ class Runner:
         self._services.provider.prefetch(message["order"])
 
     async def _on_mirror(self, message: Message) -> None:
-        """Sends rank 0 the end of a conversation for viewers, unless the conversation still has ``calls`` calls."""
+        """Sends rank 0 the last part of a conversation for viewers, unless rank 0 already has it (``calls`` is
+        unchanged)."""
         gateway, rollout = self._services.gateway, message["id"]
         calls, *_ = gateway.activity().get(rollout, (-1,))
         if calls in (-1, message["calls"]):
@@ -128,7 +129,8 @@ class Runner:
         )
 
     async def _report_activity(self) -> None:
-        """Periodically sends rank 0 the rollouts with a changed status. Sends no conversations, which may be long."""
+        """Periodically reports the rollouts with a changed status to rank 0. The reports omit conversations, which may
+        be long."""
         reported_tokens, reported = 0, dict[str, tuple[int, int, bool]]()
         while True:
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
@@ -162,14 +164,14 @@ class Runner:
 
     @staticmethod
     def _outcome(ended: AttemptResult, start: Message, attempts: list[Attempt]) -> Outcome:
-        """Packs a result, together with the facts from rank 0's ``start`` message."""
+        """Packs a result, with epoch, job id and rank from rank 0's ``start`` message."""
         trajectory = ended.trajectory
         trajectory.epoch, trajectory.job_id, trajectory.rank = start["epoch"], start["job_id"], start["rank"]
         return Outcome.of(trajectory, attempts, ended.cause, ended.checkpoint)
 
 
 def log_briefly(loop: asyncio.AbstractEventLoop) -> None:
-    """Limits the log to one exception in callbacks per minute, because a sandbox may cause any number of them."""
+    """Logs at most one callback exception per minute, because a sandbox may cause any number of them."""
     failures, due = 0, 0.0
 
     def failed(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -177,8 +179,8 @@ def log_briefly(loop: asyncio.AbstractEventLoop) -> None:
         failures += 1
         if loop.time() >= due:
             error = context.get("exception")
-            place = traceback.extract_tb(error.__traceback__)[-1:] if error else ""
-            text = f"{context.get('message')}: {error!r:.500} at {place} ({failures} since the last such line)"
+            location = traceback.extract_tb(error.__traceback__)[-1:] if error else ""
+            text = f"{context.get('message')}: {error!r:.500} at {location} ({failures} since the last such line)"
             print(printable(text), file=sys.stderr)
             failures, due = 0, loop.time() + LOG_INTERVAL_S
 

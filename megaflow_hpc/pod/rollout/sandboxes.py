@@ -1,4 +1,5 @@
-"""Sandboxes of a rollout: their start and their usage. Also recreates a sandbox for a user who inspects a rollout."""
+"""Starts the sandboxes of a rollout and measures their resource usage. Can also recreate a sandbox for inspection by a
+user."""
 
 from __future__ import annotations
 
@@ -38,13 +39,13 @@ class Sandboxes:
         self._started: list[ApptainerSandbox] = []
 
     async def start(self, spec: SandboxSpec, kept: Snapshot | None = None) -> ApptainerSandbox:
-        """Starts a sandbox (:meth:`ApptainerProvider.start`)."""
+        """Starts a sandbox through :meth:`ApptainerProvider.start`, and tracks its usage."""
         sandbox = await self._provider.start(spec, kept)
         self._started.append(sandbox)
         return sandbox
 
     def add_usage(self, trajectory: Trajectory) -> None:
-        """Adds the usage of these sandboxes to a trajectory. Call it once, when the attempt ends."""
+        """Adds the resource usage of these sandboxes to a trajectory. Call it once, when the attempt ends."""
         for sandbox in self._started:
             used = sandbox.consumption()
             trajectory.cpu_s = (trajectory.cpu_s or 0.0) + used.cpu_s
@@ -63,15 +64,15 @@ async def recreated(
     network: Network,
     own_code: bool,
 ) -> AsyncIterator[ApptainerSandbox]:
-    """Recreates the sandbox of a rollout as it was when the agent started the first step, without time limits.
+    """Recreates a rollout's sandbox, without time limits, in the state in which the agent started the first step.
 
     Args:
-        own_code: Call the agent and task classes that the run names, outside of any sandbox. An untrusted run
-            directory may name any class.
+        own_code: True to call the agent and task classes that the run names, outside of any sandbox. Set it only for
+            trusted run directories, because a run directory may name any class.
 
     Raises:
-        ConfigError: Only the task's own code can prepare its sandbox, and ``own_code`` is False.
-        SandboxError: The sandbox does not start or cannot be prepared.
+        ConfigError: The task has no sandbox, or only its own code can prepare the sandbox and ``own_code`` is False.
+        SandboxError: The sandbox cannot be started or prepared.
     """
     if task.kind == "python" and not own_code:
         raise ConfigError(

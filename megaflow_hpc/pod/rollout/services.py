@@ -1,4 +1,4 @@
-"""Services that the rollouts of one runner share: images, sandboxes, gateway, agent processes."""
+"""Services shared by the rollouts of one runner: images, sandboxes, gateway and agent processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megaflow_hpc.types import Sampling
 
 @dataclass
 class Services:
-    """The campaign, and the services that the rollouts of one runner share."""
+    """The campaign, and the services shared by the rollouts of one runner."""
 
     config: CampaignConfig
     policies: Mapping[str, Policy]
@@ -35,7 +35,7 @@ class Services:
     agents: Zygote = field(default_factory=lambda: Zygote(()))
     """Runs Python agents in separate processes."""
     checkpoints: Path | None = None
-    """Directory for checkpoints. With ``None``, no checkpoints are written."""
+    """Directory for checkpoints. ``None`` disables checkpoints."""
 
     def __post_init__(self) -> None:
         campaign = hashlib.sha256(str(self.checkpoints or id(self)).encode()).hexdigest()[:16]
@@ -60,12 +60,16 @@ class Services:
 
         Args:
             checkpoints: Directory for checkpoints.
-            code_places: Directories with the campaign's own agents: the run's copy, and the campaign file's directory.
+            code_places: The directories with the campaign's own agents: the run's copy, then the campaign file's
+                directory.
         """
         code.look_in(*code_places)
         models = {name: policy.model for name, policy in policies.items() if policy.model is not None}
         gateway = ModelGateway(
             policies=[name for name, model in models.items() if not model.judge],
+            roles=config.team.policies if config.team else {},
+            owner=config.team.owner if config.team else "",
+            learners=[name for name in config.requested if name in policies and policies[name].samples],
             judges=[name for name, model in models.items() if model.judge],
             limits=CallLimits(Quotas.of(config.quotas.model_dump()).share(gateways(config.slurm.pods))),
             replays=_replays(policies),
@@ -86,14 +90,14 @@ class Services:
 
 
 class StoredRecordings:
-    """Recorded rollouts of a run directory or a trajectories file, for policies that replay them."""
+    """The recorded rollouts in a run directory or trajectories file, for policies that replay them."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def trajectory(self, rollout_id: str) -> Trajectory | None:
-        """Returns the recorded rollout with this id, or ``None``. Raises ConfigError if the recordings cannot be
-        read."""
+        """Returns the recorded rollout with this id, or ``None`` if there is none. Raises ConfigError if the recordings
+        cannot be read."""
         from megaflow_hpc.trajectories import open_trajectories  # imports h5py and numpy; needed only for replay
 
         with open_trajectories(self._path) as store:
@@ -101,7 +105,7 @@ class StoredRecordings:
 
 
 def _replays(policies: Mapping[str, Policy]) -> dict[str, Replay]:
-    """Returns policy → replay, for the policies with ``engine: replay``."""
+    """Returns a mapping of policy to replay, for the policies with ``engine: replay``."""
     replays = {}
     for name, policy in policies.items():
         if policy.model is not None and policy.model.engine == "replay":

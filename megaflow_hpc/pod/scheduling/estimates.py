@@ -1,10 +1,10 @@
-"""Expected durations of rollouts, learned as rollouts end. Pure, without a clock.
+"""Expected durations of rollouts, learned as rollouts end. This module does no I/O and reads no clock.
 
-Durations of agents are roughly log-normal: many are short, and a few are very long. :class:`Estimates` tracks mean and
-variance of the logarithm (Welford) on three levels: all rollouts, each policy, and each task of a policy. A level with
-few observations is shrunk towards the level above it. The level above counts as ``PRIOR`` observations. So the first
-sample of a new task is estimated from its policy, and the eighth mostly from the previous seven. Earlier campaigns can
-provide initial estimates.
+Durations of agents are roughly log-normal: many are short, and a few are very long. :class:`Estimates` tracks the mean
+and variance of the logarithm (Welford) on three levels: all rollouts, each policy, and each task of a policy. A level
+with few observations is shrunk towards the level above it, which counts as ``PRIOR`` observations. So the first sample
+of a new task is estimated from its policy, and the eighth mostly from the previous seven. Earlier campaigns can provide
+initial estimates.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from statistics import NormalDist
 from typing import Any
 
 PRIOR = 2.0
-"""Weight of the level above, in observations."""
+"""Weight of the next higher level, in observations."""
 PRIOR_DEVIATION = 1.0
-"""Prior standard deviation of the logarithm: a factor of 2.7 either way."""
+"""Prior standard deviation of the logarithm. 1 corresponds to a factor of 2.7 in either direction."""
 MAX_LEARNED = 8
-"""Maximum weight of all earlier campaigns together, in observations, for a task or a policy."""
+"""Maximum weight of all earlier campaigns together for a task or a policy, in observations."""
 SHORTEST_S = 1e-3
 MAX_TASKS = 16_384
-"""Maximum number of this campaign's tasks to remember (about 7 MB). The oldest are dropped first."""
+"""Maximum number of this campaign's tasks to keep in memory (about 7 MB). The oldest are dropped first."""
 
 
 @dataclass(slots=True)
@@ -41,20 +41,21 @@ class _Moments:
         self.n = total
 
     def fade(self, most: int) -> None:
-        """Limits the weight of the values to that of ``most`` values."""
+        """Reduces the weight of the values to that of at most ``most`` values."""
         if self.n > most:
             self.squares *= most / self.n
             self.n = most
 
 
 class Estimates:
-    """Expected durations in seconds, by task and policy."""
+    """Estimates of rollout durations in seconds, by task and policy."""
 
     def __init__(self) -> None:
         self._levels: dict[tuple[str, ...], _Moments] = {}
-        """Moments by ``()`` for all rollouts, ``(policy,)``, and ``(policy, task)`` for tasks of earlier campaigns."""
+        """Moments for the keys ``()`` (all rollouts), ``(policy,)``, and ``(policy, task)`` for tasks of earlier
+        campaigns."""
         self._tasks: dict[tuple[str, ...], _Moments] = {}
-        """Moments by ``(policy, task)`` for tasks that only this pod has seen."""
+        """Moments for the keys ``(policy, task)``, for tasks that occur only in this campaign."""
 
     def observe(self, task: str, policy: str, seconds: float) -> None:
         """Records that a rollout of ``task`` under ``policy`` took ``seconds``."""
@@ -69,7 +70,8 @@ class Estimates:
         of_task.add(1, value, 0.0)
 
     def expect(self, task: str, policy: str, quantile: float = 0.5) -> float | None:
-        """Returns a quantile of the duration of such rollouts in seconds. ``None`` before any rollout has ended."""
+        """Returns a quantile of the expected duration of a rollout, in seconds. Returns ``None`` before any rollout has
+        ended."""
         every = self._levels.get(())
         if every is None:
             return None
@@ -94,7 +96,8 @@ class Estimates:
         machine.
 
         Args:
-            rows: Task, policy, count, and mean and variance of the logarithm of seconds.
+            rows: One row per task and policy: task, policy, number of rollouts, and mean and variance of the logarithm
+                of the duration in seconds.
         """
         for task, policy, n, mean, variance in rows:
             for key in ((), (policy,), (policy, task)):

@@ -1,7 +1,7 @@
-"""Causes of failed rollouts: how each is stored, how often to retry, and when to stop. Pure.
+"""Causes of failed rollouts: how each is stored, how often to retry, and when to stop the pod.
 
-A *cause* is more specific than the stored ``error_kind``. Each cause has its own retry limit. So a rollout that failed
-twice because of dead engines can still be retried after a bad node.
+A *cause* is more specific than the stored ``error_kind``, and each cause has its own retry limit. So a rollout that
+failed twice because of dead engines can still be retried after a failure of its node.
 
 =================  ============  =======  ==========================================================================
 cause              stored as     retries  meaning
@@ -9,7 +9,7 @@ cause              stored as     retries  meaning
 ``agent``          agent         0        the agent's program could not be started in the sandbox; other failures of
                                           agents are completed and verified, not failed
 ``model``          model         2        no engine responded
-``sandbox-start``  sandbox       3        no sandbox started; counts against the rank, which is excluded in the end
+``sandbox-start``  sandbox       3        the sandbox did not start; ranks with repeated failed starts are excluded
 ``sandbox-lost``   sandbox       2        the sandbox was lost while it was needed
 ``service``        sandbox       2        a service of the rollout did not become healthy, or ended before the rollout
 ``node``           node          3        the worker rank was lost
@@ -18,12 +18,12 @@ cause              stored as     retries  meaning
 ``preemption``     not stored    16       Slurm preempted the allocation; the rollout is released with its block
 =================  ============  =======  ==========================================================================
 
-The last two are not failures, but count as attempts. :data:`MAX_INTERRUPTIONS` limits them for a rollout, and
-``slurm.requeues`` for an element of the array. A rollout may use most of a walltime :data:`TOO_SHORT` times in a row
-without a checkpoint. It then needs a longer walltime, and fails immediately.
+The last two are interruptions rather than failures, but they count as attempts. :data:`MAX_INTERRUPTIONS` limits them
+for each rollout, and ``slurm.requeues`` for each array element. A rollout fails immediately if it has used most of a
+walltime :data:`TOO_SHORT` times in a row without a checkpoint, because it needs a longer walltime.
 
-Failures are *systematic* if nearly all of the latest results failed for the same cause. They are also systematic if the
-agent's program could not be started in any of a pod's first rollouts. Then the fault is in the campaign, and continuing
+Failures are *systematic* if nearly all of the latest results failed for the same cause, or if the agent's program could
+not be started in any of a pod's first rollouts. Systematic failures indicate an error in the campaign, and continuing
 would waste the allocation.
 """
 
@@ -40,11 +40,11 @@ class Rule(NamedTuple):
     """How to handle one cause."""
 
     kind: ErrorKind
-    """The stored ``error_kind``."""
+    """``error_kind`` under which the failure is stored."""
     retries: int
-    """Maximum number of further attempts after the first failure."""
+    """Maximum number of retries after failures with this cause."""
     blames_rank: bool = False
-    """True if the failure counts against its rank."""
+    """True if the failure counts against the rank on which it happened."""
 
 
 RULES: dict[str, Rule] = {
@@ -58,41 +58,47 @@ RULES: dict[str, Rule] = {
 }
 
 MAX_INTERRUPTIONS = 16
-"""Fail a rollout after more than this many interruptions by the end of an allocation."""
+"""A rollout fails after more than this many interruptions by the end of an allocation."""
 TOO_SHORT = 2
-"""Fail a rollout once this many walltimes in a row have interrupted it, if it had most of each."""
+"""A rollout fails once the walltime has interrupted it this many times in a row, if it ran for most of the walltime
+each time."""
 MAX_FAILURES = 6
-"""Give up a rollout after this many failures, counted over all causes."""
+"""A rollout is not retried after this many failures, counted over all causes."""
 
 NEARLY_ALL = 0.9
-"""Share of the latest results that must have the same cause for failures to be systematic."""
+"""Failures are systematic if this share of the latest results has the same cause."""
 SYSTEMATIC_LAST = 32
 """Number of latest results that a pod checks for systematic failures."""
 FIRST_WITHOUT_PROGRAM = 8
-"""Stop a pod after this many results if the agent's program could not be started in any of them."""
+"""A pod stops after this many results if the agent's program could not be started in any of them."""
 BAD_STARTS = 4
-"""Give a rank no more work after this many consecutive failed sandbox starts, if other ranks succeed."""
+"""A rank gets no more work after this many consecutive failed sandbox starts, if other ranks succeed."""
 
 
 def may_retry(causes: Sequence[str]) -> bool:
-    """Returns True if a rollout may be retried after attempts that failed for these causes, in order."""
+    """Returns True if a rollout may be retried.
+
+    Args:
+        causes: Causes of all its failed attempts so far, in order.
+    """
     last = causes[-1]
     rule = RULES.get(last)
     return rule is not None and causes.count(last) <= rule.retries and len(causes) < MAX_FAILURES
 
 
 class Pattern:
-    """Distinguishes systematic failures from bad luck.
+    """Detects systematic failures among the results of a pod.
 
     Args:
-        last: Number of latest results to compare.
+        last: Number of latest results to consider.
     """
 
     def __init__(self, last: int) -> None:
         self._last: deque[str] = deque(maxlen=last)
         self._enough = last
         self._without_program: int | None = 0
-        """Number of results so far, as long as the agent's program could not be started in any. ``None`` afterwards."""
+        """Number of results so far, if the agent's program could not be started in any of them. ``None`` once it has
+        started."""
 
     def add(self, cause: str) -> None:
         """Adds a final result. ``cause`` is empty if the rollout did not fail."""
@@ -102,7 +108,7 @@ class Pattern:
 
     @property
     def systematic(self) -> str:
-        """Why the pod should stop. Empty while failures are not systematic."""
+        """Reason for the pod to stop. Empty while failures are not systematic."""
         if (self._without_program or 0) >= FIRST_WITHOUT_PROGRAM:
             return (
                 f"the agent's program could not be started in any of the first {self._without_program} rollouts; "
@@ -117,17 +123,18 @@ class Pattern:
 
 
 class Blame:
-    """Detects ranks that cannot start sandboxes although others can. If no rank can, the image or campaign is wrong."""
+    """Detects ranks that cannot start sandboxes although other ranks can. If no rank can, the image or campaign is at
+    fault."""
 
     def __init__(self) -> None:
         self._good = 0
-        """Number of results with a started sandbox, over all ranks."""
+        """Number of results with a started sandbox, summed over all ranks."""
         self._bad: dict[int, tuple[int, int]] = {}
         """Rank → (number of consecutive failed starts, value of ``_good`` before the first of them)."""
         self._named: set[int] = set()
 
     def add(self, rank: int, cause: str) -> bool:
-        """Adds a result of ``rank``. Returns True once for each bad rank."""
+        """Records the result of an attempt on ``rank``. Returns True when the rank is first found to be bad."""
         rule = RULES.get(cause)
         if rule is None or not rule.blames_rank:
             self._good += cause != "node"

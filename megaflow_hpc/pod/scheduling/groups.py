@@ -1,12 +1,13 @@
-"""Groups: all samples of one task under one policy, whose rewards a trainer compares. Pure, without a clock.
+"""Groups: all samples of one task under one policy, whose rewards a trainer compares.
 
-*Over-provisioning.* A group with spare samples is closed once it has enough rewards. Its other samples are cancelled,
-so that nothing waits for a slow or failed sample.
+*Over-provisioning.* A group with spare samples is closed once it has enough rewards. Its remaining samples are
+cancelled, so that nothing waits for a slow or failed sample.
 
-*Groups without signal.* Samples with equal rewards teach nothing. After ``signal_after`` equal rewards, the waiting
-samples are cancelled. All samples but the first ``signal_after`` are deferred, so that some are still waiting then.
+*Groups without signal.* If all samples of a group have the same reward, a trainer learns nothing from the group. After
+``signal_after`` equal rewards, the waiting samples are cancelled. For this rule to save work, all samples after the
+first ``signal_after`` are deferred, so that some of them are still waiting.
 
-Each sample is *waiting* (queued), running, or ended.
+Each sample is *waiting* (queued), running, or ended. This module does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class GroupRules:
-    """The group rules of the campaign file."""
+    """The campaign's rules for closing groups early."""
 
     wanted: Mapping[str, int] = field(default_factory=dict)
-    """Policy → number of rewards that a group needs. Empty if no spare samples are planned."""
+    """Policy → number of rewards that a group needs. Empty if the campaign plans no spare samples."""
     signal_after: int = 0
-    """Treat a group as without signal after this many equal rewards. 0 disables the rule."""
+    """A group counts as without signal after this many equal rewards. 0 disables the rule."""
 
     @property
     def idle(self) -> bool:
-        """True if no rule is set."""
+        """True if no rule is enabled."""
         return not self.wanted and not self.signal_after
 
 
 @dataclass(frozen=True)
 class GroupStep:
-    """Consequences of a sample's end, as rollout ids."""
+    """Rollout ids of the group's other samples to cancel or promote after one sample has ended."""
 
     cancel: Sequence[str] = ()
     """Waiting or running samples that are no longer needed."""
@@ -53,11 +54,11 @@ class _Group:
     incomplete: bool = False
     """True if a sample has ended or belongs to another pod."""
     has_signal: bool = False
-    """True if the group's rewards differ, so all of its samples run."""
+    """True if the group's rewards differ, so that all of its samples run."""
 
 
 class Groups:
-    """The groups of one pod that have samples to run. Stores nothing if no rule is set."""
+    """The groups of one pod that have samples to run. Tracks nothing if no rule is enabled."""
 
     def __init__(self, rules: GroupRules) -> None:
         self._rules = rules
@@ -67,10 +68,13 @@ class Groups:
         return len(self._groups)
 
     def admit(self, name: str, policy: str, rollouts: Sequence[str], rewarded: int = 0) -> set[str]:
-        """Registers a group's samples before they are queued. Returns the samples to defer.
+        """Registers a group's samples before they are queued. Returns the ids of the samples to defer.
 
         Args:
-            rewarded: Number of the group's samples in other pods. They count as rewarded.
+            name: Id of the group.
+            policy: Policy of the group.
+            rollouts: Ids of the samples.
+            rewarded: Number of the group's samples in other pods, which count as rewarded.
         """
         if self._rules.idle:
             return set()
@@ -89,11 +93,12 @@ class Groups:
             group.running.add(rollout)
 
     def hand_off(self, name: str, rollouts: Collection[str]) -> bool:
-        """Forgets a group that is handed off to another pod. Returns False if this pod must keep it.
+        """Removes a group that is handed off to another pod. Returns False if this pod must keep it.
 
         Args:
-            rollouts: Queued samples without any attempt. They must be the whole group, because the other pod counts
-                missing samples as rewarded.
+            name: Id of the group.
+            rollouts: Ids of queued samples that were never started. They must be the whole group, because the other pod
+                counts missing samples as rewarded.
         """
         group = self._groups.get(name)
         if group is None:
@@ -111,9 +116,12 @@ class Groups:
             group.waiting.insert(0, rollout)
 
     def ended(self, name: str, rollout: str, reward: float | None) -> GroupStep:
-        """Records that a sample has ended for good. Returns the consequences for the group's other samples.
+        """Records that a sample has ended and will not be retried. Returns which of the group's other samples to cancel
+        or promote.
 
         Args:
+            name: Id of the group.
+            rollout: Id of the sample.
             reward: The sample's reward, or ``None`` if it has none.
         """
         group = self._groups.get(name)

@@ -1,18 +1,19 @@
-"""Scheduler: decides which rollout starts on which worker. Pure and deterministic: no I/O, no clock.
+"""Scheduler: decides which rollout starts on which worker. Deterministic, without I/O or a clock.
 
-Work waits in *lanes*, one for each policy and demand. If the head of a lane can start, so can everything else in the
-lane. So a decision looks only at the heads, and costs the same for ten waiting rollouts as for a million.
+Work waits in *lanes*, one for each combination of policy and resource demand. If the head of a lane cannot start,
+nothing else in the lane can. So the scheduler only looks at the heads, and a decision takes the same time for ten
+waiting rollouts as for a million.
 
 The campaign file chooses the order:
 
 ``fifo``     in the order in which the blocks were claimed.
-``longest``  the longest expected rollout first, so that the campaign does not end waiting for a long rollout.
-``fair``     the policy with the least time so far first (expected seconds divided by its weight), so that a policy
+``longest``  the rollout with the longest expected duration first, so that no long rollout is left for the end.
+``fair``     the policy that has used the least time first (expected seconds divided by its weight), so that a policy
              with long rollouts does not take the slots of a policy with short ones.
 
-A rollout goes to the worker with the most free slots that has enough CPUs and memory. If a rollout does not fit,
-smaller ones may overtake it a limited number of times. Then a worker is reserved for it to prevent starvation. Retries
-start before anything else, on another worker if possible. Each cause of failure has its own retry limit.
+A rollout starts on the worker with the most free slots among those with enough CPUs and memory. If it fits on no
+worker, smaller rollouts may overtake it a limited number of times. To prevent starvation, a worker is then reserved for
+it. Retries start before any other work, on another worker if possible. Each cause of failure has its own retry limit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megaflow_hpc.types import Rollout
 
 
 class Demand(NamedTuple):
-    """Resources that a rollout needs in addition to a slot."""
+    """CPUs and memory that a rollout needs in addition to a slot."""
 
     cpus: float = 0.0
     memory_mb: int = 0
@@ -42,27 +43,27 @@ NOTHING = Demand()
 
 @dataclass(slots=True)
 class Work:
-    """One attempt at a rollout, under a claim."""
+    """One attempt at a rollout of a claimed block."""
 
     rollout: Rollout
     block: int
     epoch: int
     attempt: int = 0
     avoid: int | None = None
-    """Worker on which the last attempt failed."""
+    """Rank of the worker on which the previous attempt failed, or ``None``."""
     expected_s: float = 0.0
     """Expected duration in seconds. 0 if unknown."""
     demand: Demand = NOTHING
     causes: tuple[str, ...] = ()
-    """Causes of the failed earlier attempts."""
+    """Failure causes of the earlier attempts, in order."""
     deferred: bool = False
-    """True if this work starts only when nothing else is ready."""
+    """True if this work starts only when nothing else can."""
     planned: Any = field(default=None, compare=False, repr=False)
-    """The planned task. Opaque to the scheduler."""
+    """The planned task, which the scheduler does not inspect."""
 
 
 class Entry(NamedTuple):
-    """Queued work, ordered so that the smallest entry is next. Numbers are unique."""
+    """Queued work. The smallest entry starts first. Entry numbers are unique."""
 
     priority: float
     number: int
@@ -76,9 +77,9 @@ class Lane:
         self.policy, self.demand = policy, demand
         self._heap: list[Entry] = []
         self._removed: set[int] = set()
-        """Numbers of removed entries that are still in the heap."""
+        """Numbers of entries that were removed but are still in the heap."""
         self.overtaken = 0
-        """Number of starts in other lanes since the head of this lane did not fit."""
+        """Number of starts in other lanes since the head of this lane first did not fit."""
 
     def __bool__(self) -> bool:
         return bool(self._heap)
@@ -92,13 +93,13 @@ class Lane:
         heapq.heappush(self._heap, entry)
 
     def pop(self) -> Work:
-        """Removes and returns the next entry. The lane must not be empty."""
+        """Removes the next entry and returns its work. The lane must not be empty."""
         entry = heapq.heappop(self._heap)
         self._pop_removed()
         return entry.work
 
     def remove(self, number: int) -> None:
-        """Removes the entry with this number. It must be in the lane."""
+        """Removes the entry with this number. The entry must be in the lane."""
         self._removed.add(number)
         self._pop_removed()
 
@@ -115,7 +116,7 @@ class Lane:
 
 
 MAX_OVERTAKEN = 64
-"""Reserve a worker for a rollout that does not fit after this many starts of other rollouts."""
+"""A worker is reserved for a rollout that does not fit after this many starts of other rollouts."""
 
 
 @dataclass(slots=True)
@@ -133,7 +134,7 @@ class _Worker:
         return max(0, self.slots - len(self.running))
 
     def has_room(self, demand: Demand) -> bool:
-        """Returns True if work with this demand can start now."""
+        """Returns True if work with this demand can start on this worker now."""
         return (
             self.free > 0
             and self.used_cpus + demand.cpus <= self.cpus
@@ -141,17 +142,17 @@ class _Worker:
         )
 
     def could_ever(self, demand: Demand) -> bool:
-        """Returns True if work with this demand could start on an idle worker."""
+        """Returns True if this worker could start work with this demand when idle."""
         return demand.cpus <= self.cpus and demand.memory_mb <= self.memory_mb
 
 
 class Workers:
-    """All worker slots of one pod."""
+    """The workers of one pod and their slots."""
 
     def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
         self._reserved: dict[int, Lane] = {}
-        """Reserved worker → the lane that it is reserved for."""
+        """Reserved worker → the lane for which it is reserved."""
         self.running = 0
         """Number of running attempts."""
         self.slots = 0
@@ -162,7 +163,7 @@ class Workers:
         return len(self._workers)
 
     def worker_of(self, rollout_id: str) -> int | None:
-        """Returns the worker that runs a rollout, or ``None`` if the rollout is not running."""
+        """Returns the worker that runs the rollout, or ``None`` if the rollout is not running."""
         return next((rank for rank, worker in self._workers.items() if rollout_id in worker.running), None)
 
     def running_work(self) -> list[Work]:
@@ -170,16 +171,18 @@ class Workers:
         return [work for worker in self._workers.values() for work in worker.running.values()]
 
     def could_ever(self, demand: Demand) -> bool:
-        """Returns True if work with this demand could start on some idle worker."""
+        """Returns True if any worker could start work with this demand when idle."""
         return any(worker.could_ever(demand) for worker in self._workers.values())
 
     # --- workers come and go ---
 
     def join(self, worker: int, slots: int, cpus: float | None = None, memory_mb: int | None = None) -> None:
-        """Adds a worker. Ignores repeated calls for the same worker.
+        """Adds a worker. Repeated calls for the same worker have no effect.
 
         Args:
-            cpus: CPUs that its rollouts share. ``None`` means unlimited.
+            worker: Rank of the worker.
+            slots: Maximum number of rollouts that it runs at the same time.
+            cpus: Number of CPUs that its rollouts share. ``None`` means unlimited.
             memory_mb: Memory in MB that its rollouts share. ``None`` means unlimited.
         """
         if worker in self._workers:
@@ -192,7 +195,7 @@ class Workers:
         self.free += slots
 
     def leave(self, worker: int) -> list[Work]:
-        """Removes a worker. Returns the work that was running there. The caller handles its failure."""
+        """Removes a worker. Returns the work that was running on it, whose failure the caller must handle."""
         gone = self._workers.pop(worker, None)
         self._reserved.pop(worker, None)
         if gone is None:
@@ -203,7 +206,7 @@ class Workers:
         return list(gone.running.values())
 
     def exclude(self, worker: int) -> None:
-        """Starts no more work on a worker. Its running rollouts continue."""
+        """Stops starting work on a worker. Rollouts that are already running on it continue."""
         excluded = self._workers[worker]
         self._reserved.pop(worker, None)
         self.slots -= excluded.slots
@@ -213,8 +216,11 @@ class Workers:
     # --- starts and ends ---
 
     def place(self, lane: Lane) -> int | None:
-        """Returns a worker for a lane's head, preferably one on which it has not failed. ``None`` if no worker has
-        room. Then reserves a worker if other lanes have started work :data:`MAX_OVERTAKEN` times."""
+        """Returns a worker for the lane's head, or ``None`` if no worker has room.
+
+        Prefers workers on which the head has not failed. If other lanes have overtaken this lane :data:`MAX_OVERTAKEN`
+        times and no worker has room, reserves a worker for the lane.
+        """
         avoid = lane.head.work.avoid
         best: tuple[bool, int, int] | None = None
         best_rank = None
@@ -240,7 +246,7 @@ class Workers:
             self._reserved[-negative_rank] = lane
 
     def start(self, work: Work, rank: int, lane: Lane) -> None:
-        """Assigns a rollout of a lane to a slot of a worker, and releases the lane's reservation."""
+        """Assigns a lane's work to a slot of a worker, and ends the lane's reservation of that worker."""
         worker = self._workers[rank]
         worker.running[work.rollout.id] = work
         worker.used_cpus += work.demand.cpus
@@ -251,8 +257,8 @@ class Workers:
             del self._reserved[rank]
 
     def finish(self, rank: int, rollout_id: str) -> Work | None:
-        """Frees a rollout's slot and returns its work. Returns ``None`` if the worker does not run it, for example
-        because the message is late."""
+        """Frees the rollout's slot and returns its work. Returns ``None`` if the worker is not running the rollout, for
+        example because the message is late."""
         worker = self._workers.get(rank)
         if worker is None or rollout_id not in worker.running:
             return None
@@ -265,7 +271,7 @@ class Workers:
         return work
 
     def reserve_none(self) -> None:
-        """Cancels all reservations, because the queue is empty."""
+        """Cancels all reservations. Called when the queue is emptied."""
         self._reserved.clear()
 
 
@@ -275,16 +281,16 @@ class Workers:
 Order = Literal["fifo", "longest", "fair"]
 
 DEFERRED_PENALTY = 1e15
-"""Priority offset for rollouts that run only when nothing else is ready. Larger than any expected duration."""
+"""Priority offset for rollouts that run only when nothing else is ready. Exceeds any expected duration."""
 
 
 class Scheduler:
     """The queue of one pod, and the slots of its workers.
 
     Args:
-        order: Scheduling order; see the module.
-        weights: Policy weights for ``fair``. The default weight is 1.
-        surely_s: Returns a duration in seconds that a rollout very likely does not exceed, or 0 if unknown.
+        order: Scheduling order, described in the module's docstring.
+        weights: Weights of policies for the order ``fair``. The default weight is 1.
+        surely_s: Function that returns a duration in seconds that the work is very unlikely to exceed, or 0 if unknown.
     """
 
     def __init__(
@@ -298,16 +304,16 @@ class Scheduler:
         self._surely_s = surely_s
         self._lanes: dict[tuple[str, Demand], Lane] = {}
         self._queued: dict[str, tuple[Lane, Entry]] = {}
-        """Queued rollouts, by id."""
+        """Id of a queued rollout → its lane and entry."""
         self.workers = Workers()
         self._given_s: dict[str, float] = {}
-        """Policy → sum of the expected seconds of its started rollouts."""
+        """Policy → total expected duration of its started rollouts, in seconds."""
         self._number = count(1)
         self._too_long: list[Work] = []
         self.deferred = 0
-        """Number of queued rollouts that start only when nothing else is ready."""
+        """Number of queued rollouts that start only when nothing else can."""
         self.waiting: set[str] = set()
-        """Policies whose rollouts must wait, because no engine serves them yet."""
+        """Policies whose rollouts wait because no engine serves them yet."""
         self.judges: frozenset[str] = frozenset()
         """Policies that judge rollouts, and services of the campaign. While one of them waits, no rollout starts."""
 
@@ -320,20 +326,20 @@ class Scheduler:
 
     @property
     def too_long(self) -> int:
-        """Number of rollouts that were set aside because they would not end in time. :meth:`clear` returns them."""
+        """Number of rollouts that were set aside because they would not end in time."""
         return len(self._too_long)
 
     def waiting_work(self) -> list[Work]:
-        """Returns the queued work by priority, ignoring waits for slots and engines."""
+        """Returns the queued work in order of priority, whether or not slots and engines are available."""
         return [entry.work for entry in sorted(entry for lane in self._lanes.values() for entry in lane.entries())]
 
     def coming(self, count: int) -> list[Any]:
-        """Returns the planned tasks of running rollouts and of the next ``count`` rollouts, without duplicates."""
+        """Returns the planned tasks of the running rollouts and the next ``count`` rollouts, without duplicates."""
         works = [*self.workers.running_work(), *self.waiting_work()[:count]]
         return list({work.rollout.task_id: work.planned for work in works}.values())
 
     def remove_impossible(self) -> list[Work]:
-        """Removes and returns the work that is too large even for an idle worker."""
+        """Removes and returns the work that would not fit even on an idle worker."""
         if not self.workers:
             return []
         impossible: list[Work] = []
@@ -355,7 +361,7 @@ class Scheduler:
             self._push(Entry(priority, next(self._number), work))
 
     def retry(self, work: Work, cause: str, worker: int | None) -> bool:
-        """Queues another attempt after a failure for ``cause``. Returns False if no attempts are left."""
+        """Queues another attempt after a failure with this cause. Returns False if no retries are left."""
         causes = (*work.causes, cause)
         if not may_retry(causes):
             return False
@@ -367,9 +373,9 @@ class Scheduler:
         """Starts the next rollout. Returns its worker and work, or ``None`` if no queued rollout can start now.
 
         Args:
-            remaining_s: Seconds until the pod must be empty. Longer rollouts are set aside for another pod, unless
-                they are too long even for a fresh pod.
-            whole_s: Seconds available in a fresh pod.
+            remaining_s: Seconds until the pod must be empty. Rollouts that would take longer are set aside for another
+                pod, unless they are too long for a new pod too.
+            whole_s: Seconds available in a new pod.
         """
         if not self.workers.free:
             return None
@@ -393,7 +399,7 @@ class Scheduler:
         return None
 
     def drop(self, rollout_id: str) -> Work | None:
-        """Removes and returns a queued rollout's work. Returns ``None`` if the rollout is not queued."""
+        """Removes a queued rollout and returns its work. Returns ``None`` if the rollout is not queued."""
         if rollout_id not in self._queued:
             return None
         lane, entry = self._queued[rollout_id]
@@ -402,7 +408,7 @@ class Scheduler:
         return entry.work
 
     def clear(self) -> list[Work]:
-        """Empties the queue, because the pod drains. Returns all queued and set-aside work."""
+        """Empties the queue when the pod drains. Returns all queued work, including work that was set aside."""
         dropped = [entry.work for _, entry in self._queued.values()] + self._too_long
         self._lanes.clear()
         self._queued.clear()
@@ -424,8 +430,8 @@ class Scheduler:
         self.deferred += work.deferred
 
     def _level(self, policy: str) -> None:
-        """Raises a policy without queued work to the level of the others, so that it does not take every slot to
-        catch up."""
+        """Raises the accumulated time of an inactive policy to the minimum over active policies. Otherwise it would
+        take every slot until it had caught up."""
         active = {lane.policy for lane in self._lanes.values()}
         if policy not in active:
             least_s = min((self._given_s[other] for other in active), default=0.0)
@@ -437,14 +443,14 @@ class Scheduler:
         return work
 
     def _forget(self, lane: Lane, work: Work) -> None:
-        """Updates the records for work that leaves the queue."""
+        """Updates the bookkeeping for work that leaves the queue."""
         del self._queued[work.rollout.id]
         self.deferred -= work.deferred
         if not lane:
             del self._lanes[lane.policy, lane.demand]
 
     def _ready_lanes(self) -> list[Lane]:
-        """Returns the lanes that may be able to start work, in scheduling order."""
+        """Returns the lanes whose policy is ready, in scheduling order."""
         if self.waiting & self.judges:
             return []  # a rollout that ends could not be verified
         lanes = [lane for lane in self._lanes.values() if lane.policy not in self.waiting]

@@ -1,6 +1,7 @@
-"""Evaluation of pod events: running rollouts, outcomes, and summaries that save readers most of an event file.
+"""Evaluates pod events: tracks running rollouts and outcomes, and writes summaries so that readers can skip most
+events.
 
-The inputs are events of one or more pods. The outputs are the ranks that run each rollout, counts, and the files
-``RUN/events/<pod>.<start>.summary`` and ``.condensed``. Rank 0 writes the files of its own pod. ``monitor`` reads them,
-and so do pods that take over blocks. This package imports only ``rundir``.
+The input is the events of one or more pods. The output is where each rollout runs, counts, and the files
+``RUN/events/<pod>.<start>.summary`` and ``.condensed``. Rank 0 writes the files of its own pod. The ``monitor`` command
+and pods that take over blocks read them. This package imports only ``rundir``.
 """

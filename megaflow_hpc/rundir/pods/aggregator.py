@@ -1,4 +1,4 @@
-"""Aggregation of one pod's events: the summary of a growing event file, or the aggregate of several starts."""
+"""Aggregates one pod's events into the summary of a growing event file, or into one record for several starts."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from megaflow_hpc.rundir.summaries import (
 from megaflow_hpc.types import VERIFIED, RolloutName
 
 READ_INTERVAL_S = 5.0
-"""Minimum seconds between two reads of appended events."""
+"""Minimum time in seconds between two reads of appended events."""
 SUMMARY_INTERVAL_S = 60.0
-"""Minimum seconds between two summaries."""
+"""Minimum time in seconds between two summaries."""
 TAIL = 32 << 10
-"""Write a new summary only after this many bytes of new events, or after half the summary's size if that is larger."""
+"""Minimum bytes of new events before a new summary is written, or half the summary's size if that is larger."""
 LAST_TAIL = 4 << 10
-"""The same when the pod ends."""
+"""Like :data:`TAIL`, when the pod ends."""
 PIECE = 256 << 10
-"""Read this many bytes of events at a time. The number is small, because the thread also does other work."""
+"""Number of bytes of events to read at a time. Small, because the thread also does other work."""
 LAST_PIECES = 16
-"""Read at most this many chunks when the pod ends, because other processes wait for its end."""
+"""Maximum number of chunks to read when the pod ends, because other processes are waiting for it to exit."""
 MAX_UNFINISHED = 1000
-"""Keep the failed attempts of this many unfinished rollouts after their start has ended. Other unfinished rollouts get
-all their retries again."""
+"""Maximum number of unfinished rollouts whose failed attempts are kept after their start has ended. Other unfinished
+rollouts get their full number of retries again."""
 MAX_PERIODS = 64
-"""Keep the slots of ended starts for at most this many periods. Further periods are merged with their neighbours."""
+"""Maximum number of past periods to keep slot counts for. Beyond that, neighbouring periods are merged."""
 PAUSE_FACTOR = 50
-"""After each chunk, pause for this many times the CPU time of the chunk, so that the pod's other work has priority."""
+"""Pause after each chunk, as a multiple of its CPU time, so that the pod's other work takes priority."""
 
 
 class EventAggregator:
-    """Aggregates all events of one pod, in order. They come from one start or from successive starts.
+    """Aggregates the events of one pod, in order, from one start or several successive starts.
 
-    Memory grows with the number of running and unsuccessful rollouts. Each successful rollout takes 8 bytes.
+    Memory use grows with the number of running and unsuccessful rollouts. Each successful rollout takes 8 bytes.
 
     Args:
         pod: Name of the pod. Required only for several starts.
@@ -69,9 +69,9 @@ class EventAggregator:
         self._pod: tuple[int, PodEvent] | None = None
         self._workers: list[tuple[int, WorkerEvent]] = []
         self._open: dict[str, list[tuple[int, AnyEvent]]] = {}
-        """Unfinished rollout → its events."""
+        """Maps each unfinished rollout to its events."""
         self._attempts: dict[str, list[tuple[int, AnyEvent]]] = {}
-        """Unsuccessful rollout → its failed attempts. A pod that runs it again counts them."""
+        """Maps each unsuccessful rollout to its failed attempts, which use up its retries if it runs again."""
         self._running = RunningRollouts()
         self._bad: dict[str, RolloutEvent] = {}
         self._well: dict[str, Counter[str]] = {}
@@ -81,7 +81,7 @@ class EventAggregator:
         self._recent: Counter[int] = Counter()
         self._number = self._stored = 0
         self._seen_at = self._busy_at = 0.0
-        # Facts about the ended starts; see Condensed.
+        # About ended starts; see Condensed.
         self._ended_starts = self._ended_stored = 0
         self._after = -1
         self._sizes: dict[str, int] = {}
@@ -89,7 +89,7 @@ class EventAggregator:
         self._last: list[AnyEvent] = []
 
     def apply(self, event: AnyEvent) -> None:
-        """Adds one event."""
+        """Adds an event to the aggregate."""
         self._seen_at = event.t
         self._busy_at = busy_at(self._busy_at, event)
         self._running.apply(self._where, event)
@@ -106,14 +106,14 @@ class EventAggregator:
         self._number += 1
         match event:
             case PodEvent():
-                self._pod = self._number, _merged(self._pod[1], event) if self._pod else event
+                self._pod = self._number, _merge_events(self._pod[1], event) if self._pod else event
             case WorkerEvent():
                 self._workers.append((self._number, event))
             case StartEvent(id=rollout) | AttemptEvent(id=rollout):
                 self._open.setdefault(rollout, []).append((self._number, event))
 
     def adopt(self, summary: Summary) -> None:
-        """Adds a summary in place of the events that it covers."""
+        """Adds a summary to the aggregate in place of the events that it covers."""
         self._running.adopt(self._where, summary)
         self._seen_at, self._busy_at = summary.t, summary.busy_at
         for event in summary.events:
@@ -131,11 +131,15 @@ class EventAggregator:
         self._stored += summary.stored
 
     def begin_start(self, start: str) -> None:
-        """Begins the pod's next start. The following events belong to it."""
+        """Begins the pod's next start. All following events belong to it."""
         self._start = start
 
     def end_start(self, size: int) -> None:
-        """Ends the current start. ``size`` is the number of bytes of its event file."""
+        """Ends the current start.
+
+        Args:
+            size: Size of the start's event file in bytes.
+        """
         self._ended_starts += 1
         self._sizes[self._start] = size
         self._ended_stored += max(self._stored, (self._pod[1].stored or 0) if self._pod else 0)
@@ -145,7 +149,7 @@ class EventAggregator:
         if period := self._period():
             self._slots.append(period)
         while len(self._slots) > MAX_PERIODS:
-            self._slots = [_joined(*self._slots[n : n + 2]) for n in range(0, len(self._slots), 2)]
+            self._slots = [_merge_periods(*self._slots[n : n + 2]) for n in range(0, len(self._slots), 2)]
         for rollout, events in self._open.items():
             attempts = [one for one in events if isinstance(one[1], AttemptEvent)]
             if attempts:
@@ -158,7 +162,7 @@ class EventAggregator:
         self._open, self._workers, self._pod, self._stored = {}, [], None, 0
 
     def _period(self) -> tuple[float, float, float] | None:
-        """Returns begin, end and mean number of slots of the current start."""
+        """Returns (begin, end, mean number of slots) of the current start. ``None`` without events of workers."""
         if not self._workers:
             return None
         began = min(event.t for _, event in self._workers)
@@ -172,7 +176,7 @@ class EventAggregator:
         return (began, end, slot_s / (end - began)) if end > began else None
 
     def adopt_earlier(self, condensed: Condensed, number: int) -> None:
-        """Adds the condensed events of the starts up to ``number``. Must be the first call."""
+        """Adds the condensed events of all starts up to ``number``. Must be called first."""
         self.adopt(condensed)
         self._ended_starts, self._slots = condensed.starts, list(condensed.slots)
         self._ended_stored, self._after, self._stored = condensed.stored, number, 0
@@ -180,7 +184,7 @@ class EventAggregator:
         self._open = {}
 
     def condensed(self) -> Condensed:
-        """Returns the aggregate of all starts that have ended."""
+        """Returns the aggregate of all ended starts."""
         fields = msgspec.structs.asdict(self.summary(0))
         fields["stored"] = self._ended_stored
         return Condensed(
@@ -213,7 +217,7 @@ class EventAggregator:
             self._constrained[policy] += event.constrained
 
     def summary(self, covers: int) -> Summary:
-        """Returns the summary of all applied events.
+        """Returns a summary of all events added so far.
 
         Args:
             covers: Size of these events in their file, in bytes.
@@ -259,38 +263,38 @@ class EventAggregator:
             )
 
 
-def _joined(*periods: tuple[float, float, float]) -> tuple[float, float, float]:
+def _merge_periods(*periods: tuple[float, float, float]) -> tuple[float, float, float]:
     """Merges neighbouring periods into one period with the same slot-seconds."""
     begin, end = periods[0][0], max(period[1] for period in periods)
     return begin, end, sum((until - since) * slots for since, until, slots in periods) / (end - begin)
 
 
-def _merged(before: PodEvent, event: PodEvent) -> PodEvent:
-    """Returns the later event, with missing fields from the earlier event."""
+def _merge_events(before: PodEvent, event: PodEvent) -> PodEvent:
+    """Returns the later event, with its missing fields filled in from the earlier one."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     return PodEvent(**{name: getattr(before, name) if value is None else value for name, value in fields.items()})
 
 
 class EventFileScan:
-    """Adds the events of one file to an aggregate, chunk by chunk.
+    """Feeds the events of one file into an aggregator, chunk by chunk.
 
     Args:
-        covered: Number of bytes of the file that the aggregate already includes.
+        covered: Number of bytes of the file that the aggregator already includes.
     """
 
     def __init__(self, path: Path, aggregator: EventAggregator, covered: int = 0) -> None:
         self._path, self._aggregator = path, aggregator
         self.covered = covered
-        """Number of bytes added."""
+        """Number of bytes aggregated so far."""
         self._descriptor = -1
 
     def advance(self) -> bool:
-        """Reads and aggregates one chunk. Returns False without a new complete line. Raises OSError."""
+        """Reads and aggregates one chunk. Returns False if the file has no further complete line. Raises OSError."""
         if self._descriptor < 0:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         data = os.pread(self._descriptor, PIECE, self.covered)
         end = data.rfind(b"\n") + 1
-        if not end and len(data) == PIECE:  # no pod writes such a long line: a crash left a hole
+        if not end and len(data) == PIECE:  # pods never write a line this long: a crash left a hole
             end = PIECE
         for line in data[:end].splitlines():
             event = decode(line)
@@ -307,7 +311,7 @@ class EventFileScan:
 
 
 class SummaryWriter:
-    """Keeps the summary of one event file up to date. Ignores errors such as a full disk.
+    """Keeps the summary of one event file up to date. Ignores disk errors.
 
     Args:
         events: The event file.
@@ -319,14 +323,14 @@ class SummaryWriter:
         self._aggregator = EventAggregator()
         self._scan = EventFileScan(events, self._aggregator)
         self._written = 0
-        """Number of bytes of events that the summary on disk covers."""
+        """Number of bytes of events covered by the summary on disk."""
         self._size = 0
         """Size of the summary on disk, in bytes."""
         self._look_at = clock() + READ_INTERVAL_S
         self._write_at = clock() + SUMMARY_INTERVAL_S
 
     def tick(self) -> None:
-        """Reads appended events and replaces the summary, each only if it is due."""
+        """Reads new events and rewrites the summary, each only if it is due."""
         if self._clock() < self._look_at:
             return
         began = time.thread_time()
@@ -337,7 +341,7 @@ class SummaryWriter:
         self._look_at = self._clock() + max(READ_INTERVAL_S, PAUSE_FACTOR * (time.thread_time() - began))
 
     def finish(self) -> None:
-        """Writes a final summary if that saves readers much. Call it last."""
+        """Writes a final summary if enough events are new. Call it last."""
         with suppress(OSError):
             for _ in range(LAST_PIECES):
                 if not self._scan.advance():

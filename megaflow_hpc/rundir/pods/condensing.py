@@ -1,15 +1,15 @@
-"""Condensing of events: one file replaces those of a pod's starts, so that the number of files stays small.
+"""Condenses events: merges the event files of a pod's starts into one, to keep the number of files small.
 
-Each start condenses the events of all earlier starts except the latest of them. Readers that follow the run need some
-time to read the last events of that start, and can still list its rollouts. Once the pod is over, the coordinator
-condenses all its starts (:class:`EndedPods`). This is safe:
+Each start condenses the events of all earlier starts except the previous one, whose last events readers may not have
+read yet. Once a pod is over, the coordinator condenses all of its starts (:class:`EndedPods`). Condensing is safe:
 
 1. An atomic rename publishes the new file. Its name contains the last start that it covers. From then on, readers
-   ignore the event files of the covered starts and earlier condensed files.
-2. Then the ignored files are removed. If the pod is killed before that, its next start removes them.
-3. An earlier start that Slurm wrongly considered lost may still append events. It writes to files that readers ignore.
+   ignore the covered event files and earlier condensed files.
+2. Then the ignored files are removed. If the pod is killed first, its next start removes them.
+3. An earlier start that Slurm wrongly considered lost may still append events. Readers ignore the file that it writes
+   to.
 
-If a file vanishes while it is read, a later start has already condensed it. Then nothing is published.
+If a file vanishes while it is being read, a later start has already condensed it, so nothing is published.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megaflow_hpc.rundir.summaries import CONDENSED, EVENTS, SUFFIX, Condensed, 
 
 
 def condense(folder: Path, pod: str, start: str) -> None:
-    """Condenses the events of the starts before ``start``, except the latest of them.
+    """Condenses the events of all starts before ``start``, except the most recent of them.
 
-    Costs one directory listing, and reads each file that it condenses.
+    Lists the directory once, and reads each file that it condenses.
 
     Args:
         folder: ``RUN/events``.
@@ -42,42 +42,42 @@ def condense(folder: Path, pod: str, start: str) -> None:
 
 
 def condense_all(folder: Path, pod: str) -> None:
-    """Condenses the events of all starts of a pod that is over. If the pod starts again, it continues from there.
+    """Condenses the events of all starts of a pod that is over. If it starts again, new events are added later.
 
     Args:
         folder: ``RUN/events``.
 
     Raises:
-        OSError: A file cannot be read or written, or a new start of the pod condenses it. Nothing is lost.
+        OSError: A file cannot be read or written, or a new start of the pod is condensing it. Nothing is lost.
     """
     _condense(folder, pod, lambda starts: starts)
 
 
 class EndedPods:
-    """Finds pods that are over and condenses their events, so that replaced job arrays leave few files.
+    """Finds pods that are over and condenses their events, so that replaced job arrays leave few files behind.
 
-    A job array is over once none of its pods has a lease. Pruning removes the lease of a pod that has ended or is gone
-    and that holds no block. Pods of an array that still runs keep the events of their last start.
+    A job array is over once none of its pods has a lease. The lease of an ended or lost pod is pruned once it holds no
+    blocks. Pods of an array that is still running keep the events of their last start.
 
     Args:
         folder: ``RUN/events``.
-        lease_s: Condense a pod's events after every check for this many seconds has found that the pod is over. By
-            then, no cache hides its lease.
+        lease_s: Number of seconds for which a pod must be seen as over before its events are condensed. After that
+            time, no cached directory listing can hide its lease.
         clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, folder: Path, lease_s: float, clock: Callable[[], float]) -> None:
         self._folder, self._lease_s, self._clock = folder, lease_s, clock
         self._since: dict[str, float] = {}
-        """Pod with event files → time since which every check has found that it is over."""
+        """Maps each ended pod that still has event files to the time since which it has been seen as over."""
         self._due: list[str] = []
-        """Pods with events to condense."""
+        """Pods whose events are due for condensing."""
 
     def look(self, leases: Iterable[str]) -> None:
-        """Finds pods that are over. Costs one directory listing. Raises OSError.
+        """Finds pods that are over. Lists the directory once. Raises OSError.
 
         Args:
-            leases: Pods that have a lease.
+            leases: Names of the pods that hold a lease.
         """
         now, arrays = self._clock(), {array_of(pod) or pod for pod in leases}
         pods = [pod for pod, files in sorted(list_pods(self._folder).items()) if files.starts]
@@ -85,17 +85,17 @@ class EndedPods:
         self._due = [pod for pod, since in self._since.items() if now - since > self._lease_s]
 
     def advance(self) -> None:
-        """Condenses the events of one pod, if any is due."""
+        """Condenses the events of one pod, if any pod is due."""
         if self._due:
             with suppress(OSError):  # a later check retries
                 condense_all(self._folder, self._due.pop())
 
 
 def _condense(folder: Path, pod: str, choose: Callable[[list[int]], list[int]]) -> None:
-    """Condenses the events of some starts of a pod.
+    """Condenses the events of selected starts of a pod.
 
     Args:
-        choose: Returns the starts to condense, given all that are not condensed yet.
+        choose: Selects the starts to condense from all starts that are not condensed yet.
     """
     files = list_pods(folder, pod).get(pod)
     if files is None:
@@ -134,9 +134,9 @@ def _publish(folder: Path, pod: str, covered: int, earlier: Condensed | None, fi
 
 
 def _remove(folder: Path, pod: str, covered: int) -> None:
-    """Removes the files that a pod's condensed file replaces, and temporary files of killed writers.
+    """Removes the files replaced by a pod's condensed file, and temporary files of killed writers.
 
-    Removes event files last. While any is left, the coordinator retries.
+    Event files are removed last, because the coordinator retries as long as any remain.
     """
     kinds = "|".join(map(re.escape, (EVENTS, SUFFIX, CONDENSED)))
     own = re.compile(rf"(\.?){re.escape(pod)}\.([0-9]+)({kinds})(\..*)?")

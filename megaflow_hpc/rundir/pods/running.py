@@ -1,4 +1,4 @@
-"""Running rollouts, the places where they run, and their failed attempts, derived from pod events."""
+"""Tracks running rollouts, where they run, and their failed attempts, based on pod events."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from megaflow_hpc.rundir.summaries import Summary
 
 
 class AttemptPlace(msgspec.Struct, frozen=True, gc=False):
-    """Place where one attempt runs or ran."""
+    """Where an attempt runs or ran."""
 
     id: str
     """Id of the rollout."""
     pod: str
-    """``<pod>.<start>``."""
+    """Start of the pod, ``<pod>.<start>``."""
     rank: int
     node: str
     attempt: int
     began_at: float
-    """Unix seconds, by the pod's clock."""
+    """Start time, as a Unix timestamp in seconds by the pod's clock."""
 
 
 class RunningRollouts:
-    """Tracks the rollouts of a run. Events of each pod must arrive in order. The order of pods does not matter."""
+    """Tracks a run's rollouts. Each pod's events must arrive in order. Events of different pods may interleave."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, dict[int, str]] = {}
-        """Pod → rank → node."""
+        """Maps pod and rank to the node."""
         self._running: dict[str, AttemptPlace] = {}
-        """Rollout → place where it runs."""
+        """Maps each running rollout to its current attempt."""
         self._stored_at: dict[str, float] = {}
-        """Rollout → time when its latest outcome was stored."""
+        """Maps each rollout to the time when its latest outcome was stored."""
         self._begun: dict[str, dict[str, AttemptPlace]] = {}
-        """Pod → rollout without an outcome from this pod → last attempt in this pod."""
+        """Maps pod and rollout to the pod's last attempt, for rollouts without an outcome from this pod."""
         self.last: dict[str, AttemptPlace] = {}
-        """Rollout → its last attempt."""
+        """Maps each rollout to its last attempt."""
         self.failures: Counter[tuple[str, str]] = Counter()
-        """(cause, node) → number of failed attempts, including those that were retried."""
+        """Maps (cause, node) to the number of failed attempts, including retried ones."""
         self.retries: Counter[str] = Counter()
-        """Cause → number of retried attempts."""
+        """Maps each cause to the number of retried attempts."""
 
     def apply(self, pod: str, event: AnyEvent) -> None:
         """Applies one event of ``pod`` (``<pod>.<start>``)."""
@@ -70,17 +70,17 @@ class RunningRollouts:
                 self._end(pod)
 
     def forget(self, rollout: str) -> None:
-        """Drops a rollout that has ended for good and will have no further events."""
+        """Drops a rollout that has finished and will have no further events."""
         for kept in (self._running, self._stored_at, self.last):
             kept.pop(rollout, None)
 
     @property
     def ids(self) -> Iterable[str]:
-        """Ids of rollouts that run in any pod, or that were running when their pod vanished."""
+        """Ids of rollouts that are running, or were running when their pod vanished."""
         return list(self._running)
 
     def adopt(self, pod: str, summary: Summary) -> None:
-        """Applies a summary of a pod's first events, or of its earlier starts."""
+        """Applies a summary of a pod's earlier events or earlier starts."""
         counted = self.failures, self.retries
         self.failures, self.retries = Counter(), Counter()
         for event in summary.events:
@@ -101,7 +101,7 @@ class RunningRollouts:
                     self.last[ended.id] = place
 
     def drop(self, pod: str) -> None:
-        """Drops a start of a pod that has ended and will have no further events. Keeps its counts."""
+        """Drops an ended pod start that will have no further events. Its counts are kept."""
         self._end(pod)
         self._nodes.pop(pod, None)
         for rollout in self._begun.pop(pod, {}):
@@ -115,7 +115,7 @@ class RunningRollouts:
             del self._running[rollout]
 
     def _start(self, pod: str, event: StartEvent) -> None:
-        """Records a start. The events of a pod that ran the rollout before may be read later."""
+        """Records a started attempt. Another pod's attempt that started later may already have been recorded."""
         node = self._nodes.get(pod, {}).get(event.rank, "")
         attempt = AttemptPlace(event.id, pod, event.rank, node, event.attempt, event.t)
         self._begun.setdefault(pod, {})[event.id] = attempt
@@ -136,12 +136,12 @@ class RunningRollouts:
             del self._running[rollout]
 
     def longest(self, pods: Collection[str]) -> list[AttemptPlace]:
-        """Returns the rollouts that run in these pods. The one that has run longest comes first."""
+        """Returns the attempts that are running in the given pods, longest-running first."""
         places = [attempt for attempt in self._running.values() if attempt.pod in pods]
         return sorted(places, key=lambda attempt: attempt.began_at)
 
     def by_cause(self) -> dict[str, dict[str, int]]:
-        """Returns cause → node → number of failed attempts, most frequent first."""
+        """Returns the number of failed attempts by cause and node, most frequent first."""
         causes: dict[str, dict[str, int]] = {}
         for (cause, node), count in self.failures.most_common():
             causes.setdefault(cause, {})[node] = count

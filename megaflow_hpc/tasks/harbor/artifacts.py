@@ -1,7 +1,7 @@
 """Collects a task's artifacts after the agent has ended, within limits, and copies them to a separate verifier.
 
-As in Harbor, ``/logs/artifacts`` is always collected, followed by the task's own ``artifacts``. Collection is best
-effort: the agent may have left the sandbox in any state, and files may be missing.
+As in Harbor, ``/logs/artifacts`` is always collected, followed by the task's own ``artifacts``. Collection is
+best-effort, because the agent may leave the sandbox in any state, and files may be missing.
 """
 
 from __future__ import annotations
@@ -25,27 +25,25 @@ from megaflow_hpc.types import Artifact, Task
 PUBLISHED = "/logs/artifacts"
 COLLECT_S = 120.0
 DOWNLOAD_TIMEOUT_S = 240.0
-"""Timeout in seconds for collecting all artifacts of a task. The agent may have replaced the programs that read
-them."""
+"""Timeout in seconds for collecting all artifacts of a task. The programs that read them may be the agent's own."""
 
 CARRIED_SHARE = 0.9
-"""Fraction of a separate verifier's ``disk_mb`` that artifacts may use, so that the tests can still write."""
+"""Fraction of a separate verifier's ``disk_mb`` that artifacts may use. The rest is left for the tests."""
 
 MAX_FILE = 1 << 20
 MAX_BYTES = 8 << 20
 MAX_FILES = 200
-"""Maximum number of artifact files in a trajectory. A verifier's copy is bounded by the sandbox's download limit
-instead."""
+"""Maximum number of artifact files in a trajectory. Does not apply to a separate verifier's copy."""
 
 
 @dataclass
 class Collected:
-    """One collected artifact. ``path`` is its location on the host, or ``None`` if it is missing."""
+    """A collected artifact. ``path`` is its location on the host, or ``None`` if it is missing."""
 
     source: str
-    """Absolute path in the sandbox."""
+    """Absolute path in the agent's sandbox."""
     name: str
-    """Name in the trajectory: the artifact's ``destination``, else its source path."""
+    """Name in the trajectory: the artifact's ``destination``, or else its source path."""
     path: Path | None = None
     error: str = ""
 
@@ -65,7 +63,7 @@ def entries_of(task: Task) -> list[DeclaredArtifact]:
 async def run_hooks(task: Task, sandbox: ApptainerSandbox) -> None:
     """Runs the task's ``[[verifier.collect]]`` commands, which write artifacts. Ignores failures.
 
-    Each runs as its ``user`` if set, otherwise as the agent's user.
+    Each command runs as its ``user`` if set, otherwise as the agent's user.
     """
     before = sandbox.spec
     for hook in HarborData.of(task).verifier.collect:
@@ -78,11 +76,10 @@ async def run_hooks(task: Task, sandbox: ApptainerSandbox) -> None:
 
 
 async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[Collected]:
-    """Copies the task's artifacts into ``folder``, which must not exist. Failures are stored in each artifact's
-    ``error``.
+    """Copies the task's artifacts into ``folder``, which must not exist. Records failures in each artifact's ``error``.
 
     Raises:
-        SandboxError: the sandbox was lost or exceeded a limit.
+        SandboxError: The sandbox was lost or exceeded a limit.
     """
     entries = entries_of(task)
     lacking = [await sandbox.lacks(entry.source) for entry in entries]
@@ -123,11 +120,11 @@ async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[C
 
 
 async def carry(collected: Sequence[Collected], sandbox: ApptainerSandbox) -> list[str]:
-    """Copies artifacts into another sandbox, to the same paths.
+    """Copies artifacts to the same paths in another sandbox. Skips artifacts that do not fit.
 
     Returns:
-        Why artifacts are missing, one message each. Artifacts that do not fit into the sandbox are skipped. A lost
-            sandbox is not reported here; its next use fails.
+        One message for each missing artifact, with the reason. If the sandbox is lost, this is not reported here,
+        because its next use fails.
     """
     problems: list[str] = []
     left = math.inf if sandbox.spec.disk_mb is None else sandbox.spec.disk_mb * 1e6 * CARRIED_SHARE
@@ -152,7 +149,7 @@ def _size(path: Path) -> int:
 
 
 def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artifact]:
-    """Converts collected files to artifacts of a trajectory. ``artifacts/manifest.json`` lists omitted files and the
+    """Converts collected files to artifacts of a trajectory. ``artifacts/manifest.json`` lists omitted files, with
     reasons."""
     artifacts: list[Artifact] = []
     manifest: list[dict[str, Any]] = []
@@ -181,7 +178,7 @@ def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artif
 
 
 def _files(path: Path | None) -> list[Path]:
-    """Returns the regular files below ``path``, or ``path`` itself. Symlinks are not followed."""
+    """Returns the regular files below ``path``, or ``path`` itself if it is a file. Does not follow symlinks."""
     if path is None or path.is_symlink():
         return []
     if not path.is_dir():

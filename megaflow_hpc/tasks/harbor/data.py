@@ -1,6 +1,6 @@
 """Typed fields that only Harbor tasks have, stored as a plain mapping in ``task.metadata["harbor"]``.
 
-Block files and messages contain this mapping, so released fields must keep their names and meanings.
+Block files and messages contain this mapping, so released fields must never change name or meaning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Healthcheck(Struct, frozen=True, omit_defaults=True):
 
 
 class CollectHook(Struct, frozen=True, omit_defaults=True):
-    """``[[verifier.collect]]``: a command that writes artifacts. Runs as ``user``, else as the agent's user."""
+    """``[[verifier.collect]]``: a command that writes artifacts. Runs as ``user``, or else as the agent's user."""
 
     command: str
     timeout_s: float = 60.0
@@ -45,25 +45,25 @@ class DeclaredArtifact(Struct, frozen=True, omit_defaults=True):
 
 
 class VerifierRules(Struct, frozen=True, omit_defaults=True):
-    """``[verifier]``. A step's values override the task's."""
+    """``[verifier]``. Values in a step override those of the task."""
 
     timeout_s: float = 600.0
     user: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     network: str | None = None
-    """Network of the tests: ``""`` for the campaign's network, even if the agent has none; ``None`` for the agent's
-    network."""
+    """Network for the tests. ``None`` means the agent's network. An empty string means the campaign's network, even if
+    the agent has none."""
     collect: list[CollectHook] = field(default_factory=list)
     environment: dict[str, Any] | None = None
-    """A separate verifier's environment, stored as :meth:`Task.to_dict`. The task's other fields are not used."""
+    """Environment of a separate verifier, as :meth:`Task.to_dict` returns it. Other fields of that task are ignored."""
     bundled: bool = False
     """True if the separate verifier's image already contains the tests."""
     secrets: list[str] = field(default_factory=list)
-    """Values of the user's variables that are passed to the verifier. They are masked in stored results."""
+    """Secret values of the user's variables that are passed to the verifier. They are masked in stored results."""
 
 
 class Judging(Struct, frozen=True, omit_defaults=True):
-    """How a task or step is verified: test and solution directories, artifacts and verifier."""
+    """Settings for verifying a task or step: test and solution directories, artifacts and verifier."""
 
     tests: list[str] = field(default_factory=list)
     solution: str = ""
@@ -72,13 +72,13 @@ class Judging(Struct, frozen=True, omit_defaults=True):
     verifier: VerifierRules = VerifierRules()
 
     def verifier_environment(self, task_id: str) -> Task | None:
-        """Returns a separate verifier's environment as a task, or ``None`` if the tests run in the agent's sandbox."""
+        """Returns a separate verifier's environment as a task. ``None`` if the tests run in the agent's sandbox."""
         environment = self.verifier.environment
         return replace(Task.from_dict(environment), id=task_id) if environment else None
 
 
 def fields_of(judging: Judging) -> dict[str, Any]:
-    """Returns the values of the :class:`Judging` fields, to construct an instance of a subclass."""
+    """Returns the values of the :class:`Judging` fields, for constructing an instance of a subclass."""
     return {name: getattr(judging, name) for name in Judging.__struct_fields__}
 
 
@@ -90,26 +90,26 @@ class HarborStep(Judging, frozen=True, omit_defaults=True, kw_only=True):
     agent_timeout_s: float | None = None
     user: str | None = None
     min_reward: dict[str, float] = field(default_factory=dict)
-    """Reward name → minimum value for continuing with the next step."""
+    """Maps reward names to the minimum values required for continuing with the next step."""
     healthcheck: Healthcheck = Healthcheck()
     workdir: str | None = None
-    """Host directory that is copied into the working directory."""
+    """Host directory whose content is copied into the working directory."""
 
 
 class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
-    """All Harbor fields of a task, or, if ``step`` is set, of a step in the form of a task."""
+    """All Harbor fields of a task. If ``step`` is set, the task represents one step."""
 
     dockerfile: str = ""
-    """Dockerfile to build. Empty if the image is used unmodified."""
+    """Dockerfile to build. Empty if the image is used as is."""
     base: str = field(default="", name="from")
-    """Image in the Dockerfile's last FROM."""
+    """Image named in the Dockerfile's last FROM."""
     build_timeout_s: float | None = None
     upload_environment: bool = False
     """True if ``environment/`` is copied into the working directory."""
     healthcheck: Healthcheck = Healthcheck()
     steps: list[HarborStep] = field(default_factory=list)
     reward_strategy: str = "mean"
-    """How to combine step rewards: ``mean`` of all steps, or ``final`` for the last step's."""
+    """How to combine the rewards of steps: ``mean`` over all steps, or ``final`` for the last step's."""
     step: HarborStep | None = None
 
     @classmethod
@@ -117,7 +117,7 @@ class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
         """Returns the Harbor fields of a task.
 
         Raises:
-            ConfigError: this version cannot read the stored fields.
+            ConfigError: This version cannot read the stored fields.
         """
         try:
             return msgspec.convert(task.metadata.get(KEY, {}), cls)
@@ -125,5 +125,5 @@ class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
             raise ConfigError(f"task {task.id}: metadata.{KEY}: {error}; plan the campaign again") from None
 
     def put(self, task: Task) -> Task:
-        """Returns a copy of the task with these fields."""
+        """Returns a copy of the task with these Harbor fields."""
         return replace(task, metadata={**task.metadata, KEY: msgspec.to_builtins(self)})

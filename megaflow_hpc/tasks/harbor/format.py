@@ -1,4 +1,4 @@
-"""Harbor task directories as a task format, and a template for new ones."""
+"""Harbor task directories as a task format, and a template for new task directories."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def solve(task: Task, sandbox: Sandbox) -> ExecResult:
     """Uploads the solution of a task or step and runs it in the working directory.
 
     Raises:
-        ConfigError: the task has no solution.
+        ConfigError: The task has no solution.
     """
     data = HarborData.of(task)
     solution = Path(data.solution or Path(task.path) / "solution")
@@ -45,7 +45,7 @@ async def solve(task: Task, sandbox: Sandbox) -> ExecResult:
 
 
 class HarborFormat(OneStep):
-    """See :class:`~megaflow_hpc.tasks.formats.TaskFormat`."""
+    """Implements :class:`~megaflow_hpc.tasks.formats.TaskFormat` for Harbor task directories."""
 
     def claims(self, source: str) -> bool:
         return True
@@ -105,7 +105,7 @@ def find_tasks(source: str, base: Path) -> list[str]:
     """Returns the task directories that match a path or glob pattern.
 
     Raises:
-        ConfigError: no task matches, or a directory has another task format.
+        ConfigError: No task matches, or a directory has another task format.
     """
     pattern = str(base / os.path.expanduser(os.path.expandvars(source)))
     matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
@@ -127,7 +127,7 @@ def find_tasks(source: str, base: Path) -> list[str]:
 
 
 def _judgings(data: HarborData) -> Sequence[Judging]:
-    """Returns how each step is verified, or the task if it has no steps."""
+    """Returns the verification of each step, or of the task if it has no steps."""
     return data.steps or [data]
 
 
@@ -148,10 +148,10 @@ TEMPLATE = Path(__file__).parent / "template"
 
 
 def write_template(name: str, directory: Path) -> Path:
-    """Writes a task directory ``directory/NAME`` and returns its path.
+    """Writes a new task directory ``directory/NAME`` and returns its path.
 
     Raises:
-        ConfigError: the name is not a valid task id, or the directory exists already.
+        ConfigError: The name is not a valid task id, or the directory already exists.
     """
     if not TASK_ID.fullmatch(name) or name.startswith("."):
         raise ConfigError(f"{name!r}: expected the id of a task: letters, digits, dot, dash and underscore")

@@ -1,8 +1,8 @@
-"""Selects the test and solution files of a Harbor task: all files that no ``.harborignore`` excludes.
+"""Selects a Harbor task's test and solution files by its ``.harborignore`` files.
 
-As in Harbor (0.25), ``tests/`` and ``solution/`` of a task or step, and all directories below, may contain such a file.
-Its lines use ``.gitignore`` syntax, relative to its directory. The deepest file takes precedence. Excluded files are
-neither uploaded nor required. A ``.harborignore`` itself is always excluded.
+As in Harbor (0.25), ``tests/`` and ``solution/`` of a task or step, and all their subdirectories, may contain a
+``.harborignore``. Its lines use ``.gitignore`` syntax, relative to its directory. The deepest file takes precedence.
+Excluded files are neither uploaded nor required. The ``.harborignore`` files themselves are always excluded.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _HOMES = ("tests", "solution")
 
 
 class TaskFiles:
-    """Selects files of one task directory by its ``.harborignore`` files."""
+    """Selects the files of one task directory by its ``.harborignore`` files."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
         self._rules: dict[Path, _Rules | None] = {}
 
     def excludes(self, path: Path) -> bool:
-        """Returns whether ``path``, or the target of a symlink, is excluded.
+        """Returns whether ``path``, or the target of a symlink at ``path``, is excluded.
 
         Raises:
-            ConfigError: a ``.harborignore`` cannot be read, or matching this path takes too long.
+            ConfigError: A ``.harborignore`` cannot be read, or matching this path takes too long.
         """
         real = path.resolve()
         return self._left_out(path) or (real.is_relative_to(self.root.resolve()) and self._left_out(real))
@@ -48,14 +48,14 @@ class TaskFiles:
         """Returns ``path`` after checking that it is not excluded.
 
         Raises:
-            ConfigError: it is excluded, but the task needs it.
+            ConfigError: The path is excluded, but the task needs it.
         """
         if self.excludes(path):
             raise ConfigError(f"{path}: needed, but excluded by a {NAME}; add the line '!{path.name}' at its end")
         return path
 
     def copy(self, source: Path, target: Path) -> None:
-        """Copies the non-excluded files of a directory into ``target``. Symlinks stay symlinks."""
+        """Copies the files of a directory that are not excluded into ``target``. Copies symlinks as symlinks."""
 
         def left_out(directory: str, names: list[str]) -> list[str]:
             return [name for name in names if self.excludes(Path(directory, name))]
@@ -63,7 +63,7 @@ class TaskFiles:
         shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, ignore=left_out)
 
     def _left_out(self, path: Path) -> bool:
-        """Returns whether ``path`` or a directory above it is excluded. Does not follow symlinks."""
+        """Returns whether ``path`` or one of its parent directories is excluded. Does not follow symlinks."""
         root = self.root if path.is_relative_to(self.root) else self.root.resolve()
         if not path.is_relative_to(root):
             return False
@@ -83,7 +83,7 @@ class TaskFiles:
         return False
 
     def _is_excluded(self, above: list[Path], path: Path) -> bool:
-        """Returns whether the rules in the directories above exclude ``path`` itself."""
+        """Returns whether the ``.harborignore`` files in the parent directories exclude ``path`` itself."""
         for directory in reversed(above):
             rules = self._rules_in(directory)
             if rules is None:

@@ -5,9 +5,9 @@
     TASK/  task.toml  instruction.md  environment/[Dockerfile …]  tests/test.sh …  [solution/solve.sh …]
            or, with [[steps]], steps/NAME/{instruction.md, tests/, solution/, workdir/}
 
-Fields for the verifier, the image store, ``prepare`` or the oracle are in :class:`.data.HarborData`. The author's
-``[metadata]`` becomes the task's metadata. Keys that Harbor ignores are ignored. Settings that a cluster cannot provide
-are rejected.
+Fields that only the verifier, the image store, ``prepare`` or the oracle need are in :class:`.data.HarborData`. The
+author's ``[metadata]`` becomes the task's metadata. Keys that Harbor ignores are also ignored here. Settings that a
+cluster cannot support are rejected.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _STEP = re.compile(r"[^<>:\"/\\|?*\x00-\x1f\x7f]{0,254}[^<>:\"/\\|?*\x00-\x1f\x7
 
 
 def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | None = None) -> Task:
-    """Reads one task directory.
+    """Reads a task directory.
 
     Args:
-        path: the directory.
-        dockerfiles: reads and caches the task's Dockerfiles.
+        path: The task directory.
+        dockerfiles: Reads and caches the task's Dockerfiles.
 
     Raises:
-        ConfigError: the task is invalid. The message names the file, the line if known, the value and the remedy.
+        ConfigError: The task is invalid. The message names the file, the line if known, the value and the remedy.
     """
     root = Path(path).absolute()
     toml = read_toml(inside(root, root / "task.toml"))
@@ -106,7 +106,7 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
 
 
 def read_instruction(root: Path, home: Path) -> str:
-    """Reads ``instruction.md`` without its leading canary lines, which help detect benchmarks in training data."""
+    """Reads ``instruction.md`` without its leading canary lines, which reveal benchmarks in training data."""
     file = home / "instruction.md"
     if not file.is_file():
         raise ConfigError(f"{file}: missing; a Harbor task needs an instruction")
@@ -124,7 +124,7 @@ def read_instruction(root: Path, home: Path) -> str:
 
 
 def read_healthcheck(table: TomlTable) -> Healthcheck:
-    """Reads the table's ``[healthcheck]``. If it is missing, the result has an empty command."""
+    """Reads the table ``[healthcheck]``. If it is missing, the result has an empty command."""
     check = table.table("healthcheck")
     if not check:
         return Healthcheck()
@@ -154,7 +154,7 @@ def _check_version(toml: TomlTable) -> None:
 def _read_steps(
     toml: TomlTable, steps: list[TomlTable], root: Path, environment: Task, dockerfiles: Dockerfiles
 ) -> list[HarborStep]:
-    """Reads the fields of each step. steps.py turns them into tasks."""
+    """Reads the fields of each step. :mod:`.steps` converts them to tasks."""
     steps_read: list[HarborStep] = []
     for step in steps:
         name = step.text("name")
@@ -185,7 +185,7 @@ def _read_steps(
 
 
 def _min_reward(step: TomlTable) -> dict[str, float]:
-    """Returns minimum rewards by name. A bare number applies to ``reward``."""
+    """Reads minimum rewards by name. A bare number applies to ``reward``."""
     value = step.data.get("min_reward")
     if value is None:
         return {}
@@ -201,20 +201,20 @@ def _min_reward(step: TomlTable) -> dict[str, float]:
 def read_environment(
     table: TomlTable, directory: Path, root: Path, dockerfiles: Dockerfiles, passed: set[str] | None = None
 ) -> Task:
-    """Reads an environment. Returns a task with its image, directory, user, variables, limits and network.
+    """Reads an environment. Returns it as a task with image, directory, user, variables, limits and network.
 
     Args:
-        table: the environment's TOML table; may be empty.
-        directory: the directory of the environment's Dockerfile, which is the build context.
-        root: the task's directory.
-        dockerfiles: reads the Dockerfile.
-        passed: set that collects the values of the user's variables that are used. ``None`` for an agent's environment,
+        table: The environment's TOML table, which may be empty.
+        directory: Directory of the environment's Dockerfile, which is also the build context.
+        root: The task's directory.
+        dockerfiles: Reads the Dockerfile.
+        passed: Set that collects the values of the user's variables that are used. ``None`` for an agent's environment,
             which may not use them.
 
     Raises:
-        ConfigError: a value is invalid. The message names file, line, value and remedy.
+        ConfigError: A value is invalid. The message names file, line, value and remedy.
     """
-    _refuse(table)
+    _reject_unsupported(table)
     dockerfile = inside(root, directory / "Dockerfile")
     named = table.text("docker_image")
     parsed = dockerfiles.read(dockerfile) if named is None and dockerfile.is_file() else None
@@ -261,8 +261,8 @@ def read_environment(
 def read_network(table: TomlTable) -> Network | None:
     """Returns the network of a task.
 
-    If the task forbids or restricts network access, it is ``gateway``: only the agent's model is reachable. Otherwise
-    it is ``None``: the campaign decides, because compute nodes often have no internet access.
+    ``gateway`` if the task forbids or restricts network access: only the agent's model is reachable. Otherwise
+    ``None``, which leaves the decision to the campaign, because compute nodes often have no internet access.
     """
     mode = table.choice("network_mode", "no-network", "public", "allowlist")
     if mode is None:
@@ -274,15 +274,15 @@ def inside(root: Path, path: Path) -> Path:
     """Returns ``path`` after checking that it resolves to a location inside the task.
 
     Raises:
-        ConfigError: a symlink points outside the task.
+        ConfigError: A symlink points outside the task.
     """
     if not path.resolve().is_relative_to(root.resolve()):
         raise ConfigError(f"{path}: is a link out of the task, to {path.resolve()}; copy the file into the task")
     return path
 
 
-def _refuse(table: TomlTable) -> None:
-    """Rejects settings that a single rootless container cannot provide."""
+def _reject_unsupported(table: TomlTable) -> None:
+    """Rejects settings that a single rootless container cannot support."""
     for key in ("gpus", "tpu"):
         if table.data.get(key):
             raise table.error(key, table.data[key], "none: sandboxes run on CPU nodes; leave this task out")
@@ -350,12 +350,12 @@ def read_judging(
     """Reads how a task or step is verified.
 
     Args:
-        toml: the task's root table.
-        environment: the agent's environment. A separate verifier without its own image uses the same image.
-        step: the step's ``[[steps]]`` table, if reading a step.
+        toml: The task's root table.
+        environment: The agent's environment. A separate verifier without an image of its own uses the same image.
+        step: The step's ``[[steps]]`` table, if reading a step.
 
     Raises:
-        ConfigError: a value is invalid. The message names file, line, value and remedy.
+        ConfigError: A value is invalid. The message names file, line, value and remedy.
     """
     homes = [root]
     if step is not None:
@@ -389,7 +389,7 @@ def read_judging(
 
 
 def _read_rules(sections: list[TomlTable], passed: set[str] | None) -> VerifierRules:
-    """Returns the task's ``[verifier]`` values, overridden by the step's."""
+    """Reads the task's ``[verifier]`` values, overridden by those of the step."""
     rules = VerifierRules()
     for section in sections:
         network = rules.network
@@ -416,7 +416,7 @@ def _read_collect(hook: TomlTable) -> CollectHook:
 
 @dataclass(frozen=True)
 class _Separate:
-    """A separate verifier's environment, and whether its image contains the tests."""
+    """The environment of a separate verifier, and whether its image contains the tests."""
 
     environment: Task
     bundled: bool = False
@@ -430,11 +430,12 @@ def _read_separate(
     dockerfiles: Dockerfiles,
     passed: set[str],
 ) -> _Separate | None:
-    """Returns the verifier's own environment, or ``None`` if it shares the agent's.
+    """Reads the verifier's own environment. Returns ``None`` if it shares the agent's.
 
     Args:
-        sections: ``[verifier]`` of the task and, if reading a step, of the step. The last one that sets a value wins.
-        homes: directories of the task and the step, whose ``tests/`` may contain the image's Dockerfile.
+        sections: ``[verifier]`` of the task and, if reading a step, of the step. The last section that sets a value
+            wins.
+        homes: Directories of the task and the step, whose ``tests/`` may contain the image's Dockerfile.
     """
     separate = False
     for section in sections:
@@ -467,7 +468,8 @@ def _read_separate(
 
 
 def _read_artifacts(table: TomlTable) -> list[DeclaredArtifact]:
-    """Reads the table's ``artifacts``: paths, or tables with ``source``, ``destination`` and ``exclude``."""
+    """Reads the list ``artifacts``, whose entries are paths, or tables with ``source``, ``destination`` and
+    ``exclude``."""
     entries = table.data.get("artifacts") or []
     if not isinstance(entries, list):
         raise table.error("artifacts", entries, "a list")

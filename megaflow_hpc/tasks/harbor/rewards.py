@@ -1,4 +1,4 @@
-"""Reads and validates reward files from a host directory to which the sandbox may have written anything."""
+"""Reads and validates reward files from a host directory in which the sandbox may have written anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_REWARD_BYTES = 65536
 """Maximum size of a reward file in bytes."""
 MAX_REWARD_COUNT = 64
 MAX_NAME_LENGTH = 100
-"""Maximum length of a reward name in characters, because each name becomes a column of every trajectory."""
+"""Maximum length of a reward name in characters. Each name becomes a column for all trajectories."""
 
 REWARD_FILES = ("reward.json", "reward.txt")
 """Reward files in Harbor's order of precedence."""
@@ -28,14 +28,14 @@ REWARD_FILES = ("reward.json", "reward.txt")
 LOGS_LIMIT = 1 << 20
 MAX_LOGS = 64
 MAX_LOG_ENTRIES = 10_000
-"""Maximum number of entries of ``/logs/verifier`` to inspect."""
+"""Maximum number of entries in ``/logs/verifier`` to inspect."""
 
 
 def read_rewards(logs: Path) -> dict[str, float]:
     """Reads the named rewards from ``/logs/verifier``.
 
     Raises:
-        ValueError: the reward is missing or not a finite number, or the two files disagree.
+        ValueError: The reward is missing or not a finite number, or the two files disagree.
     """
     by_file: dict[str, dict[str, float]] = {}
     with _open_logs(logs) as directory:
@@ -52,7 +52,7 @@ def read_rewards(logs: Path) -> dict[str, float]:
 
 
 def read_logs(logs: Path) -> list[Artifact]:
-    """Reads the remaining small regular files in ``/logs/verifier``."""
+    """Reads the other small regular files in ``/logs/verifier``."""
     artifacts: list[Artifact] = []
     left = LOGS_LIMIT
     with contextlib.suppress(ValueError), _open_logs(logs) as directory:
@@ -82,10 +82,10 @@ def _open_logs(logs: Path) -> Iterator[int]:
 
 
 def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
-    """Reads a regular file; returns ``None`` if it is missing.
+    """Reads a regular file. Returns ``None`` if it is missing.
 
     Raises:
-        ValueError: it is larger than ``limit`` bytes, is a symlink, FIFO or device, or cannot be read.
+        ValueError: The file is larger than ``limit`` bytes, is a symlink, FIFO or device, or cannot be read.
     """
     try:
         # O_NONBLOCK: opening a FIFO must not block.
@@ -108,7 +108,7 @@ def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
 
 
 def parse_rewards(name: str, text: str) -> dict[str, float]:
-    """Parses a reward file into named rewards. A bare number is named ``reward``."""
+    """Parses a reward file into rewards by name. A bare number is named ``reward``."""
     if not text.strip():
         raise ValueError(f"{name} is empty; expected a number")
     if name.endswith(".txt"):
@@ -139,7 +139,7 @@ def parse_rewards(name: str, text: str) -> dict[str, float]:
 
 
 class _DuplicateKey(Exception):
-    """A JSON object has a duplicate key, so parsers could disagree on the reward."""
+    """A JSON object has a duplicate key, so that parsers could disagree on the reward."""
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

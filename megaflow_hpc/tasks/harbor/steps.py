@@ -1,6 +1,6 @@
-"""Steps of a multi-step Harbor task. They run in order in one sandbox, each with its own agent run and verdict.
+"""Steps of a multi-step Harbor task. Steps run in order in one sandbox, each with its own agent run and verdict.
 
-A step is an ordinary :class:`Task`, so agents and the verifier need no special handling.
+Each step is represented as an ordinary :class:`Task`, so agents and the verifier need not handle steps specially.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaflow_hpc.tasks.harbor.data import HarborData, Healthcheck, fields_of
 from megaflow_hpc.types import Sandbox, Task, Verdict
 
 SETUP_TIMEOUT_S = 600.0
-"""Timeout in seconds of a step's ``setup.sh``."""
+"""Timeout of a step's ``setup.sh`` in seconds."""
 
 
 def steps_of(task: Task) -> list[Task]:
@@ -40,7 +40,7 @@ def steps_of(task: Task) -> list[Task]:
 
 
 def step_name(step: Task) -> str:
-    """Returns the step's name. Empty for a task without steps."""
+    """Returns the name of a step. Empty for a task without steps."""
     harbor_step = HarborData.of(step).step
     return harbor_step.name if harbor_step else ""
 
@@ -49,7 +49,7 @@ async def begin_step(task: Task, sandbox: Sandbox) -> None:
     """Uploads the step's ``workdir/``, runs its ``setup.sh`` and waits until the environment is healthy.
 
     Raises:
-        SetupError: the step cannot be set up.
+        SetupError: The step cannot be set up.
     """
     step = HarborData.of(task).step
     if step is None:
@@ -70,7 +70,7 @@ async def begin_step(task: Task, sandbox: Sandbox) -> None:
 
 
 def may_continue(task: Task, verdict: Verdict) -> bool:
-    """Returns whether every reward reaches the step's ``min_reward``, so that the next step may run."""
+    """Returns whether the next step may run: every reward must reach the step's ``min_reward``."""
     step = HarborData.of(task).step
     least = step.min_reward if step else {}
     unnamed = 0.0 if verdict.error else float("-inf")
@@ -80,8 +80,8 @@ def may_continue(task: Task, verdict: Verdict) -> bool:
 def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
     """Combines the verdicts of the completed steps into one verdict for the task.
 
-    ``mean``: the mean of each named reward over these steps. A reward that a step does not report counts as 0.
-    ``final``: the rewards of the last completed step. A step whose verifier failed has reward 0.
+    With ``mean``, each named reward is averaged over these steps. A reward that a step does not report counts as 0.
+    With ``final``, the rewards are those of the last completed step. A step whose verifier failed has reward 0.
     """
     if len(verdicts) == 1 and not verdicts[0].name:
         return verdicts[0].verdict
@@ -97,15 +97,15 @@ def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
 
 
 async def wait_healthy(who: str, sandbox: Sandbox, check: Healthcheck) -> None:
-    """Runs the health check until it succeeds. Failures within the start period do not count.
+    """Runs the health check until it succeeds. Failures during the start period do not count.
 
     Args:
-        who: name of the task or step, for the error message.
-        sandbox: the sandbox to check.
-        check: the health check. If its command is empty, returns immediately.
+        who: Name of the task or step, for the error message.
+        sandbox: The sandbox to check.
+        check: The health check. If its command is empty, returns immediately.
 
     Raises:
-        SetupError: it failed ``retries`` times.
+        SetupError: The health check failed ``retries`` times.
     """
     if not check.command:
         return

@@ -1,8 +1,8 @@
 """Reads a ``task.toml`` table by table. Errors include the line number.
 
-Also expands templates such as ``${NAME}`` in environment variables. Tasks are untrusted, so they can read only the
-variables that the user allows, and not, for example, cloud credentials. Such values are passed only to a verifier in a
-separate sandbox. In a shared sandbox, the agent's programs could read the tests' environment.
+Also expands references such as ``${NAME}`` in environment variables. Tasks are untrusted, so they can read only
+variables that the user has allowed, and not, for example, cloud credentials. The values are passed only to a verifier
+in a separate sandbox, because in a shared sandbox the agent's programs could read the tests' environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 
 ALLOWED_VARIABLES = "MEGAFLOW_TASK_ENV"
-"""Environment variable with a comma-separated allowlist of the variables that ``${NAME}`` in a task may read."""
+"""Environment variable that lists, separated by commas, the variables that ``${NAME}`` in a task may read."""
 
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _SIZES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
@@ -28,7 +28,7 @@ def read_text(path: Path) -> str:
     """Reads a file as UTF-8.
 
     Raises:
-        ConfigError: the file cannot be read; the message names it.
+        ConfigError: The file cannot be read; the message names it.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def read_toml(path: Path) -> TomlTable:
     """Reads the root table of a file.
 
     Raises:
-        ConfigError: the file is missing or is not valid TOML.
+        ConfigError: The file is missing or is not valid TOML.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: missing; a Harbor task is a directory with task.toml, instruction.md and tests/")
@@ -56,7 +56,7 @@ def read_toml(path: Path) -> TomlTable:
 
 @dataclass(frozen=True)
 class TomlTable:
-    """One table, on the lines ``begin`` to ``end``. ``name`` is the dotted key; empty for the root table."""
+    """A table that spans the lines ``begin`` to ``end``. ``name`` is its dotted key. Empty for the root table."""
 
     path: Path
     data: dict[str, Any]
@@ -72,7 +72,7 @@ class TomlTable:
         return key in self.data
 
     def error(self, key: str, value: Any, expected: str) -> ConfigError:
-        """Returns an error that names the file, the line of ``key``, its value and what was expected."""
+        """Creates an error that names the file, the line of ``key``, its value and the expected value."""
         line = self._line(self.name, key)
         location = f"{self.path}:{line}" if line else str(self.path)
         return ConfigError(
@@ -97,14 +97,14 @@ class TomlTable:
     # --- tables -------------------------------------------------------------------------------------------------
 
     def table(self, key: str) -> TomlTable:
-        """Returns the table ``key``. Empty if it is missing."""
+        """Returns the table at ``key``. Empty if it is missing."""
         value = self.data.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, value, "a table")
         return TomlTable(self.path, value, self.lines, self._dotted(key), self.begin, self.end)
 
     def tables(self, key: str) -> list[TomlTable]:
-        """Returns an array of tables, each with its own line range."""
+        """Returns the array of tables at ``key``, each with its own line range."""
         values = self.data.get(key) or []
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise self.error(key, values, f"[[{self._dotted(key)}]] tables")
@@ -126,7 +126,7 @@ class TomlTable:
     # --- values -------------------------------------------------------------------------------------------------
 
     def text(self, key: str) -> str | None:
-        """Returns a nonempty string. Like the methods below, returns ``None`` if the key is missing."""
+        """Returns a nonempty string. Like the following methods, returns ``None`` if the key is missing."""
         value = self.data.get(key)
         if value is None:
             return None
@@ -135,14 +135,14 @@ class TomlTable:
         return value
 
     def choice(self, key: str, *options: str) -> str | None:
-        """Returns one of ``options``."""
+        """Returns a string, which must be one of ``options``."""
         value = self.text(key)
         if value is not None and value not in options:
             raise self.error(key, value, f"{', '.join(options[:-1])} or {options[-1]}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """Returns a positive number, in the unit that the key's name states."""
+        """Returns a positive number, in the unit stated by the key's name."""
         value = self.data.get(key)
         if value is None:
             return default
@@ -165,7 +165,7 @@ class TomlTable:
         return value
 
     def size_mb(self, key: str, old_key: str) -> int | None:
-        """Returns a size in MB, from ``memory_mb = 2048`` or the legacy form ``memory = "2G"``."""
+        """Returns a size in MB, given as ``memory_mb = 2048`` or in the legacy form ``memory = "2G"``."""
         number = self.number(key)
         if number is not None:
             return int(number)
@@ -181,7 +181,7 @@ class TomlTable:
         """Returns environment variables with ``${NAME}`` and ``${NAME:-default}`` expanded.
 
         Args:
-            passed: set that collects the values of the user's variables that are used. ``None`` forbids their use.
+            passed: Set that collects the values of the user's variables that are used. ``None`` forbids using them.
         """
         table = self.table(key)
         values: dict[str, str] = {}

@@ -1,17 +1,16 @@
 """Runs a Harbor task's tests in a container that the agent cannot have tampered with.
 
-Harbor's contract: ``tests/`` is mounted at ``/tests``, ``test.sh`` runs in the working directory, and the reward is in
-``/logs/verifier/reward.json`` or ``reward.txt``. If both files exist, they must agree. Failing tests still produce a
-reward. If the verifier writes no reward, the verdict has an error and reward 0. There are three modes
+In Harbor's contract, ``tests/`` is mounted at ``/tests``, ``test.sh`` runs in the working directory, and the reward is
+written to ``/logs/verifier/reward.json`` or ``reward.txt``. If both files exist, they must agree. Failing tests still
+produce a reward. If the verifier writes no reward, the verdict has an error and reward 0. There are three modes
 (docs/how-to/tasks.md lists the attacks that each prevents):
 
 - *fresh*: the agent's sandbox, with every process killed and a new container. ``/tests`` and ``/logs/verifier`` are new
-  host directories, mounted over anything that the agent created there. Of the agent's changes, only those in the
-  working directory and the declared artifacts are kept. None of the agent's programs is involved in copying tests in or
-  rewards out.
+  host directories, mounted over anything that the agent created at these paths. Only the agent's changes in the working
+  directory and in declared artifacts are kept. No program from the sandbox is used to copy tests in or rewards out.
 - *shared*: like *fresh*, but also keeps files that the agent added outside the system directories
   (:mod:`..judged_layer`).
-- *separate*, if the task asks for it: another sandbox with its own image, which receives only the declared artifacts.
+- *separate*, if the task requests it: another sandbox with its own image, which receives only the declared artifacts.
 """
 
 from __future__ import annotations
@@ -44,21 +43,22 @@ from megaflow_hpc.types import Network, Task, Verdict
 _SHELL = (
     'for b in /bin/bash /usr/bin/bash; do [ -x "$b" ] && exec "$b" /tests/test.sh; done; exec /bin/sh /tests/test.sh'
 )
-"""Starts bash without using PATH, because an image's PATH may include directories that the agent can write to."""
+"""Shell command that starts bash without using PATH, which may contain directories that the agent can write to."""
 
 
 async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool) -> Verdict:
-    """Collects the artifacts and runs the tests of a task or step. The agent must have ended.
+    """Collects the artifacts of a task or step and runs its tests. The agent must have ended.
 
     Args:
-        task: the task or step.
-        sandbox: the agent's sandbox.
-        context: how to verify.
-        stay: restore the agent's container afterwards, without tests and rewards, because the sandbox will be reused.
+        task: The task or step.
+        sandbox: The agent's sandbox.
+        context: How to verify.
+        stay: Whether to restore the agent's container afterwards, without tests and rewards, because the sandbox will
+            be reused.
 
     Raises:
-        SandboxError: a sandbox was lost. Errors of tests and rewards are in the verdict's ``error``.
-        ConfigError: the task cannot be verified in this way.
+        SandboxError: A sandbox was lost. Errors in tests and rewards are reported in the verdict's ``error`` instead.
+        ConfigError: The task cannot be verified in this way.
     """
     data = HarborData.of(task)
     prefix = f"steps/{data.step.name}/" if data.step else ""
@@ -83,10 +83,10 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
 
 
 def check_fresh(task: Task) -> None:
-    """Checks that verification ``fresh`` has something of the agent's work to keep.
+    """Checks that ``fresh`` verification keeps any of the agent's work.
 
     Raises:
-        ConfigError: the task has neither a working directory nor artifacts.
+        ConfigError: The task has neither a working directory nor artifacts.
     """
     if os.path.normpath(task.workdir or "/") == "/" and not HarborData.of(task).artifacts:
         raise ConfigError(
@@ -134,7 +134,7 @@ async def _judge(
 
     layer = JudgedLayer(sandbox, context, kept, rules.env, make_way)
     try:
-        await asyncio.to_thread(_lay_out, home, sources, TaskFiles(task.path))
+        await asyncio.to_thread(_create_directories, home, sources, TaskFiles(task.path))
         binds = [f"{logs}:/logs/verifier", *([f"{tests}:/tests"] if sources else [])]
         await layer.start(_spec(before, rules, context, binds))
         result = await sandbox.exec(
@@ -173,8 +173,11 @@ def _kept(task: Task) -> list[str]:
 
 
 def _command(sources: Sequence[Path]) -> list[str]:
-    """Returns the command that runs the tests. Shell scripts, and a verifier image's own tests, are run by the
-    image's shell. Other scripts are run by their shebang line."""
+    """Returns the command that runs the tests.
+
+    Shell scripts, and tests contained in a verifier's image, are run by the image's shell. Other scripts are run by
+    their shebang line.
+    """
     script = next((path / "test.sh" for path in reversed(sources) if (path / "test.sh").is_file()), None)
     if script is not None:
         with open(script, "rb") as file:
@@ -188,8 +191,8 @@ def _command(sources: Sequence[Path]) -> list[str]:
     return ["/bin/sh", "-c", _SHELL]
 
 
-def _lay_out(home: Path, sources: Sequence[Path], files: TaskFiles) -> None:
-    """Creates ``tests`` and ``logs`` below ``home``. Later sources overwrite files of the same name."""
+def _create_directories(home: Path, sources: Sequence[Path], files: TaskFiles) -> None:
+    """Creates ``tests`` and ``logs`` in ``home``, and copies sources to ``tests``. Later sources take precedence."""
     remove_tree(home)
     for directory in (home, home / "tests", home / "logs"):
         directory.mkdir(mode=0o755, parents=True)

@@ -1,5 +1,4 @@
-"""Reads the bug file of ``tasks build``. For each bug, this short YAML file names a buggy and a fixed release of a
-package.
+"""Reads the bug file of ``tasks build``. This YAML file names a buggy and a fixed release of a package for each bug.
 
 ``launchers/bugs.yaml`` is an example; docs/how-to/real-bugs.md explains it.
 """
@@ -20,28 +19,28 @@ from megaflow_hpc.tasks.releases.sdists import Release
 
 
 class Bug(Section):
-    """A defect in a released package."""
+    """A known defect in a released package."""
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The task's id."""
+    """Id of the task."""
     package: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name in the package index."""
+    """Name of the package in the index."""
     buggy: str
-    """Release with the defect."""
+    """Version with the defect."""
     fixed: str
-    """Release without the defect."""
+    """Version without the defect."""
     kind: str = Field(pattern=r"^[a-z][a-z -]*$")
-    """Kind of defect, such as parsing, arithmetic or state."""
+    """Category of the defect, such as parsing, arithmetic or state."""
     changelog: str = Field(min_length=1)
-    """Changelog entry of the package that describes the defect."""
+    """The package's changelog entry for the defect."""
     failing: tuple[str, ...] = Field(min_length=1)
-    """Ids of tests of the fixed release that fail on the buggy release."""
+    """Ids of tests in the fixed release that fail on the buggy release."""
     passing: tuple[str, ...] = Field(min_length=1)
-    """Ids of tests, files or directories that pass on both releases."""
+    """Ids of tests, files or directories whose tests pass on both releases."""
     requires: tuple[str, ...] = ()
     """Packages that the tests import, as pip requirements."""
     issue: str = Field(min_length=1)
-    """Bug report shown to the agent. It describes the problem, but not where or how to fix it."""
+    """Bug report shown to the agent. Describes the problem, but not its location or fix."""
 
     @field_validator("buggy", "fixed", mode="before")
     @classmethod
@@ -65,12 +64,12 @@ class Bug(Section):
 
 
 class BugFile(Section):
-    """A list of bugs and the image in which their tests run."""
+    """A list of bugs, and the image in which their tests run."""
 
     image: str = Field("megaflow-bugs", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name by which the tasks refer to the image."""
     requires: tuple[str, ...] = ("pytest>=8,<9",)
-    """Requirements of all tasks. pytest 9 reports subtests as separate tests."""
+    """Requirements shared by all tasks. pytest 9 is excluded, because it reports subtests as separate tests."""
     bugs: tuple[Bug, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -83,10 +82,13 @@ class BugFile(Section):
 
 
 def read_bugs(path: str | os.PathLike[str]) -> tuple[BugFile, Callable[[str], str]]:
-    """Reads a bug file. Returns its content and a function that maps a bug's id to ``file:line``.
+    """Reads a bug file.
+
+    Returns:
+        Its content, and a function that returns ``file:line`` for a bug's id.
 
     Raises:
-        ConfigError: a value is invalid. The message names file, line, value and remedy.
+        ConfigError: A value is invalid. The message names file, line, value and remedy.
     """
     value, node = read_yaml(path)
     if not isinstance(value, dict):
@@ -104,7 +106,7 @@ def _locator(path: str, content: BugFile, node: yaml.Node | None) -> Callable[[s
 
 
 def select(bugs: Iterable[Bug], only: Sequence[str]) -> list[Bug]:
-    """Returns the bugs whose ids are in ``only``, or all of them if it is empty."""
+    """Returns the bugs whose ids are in ``only``, or all bugs if ``only`` is empty."""
     by_id = {bug.id: bug for bug in bugs}
     unknown = [name for name in only if name not in by_id]
     if unknown:

@@ -1,9 +1,10 @@
 """Downloads source distributions with pip's configuration, without building them. Runs as a script.
 
-``pip download`` of a source distribution also runs its build backend in a fresh environment. That takes seconds, and
-fails for old backends. pip has no option to download only the file. So this script uses the internals of pip's
-``download`` command, which respect the user's indexes, credentials, certificates and proxies. If these internals have
-changed (exit status :data:`CHANGED`), :mod:`~megaflow_hpc.tasks.releases.sdists` falls back to ``pip download``.
+``pip download`` of a source distribution also runs its build backend in a fresh environment. Building takes seconds,
+and fails with old backends, but pip has no option to download only the file. This script therefore uses the internals
+of pip's ``download`` command, which respect the user's indexes, credentials, certificates and proxies. If these
+internals have changed (exit status :data:`CHANGED`), :mod:`~megaflow_hpc.tasks.releases.sdists` uses
+``pip download`` instead.
 
 ``python fetch.py -d DIR NAME==VERSION…`` prints one JSON line per argument: ``[argument, file name or null]``.
 """
@@ -19,7 +20,7 @@ CHANGED = 90
 
 
 def main() -> int:
-    """Downloads like ``pip download``. Returns pip's exit status, or ``CHANGED`` if pip's internals have changed."""
+    """Downloads files like ``pip download``. Returns pip's exit status, or ``CHANGED`` if its internals changed."""
     try:
         from pip._internal.commands.download import DownloadCommand
         from pip._vendor.packaging.specifiers import SpecifierSet

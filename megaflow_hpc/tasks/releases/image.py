@@ -1,7 +1,8 @@
 """Builds the shared image of tasks made from bugs: a base image, pytest, and the packages that the tests import.
 
-The build uses downloaded wheels for the base image's Python and needs no network. So it does not need the host's pip
-settings, credentials or certificates. A stamp file next to the SIF records the inputs of the build.
+The build itself needs no network, because it installs wheels that were downloaded for the base image's Python. It
+therefore needs none of the host's pip settings, credentials or certificates. A stamp file next to the SIF records the
+build's inputs.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ python3 /opt/wheels/{pip}/pip install --no-index --find-links /opt/wheels --no-c
     --break-system-packages --root-user-action=ignore --ignore-installed -- "$@"
 rm -rf /opt/wheels
 """
-"""Shell script that runs in the image. Requirements are passed as arguments, never interpolated, because they come
-from a file."""
+"""Shell script that runs in the image. Requirements come from a file, so they are passed as arguments and never
+interpolated."""
 
 
 def requirements(content: BugFile, bugs: Iterable[Bug]) -> list[str]:
-    """Returns the image's requirements without duplicates."""
+    """Returns all requirements of the image, without duplicates."""
     return list(dict.fromkeys([*content.requires, *(need for bug in bugs for need in bug.requires)]))
 
 
@@ -89,7 +90,7 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
 
 
 def under_test(content: BugFile, wheels: Iterable[str]) -> list[str]:
-    """Returns the packages under test that are among the wheels. An agent could copy the fix from such a wheel."""
+    """Returns the tested packages whose wheels were downloaded. An agent could copy the fix from such a wheel."""
 
     def normal(name: str) -> str:
         return re.sub(r"[-_.]+", "-", name).lower()
@@ -99,8 +100,10 @@ def under_test(content: BugFile, wheels: Iterable[str]) -> list[str]:
 
 
 def _python_of(apptainer: str, image: Path) -> tuple[str, str]:
-    """Returns the major and minor version of an image's ``python3``. Unpacks the image, because not all users can
-    mount a SIF."""
+    """Returns the major and minor version of an image's ``python3``.
+
+    Unpacks the image, because not all users can mount a SIF.
+    """
     program = "import sys; print(*sys.version_info[:2])"
     options = ["--containall", "--cleanenv", "--no-home", *([] if image.is_dir() else ["--unsquash"])]
     command = [apptainer, "-q", "exec", *options, str(image), "python3", "-c", program]

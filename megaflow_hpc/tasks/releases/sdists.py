@@ -1,7 +1,7 @@
-"""Source distributions of released packages, and the difference between two of them.
+"""Downloads source distributions of released packages, and computes the difference between two of them.
 
-Archives are cached in a directory. They are downloaded by the running interpreter's ``pip``, which uses its configured
-indexes, credentials, certificates and proxies.
+Archives are cached in a directory. The running interpreter's ``pip`` downloads them, using its configured indexes,
+credentials, certificates and proxies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from megaflow_hpc.tasks.releases import fetch as sdist_fetch
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 MAX_TREE = (1 << 30, 200_000)
-"""Maximum bytes and files of an unpacked source distribution, to guard against archive bombs."""
+"""Maximum size in bytes and maximum number of files of an unpacked source distribution, to guard against archive
+bombs."""
 TEST_DIRECTORIES = {"test", "tests", "testing"}
 NOT_CODE = {
     "doc",
@@ -47,7 +48,7 @@ NOT_CODE = {
     "scripts",
     "tools",
 }
-"""Top-level directories that belong to no installed package."""
+"""Names of top-level directories that do not belong to an installed package."""
 METADATA_FILES = {
     "setup.py",
     "noxfile.py",
@@ -71,7 +72,8 @@ COMMIT_ENV = {
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
 }
-"""Environment that makes commits reproducible and ignores the user's hooks, signing and line-ending settings."""
+"""Environment variables that make commits reproducible and ignore the user's hooks, signing and line-ending
+settings."""
 
 
 @dataclass(frozen=True, order=True)
@@ -90,23 +92,23 @@ class ReleasePatch:
     """The code changes between two releases."""
 
     text: bytes
-    """The patch, as accepted by ``git apply``."""
+    """The patch, in a form that ``git apply`` accepts."""
     lines: int
     """Number of added and removed lines."""
     files: tuple[str, ...]
 
 
 def cache_directory() -> Path:
-    """Returns ``$XDG_CACHE_HOME/megaflow-hpc/releases``."""
+    """Returns the directory in which downloaded archives are cached."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "megaflow-hpc" / "releases"
 
 
 def run_pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs this interpreter's pip.
+    """Runs pip in this interpreter.
 
     Raises:
-        SiteError: the interpreter has no pip.
+        SiteError: The interpreter has no pip.
     """
     if importlib.util.find_spec("pip") is None:
         raise SiteError(
@@ -116,10 +118,10 @@ def run_pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def fetch(releases: Iterable[Release], cache: Path) -> dict[Release, Path]:
-    """Returns the archive of each release, downloading missing ones. Releases that do not exist are omitted.
+    """Returns the path of each release's archive, and downloads missing archives. Omits releases that do not exist.
 
     Raises:
-        SiteError: pip cannot be run or cannot reach its index.
+        SiteError: pip cannot be run, or cannot reach its index.
     """
     cache.mkdir(parents=True, exist_ok=True)
     wanted = sorted(set(releases))
@@ -149,7 +151,7 @@ def _cached(release: Release, cache: Path) -> Path | None:
 
 
 def _fetch_files(releases: Sequence[Release], directory: Path) -> dict[Release, str]:
-    """Downloads into ``directory`` and returns the file names. Releases that do not exist are omitted."""
+    """Downloads releases into ``directory`` and returns the file names. Omits releases that do not exist."""
     if importlib.util.find_spec("pip") is not None:
         command = [sys.executable, sdist_fetch.__file__, "-d", str(directory), *map(str, releases)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -186,11 +188,13 @@ def _tail(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def fetch_wheels(requirements: Sequence[str], python: str, directory: Path) -> list[str]:
-    """Downloads wheels of ``requirements`` and their dependencies for a Python version such as ``3.11``. Returns the
-    file names.
+    """Downloads wheels of ``requirements`` and their dependencies, and returns the file names.
+
+    Args:
+        python: Python version to download for, such as ``3.11``.
 
     Raises:
-        ConfigError: no matching wheel exists for a requirement.
+        ConfigError: No matching wheel exists for a requirement.
     """
     options = ["--only-binary", ":all:", "--python-version", python, "--no-input", "-d", str(directory)]
     done = run_pip(["download", *options, "--", *requirements])
@@ -208,9 +212,10 @@ def unpack(archive: Path, directory: Path, budget: Budget | None = None) -> Path
     """Unpacks a source distribution into ``directory`` and returns the root of its tree.
 
     Args:
-        archive: the source distribution.
-        directory: the target directory.
-        budget: limit on the unpacked size. Default: :data:`MAX_TREE`.
+        budget: Limit on the unpacked size. Default: :data:`MAX_TREE`.
+
+    Raises:
+        ConfigError: The archive is not a valid source distribution, or exceeds the limit.
     """
     budget = budget or Budget(*MAX_TREE)
     try:
@@ -241,7 +246,7 @@ def _unpack_zip(archive: Path, directory: Path, budget: Budget) -> None:
 
 
 def _harmless(parts: Parts, kind: Kind) -> bool:
-    """Accepts files and directories, and rejects links."""
+    """Accepts files and directories, but not links or ``__pycache__``."""
     return kind in ("file", "directory") and b"__pycache__" not in parts
 
 
@@ -257,7 +262,7 @@ def is_test(name: str) -> bool:
 
 
 def is_code(name: str) -> bool:
-    """Returns whether a file is the package's own Python code: not a test, document, tool, metadata or version file."""
+    """Returns whether a file is the package's own Python code: not a test, document, tool or metadata file."""
     path = PurePosixPath(name)
     if path.suffix not in (".py", ".pyi") or is_test(name) or path.name in METADATA_FILES:
         return False
@@ -265,14 +270,14 @@ def is_code(name: str) -> bool:
 
 
 def tree_files(root: Path) -> list[str]:
-    """Returns the relative paths of all files under ``root``, except version control files and build leftovers."""
+    """Returns the relative paths of all files below ``root``, except those in ``.git`` and ``__pycache__``."""
     names = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
     skipped = {".git", "__pycache__"}
     return sorted(name.as_posix() for name in names if not skipped & set(name.parts))
 
 
 def source_root(root: Path) -> str:
-    """Returns the directory in the tree that belongs on ``PYTHONPATH``."""
+    """Returns the directory of the tree to put on ``PYTHONPATH``, relative to ``root``."""
     return next((name for name in ("src", "lib") if any((root / name).glob("**/*.py"))), ".")
 
 
@@ -280,7 +285,7 @@ def git(tree: Path, *arguments: str) -> bytes:
     """Runs git in ``tree`` and returns its output.
 
     Raises:
-        SiteError: git is missing or failed.
+        SiteError: Git is missing or failed.
     """
     if shutil.which("git") is None:
         raise SiteError("git is not on PATH; it is needed to make source trees and patches")
@@ -292,7 +297,7 @@ def git(tree: Path, *arguments: str) -> bytes:
 
 
 def commit(tree: Path, message: str) -> None:
-    """Turns ``tree`` into a git repository with all its files in one commit."""
+    """Makes ``tree`` a git repository with a single commit that contains all files."""
     git(tree, "init", "-q", "-b", "main")
     git(tree, "config", "core.autocrlf", "false")
     git(tree, "add", "-A", "-f")
@@ -302,13 +307,13 @@ def commit(tree: Path, message: str) -> None:
 
 
 def keep_version(old: bytes, new: bytes) -> bytes:
-    """Returns ``new`` with the ``__version__`` line of ``old``, because tests compare it with the package metadata."""
+    """Returns ``new`` with the ``__version__`` line of ``old``, because tests compare it with package metadata."""
     before = VERSION_LINE.search(old)
     return VERSION_LINE.sub(lambda _: before[0], new, count=1) if before else new
 
 
 def difference(buggy: Path, fixed: Path) -> ReleasePatch:
-    """Returns the code changes from the committed tree ``buggy`` to ``fixed``. Restores ``buggy`` afterwards."""
+    """Returns the code changes from ``buggy`` to ``fixed``. ``buggy`` must be committed, and is restored afterwards."""
     old, new = ({name for name in tree_files(tree) if is_code(name)} for tree in (buggy, fixed))
     for name in old - new:
         (buggy / name).unlink()

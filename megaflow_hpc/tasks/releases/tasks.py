@@ -1,7 +1,8 @@
-"""Builds tasks from real bugs. Each task needs two releases of a package, and the later one fixes a known defect.
+"""Builds tasks from real bugs. Each task is based on two releases of a package, the later of which fixes a known
+defect.
 
-A bug file names the releases and the tests (:mod:`~megaflow_hpc.tasks.releases.bugs`). It contains no package code: the
-build downloads both source distributions. Each bug becomes a Harbor task directory::
+A bug file names the releases and the tests (:mod:`~megaflow_hpc.tasks.releases.bugs`) but contains no package code,
+because the build downloads both source distributions. Each bug becomes a Harbor task directory::
 
     OUTPUT/<id>/
       task.toml            docker_image names the shared image; workdir /testbed
@@ -42,10 +43,10 @@ from megaflow_hpc.tasks.releases.sdists import (
 )
 
 MAX_LINES = 400
-"""Maximum number of changed lines in a fix. Releases that differ more contain more than one change."""
+"""Maximum number of changed lines in a fix. Larger differences usually contain several changes."""
 WORKDIR = "/testbed"
 BUILD_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
-"""File names at the top of ``environment/`` that Harbor treats as build instructions."""
+"""File names in ``environment/`` that Harbor treats as build instructions."""
 
 Progress = Callable[[str], None]
 
@@ -58,9 +59,9 @@ class BuiltTask:
     path: Path
     bug: Bug
     lines: int
-    """Number of added and removed lines in the reference patch."""
+    """Number of lines that the reference patch adds or removes."""
     fresh: bool
-    """True if the directory was built in this run, False if it was already up to date."""
+    """True if this run built the directory. False if it was already up to date."""
 
 
 # --- task directories -----------------------------------------------------------------------------------------------
@@ -95,15 +96,14 @@ def build_tasks(
 
 
 def fingerprint(content: BugFile, bug: Bug) -> str:
-    """Returns a digest of all inputs of a task directory, including this code. A task is up to date if its digest is
-    unchanged."""
+    """Returns a digest of all inputs of a task directory, including this code. A new digest means a rebuild."""
     code = [Path(file).read_text() for file in (__file__, sdists.__file__, named_tests.__file__)]
     made_from = [content.image, bug.model_dump(mode="json"), code]
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def read_stamp(task: Path) -> dict[str, Any]:
-    """Returns ``[metadata]`` of a task directory that was built from a bug. Empty if there is none."""
+    """Returns the ``[metadata]`` of a task directory. Empty if there is none."""
     try:
         metadata = tomllib.loads((task / "task.toml").read_text()).get("metadata", {})
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ def read_stamp(task: Path) -> dict[str, Any]:
 
 
 def strangers(content: BugFile, output: Path) -> list[Path]:
-    """Returns the task directories in ``output`` that were built from bugs no longer in the file."""
+    """Returns the task directories in ``output`` that were built from bugs that are no longer in the file."""
     ids = {bug.id for bug in content.bugs}
     return sorted(path for path in output.glob("[!.]*") if path.name not in ids and "fingerprint" in read_stamp(path))
 
@@ -165,11 +165,13 @@ def emit(content: BugFile, bug: Bug, archives: tuple[Path, Path], scratch: Path,
 
 
 def check_patch(bug: Bug, patch: ReleasePatch, where: str) -> None:
-    """Checks that a fix changes code and is small enough for an agent to write.
+    """Checks that a fix changes code, and is small enough for an agent to write.
+
+    Args:
+        where: ``file:line`` of the bug, for the error message.
 
     Raises:
-        ConfigError: the fix changes no code or too much. The message names the bug's line, given as
-            ``where``.
+        ConfigError: The fix changes no code, or more than :data:`MAX_LINES` lines.
     """
     if not patch.lines:
         raise ConfigError(
@@ -184,7 +186,7 @@ def check_patch(bug: Bug, patch: ReleasePatch, where: str) -> None:
 
 SOLVE = """\
 #!/bin/sh
-# Applies what changed in the code between the two releases.
+# Applies the code changes between the two releases.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 cd "${TESTBED:-%(workdir)s}"
@@ -205,7 +207,7 @@ def _script(path: Path, text: str) -> None:
 
 
 def instruction(bug: Bug) -> str:
-    """Returns a task's instruction: the issue and the location of the source."""
+    """Returns the instruction of a task: the issue, and the location of the source."""
     run = "python3 -m pytest -o addopts="
     return f"""\
 {bug.issue.strip()}
@@ -220,8 +222,10 @@ There is no network.
 
 
 def task_toml(image: str, bug: Bug, patch: ReleasePatch, root: str, stamp: str) -> str:
-    """Returns ``task.toml`` in Harbor's schema 1.4. It names an image and has no Dockerfile, so ``environment/`` is
-    uploaded to ``workdir``."""
+    """Returns the content of a ``task.toml`` in Harbor's schema 1.4.
+
+    It names an image and has no Dockerfile, so ``environment/`` is uploaded to ``workdir``.
+    """
     path = WORKDIR if root == "." else f"{WORKDIR}/{root}"
     sections: dict[str, dict[str, Any]] = {
         "metadata": {

@@ -1,4 +1,4 @@
-"""SWE-bench style lines as a task format."""
+"""SWE-bench style JSONL files as a task format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaflow_hpc.types import Task, Verdict
 
 
 class SwebenchFormat(OneStep):
-    """See :class:`~megaflow_hpc.tasks.formats.TaskFormat`."""
+    """Implements :class:`~megaflow_hpc.tasks.formats.TaskFormat` for SWE-bench style JSONL files."""
 
     def claims(self, source: str) -> bool:
         return source.endswith(".jsonl")

@@ -1,7 +1,7 @@
-"""Reads SWE-bench style JSONL: each line is one instance from any dataset of that family.
+"""Reads SWE-bench style JSONL, where each line is an instance of any supported dataset.
 
-Each dataset has a class, which converts its lines to the fields of :class:`Instance`. Values are validated afterwards,
-in the same way for all datasets.
+Each dataset has a class that converts its lines to the fields of :class:`Instance`. The values of all datasets are then
+validated in the same way.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
 WORKDIR = "/testbed"
 RUNNERS = ("", "script", "named")
 TEXTS = ("problem_statement", "patch", "test_patch", "bug_patch", "eval_script")
-"""Fields that are only written to files, and may contain NUL."""
+"""Fields that may contain NUL, because they are only written to files."""
 _IMAGE = re.compile(r"([a-z][a-z-]*://)?[A-Za-z0-9][A-Za-z0-9._/:@+~-]*")
-"""Pattern of an image name, optionally with a registry. Lines are untrusted, and an image given as a path would be
-used unchecked."""
+"""Matches an image name, optionally with a registry. Lines are untrusted, and an image given as a path would not be
+checked."""
 _PATH = re.compile(r"(/(?!\.\.?(/|$))[^/\x00-\x1f\x7f]+)+/?")
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One problem. Field names are those of SWE-bench; missing fields are empty."""
+    """A problem to solve. Fields are named as in SWE-bench, and are empty if missing."""
 
     instance_id: str
     repo: str
@@ -43,7 +43,7 @@ class Instance:
     base_commit: str = "HEAD"
     version: str = ""
     patch: str = ""
-    """The reference solution."""
+    """Patch with the reference solution."""
     test_patch: str = ""
     bug_patch: str = ""
     """Patch that introduces the bug before the agent starts (SWE-smith)."""
@@ -58,20 +58,19 @@ class Instance:
     """Name of a log parser of the ``swebench`` package."""
     eval_type: str = ""
     runner: str = ""
-    """``script``: run ``eval_script`` or ``test_cmd`` and parse the log. ``named``: run the tests by id with pytest."""
+    """``script`` runs ``eval_script`` or ``test_cmd`` and parses the log. ``named`` runs pytest on test ids."""
 
     def record(self) -> dict[str, Any]:
-        """Returns a JSONL record without empty fields. Parsing it gives an equal instance."""
+        """Returns a JSONL record without empty fields. Parsing the record yields an equal instance."""
         return {key: value for key, value in asdict(self).items() if value not in ("", None, ())}
 
     @property
     def task_id(self) -> str:
-        """The instance's id, with characters that are invalid in a task id replaced by ``_``."""
+        """The instance's id as a task id. Replaces invalid characters with ``_``."""
         return re.sub(r"[^A-Za-z0-9._-]", "_", self.instance_id)
 
     def fill_in(self, image: str = "", **defaults: str) -> Instance:
-        """Returns a copy with ``image`` expanded (``{id}``, ``{id_1776}``, ``{id_s}``) and with defaults for missing
-        fields."""
+        """Returns a copy with ``image`` expanded (``{id}``, ``{id_1776}``, ``{id_s}``) and defaults filled in."""
         changes: dict[str, Any] = {
             key: value for key, value in defaults.items() if value and getattr(self, key) in ("", WORKDIR)
         }
@@ -84,8 +83,7 @@ TEXT_FIELDS = tuple(
 
 
 def image_name(pattern: str, instance_id: str) -> str:
-    """Returns the image name of an instance. Docker forbids double underscores, which datasets replace in image
-    names."""
+    """Expands an image name pattern for an instance. Placeholders replace double underscores, which Docker forbids."""
     lower = instance_id.lower()
     return pattern.format(id=lower, id_1776=lower.replace("__", "_1776_"), id_s=lower.replace("__", "_s_"))
 
@@ -94,22 +92,22 @@ def image_name(pattern: str, instance_id: str) -> str:
 
 
 class NoStatementError(ConfigError):
-    """A line has no problem statement. Most lines of SWE-smith have none, so no agent can be given them."""
+    """A line has no problem statement, as is usual in SWE-smith, so it cannot be given to an agent."""
 
 
 def read_instances(
     path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda _: True, skipped: list[Line] | None = None
 ) -> Iterator[tuple[Line, Instance]]:
-    """Yields every instance of a file in order. Skips blank lines, and invalid lines whose id is not wanted.
+    """Yields the instances of a file in order. Skips blank lines, and invalid lines whose id is not wanted.
 
     Args:
-        path: the file.
-        wanted: Returns whether the instance of this id is used.
-        skipped: Receives the lines without a problem statement. If ``None``, such lines are invalid.
+        path: The JSONL file.
+        wanted: Returns whether the instance with this id is used.
+        skipped: Receives the lines without a problem statement. If ``None``, these lines are invalid.
 
     Raises:
-        ConfigError: a line is invalid or an id is duplicated. The message names file, line, field, value and what was
-            expected.
+        ConfigError: A line is invalid or an id is duplicated. The message names file, line, field, value and
+            the expected form.
     """
     file = Path(path).absolute()
     seen: dict[str, int] = {}
@@ -135,7 +133,7 @@ def read_instances(
 
 
 def _id_of(line: Line) -> str:
-    """Returns the id from an invalid line, or an empty string."""
+    """Returns the id of an invalid line. Empty if it cannot be determined."""
     try:
         raw = parse_json(line.data)
     except ValueError:
@@ -156,10 +154,10 @@ def _lines(file: Path) -> Iterator[Line]:
 
 
 def parse(line: Line) -> Instance:
-    """Parses one line of any dataset.
+    """Parses a line of any supported dataset.
 
     Raises:
-        ConfigError: the line is invalid. The message names file, line, field, value and what was expected.
+        ConfigError: The line is invalid. The message names file, line, field, value and the expected form.
     """
     try:
         raw = parse_json(line.data)
@@ -182,8 +180,8 @@ def _instance(line: Line, raw: dict[str, Any]) -> Instance:
         if not values.get(key, "").strip():
             raise line.error(key, fields.get(key), "a text that is not empty")
     if not values.get("problem_statement", "").strip():
-        found = line.error("problem_statement", fields.get("problem_statement"), "a text that is not empty")
-        raise NoStatementError(f"{found}; leave such lines out with: megaflow-hpc tasks import {line.path} -o DIR")
+        error = line.error("problem_statement", fields.get("problem_statement"), "a text that is not empty")
+        raise NoStatementError(f"{error}; leave such lines out with: megaflow-hpc tasks import {line.path} -o DIR")
     failing = _names(line, "FAIL_TO_PASS", fields.get("FAIL_TO_PASS"))
     if not failing:
         raise line.error("FAIL_TO_PASS", fields.get("FAIL_TO_PASS"), "at least one test")
@@ -195,7 +193,7 @@ def _instance(line: Line, raw: dict[str, Any]) -> Instance:
 
 
 def _check(line: Line, values: Mapping[str, str]) -> None:
-    """Rejects values that refer to anything outside the instance."""
+    """Rejects values that refer to files or images outside the instance."""
     runner, workdir = values.get("runner", ""), values.get("workdir") or WORKDIR
     if runner not in RUNNERS:
         raise line.error("runner", runner, "script or named")
@@ -230,9 +228,7 @@ def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
 
 
 def _unseparated(text: str) -> bool:
-    """Returns whether two quoted names follow each other without a comma, as in numpy's output. Python would
-    concatenate them.
-    """
+    """Returns whether a comma is missing between quoted names, as in numpy's output. Python would concatenate them."""
     try:
         parse_json(text)
         return False
@@ -251,7 +247,7 @@ def _unseparated(text: str) -> bool:
 
 
 def _names(line: Line, key: str, value: Any) -> tuple[str, ...]:
-    """Returns test names from a list, or from a list encoded as JSON or Python."""
+    """Parses test names from a list, or from a string that encodes a list as JSON or Python."""
     names = literal(value) if isinstance(value, str) else value
     if isinstance(value, str) and names is not None and _unseparated(value):
         raise line.error(key, value, "a list of test names, separated by commas")
@@ -269,13 +265,14 @@ def _variables(line: Line, value: Any) -> dict[str, str] | None:
 # --- datasets ---------------------------------------------------------------------------------------------------------
 
 MAX_LITERAL_BYTES = 2 << 20
-"""Maximum size of a string to parse as a Python literal. The syntax tree needs hundreds of bytes per byte of input."""
+"""Maximum size in bytes of a string to parse as a Python literal. The syntax tree needs hundreds of times as much
+memory."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a file and its position."""
+    """A line of a file, with its position."""
 
     path: Path
     number: int
@@ -286,13 +283,13 @@ class Line:
         return f"{self.path}:{self.number}"
 
     def error(self, key: str, value: Any, expected: str) -> ConfigError:
-        """Returns an error that names file, line, key, value and what was expected."""
+        """Creates an error that names file, line, key, value and the expected value."""
         shown = repr(value)
         return ConfigError(f"{self}: {key} {shown if len(shown) < 80 else shown[:80] + '…'}: expected {expected}")
 
 
 class SweBench:
-    """SWE-bench, Verified, Lite, Multilingual and SWE-Gym. ``Instance`` uses their field names."""
+    """SWE-bench, Verified, Lite, Multilingual and SWE-Gym, whose field names :class:`Instance` uses."""
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
@@ -301,10 +298,10 @@ class SweBench:
 
     @classmethod
     def convert(cls, line: Line, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of an instance, by name.
+        """Converts a line to the fields of an instance, by name.
 
         Raises:
-            ConfigError: a field has the wrong type. The message names file, line, field and value.
+            ConfigError: A field has the wrong type. The message names file, line, field and value.
         """
         fields = dict(raw)
         for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # some releases use lower-case field names
@@ -332,7 +329,7 @@ class SweRebench(SweBench):
 
     @classmethod
     def convert(cls, line: Line, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of an instance, as :meth:`SweBench.convert` does."""
+        """Converts a line to the fields of an instance, like :meth:`SweBench.convert`."""
         install = raw["install_config"]
         if isinstance(install, str):
             install = literal(install)
@@ -355,7 +352,7 @@ class SweSmith(SweBench):
 
     @classmethod
     def convert(cls, line: Line, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of an instance, as :meth:`SweBench.convert` does."""
+        """Converts a line to the fields of an instance, like :meth:`SweBench.convert`."""
         fields = super().convert(line, raw)
         fields["bug_patch"] = fields.get("bug_patch") or fields.get("patch")
         fields["patch"] = ""
@@ -363,7 +360,7 @@ class SweSmith(SweBench):
 
 
 class MultiSweBench(SweBench):
-    """Multi-SWE-bench: the issues are the problem statement, and tests are the keys of objects with outcomes."""
+    """Multi-SWE-bench: issues are the problem statement, and tests are the keys of objects with outcomes."""
 
     KEPT: ClassVar = ("image", "test_cmd", "log_parser", "runner", "workdir", "test_patch", "env")
 
@@ -374,7 +371,7 @@ class MultiSweBench(SweBench):
 
     @classmethod
     def convert(cls, line: Line, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of an instance, as :meth:`SweBench.convert` does."""
+        """Converts a line to the fields of an instance, like :meth:`SweBench.convert`."""
         org = _field(line, raw, "org", str, "a text")
         repo = _field(line, raw, "repo", str, "a text")
         number = raw["number"]
@@ -408,18 +405,18 @@ DATASETS: tuple[type[SweBench], ...] = (MultiSweBench, SweRebench, SweSmith, Swe
 
 
 def dataset_of(raw: Mapping[str, Any]) -> type[SweBench]:
-    """Returns the dataset that a line belongs to."""
+    """Returns the dataset to which a line belongs."""
     return next(dataset for dataset in DATASETS if dataset.recognises(raw))
 
 
 def parser_name(name: Any) -> str:
-    """Returns the name of a log parser in the ``swebench`` package's spelling."""
+    """Converts the name of a log parser to the spelling of the ``swebench`` package."""
     text = str(name or "")
     return f"parse_log_{text}" if text and not text.startswith("parse_log_") else text
 
 
 def _image(raw: Mapping[str, Any]) -> Any:
-    """Returns the image of a line. The field's name differs between datasets."""
+    """Returns the image of a line, whose field name differs between datasets."""
     return raw.get("image") or raw.get("docker_image") or raw.get("image_name")
 
 

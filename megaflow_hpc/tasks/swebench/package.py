@@ -6,16 +6,16 @@ if it hangs. A normal import of the package takes seconds, because its ``__init_
 modal. This script skips those files and replaces such libraries with empty modules. The rest is pure Python, starts in
 0.1 s and needs only ``swebench`` and ``unidiff``.
 
-Version 4 of the package contains the test commands of its repositories. Version 5 takes them from the dataset
-(``eval_script``, ``log_parser``, ``eval_type``). Both are supported. Requests::
+Version 4 of the package contains the test commands of its repositories, while version 5 reads them from the dataset
+(``eval_script``, ``log_parser``, ``eval_type``). Both versions are supported. Requests::
 
     {"op": "plan", "instances": [{…}, …]}
         → {"plans": [{"eval_script": str, "log_parser": str, "eval_type": str}, …]}
     {"op": "grade", "instance": {…}, "plan": {…}, "log": path}
         → {"resolved": bool, "tests": {"FAIL_TO_PASS": {"success": […], "failure": […]}, …}}
 
-A plan's ``error`` explains why the package cannot test the instance; ``missing`` names a package that is not installed.
-This module imports only the standard library.
+A plan's ``error`` explains why the package cannot test the instance. ``missing`` names a package that is not installed.
+At import time, this module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from typing import Any
 
 HARNESS = "swebench.harness"
 ABSENT = frozenset({"bs4", "datasets", "docker", "dotenv", "ghapi", "git", "modal", "requests", "tenacity", "tqdm"})
-"""Libraries used only by the skipped parts of the package."""
+"""Libraries that only skipped parts of the package use."""
 PARSERS = ("python", "javascript", "c", "go", "java", "php", "ruby", "rust")
 
 
 class _Absent(types.ModuleType):
-    """A stub module in which every attribute is a class that does nothing."""
+    """A stub module, in which every attribute is a class that does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -47,18 +47,17 @@ class _Absent(types.ModuleType):
 
 
 class _Finder:
-    """Finds stub modules for :data:`ABSENT`, even if the real ones are installed."""
+    """Import finder that provides stub modules for :data:`ABSENT`, even if the real libraries are installed."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        """Returns the spec of a stub module if the top-level package of ``name`` is in :data:`ABSENT`, else
-        ``None``."""
+        """Returns the spec of a stub module if ``name`` belongs to a library in :data:`ABSENT`. Otherwise ``None``."""
         loader: Any = _Finder
         return ModuleSpec(name, loader, is_package=True) if name.partition(".")[0] in ABSENT else None
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> types.ModuleType:
-        """Returns a stub module."""
+        """Creates a stub module."""
         return _Absent(spec.name)
 
     @staticmethod
@@ -80,7 +79,7 @@ def prepare_import() -> None:
 
 
 def parsers() -> tuple[dict[str, Callable[..., dict[str, str]]], dict[str, str]]:
-    """Returns the log parsers by function name, and the parser names by repository."""
+    """Returns the log parsers by function name, and the names of the parsers by repository."""
     named: dict[str, Callable[..., dict[str, str]]] = {}
     by_repo: dict[str, str] = {}
     for language in PARSERS:
@@ -97,7 +96,7 @@ def parsers() -> tuple[dict[str, Callable[..., dict[str, str]]], dict[str, str]]
 
 
 def specifications(instance: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns version 4's specification: setup and test commands for the instance's repository and ``version``."""
+    """Returns version 4's setup and test commands for the instance's repository and ``version``."""
     constants = importlib.import_module(f"{HARNESS}.constants")
     by_repo = getattr(constants, "MAP_REPO_VERSION_TO_SPECS", {})
     specification = by_repo.get(instance["repo"], {}).get(str(instance.get("version")))
@@ -105,7 +104,7 @@ def specifications(instance: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
-    """Plans how an instance is tested and graded. ``eval_script`` is empty if the package has no command for it."""
+    """Decides how to test and grade an instance. ``eval_script`` is empty if the package has no test command for it."""
     named, by_repo = parsers()
     constants = importlib.import_module(f"{HARNESS}.constants")
     fail_only = instance["repo"] in getattr(constants, "FAIL_ONLY_REPOS", ())
@@ -127,7 +126,7 @@ def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the :func:`plan`, or an error if the package cannot process the instance (for example, a broken
+    """Returns the result of :func:`plan`, or an error if the package cannot handle the instance (e.g. a broken
     test_patch)."""
     try:
         return plan(instance)
@@ -139,7 +138,7 @@ def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Specification:
-    """The fields of the package's ``TestSpec`` that grading reads, for both versions."""
+    """The fields of the package's ``TestSpec`` that grading needs, for both versions."""
 
     instance_id: str
     repo: str
@@ -151,7 +150,7 @@ class Specification:
 
 
 def grade(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the package's own verdict on a test log, from ``get_eval_report``."""
+    """Returns the package's own verdict on a test log, using ``get_eval_report``."""
     grading: Any = importlib.import_module(f"{HARNESS}.grading")
     instance = request["instance"]
     chosen = request["plan"]
@@ -181,7 +180,7 @@ def grade(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Handles the request on standard input: ``plan`` or ``grade``. The response may name a ``missing`` package."""
+    """Handles the request on standard input, ``plan`` or ``grade``. The response may name a ``missing`` package."""
     request = json.load(sys.stdin)
     answers, sys.stdout = sys.stdout, sys.stderr  # keep the package's own output out of the response
     try:

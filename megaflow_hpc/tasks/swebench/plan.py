@@ -1,12 +1,14 @@
-"""Creates tasks from the lines of a JSONL file, and decides with the ``swebench`` package how they are tested.
+"""Creates tasks from the lines of a JSONL file, and uses the ``swebench`` package to decide how to test them.
 
-A task stores its line's position and hash, not the line itself. So agents and ``run.json`` do not see patches and
-tests, and edits to the file after planning are detected.
+A task stores the position and hash of its line, not the line itself. This hides patches and tests from agents and
+``run.json``, and detects edits to the file after planning.
 
 * Lines with ``eval_script`` or ``test_cmd``, and repositories that the package supports, use the runner ``script``.
-* Pytest ids of other repositories, and lines with ``runner: named``, use the runner ``named``, which needs no package.
+* Lines of other repositories with pytest ids, and lines with ``runner: named``, use the runner ``named``, which does
+  not need the package.
 
-Instances that neither runner supports are rejected here, naming the line, instead of failing in a thousand rollouts.
+Instances that neither runner supports are rejected during planning, with their line, instead of failing in a thousand
+rollouts.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from megaflow_hpc.types import Task
 
 INSTALL = "pip install 'megaflow-hpc[swebench]' (or only the used packages: pip install --no-deps swebench unidiff)"
 PARSER_TIMEOUT_S = 120.0
-"""Timeout of a log parser in seconds. If it expires, the tests count as failed."""
+"""Timeout of a log parser in seconds. After a timeout, the tests count as failed."""
 
 
 def ask(request: dict[str, Any]) -> dict[str, Any]:
-    """Sends one request to the ``swebench`` package in a child process and returns its response.
+    """Sends a request to the ``swebench`` package in a child process and returns the response.
 
     Raises:
-        ConfigError: the package is not installed.
-        TimeoutError, RuntimeError: a parser timed out or failed.
+        ConfigError: The package is not installed.
+        TimeoutError, RuntimeError: A parser timed out or failed.
     """
     command = [sys.executable, "-P", package.__file__]
     try:
@@ -66,7 +68,7 @@ def settle(tasks: Sequence[Task]) -> list[Task]:
     """Returns the tasks with their runners, after checking that all of them can be tested and graded here.
 
     Raises:
-        ConfigError: a task cannot be tested. The message names the line, what is missing and the remedies.
+        ConfigError: A task cannot be tested. The message names the line, what is missing and the remedies.
     """
     loaded = [(task, load(task)) for task in tasks]
     for_package = [(task, instance) for task, instance in loaded if instance.runner != "named"]
@@ -93,7 +95,7 @@ def _where(task: Task) -> str:
 
 
 def request_fields(instance: Instance) -> dict[str, Any]:
-    """Returns the instance's fields that the package needs, without solutions and problem statement."""
+    """Returns the fields of an instance that the package needs, without solutions or problem statement."""
     return instance.record() | {"version": instance.version, "problem_statement": "", "patch": "", "bug_patch": ""}
 
 
@@ -117,36 +119,35 @@ def _runner(where: str, instance: Instance, plan: dict[str, str]) -> str:
 
 AGENT_S = 1800.0
 VERIFIER_TIMEOUT_S = 1800.0
-"""Default verifier timeout in seconds, as in SWE-bench's own evaluation."""
+"""Default timeout of the tests in seconds, as in SWE-bench's own evaluation."""
 
 
 class LineSource(Struct, frozen=True, omit_defaults=True):
-    """Position of a task's line, and its runner. Stored as a plain mapping in ``task.metadata["swebench"]``."""
+    """Position of a task's line, and the task's runner. Stored as a plain mapping in ``task.metadata["swebench"]``."""
 
     file: str
     line: int
-    """Line number, from 1."""
+    """Line number, starting at 1."""
     offset: int
     """Byte offset of the line."""
     bytes: int
     sha256: str
-    """Digest of the line's bytes, including the line ending."""
+    """SHA-256 of the line's bytes, including the line ending."""
     runner: str = ""
-    """``script`` or ``named``. Empty until planning has decided."""
+    """``script`` or ``named``. Empty until :func:`settle` has decided."""
 
     @classmethod
     def of(cls, task: Task) -> Self:
-        """Returns the line source of a task."""
+        """Returns the line source stored in a task."""
         return msgspec.convert(task.metadata["swebench"], cls)
 
     def put(self, task: Task) -> Task:
-        """Returns a copy of the task with this source."""
+        """Returns a copy of the task that stores this source."""
         return replace(task, metadata={**task.metadata, "swebench": msgspec.to_builtins(self)})
 
 
 def to_task(line: Line, instance: Instance) -> Task:
-    """Creates the task of an instance. :func:`~megaflow_hpc.tasks.swebench.plan.settle` decides later how its tests
-    run."""
+    """Creates the task of an instance. :func:`settle` decides later how its tests run."""
     env = {}
     if "sweb.eval" in instance.image or "swesmith" in instance.image:
         env["BASH_ENV"] = "/root/.bashrc"  # these images activate the repository's environment there
@@ -176,10 +177,10 @@ def _instruction(instance: Instance) -> str:
 
 
 def load(task: Task) -> Instance:
-    """Reads a task's instance from its line.
+    """Reads a task's instance from the JSONL file.
 
     Raises:
-        SandboxError: the file is missing, or the line has changed since planning.
+        SandboxError: The file is missing, or the line has changed since planning.
     """
     source = LineSource.of(task)
     try:
@@ -194,7 +195,7 @@ def load(task: Task) -> Instance:
 
 
 def read_tasks(path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda _: True) -> list[Task]:
-    """Creates a task for every line of a file. ``plan.settle`` makes the selected ones ready to run.
+    """Creates a task for each line of a file. :func:`settle` makes the selected tasks ready to run.
 
     Args:
         wanted: Returns whether the task with this id is used. Invalid lines of other tasks are skipped.

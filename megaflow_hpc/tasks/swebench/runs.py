@@ -1,12 +1,12 @@
-"""Prepares, solves and judges an instance of a SWE-bench style file in a sandbox.
+"""Prepares, solves and judges SWE-bench style instances in a sandbox.
 
-As in SWE-bench, an agent submits a *patch*: the diff of the checkout before and after its work. Its other changes are
-discarded. The sandbox is reset to the image, the patch and then ``test_patch`` are applied, and the tests run. So
-tampering with the container does not help the agent.
+As in SWE-bench, an agent submits a *patch*: the diff of the checkout before and after its work. All other changes are
+discarded: the sandbox is reset to the image, the patch and then ``test_patch`` are applied, and the tests run.
+Tampering with the container therefore does not help the agent.
 
-Planning has decided how outcomes are read (:mod:`.plan`). With ``script``, the ``swebench`` package parses and grades
-the log between SWE-bench's markers. With ``named``, pytest runs the tests by id, and the outcomes come from its own
-reports (:mod:`named_tests`).
+Planning decides how outcomes are read (:mod:`.plan`). With ``script``, the ``swebench`` package parses and grades the
+log between SWE-bench's markers. With ``named``, pytest runs the tests by id, and the outcomes come from its own reports
+(:mod:`named_tests`).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from megaflow_hpc.texts import parse_json
 from megaflow_hpc.types import ExecResult, Task, Verdict
 
 MAX_LOG_BYTES = 32 << 20
-"""Maximum bytes of test output to keep."""
+"""Maximum size of stored test output in bytes."""
 GIT_TIMEOUT_S = 300.0
 """Timeout of git commands in seconds."""
 OWN_FILES = "/.megaflow-swebench"
-"""Directory in the sandbox for the verifier's own files, created after the agent has ended."""
+"""Directory in the sandbox for the verifier's own files. Created after the agent has ended."""
 START_REF = "refs/megaflow-hpc/start"
-"""Git reference to the original checkout, used by the verifier's scripts."""
+"""Git reference to the original commit, used by the verifier's scripts."""
 GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c user.name=megaflow -c user.email=megaflow@localhost"
 MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code")
-"""Markers in the log that SWE-bench's grading searches for."""
+"""Markers in the log that SWE-bench's grading looks for."""
 
 
 # --- before and instead of the agent --------------------------------------------------------------------------------
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> bool:
-    """Checks that the image contains the checkout, and applies a SWE-smith bug.
+    """Checks that the image contains the checkout, and introduces the bug of a SWE-smith instance.
 
     Raises:
-        SandboxError: the image does not match the instance, or the instance's file has changed.
+        SandboxError: The image does not match the instance, or the instance's file has changed.
     """
     instance = load(task)
     await _hand_out(task, instance, sandbox, for_agent=True)
@@ -87,7 +87,7 @@ async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *
 
 
 async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
-    """Applies the reference solution."""
+    """Applies the reference solution of an instance."""
     instance = load(task)
     patch, back = (instance.bug_patch, "-R ") if instance.bug_patch else (instance.patch, "")
     if not patch:
@@ -114,12 +114,13 @@ def _files_of(tests: Sequence[str]) -> list[str]:
 
 
 async def verify(task: Task, sandbox: ApptainerSandbox, patch: checkout.Patch | None) -> Verdict:
-    """Judges the agent's patch by running the tests on a clean image. The reward is 1 if resolved, else 0.
+    """Judges the agent's patch by running the tests on a clean image.
 
-    ``fail_to_pass`` and ``pass_to_pass`` are the fractions of tests in each list with the expected outcome.
+    The reward is 1 if the instance is resolved, otherwise 0. ``fail_to_pass`` and ``pass_to_pass`` are the fractions of
+    the tests in each list that have the expected outcome.
 
     Raises:
-        SandboxError: the sandbox was lost, or the instance's file has changed.
+        SandboxError: The sandbox was lost, or the instance's file has changed.
     """
     instance = load(task)
     if patch is None:
@@ -150,8 +151,8 @@ def _unresolved(output: str, error: str = "") -> Verdict:
     return Verdict(reward=0.0, rewards=rewards, output=output, error=error)
 
 
-def _cut_off(task: Task, done: ExecResult) -> Verdict | None:
-    """Returns the verdict if the tests timed out or exceeded a limit, ``None`` if they finished."""
+def _unfinished_verdict(task: Task, done: ExecResult) -> Verdict | None:
+    """Returns the verdict if the tests timed out or exceeded a limit. ``None`` if they finished."""
     if not done.timed_out and not done.breach:
         return None
     why = done.breach or f"the tests ran longer than {task.verifier_timeout_s:g} s"
@@ -159,7 +160,7 @@ def _cut_off(task: Task, done: ExecResult) -> Verdict | None:
 
 
 async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> ExecResult:
-    """Applies a patch with the same commands, in the same order, as SWE-bench's harness."""
+    """Applies a patch, trying the same commands in the same order as SWE-bench's harness."""
     await _upload(sandbox, {"model.patch": patch.decode("utf-8", "surrogateescape")})
     clean = f"{{ {GIT} checkout -q -- .; {GIT} clean -fdq; }} 2>/dev/null"
     tries = [f"{GIT} apply --verbose {option}" for option in ("", "--3way ", "--reject ")]
@@ -174,10 +175,10 @@ async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox)
     planned = await asyncio.to_thread(ask, {"op": "plan", "instances": [request_fields(instance)]})
     [plan] = planned["plans"]
     plan["log_parser"] = plan["log_parser"] or "parse_log_pytest"
-    script = _marked(instance.eval_script) or plan["eval_script"] or _script(instance)
+    script = _with_exit_status(instance.eval_script) or plan["eval_script"] or _script(instance)
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch})
     done = await _run(task, instance, sandbox, f"bash {OWN_FILES}/eval.sh")
-    if (verdict := _cut_off(task, done)) is not None:
+    if (verdict := _unfinished_verdict(task, done)) is not None:
         return verdict
     with tempfile.NamedTemporaryFile() as log:
         # the package reads the log as strict UTF-8
@@ -230,7 +231,7 @@ async def _run(task: Task, instance: Instance, sandbox: ApptainerSandbox, comman
     )
 
 
-def _marked(eval_script: str) -> str:
+def _with_exit_status(eval_script: str) -> str:
     """Returns an ``eval_script`` that also prints the test command's exit status, which version 5 compares with the
     log."""
     if not eval_script or MARKERS[2] in eval_script:
@@ -244,7 +245,7 @@ def _marked(eval_script: str) -> str:
 
 
 def _place_tests(instance: Instance) -> list[str]:
-    """Returns shell lines that restore the test files, however the agent's patch changed them."""
+    """Returns shell lines that restore the test files, regardless of the agent's patch."""
     lines = [
         f"cd {shlex.quote(instance.workdir)}",
         f"git config --global --add safe.directory {shlex.quote(instance.workdir)}",
@@ -269,7 +270,7 @@ def _script(instance: Instance) -> str:
     if alone and "\n" not in command:
         command = " ".join([command, *map(shlex.quote, files)])
     lines = ["#!/bin/bash", "set -uxo pipefail", *_place_tests(instance), f": '{MARKERS[0]}'", command]
-    return _marked("\n".join([*lines, f": '{MARKERS[1]}'"]) + "\n")
+    return _with_exit_status("\n".join([*lines, f": '{MARKERS[1]}'"]) + "\n")
 
 
 async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) -> Verdict:
@@ -281,7 +282,7 @@ async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) 
     recorder = Path(named_tests.__file__).read_text()
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch, "named_tests.py": recorder})
     done = await _run(task, instance, sandbox, f"bash {OWN_FILES}/eval.sh")
-    if (verdict := _cut_off(task, done)) is not None:
+    if (verdict := _unfinished_verdict(task, done)) is not None:
         return verdict
     read = await sandbox.exec(["cat", f"{OWN_FILES}/outcomes.json"], cwd="/", timeout_s=60, output_limit=MAX_LOG_BYTES)
     try:
@@ -294,7 +295,8 @@ async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) 
 
 
 def judge(instance: Instance, outcomes: dict[str, str]) -> tuple[list[str], dict[str, float]]:
-    """Returns the problems that prevent a reward, and the fraction of each list with the expected outcome.
+    """Returns the problems that prevent a reward, and the fraction of tests in each list that have the expected
+    outcome.
 
     As in SWE-bench, a ``FAIL_TO_PASS`` test must pass. A ``PASS_TO_PASS`` test must pass or be skipped.
     """

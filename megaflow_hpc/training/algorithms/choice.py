@@ -32,8 +32,8 @@ import numpy as np
 from megaflow_hpc.config.sections import Method
 from megaflow_hpc.config.training import AdvantageConfig, Range, TrainingConfig
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.algorithms.rewards import columns, plain, reward, shaped, shuffled
-from megaflow_hpc.training.algorithms.samples import Earlier, Sample, SampleGroup
+from megaflow_hpc.training.algorithms.rewards import columns, plain, players, reward, role_config, shaped, shuffled
+from megaflow_hpc.training.algorithms.samples import Earlier, RoleRewards, Sample, SampleGroup
 from megaflow_hpc.training.methods import call, numbers, takes, wrong
 
 ALONE = "fewer than two samples"
@@ -82,6 +82,7 @@ def choose(
     bound: int | None = None,
     due: Collection[str] = (),
     earlier: Earlier | None = None,
+    roles: RoleRewards | None = None,
 ) -> Choice:
     """Chooses the groups that one step trains on.
 
@@ -99,6 +100,7 @@ def choose(
         bound: maximum age of a token, in weight versions; older rollouts are dropped. Replayed groups are exempt.
         due: ids of the groups to settle before others, whatever their age.
         earlier: passed samples of earlier steps, for functions that add them to groups.
+        roles: the policy's roles in its team, whose rewards must be present too.
 
     Raises:
         ConfigError: a reward is infinite, no rollout has a reward of a given name, or a function broke its contract.
@@ -109,7 +111,7 @@ def choose(
     random = random or np.random.default_rng(0)
     queue = sorted(ordered(groups), key=lambda group: group.id not in due)
     drops: Drops = {}
-    taken = survivors(plain(queue[:want]), compared, drops)
+    taken = survivors(plain(queue[:want]), compared, drops, roles)
     if bound is not None:
         taken = fresh(taken, bound, version, drops)
     for step in config.data:
@@ -124,7 +126,7 @@ def choose(
         elif step.over_length is not None and step.over_length.how == "drop":
             taken = short(taken, step.over_length.longest, drops)
         elif step.zero_variance is not None:
-            taken = varied(taken, compared, drops)
+            taken = varied(taken, compared, drops, roles)
         else:
             taken = shaped(taken, step)
     again: list[SampleGroup] = []
@@ -168,14 +170,19 @@ def newest(candidates: Sequence[SampleGroup], taken: int, share: float) -> list[
     return list(candidates[len(candidates) - count :])
 
 
-def survivors(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops) -> list[SampleGroup]:
+def survivors(
+    groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops, roles: RoleRewards | None = None
+) -> list[SampleGroup]:
     """Keeps the verified samples that have at least one sampled token.
 
     Raises:
-        ConfigError: a reward is infinite, or no sample has a reward that ``advantage.rewards`` names.
+        ConfigError: a reward is infinite, or no sample has a reward that ``advantage.rewards`` or a role names.
     """
     groups = list(groups)
-    _check_names([sample for group in groups for sample in group.samples if sample.verified], advantage)
+    verified = [sample for group in groups for sample in group.samples if sample.verified]
+    _check_names(verified, advantage.rewards, "training: advantage.rewards")
+    for role, name in (roles or {}).items():
+        _check_names(verified, [name] if name else [], f"team.roles.{role}.reward")
     return _samples(groups, _lack, drops)
 
 
@@ -190,23 +197,28 @@ def _lack(sample: Sample) -> str:
     return "" if sample.tokens else NOTHING_SAMPLED
 
 
-def _check_names(verified: list[Sample], advantage: AdvantageConfig) -> None:
-    for name in advantage.rewards:
+def _check_names(verified: list[Sample], expected: Iterable[str], key: str) -> None:
+    for name in expected:
         if verified and all(name not in sample.rewards for sample in verified):
             names = ", ".join(sorted({name for sample in verified for name in sample.rewards})) or "none"
-            raise ConfigError(
-                f"training: advantage.rewards: no rollout has a reward {name!r}; the verifiers gave: {names}"
-            )
+            raise ConfigError(f"{key}: no rollout has a reward {name!r}; agents and verifiers gave: {names}")
 
 
-def varied(groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops) -> list[SampleGroup]:
+def varied(
+    groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops, roles: RoleRewards | None = None
+) -> list[SampleGroup]:
     """Keeps groups whose samples differ in at least one compared value."""
-    return _whole(groups, lambda group: "" if varies(group, advantage) else ZERO_VARIANCE, drops)
+    compared = {role: role_config(advantage, name) for role, name in (roles or {"": None}).items()}
+
+    def lack(group: SampleGroup) -> str:
+        return "" if any(varies(group, config, role) for role, config in compared.items()) else ZERO_VARIANCE
+
+    return _whole(groups, lack, drops)
 
 
-def varies(group: SampleGroup, advantage: AdvantageConfig) -> bool:
-    """Returns whether a group's samples differ in a value of non-zero weight."""
-    values, weights = columns(group.samples, advantage)
+def varies(group: SampleGroup, advantage: AdvantageConfig, role: str = "") -> bool:
+    """Returns whether a group's samples differ in a value of non-zero weight, by default in any role."""
+    values, weights = columns([sample for sample, _ in players([group], role)], advantage)
     values = values[:, weights != 0]
     return bool(len(values) and (values != values[0]).any())
 

@@ -32,7 +32,14 @@ from numpy.typing import NDArray
 from megaflow_hpc.config.sections import Method
 from megaflow_hpc.config.training import AdvantageConfig, DataStep, PolicyTraining
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.algorithms.samples import SCORE, SEQUENCE_REWARD, Sample, SampleGroup, StoredRollout
+from megaflow_hpc.training.algorithms.samples import (
+    SCORE,
+    SEQUENCE_REWARD,
+    RoleRewards,
+    Sample,
+    SampleGroup,
+    StoredRollout,
+)
 from megaflow_hpc.training.methods import call, mapping, numbers
 from megaflow_hpc.trajectories.reading.advantages import Kind
 from megaflow_hpc.trajectories.reading.advantages import advantages as relative
@@ -175,12 +182,37 @@ def reward(sample: Sample, name: str | None = None) -> float:
     return value
 
 
-def advantages(config: PolicyTraining, groups: Iterable[SampleGroup]) -> dict[str, tuple[Values, float]]:
+def role_config(config: AdvantageConfig, name: str | None) -> AdvantageConfig:
+    """Returns the settings by which a role is compared: those of its policy, with the role's reward if it has one."""
+    return config.model_copy(update={"rewards": {name: 1.0}, "normalise": "together"}) if name else config
+
+
+def role_rewards(sample: Sample, roles: RoleRewards) -> dict[str, float]:
+    """Returns the reward of each role that the policy played in a rollout, without penalties; NaN if not verified."""
+    return {role: reward(sample, roles[role]) for role in dict.fromkeys(sample.roles) if role in roles}
+
+
+def players(groups: Iterable[SampleGroup], role: str) -> list[tuple[Sample, int]]:
+    """Returns the samples in which the policy played a role, each with the number of its group. An empty role returns
+    all samples."""
+    return [
+        (sample, number)
+        for number, group in enumerate(groups)
+        for sample in group.samples
+        if not role or role in sample.roles
+    ]
+
+
+def advantages(
+    config: PolicyTraining, groups: Iterable[SampleGroup], roles: RoleRewards | None = None
+) -> dict[str, tuple[Values, float]]:
     """Computes the advantage and the weight of each sample.
 
     Args:
         config: training of the policy; only ``advantage`` is used.
         groups: the groups that a step trains on, as returned by :func:`~megaflow_hpc.training.algorithms.choose`.
+        roles: the policy's roles in its team. Each is compared with the same role in the group's other rollouts, and
+            a sample gets one advantage for each of its sequences.
 
     Returns:
         Sample id → advantage and weight. Samples without a reward are left out.
@@ -188,44 +220,79 @@ def advantages(config: PolicyTraining, groups: Iterable[SampleGroup]) -> dict[st
     Raises:
         ConfigError: a reward is infinite, or too large for an advantage in float32, or a function broke its contract.
     """
+    groups = list(groups)
     if isinstance(config.advantage.kind, Method):
-        return _of_method(config, config.advantage.kind, list(groups))
-    numbered = [(sample, number) for number, group in enumerate(groups) for sample in group.samples]
-    if not numbered:
-        return {}
-    values, weights = columns([sample for sample, _ in numbered], config.advantage)
+        return _of_method(config, config.advantage.kind, groups, roles or {})
+    parts = [
+        (role, *_compared(role_config(config.advantage, name), players(groups, role)))
+        for role, name in (roles or {"": None}).items()
+    ]
+    if config.advantage.whiten or (config.advantage.rewards and config.advantage.normalise == "apart"):
+        tokens = [_tokens_of(sample, role) for role, samples, _ in parts for sample in samples]
+        flat = whitened(np.concatenate([values for *_, values in parts]), np.array(tokens, np.float64))
+        ends = np.cumsum([len(samples) for _, samples, _ in parts])[:-1]
+        parts = [(role, samples, own) for (role, samples, _), own in zip(parts, np.split(flat, ends), strict=True)]
+    by_sample: dict[str, tuple[Sample, dict[str, float]]] = {}
+    for role, samples, values in parts:
+        for sample, value in zip(samples, values.tolist(), strict=True):
+            by_sample.setdefault(sample.id, (sample, {}))[1][role] = float(np.float32(value))
+    return {id: (_by_sequence(sample, own), sample.weight) for id, (sample, own) in by_sample.items()}
+
+
+def _by_sequence(sample: Sample, own: Mapping[str, float]) -> Values:
+    """Returns the advantage of a sample from those of its roles: a number if all its sequences have the same role."""
+    if len(own) == 1 and ("" in own or len({*sample.roles}) == 1):
+        return next(iter(own.values()))
+    return np.array([own.get(role, 0.0) for role in sample.roles], np.float32)
+
+
+def _tokens_of(sample: Sample, role: str) -> float:
+    """Returns the number of tokens that a role sampled and that count in the loss."""
+    if not sample.weight:
+        return 0.0
+    if not role or {*sample.roles} == {role}:
+        return float(sample.tokens)
+    return float(sum(turn.end - turn.start for turn in sample.turns if sample.roles[turn.sequence] == role))
+
+
+def _compared(
+    config: AdvantageConfig, numbered: Sequence[tuple[Sample, int]]
+) -> tuple[list[Sample], NDArray[np.float64]]:
+    """Returns the samples that have a reward, and the advantage of each within its group."""
+    values, weights = columns([sample for sample, _ in numbered], config)
     there: NDArray[np.bool_] = np.asarray(~np.isnan(values).any(axis=1))
     samples = [sample for (sample, _), is_there in zip(numbered, there, strict=True) if is_there]
+    if not samples:
+        return [], np.zeros(0)
     number = np.array([number for _, number in numbered])[there]
-    kind = KINDS[config.advantage.kind]
+    kind = KINDS[str(config.kind)]
     with np.errstate(over="ignore", invalid="ignore"):  # the check below reports it
         parts = [relative(column, number, kind).astype(np.float64) for column in values[there].T]
-        advantage = np.stack(parts, axis=1) @ weights if samples else np.zeros(0)
+        advantage = np.stack(parts, axis=1) @ weights
     if not np.isfinite(advantage).all():
         worst = samples[int(np.argmin(np.isfinite(advantage)))]
         raise ConfigError(
             f"{worst.id}: reward {worst.reward} is too large for an advantage; correct the task's verifier"
         )
-    if config.advantage.whiten or (config.advantage.rewards and config.advantage.normalise == "apart"):
-        tokens = np.array([sample.tokens * (sample.weight > 0) for sample in samples], dtype=np.float64)
-        advantage = whitened(advantage, tokens)
-    return {
-        sample.id: (float(np.float32(value)), sample.weight) for sample, value in zip(samples, advantage, strict=True)
-    }
+    return samples, np.asarray(advantage, np.float64)
 
 
-def _of_method(config: PolicyTraining, method: Method, groups: list[SampleGroup]) -> dict[str, tuple[Values, float]]:
+def _of_method(
+    config: PolicyTraining, method: Method, groups: list[SampleGroup], roles: RoleRewards
+) -> dict[str, tuple[Values, float]]:
     """Calls a user's function for the advantages.
 
     The function is called as ``function(groups, **args)``. The groups have only verified samples; ``sample.reward``
-    includes penalties and the weights of ``advantage.rewards``. It returns a mapping from the id of each sample to a
-    number, or to an array with one number for each of its sequences (``sample.sequences``) or turns (``sample.turns``).
+    includes penalties and the weights of ``advantage.rewards``. If the policy has one role in a team, it is that role's
+    reward; if it has several, ``sample.role_rewards`` has the reward of each. The function returns a mapping from the
+    id of each sample to a number, or to an array with one number for each of its sequences (``sample.sequences``) or
+    turns (``sample.turns``).
     """
-    compared = []
+    compared, only = [], next(iter(roles.values())) if len(roles) == 1 else None
     for group in groups:
-        values, weights = columns(group.samples, config.advantage)
+        values, weights = columns(group.samples, role_config(config.advantage, only))
         totals = zip(group.samples, (values @ weights).tolist(), strict=True)
-        compared.append(group.only(tuple(replace(s, reward=r, penalty=0.0) for s, r in totals if r == r)))
+        compared.append(group.only(tuple(_valued(s, r, roles) for s, r in totals if r == r)))
     samples = [sample for group in compared for sample in group.samples]
     returned = mapping(method, call(method, compared), {sample.id for sample in samples}, "sample")
     arrays = [_checked(method, sample, returned[sample.id]) for sample in samples]
@@ -237,6 +304,10 @@ def _of_method(config: PolicyTraining, method: Method, groups: list[SampleGroup]
         sample.id: (float(array[0]) if len(array) == 1 else array, sample.weight)
         for sample, array in zip(samples, arrays, strict=True)
     }
+
+
+def _valued(sample: Sample, total: float, roles: RoleRewards) -> Sample:
+    return replace(sample, reward=total, penalty=0.0, role_rewards=role_rewards(sample, roles))
 
 
 def _checked(method: Method, sample: Sample, value: object) -> NDArray[np.float32]:

@@ -12,6 +12,8 @@ from megaflow_hpc.types import TURN_REWARD
 
 SCORE, SEQUENCE_REWARD = "score", "sequence."
 """Name of a scorer's reward for a whole rollout, and prefix of the names of its rewards for sequences."""
+RoleRewards = Mapping[str, str | None]
+"""Role of a policy in its team → name of the role's reward; ``None`` is the rollout's own reward."""
 
 
 class TurnTokens(NamedTuple):
@@ -69,6 +71,10 @@ class Sample:
     """The rewards in :attr:`rewards` that a scorer gave."""
     agent: str = ""
     """Name of the agent in the campaign."""
+    roles: tuple[str, ...] = ()
+    """Role of each of the policy's sequences. Empty without a team."""
+    role_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Role that the policy played → its reward. Only functions of ``advantage.kind`` get it."""
 
     @property
     def verified(self) -> bool:

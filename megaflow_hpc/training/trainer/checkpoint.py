@@ -40,7 +40,8 @@ from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 ABOUT_FILE = "about.json"
 MAX_FILE_BYTES = 2**32
-"""Total tensor bytes over all ranks after which each rank starts a new file. A rank holds its file in memory twice."""
+"""Each rank starts a new file after this many tensor bytes, counted over all ranks. It holds its file in memory
+twice."""
 _LAYER = re.compile(r".*?\.\d+\.")
 """Matches the start of a parameter's name up to the number of its layer."""
 T = TypeVar("T")

@@ -50,7 +50,7 @@ MAX_MISMATCH = 1.0
 more: bfloat16 against float32 gives 0.01."""
 
 MAX_NOT_FINITE = 3
-"""Number of consecutive steps without a finite gradient after which training ends."""
+"""Training stops after this many consecutive steps with a non-finite gradient."""
 
 Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
 """(rollout in the step, digest of a sequence's tokens) → log-probabilities of the sequence."""

@@ -1,8 +1,8 @@
-"""Writes trajectories in other programs' formats, one module per format, and imports JSON lines.
+"""Exports trajectories to other programs' formats, one module per format, and imports JSON Lines files.
 
-Each format module provides ``HELP`` (one line) and ``write(job) -> list[Path]``. It reads rows from ``job.rows()`` in
-order, holds a bounded number of them in memory, and publishes its files atomically by rename. Used by the ``export``
-and ``import`` commands, and available as a Python API.
+Each format module provides ``HELP`` (one line) and ``write(job) -> list[Path]``. ``write`` reads rows from
+``job.rows()`` in order, holds a bounded number in memory, and publishes its files atomically by rename. The ``export``
+and ``import`` commands use this package. It is also a public Python API.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
 FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds")
 
 GROUP_TOKENS = 1 << 20
-"""Maximum number of tokens held in memory at once (tens of MB)."""
+"""Maximum number of tokens to hold in memory at once (tens of MB)."""
 GROUP_ROWS = 1024
 
 COMPRESSIONS = ("none", "gz", "zst")
@@ -33,17 +33,17 @@ COMPRESSIONS = ("none", "gz", "zst")
 
 @dataclass
 class ExportJob:
-    """An export job: the selected rows of a store and the target directory."""
+    """An export of selected rows of a store to a directory."""
 
     store: TrajectoryStore
     numbers: Integers
     directory: Path
     compress: str
-    """Compression of JSON lines, one of :data:`COMPRESSIONS`. Parquet is always compressed."""
+    """Compression of JSON Lines files, one of :data:`COMPRESSIONS`. Parquet files are always compressed."""
     progress: Callable[[int, int], None]
     """Called with (finished rows, total rows)."""
     warn: Callable[[str], None]
-    """Called with a message for each trajectory that the format cannot represent completely: its id and the reason."""
+    """Called for each trajectory that cannot be exported completely, with a message that has its id and the reason."""
 
     def rows(self) -> Iterator[Row]:
         """Yields the selected rows in order."""
@@ -52,7 +52,7 @@ class ExportJob:
             self.progress(done + 1, len(self.numbers))
 
     def groups(self) -> Iterator[Integers]:
-        """Yields batches of row numbers, each small enough to hold in memory."""
+        """Yields batches of row numbers, each small enough to load into memory."""
         lengths = self.store.lengths()[self.numbers]
         start = tokens = 0
         for end, length in enumerate(lengths.tolist()):
@@ -82,12 +82,12 @@ def export(
         formats: Format names, from :data:`FORMATS`.
         directory: Output directory, created if missing. Existing files of the same name are replaced.
         where: Selection expression; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
-        compress: Compression of JSON lines: ``none``, ``gz`` or ``zst``.
+        compress: Compression of JSON Lines files: ``none``, ``gz`` or ``zst``.
         progress: Called with (format, finished rows, total rows).
-        warn: Called with a message for each trajectory that a format cannot represent completely.
+        warn: Called with a message for each trajectory that cannot be exported completely.
 
     Returns:
-        Format → paths written.
+        The paths written, by format.
 
     Raises:
         ConfigError: A format is unknown, a required package is missing, or no row matches.

@@ -1,9 +1,9 @@
-"""AReaL: one row per token sequence, as Parquet, with the keys that AReaL's rollout workflows return.
+"""Exports to AReaL: Parquet with one row per token sequence and the keys that AReaL's rollout workflows return.
 
 ``input_ids`` int32, ``loss_mask`` int32, ``logprobs`` float32 (0.0 if not sampled), ``versions`` int32 (-1 if not
-sampled), ``attention_mask`` bool and ``rewards`` float32 are AReaL's names for the tensors of a trajectory.
-:func:`tensors` pads rows to the same batch as AReaL's ``concat_padded_tensors``. ``trajectory`` and ``group`` identify
-the row. (AReaL 1.0: ``areal/workflow/rlvr.py``, ``areal/infra/workflow_executor.py``.)
+sampled), ``attention_mask`` bool and ``rewards`` float32 have the names of AReaL's tensors. :func:`tensors` pads rows
+into the batch that AReaL's ``concat_padded_tensors`` would produce. ``trajectory`` and ``group`` identify the row.
+(AReaL 1.0: ``areal/workflow/rlvr.py``, ``areal/infra/workflow_executor.py``.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "versions": (np.int32, -1),
     "attention_mask": (np.bool_, False),
 }
-"""Token columns: name → (dtype, padding value)."""
+"""Maps the name of each token column to its dtype and padding value."""
 
 
 def write(job: ExportJob) -> list[Path]:
@@ -63,7 +63,7 @@ def write(job: ExportJob) -> list[Path]:
 
 
 def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
-    """Right-pads rows of this format. Returns arrays (rows, longest) by name, plus ``rewards`` (rows)."""
+    """Right-pads rows of this format. Returns arrays of shape (rows, longest), and ``rewards`` of shape (rows,)."""
     padded: dict[str, Array] = {}
     for name, (dtype, fill) in COLUMNS.items():
         padded[name] = padded_lines([row[name] for row in rows], dtype, fill)

@@ -1,15 +1,15 @@
-"""ATIF, Harbor's agent trajectory interchange format: one document per trajectory.
+"""Exports to ATIF, Harbor's agent trajectory interchange format, with one document per trajectory.
 
 Files are named ``atif/<task>/<policy>/<sample>.json``, or ``<sample>@<round>.json`` for later rounds of a task.
 
 A step is a message from the system, the user or the agent. Tool results become the observation of the preceding agent
-step. An agent step carries the metrics of its model call: its duration and, if recorded, the sampled tokens with their
-log-probabilities. For prompts, only the token count is stored.
+step. An agent step contains the metrics of its model call: the duration and, if recorded, the sampled tokens with their
+log-probabilities. For prompts, only the token count is exported.
 
-The document contains the main conversation. All other conversations are stored in its ``subagent_trajectories``. If a
-model call started a conversation, the step of that call refers to it. Steps shared with an earlier conversation are
-marked as copied context, so each call has exactly one original step. Calls without a linked message count only towards
-the totals.
+The document contains the main conversation. All other conversations are in its ``subagent_trajectories``. The step of a
+model call that started a conversation refers to that conversation. Steps shared with an earlier conversation are marked
+as copied context, so each call has exactly one original step. Calls without a linked message count only towards the
+totals.
 
 Follows schema ATIF-v1.7 (Harbor's RFC 0001); the output validates against Harbor's models.
 """
@@ -63,19 +63,19 @@ def document(row: Row, campaign: str) -> dict[str, Any]:
         first = main(conversations, row.policy)
         order = [first, *(number for number in order if number != first)]
     documents = _Documents(row)
-    made = [documents.add(conversations[number], f"{row.id}#{number}") for number in order]
-    for number, started in zip(order, made, strict=True):
+    built = [documents.add(conversations[number], f"{row.id}#{number}") for number in order]
+    for number, started in zip(order, built, strict=True):
         step = documents.step_of_call.get(conversations[number].started_by)
         if step is not None:
             results = step.setdefault("observation", {"results": []})["results"]
             results.append({"subagent_trajectory_ref": [{"trajectory_id": started["trajectory_id"]}]})
-    if made:
-        steps = made[0]["steps"]
+    if built:
+        steps = built[0]["steps"]
     else:
         reason = row.error or f"no conversation was recorded ({row.status})"
         steps = _numbered([{"source": "system", "message": reason}])
     steps[0]["timestamp"] = _iso(row.started_at)
-    whole: dict[str, Any] = {
+    root: dict[str, Any] = {
         **_head(row),
         "session_id": row.id,
         "trajectory_id": row.id,
@@ -96,9 +96,9 @@ def document(row: Row, campaign: str) -> dict[str, Any]:
             "calls_without_a_step": sum(turn.message < 0 for turn in row.turns),
         },
     }
-    if made[1:]:
-        whole["subagent_trajectories"] = made[1:]
-    return whole
+    if built[1:]:
+        root["subagent_trajectories"] = built[1:]
+    return root
 
 
 def _head(row: Row) -> dict[str, Any]:
@@ -122,11 +122,11 @@ class _Documents:
         views = row.sequences
         self._row = row
         self.metrics = [_metrics(turn, views) for turn in row.turns]
-        """Metrics by call number."""
+        """Metrics of each model call, by call number."""
         self.step_of_call: dict[int | None, dict[str, Any]] = {}
-        """Call number → its step in the documents built so far."""
+        """Maps each call number to its step in the documents built so far."""
         self._seen: set[int] = set()
-        """Indices of messages already included in a document."""
+        """Indices of messages already included in an earlier document."""
 
     def add(self, conversation: Conversation, name: str) -> dict[str, Any]:
         """Converts one conversation to a document.
@@ -160,7 +160,12 @@ class _Documents:
             "trajectory_id": name,
             "steps": _numbered(steps),
             "final_metrics": {**_totals(own), "total_steps": len(steps)},
-            "extra": {"policy": conversation.policy, "started_by_call": conversation.started_by},
+            "extra": {
+                "policy": conversation.policy,
+                "role": conversation.role,
+                "depth": conversation.depth,
+                "started_by_call": conversation.started_by,
+            },
         }
 
 
@@ -183,7 +188,7 @@ def _numbered(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
-    """Adds a tool result to the step that made the call, or to the latest agent step if the call id is unknown."""
+    """Adds a tool result to the step that made the call, or to the latest agent step if the call is unknown."""
     result: dict[str, Any] = {"content": _text(message.get("content"))}
     wanted = _text(message.get("tool_call_id"))
     if not steps:

@@ -1,4 +1,4 @@
-"""Atomic directory publishing, compressed line streams, and safe file names."""
+"""Publishes directories atomically, opens compressed files, and makes safe file names."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def writing(path: Path, compress: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a binary file for reading. The compression is detected from its first bytes, not its name."""
+    """Opens a binary file for reading. Detects compression from the first bytes, not from the file name."""
     with open_regular(path) as file:
         magic = file.read(4)
         file.seek(0)

@@ -1,7 +1,9 @@
-"""JSON lines: one line with all data of a rollout. The format is lossless: an import restores the same columns.
+"""Exports to JSON Lines, with all data of a rollout on one line. The format is lossless: importing restores the same
+columns.
 
 ``messages`` is the main conversation. ``conversations`` lists all conversations, with the indices of their messages and
-the calls that produced the answers. If there are other conversations, the indices refer to ``tree``.
+the calls that produced the answers. The indices refer to ``messages``, or to ``tree`` if there are several
+conversations.
 
 Token columns are lists, one per sequence. Log-probabilities have nine significant digits, enough to restore the exact
 float32. ``null`` marks tokens that were not sampled and missing rewards. Artifacts are base64-encoded.
@@ -39,7 +41,7 @@ _RAGGED = ("rewards", "messages", "parents", "sequences", "turns", "attempts", "
 
 
 def write(job: ExportJob) -> list[Path]:
-    """Writes ``trajectories.jsonl``, plus the compression suffix."""
+    """Writes ``trajectories.jsonl``, with an additional suffix if it is compressed."""
     path = job.directory / f"trajectories{_SUFFIX[job.compress]}"
     with published(path) as temporary, writing(temporary, job.compress) as file:
         for row in job.rows():
@@ -135,10 +137,10 @@ def import_jsonl(
     campaign: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Imports JSON lines, plain or compressed with gzip or Zstandard, into a ``trajectories.h5``.
+    """Imports a JSON Lines file, plain or compressed with gzip or Zstandard, into a ``trajectories.h5``.
 
     Args:
-        source: The JSON lines file.
+        source: The JSON Lines file.
         target: The file to write. An existing file is replaced once the import has succeeded.
         campaign: Name of the campaign. Default: the name of ``source`` up to its first dot.
         progress: Called with the number of finished trajectories.
@@ -147,7 +149,7 @@ def import_jsonl(
         The number of trajectories.
 
     Raises:
-        ConfigError: The file is empty, or a line is invalid or repeats an id. The message names the line, and
+        ConfigError: The file is empty, a line is invalid, or an id is duplicated. The message names the line.
             ``target`` is unchanged.
     """
     if not source.is_file():

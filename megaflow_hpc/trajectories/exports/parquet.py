@@ -1,8 +1,8 @@
-"""Parquet: one row per trajectory, for pandas, Polars, DuckDB and Hugging Face datasets.
+"""Exports to Parquet, with one row per trajectory, for pandas, Polars, DuckDB and Hugging Face datasets.
 
 Scalar columns have the same names as in ``trajectories.h5``. ``rewards`` is a struct with one field per reward.
 ``sequences``, ``turns``, ``attempts`` and ``artifacts`` are lists of structs, with token columns as nested lists.
-``messages`` (the main conversation), ``conversations`` and ``tree`` are JSON strings as in the JSON lines export,
+``messages`` (the main conversation), ``conversations`` and ``tree`` are JSON strings as in the JSON Lines export,
 because messages have no fixed schema. NaN is preserved.
 """
 
@@ -74,7 +74,7 @@ def sequences(pa: Any, flat: Flat, numbers: Any) -> Any:
     Args:
         pa: The ``pyarrow`` module.
         flat: The sequences of the rows.
-        numbers: (n), unique row numbers in the order of ``flat``.
+        numbers: Unique row numbers of shape (n,), in the order of ``flat``.
     """
     token_offsets = pa.array(flat.offsets, pa.int32())
 
@@ -102,7 +102,7 @@ def _schema(pa: Any, rewards: tuple[str, ...]) -> Any:
     turn |= {"finish_reason": text, "policy": text}
     turn |= {name: pa.int64() for name in ("message", "started_by")}
     turn |= {name: pa.float32() for name in ("model_s", "sandbox_s", "agent_s", "wait_s")}
-    turn |= {"server": text}
+    turn |= {"server": text, "role": text}
     attempt = {"attempt": pa.int32()}
     attempt |= {name: text for name in ("status", "error_kind", "error", "node", "job_id")}
     attempt |= {name: pa.float64() for name in ("started_at", "finished_at")}

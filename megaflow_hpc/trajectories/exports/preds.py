@@ -1,14 +1,14 @@
-"""SWE-bench predictions: ``preds.json``, as read by the evaluation harness and mini-swe-agent.
+"""Exports SWE-bench predictions: ``preds.json``, as read by the evaluation harness and mini-swe-agent.
 
-The file maps instance ids to ``instance_id``, ``model_name_or_path`` and ``model_patch``. The harness accepts one
-prediction per instance and file. A campaign with several policies or samples is therefore split into several files:
+The file maps instance ids to ``instance_id``, ``model_name_or_path`` and ``model_patch``. Since the harness accepts
+only one prediction per instance in a file, campaigns with several policies or samples are split:
 ``preds-<policy>-<sample>.json``, and ``preds-<policy>-<sample>@<round>.json`` for later rounds.
 
 The patch is the artifact ``model.patch``, ``patch.diff`` or ``patch``, else the patch of the last step, else the first
 artifact whose name ends in ``.patch`` or ``.diff``. If there is no patch, the prediction is empty.
 
-JSON can only store patches that are valid UTF-8. This package always writes UTF-8. If an agent wrote its patch in
-another encoding, the prediction is left empty with a warning, because substituting bytes would change the patch.
+A patch that is not valid UTF-8 cannot be stored in JSON, and replacing bytes would change it. Its prediction is left
+empty, with a warning. Patches created by this package are always valid.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""verl: one row per token sequence, as Parquet, with the columns of verl's rollouts and prompt datasets.
+"""Exports to verl: Parquet with one row per token sequence and the columns of verl's rollouts and prompt datasets.
 
-verl's agent loop returns a ``DataProto`` of padded tensors. Here padding is left to the reader, so the same names hold
-lists: ``prompts`` (tokens before the first sampled one), ``responses`` (all later tokens), ``response_mask`` (1 if
-sampled), ``rollout_log_probs`` (0.0 if not sampled), ``reward_score``, ``uid`` (the group over which advantages are
-computed), ``__num_turns__``, ``min_global_steps`` and ``max_global_steps`` (weight versions). :func:`proto` pads rows
-to the tensors for ``DataProto.from_single_dict``.
+verl's agent loop returns a ``DataProto`` of padded tensors. This format leaves padding to the reader, so the columns of
+the same names contain lists: ``prompts`` (tokens before the first sampled one), ``responses`` (all later tokens),
+``response_mask`` (1 if sampled), ``rollout_log_probs`` (0.0 if not sampled), ``reward_score``, ``uid`` (the group for
+computing advantages), ``__num_turns__``, ``min_global_steps`` and ``max_global_steps`` (weight versions). :func:`proto`
+pads rows into the tensors that ``DataProto.from_single_dict`` expects.
 
 The columns ``data_source``, ``prompt``, ``ability``, ``reward_model`` and ``extra_info`` match verl's ``RLHFDataset``,
 so the same file also serves as a prompt dataset. (verl 0.9: ``verl/experimental/agent_loop/agent_loop.py``,
@@ -106,14 +106,14 @@ def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def _schema(pa: Any) -> Any:
-    text, whole = pa.string(), pa.int64()
+    text, integer = pa.string(), pa.int64()
     return pa.schema(
         [
             ("data_source", text),
             ("prompt", pa.list_(pa.struct({"role": text, "content": text}))),
             ("ability", text),
             ("reward_model", pa.struct({"style": text, "ground_truth": text})),
-            ("extra_info", pa.struct({"index": whole, "sequence": whole, "task_id": text, "trajectory": text})),
+            ("extra_info", pa.struct({"index": integer, "sequence": integer, "task_id": text, "trajectory": text})),
             ("uid", text),
             ("prompts", pa.list_(pa.int32())),
             ("responses", pa.list_(pa.int32())),
@@ -133,13 +133,13 @@ def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str,
     """Pads rows of this format as verl's agent loop does: prompts on the left, responses on the right.
 
     Args:
-        rows: B rows as read from the Parquet file.
-        pad_token_id: The tokenizer's padding token.
+        rows: Rows read from the Parquet file. B is their number.
+        pad_token_id: Id of the tokenizer's padding token.
 
     Returns:
-        Arrays by name, all (B, length): int64 ``prompts``, ``responses``, ``response_mask``, ``input_ids``,
+        Arrays by name. Of shape (B, length): int64 ``prompts``, ``responses``, ``response_mask``, ``input_ids``,
         ``attention_mask`` and ``position_ids``; float32 ``rollout_log_probs`` and ``rm_scores`` (the reward on the last
-        token). Also ``uid`` and ``__num_turns__`` (B). The first eight are tensors of a ``DataProto``, the last two its
+        token), which are the tensors of a ``DataProto``. Of shape (B,): ``uid`` and ``__num_turns__``, which are its
         ``non_tensor_batch``.
     """
 

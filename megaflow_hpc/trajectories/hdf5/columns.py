@@ -1,8 +1,8 @@
-"""Reads whole columns of a campaign file, or slices of them. Everything except :func:`read_slices` is plain h5py.
+"""Reads columns of a campaign file, whole or in slices. Everything except :func:`read_slices` is plain h5py.
 
-HDF5 holds a process-wide lock while it decodes, and its deflate is half as fast as isal's. Random batches touch most
-chunks of the token columns, so :func:`read_slices` decodes stored chunks itself, in threads. It only decodes chunks
-with the filters that this package writes. HDF5 reads all other chunks, and reports any damage.
+HDF5 holds a process-wide lock while it decodes, and inflates at half the speed of isal. Random batches touch most
+chunks of the token columns, so :func:`read_slices` decodes stored chunks itself, in threads. It decodes only chunks
+with the filters that this package writes, and leaves all other chunks to HDF5, which also reports damage.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _OVERHEAD_BYTES = 64
 """Upper bound for the header and checksum overhead of a short chunk. Deflate never doubles the size of its input."""
 _MAX_THREADS = 4
 _MIN_CHUNK = 256
-"""Smallest chunk, in entries, that :func:`read_slices` decodes. This package never writes smaller chunks."""
+"""Smallest chunk, in entries, that :func:`read_slices` decodes itself. This package never writes smaller chunks."""
 _CHUNKS_PER_TASK = 16
-"""Chunks decoded per thread task. One task per chunk would cost more than decoding a short chunk."""
+"""Number of chunks that one thread task decodes. One task per chunk would cost more than decoding a short chunk."""
 
 
 def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array:
@@ -123,7 +123,7 @@ def read_slices(dataset: h5py.Dataset, starts: Integers, ends: Integers) -> Arra
 
     Args:
         dataset: A numeric dataset.
-        starts, ends: (S), slice bounds in entries.
+        starts, ends: Slice bounds in entries, of shape (S,).
 
     Raises:
         OSError: A chunk is corrupt.
@@ -156,7 +156,7 @@ def read_slices(dataset: h5py.Dataset, starts: Integers, ends: Integers) -> Arra
 
 
 Piece = tuple[int, int, int]
-"""(start, end, target): copy entries ``[start, end)``, all in one chunk, to position ``target`` of the result."""
+"""(start, end, target): Copy entries ``[start, end)``, all in one chunk, to position ``target`` of the result."""
 
 
 def _pieces_by_chunk(starts: Integers, ends: Integers, targets: Integers, chunk_size: int) -> dict[int, list[Piece]]:

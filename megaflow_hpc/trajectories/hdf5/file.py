@@ -58,26 +58,26 @@ _EXTENTS = {
     "f": "artifacts/name",
     "fb": "artifacts/bytes",
 }
-"""Extent → the column with this length. ``messages/offset`` has one more entry than there are messages."""
+"""Maps each extent to a column of that length. ``messages/offset`` has one more entry than there are messages."""
 
 Datasets = Mapping[str, h5py.Dataset]
-"""Dataset path → dataset."""
+"""Datasets of a file, by path."""
 
 
 class ForeignDataError(ValueError):
-    """A file contains something that no campaign file does. The message names it."""
+    """A file contains something that a campaign file never contains. The message names it."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.File:
-    """Opens a campaign file for reading, without file locks: published files never change, and many file systems lack
+    """Opens a campaign file for reading. Uses no file locks: published files never change, and many file systems lack
     locks.
 
     Args:
         path: The campaign file.
-        complete: Whether to reject a file whose columns do not match the schema in type and length.
+        complete: Whether to reject a file whose columns differ from the schema in type or length.
 
     Raises:
         ConfigError: The file is missing, unreadable, truncated, not HDF5, of another format or of a newer version, or
@@ -172,7 +172,7 @@ def _member(file: h5py.File, path: str) -> Any:
 
 
 def schema_faults(columns: Datasets) -> list[str]:
-    """Lists how the datasets of a file differ from the schema. Lengths are only compared if names and types match."""
+    """Lists differences between a file's datasets and the schema. Compares lengths only if names and types match."""
     faults: list[str] = []
     for column in COLUMNS.values():
         faults += _type_faults(column.path, column.dtype, columns)
@@ -222,7 +222,7 @@ def _length_faults(columns: Datasets) -> Iterator[str]:
 
 
 def recorded_sources(path: Path) -> dict[str, Any] | None:
-    """Returns the journals and seals that a file was gathered from, or ``None`` if the file cannot be read."""
+    """Returns the journals and seals from which a file was gathered. ``None`` if the file cannot be read."""
     if not path.exists():
         return None
     try:
@@ -236,13 +236,13 @@ def recorded_sources(path: Path) -> dict[str, Any] | None:
 
 
 def attribute_text(file: h5py.File, name: str) -> str:
-    """Returns a text root attribute, or an empty string if it is missing."""
+    """Returns a root attribute as text. Empty if it is missing."""
     value = file.attrs.get(name, "")
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def attribute(file: h5py.File, name: str) -> dict[str, Any]:
-    """Returns a root attribute as a JSON object, empty if it is missing or invalid."""
+    """Returns a root attribute that contains a JSON object. Empty if it is missing or invalid."""
     try:
         return parse_object(attribute_text(file, name))
     except ValueError:
@@ -261,7 +261,7 @@ def new_file(
     Args:
         path: The new file, which must not exist.
         campaign: Name of the campaign.
-        sources: The journals and seals that the file is gathered from. Readers compare them with those of the run.
+        sources: The journals and seals from which the file is gathered. Readers compare them with those of the run.
         attributes: Additional root attributes.
 
     Raises:
@@ -302,9 +302,9 @@ def set_attribute(file: h5py.File, name: str, text: str) -> None:
 class BackingFile(io.FileIO):
     """File object for h5py that records write errors instead of raising them.
 
-    After a failed write (no space, quota, file size limit) HDF5 can neither continue nor close its file, and it crashes
-    the process at exit. So after the first error, all further writes are kept in memory, where HDF5 can read them back.
-    The caller must call :meth:`check` regularly and stop on an error.
+    After a failed write (no space, quota, file size limit), HDF5 can neither continue nor close its file, and crashes
+    the process at exit. This class therefore keeps all writes after the first error in memory, where HDF5 can read them
+    back. The caller must call :meth:`check` regularly and stop on an error.
 
     Args:
         mode: ``x+`` for a new file, ``r+`` for an existing one.
@@ -320,7 +320,7 @@ class BackingFile(io.FileIO):
         """(offset, bytes) of each write since the error."""
 
     def check(self) -> None:
-        """Raises the first write error, if any.
+        """Raises the first write error, if there was one.
 
         Raises:
             OSError: A write failed.
@@ -350,7 +350,7 @@ class BackingFile(io.FileIO):
         return size
 
     def readinto(self, buffer: Any) -> int:
-        """Reads from the file and from the writes kept in memory. Returns the number of bytes."""
+        """Reads into ``view``, including writes that are kept in memory. Returns the number of bytes read."""
         view = memoryview(buffer).cast("B")
         start = self.tell()
         size = super().readinto(view) or 0
@@ -364,7 +364,7 @@ class BackingFile(io.FileIO):
         return size
 
     def truncate(self, size: int | None = None) -> int:
-        """Sets the size of the file, unless a write has failed before. Returns the size."""
+        """Sets the size of the file, unless a write has failed. Returns the size."""
         size = self.tell() if size is None else size
         if self._error is None:
             try:
@@ -400,7 +400,7 @@ def root_attributes(run: RunDir) -> dict[str, str]:
 
 
 def campaign_name(run: RunDir) -> str:
-    """Returns the campaign name from ``run.json``, or else the directory name."""
+    """Returns the campaign's name from ``run.json``. Falls back to the directory name."""
     return (read_run(run).name if run.run_json.exists() else "") or run.path.name
 
 

@@ -4,8 +4,8 @@ The temporary name identifies the writing process: ``.<name>.<host>~<boot>.<pid>
 removes a temporary file if its writer ran on this host and no longer exists. A temporary file from another host is
 removed once it has not changed for a day.
 
-A writer that must stop keeps its work in ``.<name>.unfinished`` (:func:`unfinished`). The next writer renames that file
-to its own temporary name before changing it. So a file that a killed writer had changed is never continued.
+A writer that is asked to stop leaves its work in ``.<name>.unfinished`` (:func:`unfinished`). The next writer renames
+that file to its own temporary name before changing it, so a file left by a killed writer is never continued.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megaflow_hpc.host.atomic import file_mode, fsync
 from megaflow_hpc.host.process import Identity, boot_id
 
 FOREIGN_AGE_S = 86400.0
-"""Seconds without a change after which another host's temporary file counts as abandoned."""
+"""Age in seconds at which an unchanged temporary file of another host is considered abandoned."""
 
 
 class Unfinished(MegaflowError):
-    """Writing was stopped on request. The data written so far is kept, and the same call continues it."""
+    """Raised when a writer stops on request. The data written so far is kept, and repeating the call continues."""
 
     exit_status = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -61,7 +61,7 @@ def published(target: Path) -> Iterator[Path]:
 
 
 def unfinished(target: Path) -> Path:
-    """Returns the path at which a stopped writer of ``target`` keeps its work."""
+    """Returns the path where a stopped writer of ``target`` leaves its work."""
     return target.with_name(f".{target.name}.unfinished")
 
 
@@ -92,6 +92,6 @@ def _abandoned(path: Path, name: str) -> bool:
 
 
 def _host() -> str:
-    """Returns a name for this host and boot, within which a pid and start time identify a process."""
+    """Returns an id for this host and boot, within which a pid and its start time identify a process."""
     boot = boot_id().replace("-", "")[:12]
     return f"{os.uname().nodename.partition('.')[0]}~{boot}"

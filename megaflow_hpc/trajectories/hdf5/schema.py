@@ -4,7 +4,8 @@ The writer, the readers, the validator and docs/reference/trajectory-format.md s
 one-dimensional. Ragged data is stored flat: item i has the entries ``[offset[i], offset[i+1])`` of the flat columns,
 and an offset column has one more entry than there are items. The only filters are HDF5's shuffle, deflate and
 fletcher32, and nothing has variable length, so every HDF5 library can read the file. Readers ignore unknown datasets.
-A new column needs no new format version; it becomes :data:`OPTIONAL`. A changed meaning needs one.
+Adding a column requires no new format version, but the column must be :data:`OPTIONAL`. Changing the meaning of a
+column requires a new version.
 
 HDF5 strings cannot contain NUL or lone surrogates (undecodable bytes from program output). String columns store the
 escapes ``\x00`` and ``\udc80`` instead. Messages are stored losslessly, because JSON has equivalent escapes.
@@ -23,12 +24,11 @@ FORMAT = "megaflow-hpc/trajectories"
 FORMAT_VERSION = 3
 
 STRING = "string"
-"""Fixed-width UTF-8, padded with NUL. The width of a column is a power of two. Old files use variable-length
-strings."""
+"""Fixed-width UTF-8, padded with NUL. Widths are powers of two. Older files use variable-length strings."""
 
 TEXT = "text"
-"""UTF-8 of any length, for values that are usually empty but sometimes long: stored as bytes plus
-:func:`text_offset`. Before version 3 it was a dataset of variable-length strings."""
+"""UTF-8 of any length, for values that are usually empty but sometimes long. Stored as bytes plus :func:`text_offset`.
+Files before version 3 use a dataset of variable-length strings."""
 
 STATUSES = ("completed", "truncated", "failed", "cancelled")
 
@@ -40,7 +40,7 @@ class Column(NamedTuple):
     name: str
     dtype: str
     extent: str
-    """Name of the count that determines its length, with ``+1`` for offsets."""
+    """Name of the count that determines the column's length, with ``+1`` for offset columns."""
     doc: str
 
     @property
@@ -55,7 +55,7 @@ class Column(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Entries per chunk. Chunks are tens of kB, so a rollout's tokens span few chunks."""
+        """Number of entries per chunk. Chunks have tens of kB, so a rollout's tokens span few chunks."""
         if self.path == "messages/json":
             return _TEXT_CHUNK
         if self.path in ("artifacts/bytes", "experts/bytes"):
@@ -197,6 +197,7 @@ GROUPS = (
                 "for the first call of a sub-agent: index, among the turns of its trajectory, of the call that started "
                 "the sub-agent, whose tool calls had no results yet; otherwise -1",
             ),
+            ("role", STRING, "t", "role that the agent called; empty without a team"),
         ),
     ),
     ColumnGroup(
@@ -298,7 +299,7 @@ def _columns() -> Iterator[Column]:
 
 
 COLUMNS = {column.path: column for column in _columns()}
-"""Path → column, for the whole schema except the rewards."""
+"""Maps the path of every column except the rewards to the column."""
 ROW_COLUMNS = tuple(column for column in COLUMNS.values() if column.group == "trajectories" and column.extent == "n")
 """Columns with one value per rollout."""
 
@@ -319,16 +320,16 @@ OFFSETS = {
     "artifacts/offset": "artifacts/bytes",
     **{text_offset(column.path): column.path for column in COLUMNS.values() if column.dtype == TEXT},
 }
-"""Offset column → the column that it points into."""
+"""Maps each offset column to the column that it points into."""
 
 MAX_REWARDS = 4096
 """Maximum number of reward columns. Verifiers choose the names, and each column takes space in every row."""
 
 MEASURED = ("setup_s", "agent_s", "verify_s", "cpu_s", "memory_peak_mb", "disk_peak_mb")
-"""Measurements of a rollout; any of them may be unknown."""
+"""Measurements of a rollout, any of which may be unknown."""
 
 UNKNOWN_AS_NAN = ("reward", *MEASURED)
-"""Numbers of a rollout that may be unknown: NaN in a column, ``None`` in a trajectory."""
+"""Numeric fields of a rollout that may be unknown: NaN in a column, ``None`` in a trajectory."""
 
 OPTIONAL: dict[str, Any] = {
     "trajectories/rank": -1,
@@ -345,21 +346,22 @@ OPTIONAL: dict[str, Any] = {
     "turns/policy": "",
     "turns/message": -1,
     "turns/started_by": -1,
+    "turns/role": "",
     "messages/parent": None,
 }
-"""Columns missing from files of earlier versions → default value. Without ``messages/parent``, the messages of a row
-form a single conversation."""
+"""Maps each column that is missing from earlier versions' files to its default value. Without ``messages/parent``, the
+messages of a row form a single conversation."""
 
 TOKEN_CHUNK = 16384
-"""Entries per chunk of the token columns. Smaller chunks make files larger; larger ones slow down random batches."""
+"""Entries per chunk of the token columns. Smaller chunks make files larger. Larger chunks slow down random batches."""
 ROW_CHUNK = 4096
 BYTE_CHUNK = 65536
 _TEXT_CHUNK = 1 << 20
-"""Bytes of messages per chunk. Deflate looks back 32 kB and starts each chunk with an empty window."""
+"""Bytes of messages per chunk. Deflate looks back only 32 kB, and starts each chunk without history."""
 
 
 def markdown() -> str:
-    """Returns the tables of docs/reference/trajectory-format.md."""
+    """Returns the schema as Markdown tables for docs/reference/trajectory-format.md."""
     lines = ["| root attribute | holds |", "| --- | --- |"]
     lines += [f"| `{name}` | {doc} |" for name, doc in ROOT_ATTRIBUTES]
     for group in GROUPS:
@@ -374,12 +376,12 @@ def markdown() -> str:
 
 
 def escape(text: str) -> str:
-    """Escapes NUL and lone surrogates."""
+    """Replaces NUL and lone surrogates with escapes."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def message_json(message: Mapping[str, Any]) -> bytes:
-    """Encodes a message as strict UTF-8 JSON. NaN and infinities become null; unsupported types become strings."""
+    """Encodes a message as strict UTF-8 JSON. NaN and infinities become null, and unsupported types become strings."""
     try:
         return orjson.dumps(message, default=_text)  # much faster, but rejects lone surrogates and large integers
     except TypeError:
@@ -398,7 +400,7 @@ def _text(value: Any) -> str:
 
 
 MAX_DEPTH = 200
-"""Maximum nesting depth of a message. Deeper values are dropped, since few JSON parsers accept them."""
+"""Maximum nesting depth of a message. Deeper values are dropped, because few JSON parsers accept them."""
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

@@ -1,8 +1,8 @@
-"""Writes campaign files row by row, in little memory.
+"""Writes campaign files row by row, using little memory.
 
 A column buffers its values and writes whole chunks, so HDF5 compresses each chunk once. Every chunk carries HDF5's
-fletcher32 checksum, which is verified on every read. A file is complete only after ``close``. Callers write it under a
-temporary name and then publish it.
+fletcher32 checksum, which is verified on every read. A file is complete only after ``close``, so callers write it under
+a temporary name and then publish it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from megaflow_hpc.trajectory import Trajectory, linked
 _FLUSH_ROWS = 256
 
 _COPIED = [column.name for column in ROW_COLUMNS if column.name not in ("turns", *UNKNOWN_AS_NAN)]
-_TURN = ("finish_reason", "model_s", "sandbox_s", "agent_s", "wait_s", "server", "policy", "message", "started_by")
+_TIMED = ("model_s", "sandbox_s", "agent_s", "wait_s")
+_TURN = ("finish_reason", *_TIMED, "server", "policy", "message", "started_by", "role")
 _ATTEMPT = [column.name for column in COLUMNS.values() if column.group == "attempts"]
 
 _ROW_OFFSETS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
-"""Extent → the offset column of ``/trajectories`` that counts its items."""
+"""Maps each extent to the offset column of ``/trajectories`` for its items."""
 _BATCH_BYTES = 1 << 20
-"""A column flushes its buffer once it reaches this many bytes."""
+"""Size in bytes at which a column flushes its buffer."""
 _MIN_STRING_BYTES = 16
 
 
@@ -89,7 +90,7 @@ class ColumnWriter:
         self._is_text = np.dtype(dtype).kind == "S"
         self.dtype = h5py.string_dtype("utf-8", _MIN_STRING_BYTES) if self._is_text else np.dtype(dtype)
         self._written = 0
-        """Entries in whole chunks of the dataset."""
+        """Number of entries in the dataset's complete chunks."""
         self._buffer: list[Array] = []
         self._buffered = 0
         if path not in file:
@@ -106,7 +107,7 @@ class ColumnWriter:
         return self._written + self._buffered
 
     def append(self, values: Array) -> None:
-        """Appends an array (n). The array is not copied, so it must not be modified afterwards."""
+        """Appends a one-dimensional array. Does not copy it, so the caller must not modify it afterwards."""
         if not len(values):
             return
         if self._is_text:
@@ -144,7 +145,7 @@ class ColumnWriter:
         return values
 
     def _widen(self, width: int) -> None:
-        """Rewrites the column with wider strings. This is rare, and strings are a small part of a file."""
+        """Rewrites the column with wider strings. This is rare, and strings are only a small part of a file."""
         written = self._dataset[: self._written]
         del self._file[self._path]
         self.dtype = h5py.string_dtype("utf-8", width)
@@ -165,7 +166,7 @@ class TextColumnWriter:
         self._end = len(self._bytes)
 
     def append(self, values: Array) -> None:
-        """Appends an array (n) of ``str``."""
+        """Appends a one-dimensional array of ``str``."""
         encoded = [text.encode("utf-8", "replace") for text in values.tolist()]
         ends = self._end + np.cumsum([len(data) for data in encoded], dtype=np.int64)
         self._bytes.append(np.frombuffer(b"".join(encoded), np.uint8))
@@ -196,7 +197,7 @@ class ColumnLists:
 
     Args:
         paths: Columns to collect. Other columns are ignored.
-        counts: Extent → number of items so far. :meth:`add` updates it.
+        counts: Number of items so far, by extent. Updated by :meth:`add`.
     """
 
     def __init__(self, paths: Iterable[str], counts: Counter[str] | None = None) -> None:
@@ -204,7 +205,7 @@ class ColumnLists:
         self.counts = Counter() if counts is None else counts
 
     def add(self, trajectory: Trajectory) -> None:
-        """Adds one row."""
+        """Adds a trajectory as the next row."""
         counts = self.counts
         row = {name: getattr(trajectory, name) for name in _COPIED}
         for name in UNKNOWN_AS_NAN:
@@ -232,7 +233,7 @@ class ColumnLists:
             self.values[path] += values
 
     def _add_turns(self, trajectory: Trajectory) -> None:
-        """Adds the turns. Call this before adding the sequences, because turns refer to the next free sequence and
+        """Adds the turns of a row. Must precede its sequences, because turns refer to the next free sequence and
         token."""
         sequence_lengths = [len(sequence.tokens) for sequence in trajectory.sequences]
         token_starts = list(accumulate(sequence_lengths, initial=self.counts["k"]))
@@ -296,7 +297,7 @@ class TrajectoryWriter:
         self._columns = {name: column_writer(self._file, column) for name, column in COLUMNS.items()}
         self._rewards: dict[str, ColumnWriter] = {}
         self._held_rewards: dict[str, dict[int, float]] = {}
-        """Reward name → {row: value} since the last flush."""
+        """Maps reward names to {row: value}, for rows since the last flush."""
         for name in self._file.require_group("rewards"):
             self._rewards[name], self._held_rewards[name] = reward_writer(self._file, name), {}
         self._lists = ColumnLists(COLUMNS)
@@ -362,7 +363,7 @@ class TrajectoryWriter:
             self._held_rewards.setdefault(name, {})[row] = value
 
     def _put_items(self, path: str, offset_path: str, items: list[bytes]) -> None:
-        """Adds items of any length to a flat column, and their ends to its offset column."""
+        """Appends items of varying length to a flat column, and their end offsets to its offset column."""
         self._columns[path].append(np.frombuffer(b"".join(items), np.uint8))
         for item in items:
             self._lists.counts[COLUMNS[path].extent] += len(item)
@@ -378,7 +379,7 @@ class TrajectoryWriter:
         self._backing.check()
 
     def _flush_reward(self, name: str, given: dict[int, float]) -> None:
-        """Appends a reward column for the new rows, with NaN for rows without this reward."""
+        """Extends a reward column to the new rows, with NaN for rows without this reward."""
         if name not in self._rewards:
             self._rewards[name] = reward_writer(self._file, name)
         column = self._rewards[name]

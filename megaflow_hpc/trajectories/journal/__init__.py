@@ -1,6 +1,6 @@
 """The durable record of a running campaign: one append-only journal per pod start.
 
-Rank 0 of a pod appends each finished rollout as one record and acknowledges it after an fsync. Readers decide, given
-the ledger's seals, which record is the result of a rollout. Pods, the trainer, ``reading`` and ``maintenance``
-use this package. It does not need HDF5.
+Rank 0 of a pod appends each finished rollout as one record and acknowledges it after an fsync. Readers use the ledger's
+seals to decide which record is the result of a rollout. Pods, the trainer, ``reading`` and ``maintenance`` use this
+package. It does not need HDF5.
 """

@@ -1,4 +1,4 @@
-"""Validates trajectories before they are stored: types and ranges of all fields, and their consistency.
+"""Validates trajectories before they are stored: the types, ranges and consistency of all fields.
 
 A record comes from a pod, from another user's run directory, or from a JSON lines file. msgpack and JSON can encode any
 value. The columns of a campaign file are stricter: 32-bit integers, fixed-width strings, and token columns of equal
@@ -23,7 +23,7 @@ from megaflow_hpc.types import VERIFIED, Status
 MAX_NAME_LENGTH = 1024
 """Maximum length of a name in characters. Every row of a string column is as wide as its longest string."""
 MAX_REWARDS = 1000
-"""Maximum number of named rewards of a trajectory. Each name becomes a column for all trajectories."""
+"""Maximum number of named rewards per trajectory. Each name becomes a column for all trajectories."""
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
@@ -38,11 +38,11 @@ _KINDS: Mapping[str, Any] = {
     STRING: Name,
     TEXT: str,
 }
-"""Column dtype → type of its values."""
+"""Maps each column dtype to the type of its values."""
 
 
 def _row_type(group: str, record: type) -> type[msgspec.Struct]:
-    """Defines a struct type with those columns of ``group`` that are fields of ``record``."""
+    """Defines a struct type with the columns of ``group`` that are fields of ``record``."""
     columns: list[tuple[str, Any]] = []
     for field in fields(record):
         column = COLUMNS.get(f"{group}/{field.name}")
@@ -60,7 +60,7 @@ _Attempt = _row_type("attempts", Attempt)
 
 
 class _HeadingFields(msgspec.Struct):
-    """The fields of a :class:`Heading` that are validated, plus the block."""
+    """The fields of a :class:`Heading` that are validated, and the block."""
 
     id: Name
     status: Status
@@ -96,7 +96,7 @@ def heading_in(payload: bytes) -> Heading | None:
     """Returns the heading of a record, or ``None`` if it is not a trajectory record.
 
     Args:
-        payload: The record, or a prefix that contains the heading's fields.
+        payload: The record, or a prefix of it that contains the heading's fields.
 
     Raises:
         KeyError, TypeError, ValueError: The record's kind is ``trajectory``, but its contents are invalid.
@@ -120,7 +120,7 @@ def checked(trajectory: Trajectory) -> Trajectory:
         raise ValueError(f"reward {trajectory.reward} though {trajectory.status}")
     _check_rewards(trajectory.rewards)
     msgspec.convert(trajectory.messages, list[dict[Any, Any]])
-    trajectory.parents = _linked(trajectory.parents, len(trajectory.messages))
+    trajectory.parents = _checked_parents(trajectory.parents, len(trajectory.messages))
     for number, sequence in enumerate(trajectory.sequences):
         _check_sequence(number, sequence)
     for number, turn in enumerate(trajectory.turns):
@@ -139,7 +139,7 @@ def checked(trajectory: Trajectory) -> Trajectory:
 
 
 def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
-    """Recovers what it can from a damaged trajectory: its heading, and valid scalars, rewards and messages."""
+    """Recovers as much as possible from a damaged trajectory: the heading, and valid scalars, rewards and messages."""
     kept: dict[str, Any] = dict.fromkeys(("task_id", "group_id", "policy", "agent"), "")
     for column in msgspec.structs.fields(_Trajectory):
         if column.name in data and _fits(data[column.name], column.type):
@@ -153,7 +153,7 @@ def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
         pass
     try:
         messages = msgspec.convert(data.get("messages"), list[dict[Any, Any]])
-        kept["parents"] = _linked(data.get("parents", ()), len(messages))
+        kept["parents"] = _checked_parents(data.get("parents", ()), len(messages))
         kept["messages"] = messages
     except ValueError:  # without parents, the order of messages is unknown
         pass
@@ -190,8 +190,12 @@ def _check_rewards(rewards: Any) -> None:
         _check_size(f"reward {name}", value)
 
 
-def _linked(parents: Any, count: int) -> list[int]:
-    """Returns the parent of each message. Raises :class:`ValueError` unless each parent precedes its child."""
+def _checked_parents(parents: Any, count: int) -> list[int]:
+    """Returns the parent of each message.
+
+    Raises:
+        ValueError: A parent does not precede its child.
+    """
     given = msgspec.convert(parents, Parents)
     if len(given) > count:
         raise ValueError(f"parents of {len(given)} messages, expected up to {count}")

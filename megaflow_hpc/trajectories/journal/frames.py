@@ -1,4 +1,4 @@
-"""The binary format of a journal: header and frames, and how readers handle torn tails and damage.
+"""The binary format of a journal: its header, its frames, and the treatment of torn tails and damage.
 
 All integers are little-endian::
 
@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 MAGIC = b"MFHPCJNL"
 VERSION = 1
 MARKER = b"\xf5\xc1MJ"
-"""0xf5 never occurs in UTF-8 and 0xc1 never in msgpack, so text and small integers cannot be mistaken for a marker."""
+"""Marks the beginning of a frame. 0xf5 never occurs in UTF-8 and 0xc1 never in msgpack, so text and small integers
+cannot be mistaken for a marker."""
 
 _HEADER = struct.Struct("<8sI8sI")
 _FRAME = struct.Struct("<4sIQII")
@@ -54,10 +55,10 @@ HEADER_SIZE = _HEADER.size
 FRAME_SIZE = _FRAME.size
 
 MAX_RECORD = 1 << 30
-"""Maximum size of a record in bytes. The writer rejects larger records; readers treat a larger length as damage."""
+"""Maximum size of a record in bytes. The writer rejects larger records, and readers treat a larger length as damage."""
 _SEARCH_WINDOW = 1 << 20
 _HEADING_BYTES = 4096
-"""Prefix of a record, in bytes, that contains the heading if a pod wrote it."""
+"""Size in bytes of the prefix that contains the heading of any record written by a pod."""
 _HEADING_FIELDS = frozenset({"id", "status", "attempt", "epoch"})
 
 
@@ -78,14 +79,14 @@ class Heading(NamedTuple):
     epoch: int
     attempt: int
     block: int
-    """-1 if the record names no block."""
+    """Block of the rollout. -1 if the record does not specify one."""
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def pack_record(record: Mapping[str, Any]) -> bytes:
-    """Encodes a record as msgpack. Lone surrogates are kept; values without a msgpack type become strings."""
+    """Encodes a record as msgpack. Keeps lone surrogates, and converts values without a msgpack type to strings."""
     packed: bytes = msgpack.packb(record, use_bin_type=True, unicode_errors="surrogatepass", default=_plain)
     return packed
 
@@ -179,7 +180,7 @@ def read_frames_at(path: str | os.PathLike[str], starts: Iterable[int]) -> Itera
     """Yields the frames at the given offsets, which must come from :func:`read_frames`.
 
     Raises:
-        ConfigError: There is no longer a complete frame at an offset.
+        ConfigError: An offset no longer has a complete frame.
     """
     with _open_journal(path) as file:
         salt = _read_header(file, path)
@@ -199,7 +200,7 @@ def read_frame(path: str | os.PathLike[str], start: int) -> Frame:
 
 
 def unpack_record(payload: bytes) -> dict[str, Any]:
-    """Decodes the output of :func:`pack_record`. Strings packed with ``surrogateescape`` are accepted too.
+    """Decodes the output of :func:`pack_record`. Also accepts strings packed with ``surrogateescape``.
 
     Raises:
         ValueError: The bytes are not a msgpack map.
@@ -220,7 +221,7 @@ def unpack_record(payload: bytes) -> dict[str, Any]:
 def head_of(payload: bytes) -> dict[str, Any]:
     """Decodes a record without its messages and tokens, or the whole record if the heading is not at its start.
 
-    Pods write the heading's fields first.
+    Records written by pods start with the heading's fields.
     """
     # The size also limits how much memory a forged length can make the unpacker allocate.
     unpacker = msgpack.Unpacker(
@@ -250,7 +251,7 @@ def head_of(payload: bytes) -> dict[str, Any]:
 
 
 def trajectory_data(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the trajectory map of a record, decoding it first if a worker packed it."""
+    """Returns the trajectory map of a record, decoding it first if a worker has packed it."""
     data = record["trajectory"]
     if isinstance(data, bytes):
         data = unpack_record(data)
@@ -260,7 +261,7 @@ def trajectory_data(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _open_journal(path: str | os.PathLike[str]) -> BinaryIO | PackedJournal:
-    """Opens a journal for reading, wherever it is (:mod:`~megaflow_hpc.trajectories.journal.packs`).
+    """Opens a journal for reading, from its own file or from a pack (:mod:`~megaflow_hpc.trajectories.journal.packs`).
 
     Raises:
         ConfigError: The file is missing or unreadable.
@@ -282,7 +283,7 @@ def _size(file: BinaryIO | PackedJournal) -> int:
 
 
 def _read_header(file: BinaryIO | PackedJournal, path: str | os.PathLike[str]) -> bytes | None:
-    """Reads the header and returns its salt, or ``None`` if the file is empty because its creation never finished.
+    """Reads the header and returns its salt. ``None`` if the file is empty because its creation was interrupted.
 
     Raises:
         ConfigError: The file is not a journal, its header is damaged, or it has another version.
@@ -303,7 +304,7 @@ def _read_header(file: BinaryIO | PackedJournal, path: str | os.PathLike[str]) -
 
 
 def _frame_at(file: BinaryIO | PackedJournal, salt: bytes, position: int, size: int) -> tuple[Frame | None, bool]:
-    """Returns the valid frame at ``position``, or ``None`` and whether the frame is cut off at ``size``."""
+    """Returns the valid frame at ``position``, or ``None``, and whether the frame is cut off at ``size``."""
     file.seek(position)
     head = file.read(FRAME_SIZE)
     if position + FRAME_SIZE > size or len(head) < FRAME_SIZE:
@@ -322,7 +323,7 @@ def _frame_at(file: BinaryIO | PackedJournal, salt: bytes, position: int, size: 
 
 
 def _next_frame(file: BinaryIO | PackedJournal, salt: bytes, position: int, size: int) -> Frame | None:
-    """Returns the first valid frame at or after ``position``."""
+    """Returns the first valid frame at or after ``position``, if any."""
     while position + FRAME_SIZE <= size:
         file.seek(position)
         window = file.read(_SEARCH_WINDOW)

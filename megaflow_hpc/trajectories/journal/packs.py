@@ -9,19 +9,20 @@
     table    msgpack {journal: [offset, size]}
     footer   u64 offset of the table | u32 its length | u32 its CRC-32 | magic
 
-A journal keeps its name and its offsets in a pack. So seals, cursors and record locations stay valid, and readers need
-not know whether a journal is packed.
+A packed journal keeps its name and offsets, so seals, cursors and record locations remain valid, and readers need not
+know whether a journal is packed.
 
-*What is packed.* Journals of earlier starts, whether their writer closed them or was killed. A start packs some minutes
-after it began. By then, the fence of every earlier start is closed, so nothing that it still writes counts.
+*What is packed.* A start packs the journals of earlier starts, whether they were closed or their writer was killed. It
+does so some minutes after it began. By then, every earlier start is fenced off, so anything it still writes is ignored.
 
-*Nothing is lost or counted twice.* A pack is complete and durable before it gets its name, and never changes. A later
-start compares the copies with the originals, and only then removes the originals. So both may exist for hours, and a
-reader with an old listing finds either. Journals are identified by name, so a journal that exists twice counts once. An
-original that differs from its copy, because its writer lived on, stays and is the one that readers use.
+*Nothing is lost or counted twice.* A pack is complete and durable before it gets its name, and is immutable. A later
+start removes an original only after comparing it with its copy. Both may therefore exist for hours, and a reader with
+an old directory listing finds at least one of them. Since journals are identified by name, a journal that exists twice
+counts once. If an original differs from its copy because its writer was still running, the original is kept, and
+readers use it.
 
-*Bounds.* A start writes at most one pack of :data:`PACK_BYTES`. A pack of less than half of that is packed again with
-the following journals. So a pod has fewer than :data:`FAN` small files, apart from those waiting for their removal.
+*Bounds.* A start writes at most one pack of :data:`PACK_BYTES`. A pack of less than half that size is packed again with
+later journals. A pod therefore has fewer than :data:`FAN` small files, apart from files waiting to be removed.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 JOURNAL, PACK = ".journal", ".pack"
 FAN = 16
-"""Number of small files, journals or packs, that a start packs together."""
+"""Number of small files (journals or packs) to merge into one pack."""
 PACK_BYTES = 32 << 20
-"""Maximum size of a pack. Journals and packs larger than half of it are not packed."""
+"""Maximum size of a pack in bytes. Files larger than half of this are not packed."""
 LISTING_AGE_S = 10.0
-"""Seconds for which a directory listing is reused to find the pack of a journal."""
+"""Maximum age in seconds of a directory listing that is used to find a journal's pack."""
 _COPY_BYTES = 1 << 20
 _PACK_NAME = re.compile(r"[^.].*\.[0-9]+\.[0-9]+\.pack")
 _MAX_TABLE = 64 << 20
@@ -73,7 +74,7 @@ class Packed(NamedTuple):
 
 
 class PackedJournal:
-    """One journal in a pack, opened for reading. Provides the methods of a binary file that readers of journals use."""
+    """A packed journal, opened for reading. Provides the methods of a binary file that journal readers use."""
 
     def __init__(self, file: BinaryIO, packed: Packed) -> None:
         self._file, self._packed, self._position = file, packed, 0
@@ -100,7 +101,7 @@ class PackedJournal:
 
 
 class _Catalog:
-    """The packs of one directory. Each table is read once."""
+    """The packs in one directory. Each table is read only once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -109,7 +110,7 @@ class _Catalog:
         self.journals: dict[str, Packed] = {}
 
     def update(self, names: Iterable[str]) -> None:
-        """Reads new packs, given a listing of the directory.
+        """Reads the tables of new packs, given a directory listing.
 
         Raises:
             ConfigError: A pack is damaged.
@@ -132,15 +133,15 @@ class _Catalog:
         }
 
     def find(self, journal: str) -> Packed | None:
-        """Returns the location of a packed journal. Lists the directory if the journal is unknown and the listing is
-        old."""
+        """Returns the location of a packed journal. If it is unknown and the listing is old, lists the directory
+        again."""
         if journal not in self.journals and time.monotonic() - self._listed_at >= LISTING_AGE_S:
             with suppress(FileNotFoundError):
                 self.update(os.listdir(self._folder))
         return self.journals.get(journal)
 
     def forget(self) -> None:
-        """Makes the next :meth:`find` list the directory."""
+        """Discards the listing, so that the next :meth:`find` lists the directory again."""
         self._listed_at, self._tables, self.journals = -float("inf"), {}, {}
 
 
@@ -152,8 +153,10 @@ def _catalog(folder: Path) -> _Catalog:
 
 
 def sizes(folder: Path) -> dict[str, int | None]:
-    """Lists the journals of a directory once. Returns journal → size if it is packed, since a packed journal never
-    changes, and ``None`` if it is a file.
+    """Returns the names of all journals in a directory. Lists the directory once.
+
+    Each name is mapped to the journal's size in bytes if it is packed, because a packed journal never changes. Journals
+    in their own files are mapped to ``None``.
 
     Raises:
         ConfigError: A pack is damaged.
@@ -165,9 +168,9 @@ def sizes(folder: Path) -> dict[str, int | None]:
     catalog = _catalog(folder)
     catalog.update(names)
     files = {name for name in names if name.endswith(JOURNAL) and not name.startswith(".")}
-    found: dict[str, int | None] = {name: packed.size for name, packed in catalog.journals.items()}
-    found.update(dict.fromkeys(files))
-    return dict(sorted(found.items()))
+    size_by_name: dict[str, int | None] = {name: packed.size for name, packed in catalog.journals.items()}
+    size_by_name.update(dict.fromkeys(files))
+    return dict(sorted(size_by_name.items()))
 
 
 def size_of(path: Path) -> int:
@@ -186,14 +189,14 @@ def size_of(path: Path) -> int:
 
 
 def is_packed_by_later_start(path: Path) -> bool:
-    """Returns whether a later start of the same pod has a pack, so that a journal of this name may be in it.
+    """Returns whether a later start of the pod has written a pack, which might contain a journal of this name.
 
-    Costs one listing.
+    Lists the directory once.
     """
     pod, _, start = path.name.removesuffix(JOURNAL).rpartition(".")
     later = re.compile(rf"{re.escape(pod)}\.([0-9]+)\.[0-9]+\.pack")
-    found = (later.fullmatch(name) for name in os.listdir(path.parent)) if start.isdigit() else ()
-    return any(match is not None and int(match[1]) > int(start) for match in found)
+    matches = (later.fullmatch(name) for name in os.listdir(path.parent)) if start.isdigit() else ()
+    return any(match is not None and int(match[1]) > int(start) for match in matches)
 
 
 def open_packed(path: Path) -> PackedJournal | None:
@@ -211,7 +214,7 @@ def open_packed(path: Path) -> PackedJournal | None:
 
 
 def read_table(pack: Path) -> _Table:
-    """Returns journal → (offset, size) of a pack.
+    """Returns a mapping from journal to (offset, size) in a pack.
 
     Raises:
         ConfigError: The pack is damaged.
@@ -239,11 +242,11 @@ def read_table(pack: Path) -> _Table:
 
 
 def pack_journals(folder: Path, pod: str, start: str) -> None:
-    """Packs the small journals of a pod's earlier starts, and removes originals that earlier starts have packed.
+    """Packs the small journals of a pod's earlier starts, and removes originals that an earlier start has packed.
 
-    Call it once, :attr:`~megaflow_hpc.ledger.lease.Times.lease_s` or more after the start began: by then earlier starts
-    commit nothing more, and their packs have been visible for that long. Errors are logged, because packing is an
-    optimisation.
+    Call it once, at least :attr:`~megaflow_hpc.ledger.lease.Times.lease_s` after the start began. By then, earlier
+    starts can no longer commit records, and all processes see their packs. Errors are only logged, because packing is
+    an optimisation.
 
     Args:
         folder: Directory of the journals.
@@ -280,7 +283,7 @@ class _Packing:
         return name.endswith(suffix) and pod == self._pod and start.isdigit() and int(start) < self._start
 
     def clean_up(self) -> None:
-        """Removes each file that a pack of an earlier start contains completely, after comparing every byte."""
+        """Removes every file of which an earlier start's pack has an identical copy. Compares all bytes first."""
         for name in sorted(self._journals):
             path = self._folder / name
             for pack, table in self._packs.items():
@@ -294,11 +297,11 @@ class _Packing:
                 del self._packs[pack]
 
     def _is_in_later(self, pack: str, journal: str) -> bool:
-        """Returns whether a later pack contains the same copy of a journal."""
-        place = self._packs[pack][journal]
+        """Returns whether a later pack contains an identical copy of a journal."""
+        location = self._packs[pack][journal]
         for later in self._later_than(pack):
             table = self._packs[later]
-            if journal in table and _equal(self._folder / pack, *place, self._folder / later, *table[journal]):
+            if journal in table and _equal(self._folder / pack, *location, self._folder / later, *table[journal]):
                 return True
         return False
 
@@ -306,7 +309,7 @@ class _Packing:
         return [other for other in self._packs if _age(other) > _age(pack)]
 
     def pack(self) -> None:
-        """Writes one pack of small files, oldest first, if there are enough of them."""
+        """Writes one pack from the oldest small files, if there are enough of them."""
         packed = {journal for table in self._packs.values() for journal in table}
         files = {name: {name: (0, (self._folder / name).stat().st_size)} for name in self._journals - packed}
         for pack, table in self._packs.items():
@@ -351,12 +354,12 @@ class _Packing:
 
 
 def _without_level(pack: str) -> str:
-    """Returns ``<pod>.<start>.pack`` for the name ``<pod>.<start>.<level>.pack``."""
+    """Converts the name ``<pod>.<start>.<level>.pack`` to ``<pod>.<start>.pack``."""
     return pack.removesuffix(PACK).rpartition(".")[0] + PACK
 
 
 def _age(name: str) -> tuple[int, str]:
-    """Sort key: the start that wrote a journal or pack, then its name."""
+    """Sort key of a journal or pack: the start that wrote it, then its name."""
     path = _without_level(name).removesuffix(PACK) if name.endswith(PACK) else name.removesuffix(JOURNAL)
     return int(path.rpartition(".")[2]), name
 

@@ -1,15 +1,16 @@
-"""Decides which record of which journal is the result of a rollout, and reads it. All readers share these rules.
+"""Decides which record is the result of a rollout, and reads it. All readers share the following rules.
 
 For each (block, epoch), a seal names the only journal that counts, and its length in bytes. Records of that epoch that
-end after the seal, or are in another journal, are *void*. Without a seal, all records of an epoch are valid.
+end after this length, or are in another journal, are *void*. Without a seal, all records of an epoch are valid.
 
 The identity of a record is (rollout, epoch, attempt). Among the valid records of a rollout
 
-1. ``completed`` and ``truncated`` come before ``failed`` and ``cancelled``: ``resume --failed`` runs a rollout again
-   under a higher epoch. Its success replaces the failure, while a failure never replaces a success;
+1. ``completed`` and ``truncated`` come before ``failed`` and ``cancelled``: ``resume --failed`` runs a rollout again in
+   a higher epoch, so that a success replaces a failure, but never the reverse;
 2. then the lowest epoch wins, then the lowest attempt, then the earliest record.
 
-So once a reader has seen a success, it never changes. The winner also gets the attempts of the valid records that lost.
+Once a reader has seen a success, it is therefore final. The winner also receives the attempts of the losing valid
+records.
 
 *Commit order.* Within a journal, records are in append order. Journals are merged by the timestamp of each frame, made
 monotonic within a journal. The pods' clocks only affect the order of rows of different pods, never which rows exist.
@@ -50,15 +51,15 @@ SUFFIX = packs.JOURNAL
 BATCH_BYTES = 64 << 20
 """Bytes of records that :meth:`Index.trajectories` reads per batch before decoding."""
 RENEW_BYTES = 8 << 20
-"""Journal bytes that :class:`StoredRollouts` reads between two calls of ``renew``."""
+"""Number of journal bytes that :class:`StoredRollouts` reads between two calls of ``renew``."""
 
 Seals = Mapping[tuple[int, int], tuple[str, int]]
-"""(block, epoch) → (``<pod>.<start>`` or the name of its journal file, number of valid bytes)."""
+"""Maps (block, epoch) to the only valid journal, as ``<pod>.<start>`` or file name, and its number of valid bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordEntry:
-    """One valid record: the fields that decide which record wins, and its location."""
+    """A valid record's location, and the fields that decide whether it wins."""
 
     id: str
     status: str
@@ -67,15 +68,15 @@ class RecordEntry:
     time_ns: int
     """Commit time, monotonic within the journal."""
     journal: str
-    """File name within ``RUN/journal``."""
+    """Name of the journal in ``RUN/journal``."""
     start: int
-    """Offset of the frame in that file."""
+    """Offset of the record's frame in the journal."""
     size: int
-    """Size of the frame in bytes."""
+    """Size of the record's frame in bytes."""
 
     @property
     def rank(self) -> tuple[bool, int, int, int, str, int]:
-        """Sort key: the record of a rollout with the lowest rank wins."""
+        """Sort key. The record of a rollout with the lowest rank wins."""
         return self.status not in VERIFIED, self.epoch, self.attempt, self.time_ns, self.journal, self.start
 
 
@@ -84,11 +85,11 @@ class Index:
     """The valid records of a run."""
 
     root: Path
-    """``RUN/journal``."""
+    """The journal directory, ``RUN/journal``."""
     winners: list[RecordEntry] = field(default_factory=list)
     """One record per rollout, in commit order."""
     losers: dict[str, list[RecordEntry]] = field(default_factory=dict)
-    """Rollout id → its other valid records. Rollouts without any are omitted."""
+    """Maps rollout ids to their losing valid records. Omits rollouts that have none."""
 
     def load(self, entry: RecordEntry) -> Trajectory:
         """Reads a winner's trajectory, including the attempts of the records that lost.
@@ -156,7 +157,7 @@ def _batches(winners: list[RecordEntry]) -> Iterator[list[RecordEntry]]:
 
 
 def journals(run: RunDir) -> list[Path]:
-    """Returns the journals of a run, sorted by name. No file exists at the path of a packed journal."""
+    """Returns the paths of a run's journals, sorted by name. The path of a packed journal does not exist."""
     return [run.journal / name for name in packs.sizes(run.journal)]
 
 
@@ -184,7 +185,7 @@ def fingerprint(run: RunDir, seals: Seals) -> dict[str, Any]:
 def index(run: RunDir, seals: Seals) -> Index:
     """Reads the headings of every journal once and decides which records win.
 
-    Damage is logged and skipped, so the remaining records stay readable.
+    Damage is logged and skipped, so that all other records remain readable.
 
     Raises:
         ConfigError: A file in ``RUN/journal`` is not a journal, or has a newer version.
@@ -194,7 +195,7 @@ def index(run: RunDir, seals: Seals) -> Index:
 
 
 def decide(valid: Iterable[RecordEntry]) -> tuple[dict[str, RecordEntry], dict[str, list[RecordEntry]]]:
-    """Returns the winner of each rollout by id, and the losing entries of each rollout that has any."""
+    """Returns each rollout's winning entry and, if it has any, its losing entries, both by rollout id."""
     best: dict[str, RecordEntry] = {}
     losers: dict[str, list[RecordEntry]] = {}
     for entry in valid:
@@ -206,7 +207,7 @@ def decide(valid: Iterable[RecordEntry]) -> tuple[dict[str, RecordEntry], dict[s
 
 
 def in_commit_order(of_journals: Iterable[RecordEntry]) -> list[RecordEntry]:
-    """Sorts entries from several journals."""
+    """Sorts entries of several journals into commit order."""
     return sorted(of_journals, key=lambda e: (e.time_ns, e.journal, e.start))
 
 
@@ -218,7 +219,7 @@ def entries(path: Path, seals: Seals, start: int = 0, limit: int | None = None) 
 
     Args:
         path, start, limit: As for :func:`headings`.
-        seals: The ledger's seals, which make records void.
+        seals: The ledger's seals, which decide which records are valid.
     """
     valid: list[RecordEntry] = []
     end = start
@@ -271,10 +272,10 @@ def counts(seals: Seals, block: int, epoch: int, journal: str, end: int) -> bool
 
 
 def trajectory_of(frame: Frame, epoch: int, path: Path) -> Trajectory:
-    """Returns the trajectory of a record that has a heading.
+    """Decodes the trajectory of a record that has a heading.
 
-    An inconsistent trajectory (:func:`~megaflow_hpc.trajectories.journal.checks.checked`) is returned without its
-    tokens. Its ``error`` says so, and the log names the record.
+    If the trajectory fails validation (:func:`~megaflow_hpc.trajectories.journal.checks.checked`), it is returned
+    without its tokens. Its ``error`` says so, and the log names the record.
     """
     record: Mapping[str, Any] = {}
     data: Mapping[str, Any] = {}
@@ -301,9 +302,9 @@ class StoredBlock(NamedTuple):
 
     epoch: int
     owner: str
-    """``<pod>.<start>``."""
+    """Pod start that owned the block, ``<pod>.<start>``."""
     sealed: int
-    """Length of the owner's journal, in bytes, up to the seal. Later records do not count."""
+    """Length in bytes at which the owner's journal was sealed. Later records are void."""
 
 
 class _Record(NamedTuple):
@@ -313,14 +314,14 @@ class _Record(NamedTuple):
 
 @dataclass
 class _Journal:
-    """Snapshot of one journal as of the last read."""
+    """State of one journal as of the last read."""
 
     size: int
     """Size of the file in bytes before the read. 0 if the file is missing."""
     length: int
     """End offset of the last complete record."""
     records: dict[tuple[int, int], list[_Record]] = field(default_factory=dict)
-    """(block, epoch) → records whose rollout did not fail."""
+    """Maps (block, epoch) to the records of rollouts that did not fail."""
 
 
 class StoredRollouts:
@@ -336,7 +337,7 @@ class StoredRollouts:
         self._folder = run.journal
         self._renew = renew
         self._journals: dict[str, _Journal] = {}
-        """Owner → journal."""
+        """Maps each owner to its journal."""
 
     def ids(self, block: int, held: Iterable[StoredBlock]) -> set[str]:
         """Returns the ids of a block's rollouts that are stored and did not fail.
@@ -355,8 +356,8 @@ class StoredRollouts:
         return stored
 
     def length(self, owner: str) -> int:
-        """Returns the length of a journal's complete records, in bytes. A successor seals the journal there. 0 if
-        missing.
+        """Returns the end offset of a journal's last complete record, at which a successor seals it. 0 if there is no
+        journal.
 
         Reads the journal again only if it has grown. Raises the errors of :meth:`ids`.
         """

@@ -3,8 +3,7 @@
 Each pod start that stores something creates one journal, ``journal/<pod>.<start>.journal``, when it writes its first
 records. The file is created with ``O_EXCL`` and never reopened for writing, so no record is ever appended after a
 crashed writer's torn tail. A record is *acknowledged* once :meth:`JournalWriter.commit` has returned. Committing many
-records together (group commit) costs one fsync.
-:mod:`megaflow_hpc.trajectories.journal.frames` describes the format.
+records together (group commit) costs one fsync. See :mod:`megaflow_hpc.trajectories.journal.frames` for the format.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megaflow_hpc.trajectories.journal.packs import is_packed_by_later_start
 logger = logging.getLogger(__name__)
 
 _WRITE_BUFFER = 4 << 20
-"""Maximum bytes of appended frames to buffer between commits before they are written."""
+"""Maximum number of bytes to buffer between commits before they are written to the file."""
 
 
 class _State(enum.Enum):
@@ -37,9 +36,9 @@ class _State(enum.Enum):
 
 
 class JournalWriter:
-    """Appends to a new journal. Not thread-safe, and for one process only.
+    """Appends to a new journal. Must be used by only one thread of one process.
 
-    The file is created when the first records are written. A start that stores nothing leaves no file.
+    The file is created when the first records are written, so a start that stores nothing creates no file.
 
     Args:
         path: The new journal. The file must not exist; its directory must.
@@ -146,7 +145,7 @@ class JournalWriter:
             raise OSError(f"{self.path}: an earlier fsync failed; continue with a new journal")
 
     def _write(self) -> None:
-        """Writes the buffer to the file, which it creates for the first record. After an error, the buffer is kept."""
+        """Writes the buffer to the file, creating the file if necessary. Keeps the buffer after an error."""
         if self.length == HEADER_SIZE or not self._buffer:
             return
         if self._file is None:
@@ -183,7 +182,7 @@ def _exists(path: Path) -> ConfigError:
 
 
 def _write_at(file: int, data: bytes, offset: int) -> None:
-    """Writes all of ``data``. After an OSError, part of it may have been written."""
+    """Writes all of ``data``. If an OSError is raised, part of it may have been written."""
     view = memoryview(data)
     done = 0
     while done < len(data):

@@ -1,5 +1,5 @@
 """Creates and maintains campaign files: gather, validate, verify, compact, anonymise, disk usage.
 
-The input is a run directory or a campaign file. The output is a new file, published by rename, or a list of findings.
-CLI commands call this package; ``gather`` also runs at the end of a campaign.
+Each operation takes a run directory or a campaign file. It returns a list of findings, or writes a new file and
+publishes it by rename. CLI commands use this package, and ``gather`` also runs at the end of a campaign.
 """

@@ -1,9 +1,9 @@
 """Copies a campaign file without the names of users, hosts, jobs and home directories.
 
 Nodes, servers and jobs are replaced by numbers. In all text (errors, messages, artifacts, the configuration), these
-names and names given by the user are replaced. So are email addresses, and the owner in paths such as ``/home/NAME``.
-Token ids cannot be rewritten without their tokenizer. A rollout whose messages change therefore loses its token
-sequences, unless the caller asks to keep them.
+names are replaced too, as well as additional names that the caller gives, email addresses, and the owner in paths such
+as ``/home/NAME``. Token ids cannot be rewritten without the tokenizer. If a rollout's messages change, its token
+sequences are therefore dropped, unless the caller asks to keep them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from megaflow_hpc.trajectories.hdf5.schema import MAX_DEPTH
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectory import Attempt, Trajectory
 
-_OWNED = re.compile(r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)")
-"""Matches a parent of users' directories, and the user name after it."""
-_MAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]++@[A-Za-z0-9-]++(?:\.[A-Za-z0-9-]++)++")
-"""Possessive quantifiers prevent backtracking, which would take quadratic time on a long word."""
+_HOME_PATH = re.compile(
+    r"(/(?:home|users|Users|scratch|work|lustre|gpfs|nfs|projects?|data)/)([^/\s\"'\\:;,()<>\[\]]+)"
+)
+"""Matches a directory that contains home directories, and the user name that follows it."""
+_EMAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]++@[A-Za-z0-9-]++(?:\.[A-Za-z0-9-]++)++")
+"""Matches an email address. Possessive quantifiers prevent backtracking, which would take quadratic time on a long
+word."""
 _COMMON = frozenset({"", "user", "root", "localhost", "agent", "main", "default"})
-_WITH_IDS = "engine.jsonl"
-"""Artifact in which earlier versions stored a second copy of the sampled token ids."""
+_TOKEN_ID_ARTIFACT = "engine.jsonl"
+"""Artifact in which earlier versions stored a duplicate of the sampled token ids."""
 _MIN_NAME_LENGTH = 3
-"""Shorter names are ignored, because they also occur as ordinary words."""
+"""Minimum length of a name to replace. Shorter names also occur as ordinary words."""
 
 
 @dataclass
@@ -43,7 +46,7 @@ class Scrubber:
     users: set[str] = field(default_factory=set)
     hosts: set[str] = field(default_factory=set)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Kind of name → name → number."""
+    """Maps kind and name to the assigned number."""
     _pattern: re.Pattern[str] | None = None
 
     def learn(self, users: Iterable[str] = (), hosts: Iterable[str] = ()) -> None:
@@ -61,9 +64,9 @@ class Scrubber:
         return f"{kind}-{numbers.setdefault(name, len(numbers))}"
 
     def text(self, text: str) -> str:
-        """Replaces every known name, directory owner and email address in a text."""
-        text = _OWNED.sub(r"\1user", text)
-        text = _MAIL.sub("user@example.org", text)
+        """Replaces all known names, directory owners and email addresses in a text."""
+        text = _HOME_PATH.sub(r"\1user", text)
+        text = _EMAIL.sub("user@example.org", text)
         if self._pattern is None:
             names = sorted(self.users | self.hosts, key=len, reverse=True)
             words = [rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])" for name in names]
@@ -130,7 +133,7 @@ def anonymise(
                 if changed and trajectory.sequences and not keep_tokens:
                     counts["without_tokens"] += 1
                     trajectory.sequences = []
-                    trajectory.artifacts = [a for a in trajectory.artifacts if a.name != _WITH_IDS]
+                    trajectory.artifacts = [a for a in trajectory.artifacts if a.name != _TOKEN_ID_ARTIFACT]
                     for turn in trajectory.turns:
                         turn.sequence, turn.token_start, turn.token_end = -1, 0, 0
                 writer.append(trajectory)

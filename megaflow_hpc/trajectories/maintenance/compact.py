@@ -1,6 +1,5 @@
-"""Makes campaigns smaller, and measures their disk usage.
-
-Drops superseded attempts, selected artifacts, and the journals of a finished run.
+"""Reduces the size of campaigns by dropping superseded attempts, selected artifacts and the journals of a finished run.
+Also measures disk usage.
 
 The new file is written under a temporary name and renamed. Journals are removed only if the campaign is finished, the
 file contains all their records, and every column of the file can be read.
@@ -40,10 +39,10 @@ from megaflow_hpc.trajectories.journal.winners import fingerprint, seals_of
 from megaflow_hpc.trajectories.maintenance.validate import verify
 
 _WINDOW = 1 << 20
-"""Entries copied at a time, to bound memory."""
+"""Number of entries to copy at a time, to bound memory."""
 
 Mask = NDArray[np.bool_]
-"""True for each item to keep."""
+"""Boolean array that is True for each item to keep."""
 
 
 def compact(
@@ -97,7 +96,7 @@ def compact(
 
 
 def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) -> Iterator[Array]:
-    """Yields the values of a column for the new file, in windows to bound memory."""
+    """Yields the values of a column for the new file, in windows that bound memory."""
     if path == "trajectories/attempt_offset":
         kept_before = np.concatenate([[0], np.cumsum(attempts)])
         yield kept_before[read(source[path])]
@@ -177,10 +176,7 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class DiskShare:
-    """The disk usage of a directory, file or column.
-
-    ``stored`` counts bytes on disk, ``raw`` uncompressed bytes (0 if unknown).
-    """
+    """Disk usage of a directory, file or column: bytes on disk, and uncompressed bytes (0 if unknown)."""
 
     name: str
     files: int
@@ -189,7 +185,7 @@ class DiskShare:
 
 
 def usage_of_run(path: Path) -> list[DiskShare]:
-    """Returns the usage of each top-level directory and file of a run directory, largest first."""
+    """Returns the disk usage of each top-level directory and file of a run directory, largest first."""
     sizes: dict[str, list[int]] = {}
     for directory, _, names in os.walk(path):
         for name in names:

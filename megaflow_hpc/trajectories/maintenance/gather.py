@@ -1,11 +1,11 @@
 """Gathers the journals of a run into one self-contained ``RUN/trajectories.h5``.
 
-A gather first reads the headings of all records and decides which ones win. It then appends the winners in commit
-order, with one batch of records in memory at a time.
+A gather first reads the headings of all records and decides which ones win. It then writes the winners in commit order,
+holding one batch of records in memory at a time.
 
 The file is published by rename, so readers see either the old or the new file. A gather that is asked to stop keeps the
-rows written so far. The next gather continues, unless the journals have changed. A killed gather starts again from the
-beginning. Gathering is possible while the campaign is running.
+rows written so far. The next gather continues from there, unless the journals have changed. After a gather is killed,
+the next one starts from the beginning. A running campaign can be gathered too.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from megaflow_hpc.trajectories.maintenance.index_file import read_index, write_i
 logger = logging.getLogger(__name__)
 
 KEEP_INDEX_S = 5.0
-"""Seconds of work above which an index is kept for a later gather."""
-_IDS = 1 << 16
-"""Number of ids compared at a time, to bound memory."""
+"""An index that took at least this many seconds to build is kept for the next gather."""
+_ID_BATCH = 1 << 16
+"""Number of ids to compare at a time, to bound memory."""
 
 
 def gather(
@@ -57,20 +57,20 @@ def gather(
         run: The run directory.
         seals: (block, epoch) → (``<pod>.<start>``, valid bytes). Default: the ledger's seals.
         rebuild: Write the file even if it is up to date.
-        stop: Called after each row. Returns whether to stop and to keep what was written.
+        stop: Called after each row. Returns whether to stop and keep the rows written so far.
 
     Returns:
         The path of the file.
 
     Raises:
-        ConfigError: A journal is foreign or has a newer version, or journals that the existing file was gathered from
-            are missing.
+        ConfigError: A journal is foreign or has a newer version, or a journal from which the existing file was gathered
+            is missing.
         Unfinished: ``stop`` returned true. The next call continues.
         OSError: There is no space left, or the directory is read-only. The existing file is unchanged.
     """
     run = run if isinstance(run, RunDir) else RunDir(run)
     seals = seals_of(run) if seals is None else seals
-    now = fingerprint(run, seals)  # taken first, so records appended in the meantime make the file stale
+    now = fingerprint(run, seals)  # taken first, so that records appended in the meantime make the file stale
     before = recorded_sources(run.trajectories)
     if before is not None and _is_up_to_date(run, before, now, rebuild):
         for kept in (unfinished(run.trajectories), _kept_index(run)):
@@ -80,7 +80,7 @@ def gather(
     winners = _index(run, seals, now)
     total = len(winners.winners)
     with published(run.trajectories) as temporary:
-        done = _take_up(unfinished(run.trajectories), temporary, now, winners)
+        done = _resume(unfinished(run.trajectories), temporary, now, winners)
         with TrajectoryWriter(temporary, campaign_name(run), now, root_attributes(run), append=done > 0) as writer:
             for trajectory in winners.trajectories(done):
                 writer.append(trajectory)
@@ -95,8 +95,10 @@ def gather(
 
 
 def _index(run: RunDir, seals: Seals, now: dict[str, Any]) -> Index:
-    """Decides which records win. If that takes long, keeps the result until the file is published. A gather that
-    continues a stopped one then need not read all journals again, which on a busy node may take most of its walltime.
+    """Decides which records win. If that takes long, keeps the result until the file is published.
+
+    A gather that continues the work of a stopped one can then skip reading all journals again, which on a busy node may
+    take most of its walltime.
     """
     path = _kept_index(run)
     try:
@@ -121,9 +123,11 @@ def _kept_index(run: RunDir) -> Path:
     return run.trajectories.with_name(f".{run.trajectories.name}.index")
 
 
-def _take_up(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -> int:
-    """Renames what a stopped gather has kept to ``temporary``, and returns its number of rows. Removes it and returns 0
-    if it does not fit the journals."""
+def _resume(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -> int:
+    """Renames the unfinished file of a stopped gather to ``temporary``, and returns its number of rows.
+
+    Removes the file and returns 0 if it does not match the journals.
+    """
     try:
         os.rename(kept, temporary)  # before it is checked, so that no other gather replaces it meanwhile
     except FileNotFoundError:
@@ -136,16 +140,16 @@ def _take_up(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -
 
 
 def _rows_that_fit(kept: Path, now: dict[str, Any], winners: Index) -> int:
-    """Returns the number of rows of a kept file. 0 if it is damaged, or made from other records or by another
+    """Returns the number of rows in an unfinished file. 0 if it is damaged or does not match the journals and this
     version."""
     try:
         with open_file(kept) as file:
             if attribute(file, "sources") != now or attribute_text(file, "software") != SOFTWARE:
                 return 0
             ids = file["trajectories/id"]
-            for first in range(0, len(ids), _IDS):
-                expected = [escape(entry.id).encode() for entry in winners.winners[first : first + _IDS]]
-                if ids[first : first + _IDS].tolist() != expected[: len(ids) - first]:
+            for first in range(0, len(ids), _ID_BATCH):
+                expected = [escape(entry.id).encode() for entry in winners.winners[first : first + _ID_BATCH]]
+                if ids[first : first + _ID_BATCH].tolist() != expected[: len(ids) - first]:
                     return 0
             return 0 if any(offset_faults(file)) else len(ids)
     except (ConfigError, OSError, LookupError, ValueError) as error:
@@ -154,9 +158,9 @@ def _rows_that_fit(kept: Path, now: dict[str, Any], winners: Index) -> int:
 
 
 def gathered(path: str | os.PathLike[str]) -> Path:
-    """Returns the campaign file for ``path``: ``path`` itself, or the ``trajectories.h5`` of a run directory.
+    """Returns the campaign file for a path: the path itself, or the ``trajectories.h5`` of a run directory.
 
-    Warns if the journals of the run contain records that the file lacks.
+    Warns if the run's journals contain records that are missing from the file.
 
     Raises:
         ConfigError: The directory is not a run directory, or was not gathered.
@@ -179,7 +183,7 @@ def _is_up_to_date(run: RunDir, before: dict[str, Any], now: dict[str, Any], reb
     """Returns whether the existing file is up to date, given its fingerprint and that of the journals.
 
     Raises:
-        ConfigError: The file is stale, but journals that it was gathered from are missing.
+        ConfigError: The file is stale, but a journal from which it was gathered is missing.
     """
     gone = sorted(before["journals"].keys() - now["journals"].keys())
     if not gone:

@@ -1,7 +1,7 @@
 """Stores an index of journals in a file, in chunks that bound memory.
 
-Each chunk is ``u32 length | u32 crc | msgpack``, little-endian. The first contains the fingerprint of the journals, the
-second the names of the journals and the number of winners. The others are lists of entries, winners first.
+Each chunk is ``u32 length | u32 crc | msgpack``, little-endian. The first chunk contains the fingerprint of the
+journals, the second their names and the number of winners. The remaining chunks are lists of entries, winners first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENTRIES = 1 << 16
 """Number of entries per chunk."""
 
 _Fields = tuple[str, str, int, int, int, int, int, int]
-"""id, status, epoch, attempt, time_ns, number of the journal, start, size."""
+"""An index entry: (id, status, epoch, attempt, time_ns, journal number, start, size)."""
 
 
 class _Contents(msgspec.Struct, array_like=True):
@@ -52,7 +52,7 @@ def write_index(path: Path, index: Index, fingerprint: dict[str, Any]) -> None:
 
 
 def read_index(path: Path, root: Path, fingerprint: dict[str, Any]) -> Index | None:
-    """Reads an index. Returns ``None`` if it was made from other journals or seals.
+    """Reads an index. Returns ``None`` if it was built from other journals or seals.
 
     Args:
         root: Directory of the journals.

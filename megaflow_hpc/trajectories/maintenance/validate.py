@@ -1,7 +1,7 @@
 """Checks a campaign file against the schema and its invariants (``validate``) and byte by byte (``verify``).
 
 Large columns are read in windows to bound memory. ``validate`` reports each kind of fault once, at the first row
-affected. ``verify`` reads every byte, so HDF5 verifies the checksum of each chunk.
+affected. ``verify`` reads every byte, which makes HDF5 verify the checksum of each chunk.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megaflow_hpc.types import VERIFIED
 _WINDOW = 1 << 20
 _WINDOW_BYTES = 16 << 20
 _TEXT_BYTES = 64
-"""Assumed size of a variable-length string."""
+"""Assumed mean size of a variable-length string in bytes."""
 
 
 # --- validate ---------------------------------------------------------------------------------------------------------
 
 
 def validate(path: str | os.PathLike[str]) -> list[str]:
-    """Returns the faults of a campaign file as messages that name dataset and row. Empty if the file is valid.
+    """Returns the faults of a campaign file, as messages that name the dataset and row. Empty if the file is valid.
 
     Raises:
         ConfigError: The file cannot be opened as a campaign file.
@@ -78,7 +78,7 @@ def _trajectories(file: h5py.File) -> Iterator[str]:
 
 
 def _owners(file: h5py.File, path: str) -> Array:
-    """Returns the row number of each item's trajectory, computed from an offset column."""
+    """Expands an offset column to the row number of each item."""
     counts = np.diff(read(file[path]))
     return np.repeat(np.arange(len(counts)), counts)
 
@@ -95,9 +95,9 @@ def _sequences(file: h5py.File) -> Iterator[str]:
         names = ("sequences/expert_layers", "sequences/experts_per_token")
         tokens = np.diff(read(file["sequences/token_offset"]))
         entries = tokens * np.prod([read_column(file, name).astype(np.int64) for name in names], axis=0)
-        found = np.diff(read(file["sequences/expert_offset"]))
-        for row in _first((found != entries) & (found != 2 * entries)):
-            yield f"/sequences/expert_offset: row {row}: {found[row]} bytes, expected {entries[row]} or twice as many"
+        sizes = np.diff(read(file["sequences/expert_offset"]))
+        for row in _first((sizes != entries) & (sizes != 2 * entries)):
+            yield f"/sequences/expert_offset: row {row}: {sizes[row]} bytes, expected {entries[row]} or twice as many"
 
 
 def _turns(file: h5py.File) -> Iterator[str]:
@@ -117,7 +117,7 @@ def _turns(file: h5py.File) -> Iterator[str]:
 
 
 def _links(file: h5py.File) -> Iterator[str]:
-    """Checks the links added in version 2: parents of messages, and the answer and starting call of each turn."""
+    """Checks the links introduced in version 2: parents of messages, and the answer and starting call of each turn."""
     message_offset = read(file["trajectories/message_offset"])
     turn_offset = read(file["trajectories/turn_offset"])
     if "messages/parent" in file:
@@ -191,7 +191,7 @@ def _artifacts(file: h5py.File) -> Iterator[str]:
 
 
 def _first(mask: Array) -> list[int]:
-    """Returns the index of the first true entry as a list, empty if there is none."""
+    """Returns a list with the index of the first true entry. Empty if no entry is true."""
     indices: list[int] = np.flatnonzero(mask)[:1].tolist()
     return indices
 
@@ -201,10 +201,8 @@ def _first(mask: Array) -> list[int]:
 
 @dataclass(frozen=True)
 class ColumnCheck:
-    """The result of reading one column.
-
-    The digest depends only on the values, not on chunking or compression: files with equal digests have equal data.
-    """
+    """Result of reading one column. The digest depends only on the values, not on chunking or compression, so files
+    with equal digests contain equal data."""
 
     path: str
     entries: int
@@ -220,7 +218,7 @@ class ColumnCheck:
 
 
 def verify(path: str | os.PathLike[str]) -> list[ColumnCheck]:
-    """Reads every column and returns the checks by path.
+    """Reads every column and returns a :class:`ColumnCheck` for each, by path.
 
     Raises:
         ConfigError: The file cannot be opened as a campaign file.

@@ -1,4 +1,4 @@
-"""Reads a campaign's trajectories, while it runs or from its file: rows, selections, batches, advantages.
+"""Reads a campaign's trajectories, even while it is running: rows, selections, batches and advantages.
 
 The input is a run directory or a ``trajectories.h5``.
 :func:`~megaflow_hpc.trajectories.reading.store.open_trajectories` returns a store with lazy rows, numpy columns and

@@ -1,7 +1,7 @@
 """Group-relative advantages: how much better a rollout did than the other samples of its task.
 
-All estimators use the reward and the group of each row. Rows without a reward (NaN, not verified) belong to no group
-and get the advantage NaN. The only row of a group gets the advantage 0.
+All estimators compare the rewards of the rows in a group. Rows without a reward (NaN, not verified) belong to no group
+and get the advantage NaN. A row that is alone in its group gets the advantage 0.
 
 =========  ==========================================  =============================================================
 ``grpo``   (r - mean) / (std + epsilon)                Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, section 4.1
@@ -31,14 +31,14 @@ def advantages(
     """Computes the advantage of each row.
 
     Args:
-        rewards: (n), NaN for rows without a reward.
-        groups: (n), the group of each row, of any hashable type.
+        rewards: Shape (n,). NaN for rows without a reward.
+        groups: The group of each row, of any hashable type, shape (n,).
         kind: An estimator from the table above.
         epsilon: Added to the divisor of ``grpo``.
         ddof: Delta degrees of freedom of ``grpo``'s standard deviation: 1 as in verl and TRL, 0 for the population's.
 
     Returns:
-        (n), NaN for rows without a reward.
+        Advantages of shape (n,). NaN for rows without a reward.
 
     Raises:
         ConfigError: ``kind`` is unknown.
@@ -71,8 +71,14 @@ def advantages(
 
 
 def codes(values: NDArray[Any]) -> NDArray[np.int64]:
-    """Numbers the distinct values from 0 in order of first appearance: (n) → (n). Sorting a million strings would be
-    slower."""
+    """Numbers the distinct values from 0 in order of first appearance. Faster than sorting a million strings.
+
+    Args:
+        values: Array of shape (n,).
+
+    Returns:
+        The number of each value, shape (n,).
+    """
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()], np.int64)
 
@@ -81,9 +87,9 @@ def medians(values: NDArray[np.float64], group: NDArray[np.int64], size: NDArray
     """Returns the median of each of G groups.
 
     Args:
-        values: (n).
-        group: (n), 0 to G - 1.
-        size: (G), number of values of each group.
+        values: Array of shape (n,).
+        group: Group number of each value, from 0 to G - 1, shape (n,).
+        size: Number of values in each group, shape (G,).
     """
     ordered = values[np.lexsort((values, group))]
     first = np.cumsum(size) - size

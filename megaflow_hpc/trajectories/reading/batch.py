@@ -14,11 +14,11 @@ from megaflow_hpc.trajectories.reading.sources import Source, items_of, offsets_
 Oversize = Literal["error", "skip"]
 
 POOL = 4096
-"""Number of rows packed together. More rows fill batches better; fewer preserve more of the order."""
+"""Number of rows to pack together. Higher values fill batches better. Lower values preserve more of the rows' order."""
 
 
 def make_batch(source: Source, rows: Integers, pad: int | None) -> dict[str, Array]:
-    """Implements :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch` for row numbers."""
+    """Builds a batch from row numbers. See :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch`."""
     flat = source.flat(rows)
     tokens: dict[str, tuple[Array, Any]] = {
         "tokens": (flat.tokens, pad),
@@ -41,13 +41,13 @@ def padded(values: Array, offsets: Integers, fill: Any, *, left: bool = False) -
     """Converts ragged values to a padded matrix.
 
     Args:
-        values: (T), the concatenated lines.
-        offsets: (S+1), the start of each of S lines in ``values``.
+        values: The concatenated lines, shape (T,).
+        offsets: Offsets of the S lines in ``values``, shape (S+1,).
         fill: Padding value.
-        left: Pad at the start of each line instead of the end.
+        left: Whether to pad at the start of each line instead of the end.
 
     Returns:
-        (S, longest), with the dtype of ``values``.
+        Matrix of shape (S, longest), with the dtype of ``values``.
     """
     lengths = np.diff(offsets)
     width = int(lengths.max(initial=0))
@@ -59,7 +59,7 @@ def padded(values: Array, offsets: Integers, fill: Any, *, left: bool = False) -
 
 
 def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = False) -> Array:
-    """Pads sequences of numbers to a matrix (lines, longest), as :func:`padded` does."""
+    """Pads sequences of numbers to a matrix of shape (lines, longest), like :func:`padded`."""
     parts = [np.asarray(line, dtype) for line in lines]
     values = np.concatenate([np.empty(0, dtype), *parts])
     return padded(values, offsets_of([len(part) for part in parts]), fill, left=left)
@@ -68,18 +68,18 @@ def padded_lines(lines: Sequence[Any], dtype: Any, fill: Any, *, left: bool = Fa
 def plan_batches(
     source: Source, rows: Integers, budget: int, is_padded: bool, seed: int | None, oversize: Oversize
 ) -> list[Integers]:
-    """Divides rows into batches. Each row is used once, and equal arguments give equal plans.
+    """Divides rows into batches. Each row is used exactly once, and the result is deterministic.
 
-    Packs a few thousand rows at a time: longest first, best fit. The result has a few per cent more batches than the
-    minimum. The cost of a padded batch is its number of sequences times the length of the longest.
+    Packs :data:`POOL` rows at a time by best-fit decreasing, which needs a few per cent more batches than the minimum.
+    The size of a padded batch is its number of sequences times the length of the longest sequence.
 
     Args:
         source: Source of the row lengths.
-        rows: (n), row numbers. Rows without tokens are skipped.
+        rows: Row numbers, shape (n,). Rows without tokens are skipped.
         budget: Maximum number of entries of each token column per batch, including padding.
-        is_padded: Whether the sequences of a batch will be padded to the longest.
+        is_padded: Whether the sequences of a batch will be padded to the longest sequence.
         seed: Seed for shuffling rows and batches. If ``None``, rows keep their order as far as packing allows.
-        oversize: ``error`` or ``skip`` for a row that alone exceeds the budget.
+        oversize: How to handle a row that exceeds the budget on its own: ``error`` or ``skip``.
 
     Returns:
         The row numbers of each batch.

@@ -1,15 +1,16 @@
 """Splits a trajectory into conversations, using its message tree and the links of its calls.
 
-A conversation is a chain of calls; each continues from the answer of the previous call. If two calls continue from the
-same answer, or one call sampled several answers, the first keeps the conversation and the others branch off. A
-conversation that shares at most a system prompt with earlier ones has no parent message. It belongs either to a
-sub-agent, and records the call that started it, or to the same agent after compaction or with a sliding window.
+A conversation is a chain of calls, each of which continues from the answer of the previous call. If two calls continue
+from the same answer, or one call sampled several answers, the first keeps the conversation and the others branch off. A
+conversation that shares at most a system prompt with earlier conversations has no parent message. It belongs either to
+a sub-agent, in which case it records the call that started it, or to the same agent after its context was compacted or
+truncated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megaflow_hpc.trajectory import Turn, path_to
@@ -17,25 +18,29 @@ from megaflow_hpc.trajectory import Turn, path_to
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation, from its first message to its last answer."""
+    """A conversation, from its first message to its last answer."""
 
     policy: str
-    """Policy that answered the last call; empty if there are no calls."""
+    """Policy that answered the last call. Empty if there are no calls."""
     nodes: list[int]
-    """Indices of its messages in the trajectory."""
+    """Indices of the conversation's messages in the trajectory."""
     messages: list[dict[str, Any]]
     turns: list[int | None]
-    """For each message, the call that produced it; ``None`` if the agent wrote it, or if unknown."""
+    """For each message, the number of the call that produced it. ``None`` if the agent wrote it, or if unknown."""
     parent: int | None = None
-    """Index of the conversation that it branches off from, or whose call started it, if any."""
+    """Index of the conversation from which this one branches off, or whose call started it, if any."""
     shared: int = 0
-    """Number of leading messages shared with the conversation that it branches off from."""
+    """Number of leading messages shared with the conversation from which this one branches off."""
     started_by: int | None = None
-    """The call that started this conversation (e.g. of a sub-agent), which was then waiting for tool results."""
+    """Number of the call that started this conversation, such as a sub-agent's, and then waited for its result."""
+    role: str = ""
+    """Role that answered the last call; empty without a team."""
+    depth: int = 0
+    """Number of calls above this conversation that each started another one; 0 for the agent itself."""
 
     @property
     def calls(self) -> int:
-        """Calls answered in this conversation."""
+        """Number of calls answered in this conversation."""
         return sum(turn is not None for turn in self.turns)
 
 
@@ -43,7 +48,7 @@ class ConversationCall(NamedTuple):
     """One model call."""
 
     messages: list[dict[str, Any]]
-    """The messages sent to the engine."""
+    """Messages sent to the engine."""
     answer: dict[str, Any] | None
     turn: Turn
 
@@ -55,20 +60,20 @@ def conversations(
 
     Args:
         messages: Messages of a :class:`~megaflow_hpc.trajectory.Trajectory`.
-        parents: Parents of its messages.
-        turns: Its calls.
+        parents: Index of each message's parent. -1 if it has none.
+        turns: The trajectory's model calls.
     """
     call_of = {turn.message: number for number, turn in enumerate(turns) if turn.message >= 0}
-    """Message → the call that produced it."""
+    """Maps each message to the call that produced it."""
     answer_before = [-1] * len(messages)
-    """Message → the nearest preceding answer."""
+    """For each message, the nearest preceding answer. -1 if there is none."""
     for node, parent in enumerate(parents):
         if parent >= 0:
             answer_before[node] = parent if parent in call_of else answer_before[parent]
     ends: list[int] = []
-    """Conversation → its last message."""
+    """The last message of each conversation."""
     owner: dict[int, int] = {}
-    """Message → the first conversation that contains it."""
+    """Maps each message to the first conversation that contains it."""
     unanswered = set(range(len(messages))) - set(parents) - call_of.keys()
     for node in [*sorted(call_of, key=lambda answer: call_of[answer]), *sorted(unanswered)]:
         number = owner.get(answer_before[node], -1)
@@ -79,11 +84,14 @@ def conversations(
         while node >= 0 and node not in owner:
             owner[node] = number
             node = parents[node]
-    result = []
+    result: list[Conversation] = []
     for number, end in enumerate(ends):
         nodes = path_to(parents, end)
         calls = [call_of.get(node) for node in nodes]
-        result.append(_conversation(number, nodes, calls, messages, turns, owner))
+        one = _conversation(number, nodes, calls, messages, turns, owner)
+        if one.parent is not None and one.parent < number:  # a conversation starts after the one that started it
+            one = replace(one, depth=result[one.parent].depth + (one.started_by is not None))
+        result.append(one)
     return result
 
 
@@ -114,6 +122,7 @@ def _conversation(
         parent=parent,
         shared=shared,
         started_by=started_by,
+        role=own[-1].role if own else "",
     )
 
 
@@ -142,5 +151,6 @@ def heading(number: int, conversation: Conversation) -> str:
     if conversation.started_by is not None and conversation.parent is not None:
         begins += f" in conversation {conversation.parent}"
     policy = f", policy {conversation.policy}" if conversation.policy else ""
+    policy = f", role {conversation.role}{policy}" if conversation.role else policy
     count = f"{len(calls)} call{'s' * (len(calls) != 1)}"
     return f"conversation {number}: {count}{policy}, {begins}"

@@ -1,4 +1,4 @@
-"""Reads rollout durations from the ``trajectories.h5`` of earlier campaigns, for the estimates of plans and pods."""
+"""Reads rollout durations from earlier campaigns. Planning and pods use them for estimates."""
 
 from __future__ import annotations
 
@@ -64,16 +64,19 @@ class Durations:
         self._means = {key: mean(seconds) for key, seconds in self._seconds.items()}
 
     def expected_s(self, rollout: Rollout) -> float:
-        """Returns the mean duration in seconds for the rollout's task and policy, or else its task, its policy, or
-        all rollouts."""
+        """Returns the mean duration, in seconds, of rollouts with the same task and policy.
+
+        Falls back to rollouts of the same task, then of the same policy, then to all rollouts.
+        """
         return next(self._means[key] for key in _keys(rollout.task_id, rollout.policy) if key in self._means)
 
     def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
-        """Returns the known durations of these rollouts, used as the pods' initial estimates.
+        """Returns the known durations of the given rollouts, which pods use as initial estimates.
 
         Returns:
-            (task, policy, count, mean, variance) per task and policy; mean and variance are of the log of seconds. If a
-            task has no durations with its policy, those with other policies are used. Tasks without any are omitted.
+            (task, policy, count, mean, variance) per task and policy. Mean and variance are of the logarithm of the
+            duration in seconds. If a task has no durations with its policy, those with other policies are used. Tasks
+            without any durations are omitted.
         """
         estimates = []
         for task, policy in dict.fromkeys((rollout.task_id, rollout.policy) for rollout in rollouts):

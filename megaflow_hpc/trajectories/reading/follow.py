@@ -1,18 +1,18 @@
-"""Follows a campaign: yields the rollouts of all pods as they become durable, and can resume in a later process.
+"""Follows a campaign: yields the rollouts of all pods as they become durable. Following can be resumed in a later
+process.
 
-Each poll reads only the bytes appended to the journals since the last poll. It costs one listing of ``RUN/journal``,
-one stat per journal that is not in a pack, and reading the new bytes. A rollout is yielded at its first valid record.
-If that record failed or was cancelled and a later attempt succeeds, the rollout is yielded a second time, and never
-again.
+Each poll reads only the bytes appended to the journals since the last poll. Apart from those bytes, it costs one
+listing of ``RUN/journal`` and one stat per unpacked journal. A rollout is yielded at its first valid record. If that
+record failed or was cancelled and a later attempt succeeds, the rollout is yielded a second time, and never again.
 
-A follower's *cursor* contains everything that a follower in a later process needs to continue: the bytes read of each
-journal, and the ids yielded without success. The cursor omits the ids of successes, because the ledger only lets
-rollouts without a success run again. So it stays small in a long campaign. ::
+A follower's *cursor* allows a later process to continue: it contains the number of bytes read from each journal, and
+the ids yielded without success. Successful ids are omitted, because the ledger lets only unsuccessful rollouts run
+again. The cursor therefore stays small even in a long campaign. ::
 
     {"journals": {"pod-0.17.journal": 52100, …}, "failed": ["fix-humanize-3/default/1", …]}
 
-Each poll first gets the journal sizes, then reads the seals, then the new bytes. So records that a delayed writer
-appends after a seal are never yielded, even when resuming from a cursor.
+Each poll first gets the journal sizes, then reads the seals, then the new bytes. This order ensures that records
+appended after a seal by a delayed writer are never yielded, even after resuming from a cursor.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from megaflow_hpc.types import VERIFIED
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
-"""Seconds between polls if there are no new records."""
+"""Seconds between polls while there are no new records."""
 MAX_CACHE_AGE_S = 60.0
-"""Seconds for which a network file system may return stale data for a journal."""
+"""Maximum time in seconds for which a network file system may return stale data for a journal."""
 
 
 class Follower:
@@ -55,8 +55,8 @@ class Follower:
 
     Args:
         run: The run directory. Its campaign may not have started yet.
-        after: Ids never to yield, such as those that an earlier process has seen succeed.
-        cursor: The :attr:`cursor` of an earlier follower of this run, to continue after its last result.
+        after: Ids that are never yielded, such as those whose success an earlier process has already seen.
+        cursor: The :attr:`cursor` of an earlier follower of this run, after whose last result to continue.
 
     Raises:
         ConfigError: ``cursor`` is invalid.
@@ -70,20 +70,20 @@ class Follower:
     ) -> None:
         self._run = run if isinstance(run, RunDir) else RunDir(run)
         self._read: dict[str, int] = {}
-        """Journal file name → bytes read."""
+        """Maps each journal's file name to the number of bytes read."""
         self._failed: set[str] = set()
-        """Ids yielded without success."""
+        """Ids of rollouts yielded without success."""
         if cursor is not None:
             self._read, self._failed = _read_cursor(cursor)
         self._seen = {*after, *self._failed}
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """The current position as JSON: ``journals`` (file name → bytes read) and ``failed`` (ids)."""
+        """The current position as JSON: ``journals`` (bytes read, by file name) and ``failed`` (ids)."""
         return {"journals": dict(self._read), "failed": sorted(self._failed)}
 
     def poll(self) -> list[Row]:
-        """Returns the new rows, in commit order as far as known. Rows are lazy and stay valid.
+        """Returns the new rows, in commit order among themselves. Rows are lazy, and stay valid after later polls.
 
         Raises:
             OSError: The run directory is unavailable. No rows are lost: the next call returns them.
@@ -122,7 +122,7 @@ class Follower:
         return Index(self._run.journal).load(entry)
 
     def _take(self, entry: RecordEntry) -> bool:
-        """Returns whether to yield an entry, and marks it as yielded."""
+        """Returns whether to yield an entry. If so, marks it as yielded."""
         succeeded = entry.status in VERIFIED
         if entry.id in self._seen and not (succeeded and entry.id in self._failed):
             return False
@@ -134,10 +134,10 @@ class Follower:
         return True
 
     def lacking(self) -> bool:
-        """Returns whether the campaign is finished but some rollouts have not been seen yet, because a cache hides
+        """Returns whether the campaign is finished although some rollouts have not been seen yet, because a cache hides
         them.
 
-        Only valid for a follower without a cursor, because a cursor omits earlier successes.
+        Valid only for a follower that was created without a cursor, because a cursor omits earlier successes.
         """
         ledger = Ledger(self._run)
         if not ledger.finished:
@@ -151,15 +151,15 @@ def follow(
     after: Iterable[str] = (),
     poll_s: float = POLL_INTERVAL_S,
 ) -> Iterator[Row]:
-    """Yields each rollout once, starting with existing ones, and polls a last time after ``over`` has returned true.
+    """Yields each rollout once, starting with those already stored. Polls a last time after ``over`` has returned true.
 
-    While the run directory is unavailable, it waits and logs the outage.
+    While the run directory is unavailable, logs the outage and waits.
 
     Args:
         run: The run directory.
         over: Returns whether the campaign has ended. Called once per poll.
         after: Ids to skip.
-        poll_s: Seconds between polls if there are no new records.
+        poll_s: Seconds between polls while there are no new records.
 
     Raises:
         OSError: The run directory was unavailable for too long.
@@ -200,7 +200,7 @@ class _Outage:
         self._began: float | None = None
 
     def note(self, error: OSError) -> None:
-        """Records a failed poll. Raises the error if it is permanent or the outage has lasted too long."""
+        """Records a failed poll. Raises the error if it is permanent, or if the outage has lasted too long."""
         if not passing(error):
             raise error
         if self._began is None:
@@ -217,7 +217,7 @@ class _Outage:
 
 
 def _read_cursor(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    """Parses a cursor. Returns the bytes read of each journal, and the failed ids."""
+    """Parses a cursor. Returns the bytes read by journal, and the failed ids."""
     read, failed = cursor.get("journals"), cursor.get("failed")
     if (
         isinstance(read, dict)

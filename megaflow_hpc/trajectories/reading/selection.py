@@ -3,13 +3,14 @@
     store.select("status == 'completed' and reward >= 0.5 and policy == 'a'")
     store.select("rewards['tests'] > 0 and weight_version_min >= 3 and finished_at >= '2026-11-21T08:00'")
 
-The expression uses Python syntax but is never run as Python. Its syntax tree is checked against a short list of allowed
-nodes and evaluated with numpy over whole columns. Only the columns that it names are read. It may contain column names,
-numbers, strings, ``and or not``, ``== != < <= > >=``, ``in`` and ``not in`` a list, ``+ - * / %``, ``isnan(x)``,
-``abs(x)`` and, on strings, ``.startswith(s)``, ``.endswith(s)``, ``.contains(s)`` and ``.matches(glob)``.
+The expression uses Python syntax but is never executed as Python. Its syntax tree is checked against a short list of
+allowed nodes and evaluated with numpy over whole columns. Only the columns used by the expression are read.
+Expressions may contain column names, numbers, strings, ``and or not``, ``== != < <= > >=``, ``+ - * / %``, ``in`` and
+``not in`` a list, ``isnan(x)``, ``abs(x)`` and, on strings, ``.startswith(s)``, ``.endswith(s)``, ``.contains(s)`` and
+``.matches(glob)``.
 
 As in Python, every comparison with a missing number (NaN, such as the reward of an unverified rollout) is false, except
-``!=``. A string that is compared with a time is a UTC date, ``2026-11-21`` or ``2026-11-21T08:00:00``.
+``!=``. A string compared with a time is parsed as a UTC date, ``2026-11-21`` or ``2026-11-21T08:00:00``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _STRING_TESTS: Mapping[str, Callable[[str, str], bool]] = {
 _FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {"isnan": np.isnan, "abs": np.abs}
 
 _WINDOW = 1 << 20
-"""Number of tokens read at once when a whole token column must be scanned."""
+"""Number of tokens to read at a time when scanning a whole token column."""
 _ALIASES = {"task": "task_id", "group": "group_id", "sample": "sample_index"}
 
 
@@ -87,7 +88,7 @@ class RowTable:
         self._cache: dict[str, Array] = {}
         self.rows = len(source)
         self.rewards = tuple(source.reward_names())
-        """Names of all rewards that occur in any row."""
+        """Names of all rewards that any row has."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +96,7 @@ class RowTable:
         return (*self._paths, *self._derived)
 
     def column(self, name: str) -> Array:
-        """Returns a column (rows) by a name from :attr:`names`; text as ``S`` bytes or objects."""
+        """Returns the column with a name from :attr:`names`, one entry per row. Text is ``S`` bytes or objects."""
         if name in self._paths:
             return self._source.column(self._paths[name])
         if name not in self._cache:
@@ -103,7 +104,7 @@ class RowTable:
         return self._cache[name]
 
     def reward(self, name: str) -> NDArray[np.float32]:
-        """Returns the column (rows) of a reward from :attr:`rewards`. NaN for rows without it."""
+        """Returns the column of a reward in :attr:`rewards`, with one entry per row. NaN for rows without it."""
         return self._source.column(f"rewards/{name}")
 
     def _count(self, item: str) -> Array:
@@ -119,7 +120,7 @@ class RowTable:
 
 
 def _weight_versions(source: Source, name: str, extreme: np.ufunc) -> Array:
-    """Returns the lowest or highest weight version of each row's sampled tokens, -1 if none were sampled."""
+    """Returns the lowest or highest weight version among each row's sampled tokens. -1 if no token was sampled."""
     unset = np.iinfo(np.int32).max if extreme is np.minimum else -1
     result = np.full(len(source), unset, np.int64)
     for rows, versions in _versions_by_row(source, name):
@@ -129,7 +130,7 @@ def _weight_versions(source: Source, name: str, extreme: np.ufunc) -> Array:
 
 
 def _versions_by_row(source: Source, name: str) -> Iterator[tuple[Array, Array]]:
-    """Yields (row numbers, weight versions): per sequence, or per token in files that lack the column."""
+    """Yields (row numbers, weight versions) per sequence, or per token if the file lacks that column."""
     row_of_sequence = source.column("sequences/trajectory")
     if not isinstance(source, Hdf5Source) or f"sequences/{name}" in source.file:
         yield row_of_sequence, source.column(f"sequences/{name}")
@@ -149,7 +150,7 @@ def select(expression: str, table: RowTable) -> Integers:
 
     Args:
         expression: An expression in the syntax described above.
-        table: The columns that it may name.
+        table: The columns that the expression may use.
 
     Raises:
         ConfigError: The expression does not parse, names an unknown column, or uses unsupported syntax. The message
@@ -190,7 +191,7 @@ class _Evaluation:
         """Returns the value of a syntax tree node.
 
         Raises:
-            ConfigError: The node, or one below it, is not allowed in a selection.
+            ConfigError: The node or one of its descendants is not allowed in a selection.
         """
         match node:
             case ast.Constant(value=bool() | int() | float() | str()):
@@ -229,8 +230,8 @@ class _Evaluation:
 
     def _reward(self, node: ast.expr, name: str) -> Array:
         if name not in self._table.rewards:
-            known = ", ".join(self._table.rewards) or "none"
-            raise self._fault(node, f"no reward named {name!r}; there are: {known}")
+            names = ", ".join(self._table.rewards) or "none"
+            raise self._fault(node, f"no reward named {name!r}; there are: {names}")
         return self._table.reward(name)
 
     def _logical(self, node: ast.BoolOp) -> Any:
@@ -275,11 +276,11 @@ class _Evaluation:
         if _is_text(a) != _is_text(b):
             raise self._fault(node, f"{ast.unparse(node)!r} compares text with a number")
         if _is_text(a):
-            a, b = _alike(a, b)
+            a, b = _common_form(a, b)
         return _COMPARE[type(op)](a, b)
 
     def _operand(self, node: ast.expr, other: ast.expr) -> Any:
-        """Returns the value of one side of a comparison. A date that is compared with a time becomes Unix seconds."""
+        """Returns the value of one side of a comparison. Converts dates to Unix seconds if the other side is a time."""
         value = self.of(node)
         if not (isinstance(value, str) and isinstance(other, ast.Name) and other.id in TIMES):
             return value
@@ -295,13 +296,13 @@ class _Evaluation:
         column = self.of(value)
         if not _is_text(column) or isinstance(column, str):
             raise self._fault(node, f"{ast.unparse(value)!r} is no column of text")
-        return _each(column, lambda item: _STRING_TESTS[name](item, text))
+        return _map_distinct(column, lambda item: _STRING_TESTS[name](item, text))
 
     def _fault(self, node: ast.expr, what: str) -> ConfigError:
         return ConfigError(f"selection: {self._text!r}: column {node.col_offset + 1}: {what}")
 
 
-def _each(column: Array, test: Callable[[str], bool]) -> NDArray[np.bool_]:
+def _map_distinct(column: Array, test: Callable[[str], bool]) -> NDArray[np.bool_]:
     """Applies ``test`` to every entry, calling it once per distinct string."""
     results: dict[Any, bool] = {}
     mask = np.empty(len(column), np.bool_)
@@ -316,8 +317,8 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, np.ndarray) and value.dtype.kind in "SUOT")
 
 
-def _alike(a: Any, b: Any) -> tuple[Any, Any]:
-    """Converts two texts to a common form: bytes if either is a fixed-width column."""
+def _common_form(a: Any, b: Any) -> tuple[Any, Any]:
+    """Converts two text arrays to a common form: bytes if either is a fixed-width column."""
     if not (_is_fixed_width(a) or _is_fixed_width(b)):
         return a, b
     return _as_bytes(a), _as_bytes(b)

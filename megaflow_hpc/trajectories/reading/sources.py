@@ -1,12 +1,12 @@
 """Sources of rows and columns: a ``trajectories.h5``, or the journals of a run.
 
-A source identifies rows by number. It reads a whole column on first use and caches it. It reads ragged data row by row,
-or for many rows together with :meth:`Source.flat`. Opening a source reads nothing, so a campaign of a million rollouts
+A source identifies rows by number. Columns are read whole on first use and cached. Ragged data is read row by row, or
+for many rows together with :meth:`Source.flat`. Opening a source reads nothing, so a campaign of a million rollouts
 opens as fast as one of ten.
 
-Rows of journals are identical to the rows of the file gathered from them. Journals have no columns. The first request
-for a column decodes all rows once and keeps the small columns of rows, sequences and turns. Tokens and messages are
-read again on demand.
+Journals yield the same rows as the file gathered from them. Since they have no columns, the first request for a column
+decodes all rows once, and keeps the small columns of rows, sequences and turns. Tokens and messages are read again on
+demand.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from megaflow_hpc.types import Artifact
 
 TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
 
-_WHOLE = 1 << 16
-"""Columns up to this length are read whole when one entry is needed. Of longer ones, a window is read."""
+_MAX_WHOLE_ENTRIES = 1 << 16
+"""Maximum length of a column that is read whole when a single entry is needed. Longer columns are read in windows."""
 
 
 @dataclass(frozen=True)
 class SequenceView:
-    """A token sequence as numpy arrays (T), one entry per token."""
+    """A token sequence as numpy arrays of shape (T,), with one entry per token."""
 
     policy: str
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    """NaN if not sampled."""
+    """Log-probabilities. NaN for tokens that were not sampled."""
     loss_mask: NDArray[np.uint8]
     weight_versions: NDArray[np.int32]
-    """-1 if not sampled."""
+    """Weight versions. -1 for tokens that were not sampled."""
     experts: Array | None = None
-    """uint8 or uint16 (T, layers, experts per token), if the engine reported them. A token whose bytes are all 255 has
-    unknown experts."""
+    """Routed experts, uint8 or uint16 of shape (T, layers, experts per token), if the engine reported them. If all
+    bytes of a token are 255, its experts are unknown."""
 
 
 def experts_of(sequence: TokenSequence) -> Array | None:
-    """Returns the experts of a sequence as :attr:`SequenceView.experts`."""
+    """Returns the experts of a sequence in the form of :attr:`SequenceView.experts`."""
     if not sequence.experts:
         return None
     shape = len(sequence.tokens), sequence.expert_layers, sequence.experts_per_token
@@ -76,34 +76,35 @@ def experts_of(sequence: TokenSequence) -> Array | None:
 
 
 class Flat(NamedTuple):
-    """The concatenated token sequences of several rows, in the order requested. S sequences, T tokens."""
+    """The concatenated token sequences of several rows, in the requested order: S sequences with T tokens in total."""
 
     row: Integers
-    """(S), row number of each sequence."""
+    """Row number of each sequence, shape (S,)."""
     policy: Array
-    """(S), object array of ``str``."""
+    """Policy of each sequence, an object array of ``str`` of shape (S,)."""
     offsets: Integers
-    """(S+1), into the token columns."""
+    """Offsets of the sequences in the token columns, shape (S+1,)."""
     tokens: NDArray[np.int32]
-    """(T), like the three columns below."""
+    """Token ids, shape (T,). The next three arrays have the same shape."""
     logprobs: NDArray[np.float32]
-    """NaN if not sampled."""
+    """Log-probabilities. NaN for tokens that were not sampled."""
     loss_mask: NDArray[np.uint8]
     weight_versions: NDArray[np.int32]
 
 
 class Source(Protocol):
-    """Interface of a data source. Rows are numbered 0 to ``len - 1``, in commit order."""
+    """Interface of a source of trajectories. Rows are numbered 0 to ``len - 1``, in commit order."""
 
     def __len__(self) -> int: ...
     def column(self, path: str) -> Array:
-        """Returns a column by its path; text as ``S`` bytes or objects. The caller must not modify it.
+        """Returns a column by its path. Text is returned as ``S`` bytes or objects. The caller must not modify the
+        array.
 
         A column ``rewards/<name>`` has NaN for rows without that reward.
         """
 
     def reward_names(self) -> list[str]:
-        """Returns the names of the rewards that any row has, sorted."""
+        """Returns the sorted names of all rewards that any row has."""
 
     def flat(self, rows: Integers) -> Flat:
         """Returns the concatenated token sequences of many rows, in the order of ``rows``."""
@@ -112,7 +113,7 @@ class Source(Protocol):
         """Returns the rollout ids of all rows."""
 
     def scalar(self, name: str, row: int) -> Any:
-        """Returns one value of ``/trajectories/<name>``, without reading all of a long column."""
+        """Returns one value of ``/trajectories/<name>``, without reading the whole column if it is long."""
 
     def rewards(self, row: int) -> dict[str, float]:
         """Returns the rewards of a row by name."""
@@ -122,7 +123,7 @@ class Source(Protocol):
         :class:`~megaflow_hpc.trajectory.Trajectory`."""
 
     def parents(self, row: int) -> list[int]:
-        """Returns the index of each message's predecessor in a row, -1 if it starts a conversation."""
+        """Returns the index of each message's predecessor in the row. -1 if the message starts a conversation."""
 
     def sequences(self, row: int) -> list[SequenceView]:
         """Returns the token sequences of one row."""
@@ -134,23 +135,23 @@ class Source(Protocol):
         """Returns all attempts at the rollout, including failed ones."""
 
     def artifacts(self, row: int) -> list[Artifact]:
-        """Returns the files stored with the rollout."""
+        """Returns the artifacts of a rollout."""
 
     def close(self) -> None:
-        """Closes the files. Nothing can be read afterwards."""
+        """Closes the source's files. No data can be read afterwards."""
 
 
 def offsets_of(lengths: Sequence[int] | Array) -> Integers:
-    """Returns the (n+1) offsets of n contiguous items with these lengths."""
+    """Returns the offsets of n contiguous items with the given lengths, shape (n+1,)."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
 def items_of(offsets: Integers, rows: Integers) -> tuple[Integers, Integers]:
-    """Returns the item indices of some rows, row by row, and the number of items per row.
+    """Returns the item indices of the given rows, row by row, and the number of items per row.
 
     Args:
-        offsets: (N+1), row i has the items ``[offsets[i], offsets[i+1])``.
-        rows: (n), row numbers.
+        offsets: Shape (N+1,). Row i has the items ``[offsets[i], offsets[i+1])``.
+        rows: Row numbers, shape (n,).
     """
     counts = offsets[rows + 1] - offsets[rows]
     position_in_row = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -217,14 +218,17 @@ class Hdf5Source:
         return values
 
     def _dataset(self, path: str) -> h5py.Dataset:
-        """Returns a dataset, cached because opening one takes as long as reading a short slice of it."""
+        """Returns a dataset. Caches it, because opening a dataset takes as long as reading a short slice of it."""
         if path not in self._datasets:
             self._datasets[path] = self.file[path]
         return self._datasets[path]
 
     def _require_order(self, path: str, values: Array) -> None:
-        """Raises ``ConfigError`` unless offsets ascend within the length of their target, so that no entry is read
-        twice."""
+        """Checks that offsets ascend within the length of their target, so that no entry is read twice.
+
+        Raises:
+            ConfigError: The offsets are invalid.
+        """
         if not len(values):
             return
         is_offset = path in OFFSETS
@@ -235,14 +239,14 @@ class Hdf5Source:
     def _slice(self, path: str, start: int, end: int) -> Array:
         """Returns a slice of a column.
 
-        Short columns are read whole. Of a long column, the last window read is cached, because rows are mostly read in
+        Short columns are read whole. For a long column, the last window read is cached, because rows are mostly read in
         order and HDF5 inflates whole chunks.
         """
         if path in self._columns:
             return self._columns[path][start:end]
         first, window = self._windows.get(path, (0, np.empty(0)))
         if not first <= start <= end <= first + len(window):
-            if path in self.file and len(self._dataset(path)) <= _WHOLE:
+            if path in self.file and len(self._dataset(path)) <= _MAX_WHOLE_ENTRIES:
                 return self.column(path)[start:end]
             first = start - start % 1024
             window = self._read(path, first, max(end, first + 4096))
@@ -372,9 +376,9 @@ class Hdf5Source:
 # --- journals ---------------------------------------------------------------------------------------------------------
 
 _CACHED = 8
-"""Number of decoded trajectories to cache, because the parts of a row are usually read together."""
+"""Number of decoded trajectories to cache. The parts of a row are usually read together."""
 _TIMES = ("model_s", "sandbox_s", "agent_s", "wait_s")
-_OF_JOURNALS = (
+_JOURNAL_COLUMNS = (
     *(column.path for column in COLUMNS.values() if column.group in ("trajectories", "sequences")),
     *(f"turns/{name}" for name in ("sequence", "token_start", "token_end", *_TIMES)),
     *(f"attempts/{name}" for name in ("job_id", "started_at", "finished_at")),
@@ -427,7 +431,7 @@ class JournalSource:
     def turns(self, row: int) -> list[Turn]:
         turns = [replace(turn) for turn in self._load(row).turns]
         for turn in turns:
-            for name in ("finish_reason", "server", "policy"):
+            for name in ("finish_reason", "server", "policy", "role"):
                 setattr(turn, name, escape(getattr(turn, name)))
             for name in _TIMES:
                 setattr(turn, name, float(np.float32(getattr(turn, name))))
@@ -487,7 +491,7 @@ class JournalSource:
 
     @cached_property
     def _columns(self) -> dict[str, Array]:
-        lists = ColumnLists(_OF_JOURNALS)
+        lists = ColumnLists(_JOURNAL_COLUMNS)
         columns: dict[str, Array] = {}
         for row, trajectory in enumerate(self._index.trajectories()):
             self._keep(self._index.winners[row], trajectory)

@@ -1,4 +1,4 @@
-"""Reads trajectories from a run directory, finished or not, or from a ``trajectories.h5``.
+"""Reads trajectories from a ``trajectories.h5``, or from the run directory of a finished or running campaign.
 
     with open_trajectories(run.path) as store:
         good = store.select("status == 'completed' and reward >= 0.5")
@@ -8,7 +8,7 @@
         advantage = store.advantages("grpo")
 
 A store is a snapshot: it does not change while it is open, even if the campaign continues. Rows are lazy, and columns
-are read on first use. Opening ten trajectories costs the same as opening a million.
+are read on first use, so opening a million trajectories costs no more than opening ten.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TrajectoryStore:
     def __init__(self, source: Source, path: Path) -> None:
         self.source = source
         self.path = path
-        """The file or run directory being read."""
+        """The file or run directory that is being read."""
 
     def __enter__(self) -> TrajectoryStore:
         return self
@@ -66,7 +66,7 @@ class TrajectoryStore:
 
     @cached_property
     def ids(self) -> list[str]:
-        """Rollout ids by row number."""
+        """Rollout ids, in row order."""
         return self.source.ids()
 
     @cached_property
@@ -83,7 +83,7 @@ class TrajectoryStore:
         return (Row(self.source, row) for row in range(len(self)))
 
     def __getitem__(self, key: int | str) -> Row:
-        """Returns a row by its number (negative numbers count from the end) or by its rollout id.
+        """Returns a row by its number or its rollout id. Negative numbers count from the end.
 
         Raises:
             IndexError: The row number is out of range.
@@ -96,7 +96,7 @@ class TrajectoryStore:
         return (Row(self.source, self._row(key)) for key in numbers)
 
     def column(self, name: str) -> Array:
-        """Returns a column (n) with one entry per row. It must not be modified. Text is returned as ``str`` objects.
+        """Returns a column with one entry per row. The caller must not modify it. Text is returned as ``str`` objects.
 
         Args:
             name: A column name accepted by :meth:`select`, or ``rewards/<name>``.
@@ -124,7 +124,7 @@ class TrajectoryStore:
         return select(expression, self._table)
 
     def advantages(self, kind: Kind = "grpo", reward: str | None = None, **options: Any) -> NDArray[np.float32]:
-        """Returns the group-relative advantage of each row (n). NaN for rows without a reward.
+        """Returns the group-relative advantage of each row. NaN for rows without a reward.
 
         Args:
             kind: ``grpo``, ``drgrpo``, ``rloo`` or ``median``; see
@@ -141,7 +141,7 @@ class TrajectoryStore:
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Names of all rewards that occur in any row."""
+        """Names of all rewards that any row has."""
         return self._table.rewards
 
     @cached_property
@@ -153,7 +153,7 @@ class TrajectoryStore:
 
     @cached_property
     def versions(self) -> dict[str, Any]:
-        """Versions of the software and models that produced the campaign. Empty if not recorded."""
+        """Versions of the software and models that produced the campaign. Empty if they were not recorded."""
         if isinstance(self.source, Hdf5Source):
             return attribute(self.source.file, "versions")
         versions: dict[str, Any] = json.loads(root_attributes(RunDir(self.path))["versions"])
@@ -164,7 +164,7 @@ class TrajectoryStore:
         return self.source.flat(self._rows(ids))
 
     def lengths(self) -> Integers:
-        """Returns the total number of tokens of each row (n), over all its sequences."""
+        """Returns the total number of tokens of each row, summed over its sequences."""
         lengths: Integers = self._table.column("tokens")
         return lengths
 
@@ -172,14 +172,15 @@ class TrajectoryStore:
         """Returns the token sequences of some trajectories as arrays for a trainer.
 
         Args:
-            ids: Rollout ids or row numbers, in the order of the result. A rollout without tokens adds no sequence.
-            pad: If ``None``, token columns are flat, over all T tokens. Otherwise they are padded to (S, longest):
-                ``tokens`` with this number, other columns with their value for tokens that were not sampled.
+            ids: Rollout ids or row numbers, in the order of the result. Rollouts without tokens contribute no
+                sequences.
+            pad: If ``None``, token columns are flat, with all T tokens. Otherwise they are padded to (S, longest),
+                ``tokens`` with this value and other columns with the value that marks tokens as not sampled.
 
         Returns:
             Token columns, (T,) or (S, longest): ``tokens`` int32; ``loss_mask`` uint8; ``logprobs`` float32, 0 if not
-            sampled (the store has NaN there, which would spoil a product with the mask); ``weight_version`` int32, -1
-            if not sampled. ``offsets`` int64 (S+1): sequence s has the tokens ``[offsets[s], offsets[s+1])`` of the
+            sampled (not NaN as in the store, so that products with the mask stay finite); ``weight_version`` int32, -1
+            if not sampled. ``offsets`` int64 (S+1,): sequence s has the tokens ``[offsets[s], offsets[s+1])`` of the
             flat columns. Per sequence, (S,): ``trajectory`` int64, the row number; ``group`` and ``policy``, strings;
             ``reward`` float32, NaN unless verified.
 
@@ -198,16 +199,16 @@ class TrajectoryStore:
         shard: tuple[int, int] = (0, 1),
         oversize: Oversize = "error",
     ) -> Iterator[dict[str, Array]]:
-        """Yields batches of whole trajectories, each packed up to a token budget. Every row occurs once.
+        """Yields batches of whole trajectories, each packed up to a token budget. Every row occurs exactly once.
 
         Args:
             token_budget: Maximum number of entries of each token column, including padding.
             rows: Ids, row numbers or an expression. Default: all rows. Rows without tokens are skipped.
             pad: As in :meth:`batch`.
-            seed: Seed for shuffling the rows. If ``None``, adjacent rows stay together, which reads fastest.
-            shard: (rank, ranks) of a parallel trainer. Ranks get disjoint sets of batches, whose sizes differ by at
-                most one.
-            oversize: ``error`` or ``skip`` for a trajectory that alone exceeds the budget.
+            seed: Seed for shuffling the rows. If ``None``, adjacent rows stay together, which is fastest to read.
+            shard: (rank, ranks) of a parallel trainer. Each rank gets a disjoint set of batches. Numbers of batches
+                differ by at most one.
+            oversize: How to handle a trajectory that exceeds the budget on its own: ``error`` or ``skip``.
 
         Raises:
             ConfigError: A trajectory exceeds the budget, with ``oversize="error"``.
@@ -245,11 +246,11 @@ def open_trajectories(path: str | os.PathLike[str]) -> TrajectoryStore:
     """Opens a campaign's trajectories for reading.
 
     Args:
-        path: A run directory (even of a running campaign), or a ``trajectories.h5``. In a run directory, the file is
-            read if it covers all journals. Otherwise the journals are read, with the same result.
+        path: A run directory (even of a running campaign), or a ``trajectories.h5``. For a run directory, reads its
+            ``trajectories.h5`` if that covers all journals, and otherwise the journals, with the same result.
 
     Raises:
-        ConfigError: ``path`` is missing, is not a run directory, or is a foreign, damaged or newer file.
+        ConfigError: ``path`` does not exist, is not a run directory, or is a foreign, damaged or newer file.
     """
     path = Path(path)
     if not path.is_dir():
@@ -266,7 +267,7 @@ def open_trajectories(path: str | os.PathLike[str]) -> TrajectoryStore:
 
 
 def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-    """Returns whether a file covers all current journals. Older journals may have been removed since."""
+    """Returns whether a file covers all existing journals. Other journals may have been removed since."""
     if not now["journals"]:
         return True
     if recorded is None:
@@ -281,7 +282,7 @@ _SCALARS = frozenset(column.name for column in ROW_COLUMNS) - {"turns"}
 
 
 class Row:
-    """One trajectory. Attributes are read on access. Valid while its store is open."""
+    """A trajectory whose attributes are read on access. Valid while its store is open."""
 
     __slots__ = ("_source", "index")
 
@@ -299,9 +300,9 @@ class Row:
     attempt: int
     epoch: int
     reward: float
-    """NaN if the rollout was not verified."""
+    """Main reward. NaN if the rollout was not verified."""
     started_at: float
-    """Unix seconds."""
+    """Start time, as a Unix timestamp in seconds."""
     finished_at: float
 
     def __init__(self, source: Source, index: int) -> None:
@@ -316,15 +317,15 @@ class Row:
 
     @property
     def rewards(self) -> dict[str, float]:
-        """Reward name → value, for this rollout."""
+        """The rollout's rewards by name."""
         return self._source.rewards(self.index)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The main conversation (see :func:`~megaflow_hpc.trajectories.reading.conversations.main`), as OpenAI
         messages."""
-        found = self.conversations
-        return found[main(found, self.policy)].messages if found else []
+        all_conversations = self.conversations
+        return all_conversations[main(all_conversations, self.policy)].messages if all_conversations else []
 
     @property
     def conversations(self) -> list[Conversation]:
@@ -341,22 +342,27 @@ class Row:
         """Returns the conversations as plain JSON.
 
         Returns:
-            ``messages`` (the main conversation) and ``conversations`` (all of them, each with the indices of its
-            ``messages``, the ``turns`` that produced them, and its links). If there are other conversations, the
-            indices refer to ``tree``, which has ``messages`` and their ``parents``.
+            ``messages`` (the main conversation) and ``conversations`` (all conversations, each with the indices of its
+            ``messages``, the ``turns`` that produced them, and its links to other conversations). The indices refer to
+            ``messages``, or to ``tree`` if there are several conversations. ``tree`` has all ``messages`` and their
+            ``parents``.
         """
-        found = self.conversations
-        record: dict[str, Any] = {"messages": found[main(found, self.policy)].messages if found else []}
+        all_conversations = self.conversations
+        record: dict[str, Any] = {
+            "messages": all_conversations[main(all_conversations, self.policy)].messages if all_conversations else []
+        }
         record["conversations"] = [
             {
                 "messages": conversation.nodes,
                 "policy": conversation.policy,
+                "role": conversation.role,
+                "depth": conversation.depth,
                 "parent": conversation.parent,
                 "shared": conversation.shared,
                 "started_by": conversation.started_by,
                 "turns": conversation.turns,
             }
-            for conversation in found
+            for conversation in all_conversations
         ]
         messages = self._source.messages(self.index)
         parents = self._source.parents(self.index)
@@ -365,7 +371,7 @@ class Row:
         return record
 
     def call(self, number: int) -> ConversationCall:
-        """Returns one model call: the messages sent, the answer and its turn.
+        """Returns a model call: the messages sent, the answer and the turn.
 
         If the call was not a chat call, or has no link to its answer, ``messages`` is empty and the answer is ``None``.
         """
@@ -393,11 +399,11 @@ class Row:
 
     @property
     def artifacts(self) -> list[Artifact]:
-        """The files stored with the rollout."""
+        """The rollout's artifacts."""
         return self._source.artifacts(self.index)
 
     def trajectory(self) -> Trajectory:
-        """Returns the whole trajectory, detached from the store."""
+        """Returns the whole trajectory as an object that does not depend on the store."""
         scalars = {name: getattr(self, name) for name in _SCALARS & Trajectory.__dataclass_fields__.keys()}
         for name in UNKNOWN_AS_NAN:
             if math.isnan(scalars[name]):

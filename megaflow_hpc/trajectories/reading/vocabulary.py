@@ -1,8 +1,9 @@
-"""Reads the text of token ids from a model's ``tokenizer.json``, to show individual tokens.
+"""Looks up the text of token ids in a model's ``tokenizer.json``, to show individual tokens.
 
-A tokenizer's ``decode`` joins tokens, drops leading blanks and cannot show partial characters. Two encodings of bytes
-as pieces are supported, which covers current models: byte-level (GPT-2's alphabet of 256 printable characters; Qwen,
-Llama 3, DeepSeek) and SentencePiece (``▁`` for a blank, ``<0x0A>`` for a byte; Llama 2, Gemma, Mistral).
+A tokenizer's own ``decode`` cannot be used, because it joins tokens, drops leading blanks and cannot show partial
+characters. Two encodings of bytes are supported, which cover current models: byte-level (GPT-2's alphabet of 256
+printable characters; Qwen, Llama 3, DeepSeek) and SentencePiece (``▁`` for a blank, ``<0x0A>`` for a byte; Llama 2,
+Gemma, Mistral).
 
 A run directory keeps the ``tokenizer.json`` of each policy whose model is a local directory. For a campaign file moved
 elsewhere, the model directory recorded in the campaign is used if it still exists.
@@ -31,10 +32,10 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Vocabulary:
-    """Token id → text.
+    """Maps token ids to text.
 
     Args:
-        tokenizer: The contents of a ``tokenizer.json``.
+        tokenizer: The parsed content of a ``tokenizer.json``.
 
     Raises:
         ValueError: The tokenizer has no vocabulary in a supported format.
@@ -53,7 +54,7 @@ class Vocabulary:
         self._byte_level = '"ByteLevel"' in steps
 
     def piece(self, token: int) -> str:
-        """Returns the text of a token id, empty if unknown. Partial characters are decoded with ``surrogateescape``."""
+        """Returns the text of a token id. Empty if unknown. Partial characters are decoded with ``surrogateescape``."""
         if token in self._special:
             return self._special[token]
         piece = self._pieces.get(token, "")
@@ -85,16 +86,17 @@ def load(path: Path) -> Vocabulary:
 
 
 def kept(run: RunDir, policy: str) -> Path:
-    """Returns where a run directory stores a policy's tokenizer."""
+    """Returns the path at which a run directory stores a policy's tokenizer."""
     return run.path / "tokenizers" / f"{policy}.json.gz"
 
 
 def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
-    """Returns the path of a policy's tokenizer, if it exists.
+    """Returns the path of a policy's tokenizer. ``None`` if it does not exist.
 
     Args:
         source: The run directory or campaign file being read.
-        models: ``models`` in the file's ``versions`` attribute: policy → a map with the model's ``path``.
+        models: The entry ``models`` of the file's ``versions`` attribute. Maps each policy to its model's description,
+            which has the key ``path``.
         policy: A key of ``models``.
     """
     run = RunDir(source if source.is_dir() else source.parent)
@@ -107,8 +109,10 @@ def find(source: Path, models: Mapping[str, Any], policy: str) -> Path | None:
 
 
 def _alphabet() -> dict[str, bytes]:
-    """Returns GPT-2's byte-level alphabet: character → byte. Printable bytes map to themselves, all others from 256
-    up."""
+    """Returns GPT-2's byte-level alphabet as a mapping from character to byte.
+
+    Printable bytes map to themselves. All other bytes are represented by characters from code point 256 up.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): bytes([byte]) for byte in printable}

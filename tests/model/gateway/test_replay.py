@@ -101,7 +101,7 @@ async def test_an_agent_that_does_something_else_is_told_where_it_differs() -> N
         with pytest.raises(ModelServiceError, match="after 1 of its 5 calls"):
             await hold(gateway, "t0/p/0", AGENTS[0](), seed=99)
         assert "after 1 of its 5 calls" in call_failure(gateway, "t0/p/0")
-        with pytest.raises(ModelServiceError, match="t7/p/0 is not among the recorded"):
+        with pytest.raises(ModelServiceError, match="t7/p/0 was not recorded"):
             await hold(gateway, "t7/p/0", AGENTS[0](), seed=7)
     async with ModelGateway(replays={"p": Replay(kept, answer_diverged=True)}) as gateway:
         assert len((await hold(gateway, "t0/p/0", AGENTS[0](), seed=99)).turns) == 5
@@ -114,7 +114,7 @@ async def test_calls_whose_answers_were_not_all_kept_are_named() -> None:
     (artifact,) = kept.rollouts["t0/p/0"].artifacts
     artifact.data = artifact.data[:-40]
     async with ModelGateway(replays={"p": Replay(kept)}) as gateway:
-        with pytest.raises(ModelServiceError, match="4 of 5 calls were kept whole"):
+        with pytest.raises(ModelServiceError, match="only 4 of 5 calls were recorded completely"):
             await hold(gateway, "t0/p/0", AGENTS[0](), seed=0)
 
 

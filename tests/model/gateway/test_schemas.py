@@ -109,7 +109,7 @@ def test_references_without_progress_or_target_are_refused_wherever_a_schema_is_
 @pytest.mark.parametrize("schema", CIRCLES, ids=lambda schema: json.dumps(schema)[:60])
 def test_circles_are_refused_in_tools_that_are_only_offered(schema: dict[str, Any]) -> None:
     for path, body in requests(schema, forced=False):
-        with pytest.raises(BadRequest, match=r"leads back to itself and describes nothing"):
+        with pytest.raises(BadRequest, match=r"refers back to itself without describing a value"):
             converted(path, body)
 
 

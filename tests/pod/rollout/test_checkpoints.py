@@ -208,7 +208,7 @@ def test_rollouts_go_on_where_their_allocation_ended(start: Begin) -> None:
     again.wait(timeout_s=120)
     assert again.ledger.finished, log(run)
     assert not run.dir.partial.exists(), "nothing is left behind"
-    assert "damaged; the rollout starts anew" in log(run)
+    assert "damaged; the rollout restarts from the beginning" in log(run)
     with open_trajectories(run.path) as store:
         found = {row.id: row.trajectory() for row in store}
     assert len(found) == 3

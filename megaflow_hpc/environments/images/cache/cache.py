@@ -1,6 +1,6 @@
-"""Caches images on this node: each unpacked once, verified, within a budget, and prefetched in the order of use.
+"""Unpacks each image once per node, verifies it, and keeps the copies within a disk budget. Prefetches images.
 
-An image consists of one or more copies: one for each layer and the base, or a single flat tree.
+The cache stores an image as one copy for each layer and the base, or as a single flat tree.
 
 ====================  ==========================================  ====================================
 copy                  contents                                    made from
@@ -9,12 +9,12 @@ copy                  contents                                    made from
 ``<digest>-layer``    ``rootfs/``, an overlay's upper directory   a layer's blob
 ====================  ==========================================  ====================================
 
-Images share the copies of their common layers. While a copy is made, its source is verified against the digest in the
-source's name. An existing copy is not read again. An image outside of stores, such as a SIF that a campaign maps, is
+Images share the copies of their common layers. When a source file is unpacked, it is verified against the digest in its
+name. Existing copies are not verified again. An image outside of stores, such as a SIF that a campaign maps, is
 identified by path, size and mtime.
 
-Copies in use are leased and never removed (:mod:`.index`). A process reserves space for all missing copies of an image
-in one step. While waiting it holds none of them, so two processes cannot deadlock.
+Leased copies are never removed (:mod:`.index`). A process reserves space for all missing copies of an image at once. It
+reserves nothing while it waits, so two processes cannot deadlock.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from megaflow_hpc.host.files import remove_tree
 
 TREE_EXTRA_INODES = 64
 LAYER_EXTRA_INODES = 8
-"""Inodes that a copy needs beyond those of its files, with a margin."""
+"""Inodes that a copy needs in addition to those of its files, with a margin."""
 
 
 @dataclass(frozen=True)
 class CachedTree:
-    """One cached copy. ``make(directory)`` writes it to ``directory/rootfs`` and returns the number of bytes read."""
+    """One copy in the cache. ``make(directory)`` writes it to ``directory/rootfs`` and returns the number of bytes
+    read."""
 
     name: str
     source: str
@@ -58,12 +59,12 @@ class CachedTree:
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """The trees of one image: ``artifacts``, topmost first, and optionally a ``directory`` below them."""
+    """The trees that make up an image: ``artifacts``, topmost first, and optionally a ``directory`` below them."""
 
     image: str
     artifacts: tuple[CachedTree, ...]
     directory: str | None = None
-    """The base, if it is an already unpacked image. It is used in place."""
+    """Path of an already unpacked base, which is used in place. ``None`` if the base is among the artifacts."""
 
     @property
     def names(self) -> list[str]:
@@ -71,7 +72,7 @@ class ImagePlan:
 
     @property
     def sizes(self) -> dict[str, DiskUsage]:
-        """Artifact name → size."""
+        """Sizes of the artifacts, by name."""
         return {artifact.name: artifact.size for artifact in self.artifacts}
 
 
@@ -116,7 +117,7 @@ def _flat_artifact(facts: ImageFacts, apptainer: str) -> CachedTree:
 def _unpack_sif(facts: ImageFacts, target: Path, apptainer: str) -> int:
     before = stamp(facts.path)
     source = Path(facts.path)
-    if facts.digest:  # verify and unpack a private copy, since the store's owner may change the file in between
+    if facts.digest:  # verify and unpack a private copy, because the store's owner may change the file
         source = target.with_name("image.sif")
         read_checked(facts, source)
     try:
@@ -143,7 +144,8 @@ def _unpack_layer(blob: str, layer: LayerFacts, target: Path, *, marks: bool = F
 
 
 def _lay_out(facts: ImageFacts, directory: Path, apptainer: str) -> int:
-    """Writes the base's files and merges each layer into them. The result equals what an overlay would show."""
+    """Copies the base's files and merges each layer into them, as an overlay would. Returns the number of bytes
+    read."""
     root, above = directory / "rootfs", directory / "layer"
     count = 0
     if facts.base is None:
@@ -179,7 +181,7 @@ def _measure(directory: str) -> DiskUsage:
 
 
 POLL_INTERVAL_S = (0.005, 0.1)
-"""First and longest pause between two polls for space or for another process."""
+"""First and longest pause in seconds between two polls for space or for another process."""
 
 
 class ImageLease:
@@ -203,10 +205,11 @@ class ImageLease:
 
 
 class ImageCache:
-    """This node's images, as used by one process. All processes of the user share the copies.
+    """This process's access to the node's image cache. All processes of the user share the copies.
 
     Args:
         root: Private directory on local scratch.
+        apptainer: Path of the Apptainer program.
         budget_bytes: Maximum total size of all copies. Default: ``MEGAFLOW_CACHE_GB`` (in 10^9 bytes), else 80 % of the
             free space on scratch.
         budget_inodes: Maximum number of inodes of all copies. Default: 80 % of the free inodes on scratch.
@@ -218,12 +221,12 @@ class ImageCache:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.apptainer = apptainer
         self.copied_bytes = 0
-        """Bytes that this process has read from stores to make copies."""
+        """Number of bytes that this process has read from stores to make copies."""
         self._index = CacheIndex(root, budget_bytes, budget_inodes)
         self._files = ImageFiles()
         self._plans: dict[tuple[str, bool], tuple[ImageFacts, ImagePlan]] = {}
         self._claiming = threading.Lock()
-        """Held by the thread of this process that is requesting or waiting for space."""
+        """Held by the thread that requests or waits for space, so that only one thread per process does."""
         self._guard = threading.Lock()
 
     # --- leases -------------------------------------------------------------------------------------------------
@@ -231,14 +234,14 @@ class ImageCache:
     def acquire(self, image: str, *, flat: bool = False, timeout_s: float = 1800.0) -> ImageLease:
         """Returns a lease on an image, unpacking the image first if necessary.
 
-        Blocks while another process unpacks the image, or while there is no space because all removable copies are in
-        use.
+        Blocks while another process unpacks the image, or while the cache is full of copies in use.
 
         Args:
             flat: Use the image as one tree, for nodes that cannot stack layers with an overlay.
 
         Raises:
-            SandboxError: The image is missing, its content does not match the digest in its name, or there is no space.
+            SandboxError: The image is missing, too large, does not match the digest in its name, or was not unpacked
+                within ``timeout_s`` seconds.
         """
         if os.path.isdir(image):
             return ImageLease(os.path.realpath(image))
@@ -267,17 +270,18 @@ class ImageCache:
         flat: Callable[[str], bool] = lambda image: False,
         until: Callable[[], bool] = lambda: False,
     ) -> int:
-        """Unpacks ``images``, given in order of use, as long as there is space. Blocks.
+        """Unpacks ``images``, soonest needed first, until the cache is full. Blocks.
 
-        Until the next call, the copies of these images are evicted last. Therefore put images that are in use and will
-        be needed again first. Only copies that no process uses or requested are evicted.
+        Until the next call, copies of these images are evicted after all other copies. To protect images that are in
+        use and will be needed again, list them first. Prefetching never evicts copies that a process uses or has
+        listed.
 
         Args:
             flat: Returns whether an image is used as one tree on this node.
             until: Polled between images. The call returns once it is true.
 
         Returns:
-            The number of leading ``images`` that are cached or being unpacked by another process.
+            ``n`` if the first ``n`` images are cached or being unpacked by another process.
         """
         plans = [self._plan(image, flat(image)) for image in images if not os.path.isdir(image)]
         self._index.want(list(dict.fromkeys(name for wanted in plans for name in wanted.names)))
@@ -293,14 +297,14 @@ class ImageCache:
         return len(images)
 
     def facts(self, image: str) -> ImageFacts:
-        """Returns the facts of an image; see :meth:`.ImageFiles.facts`."""
+        """Returns the sizes and layers of an image. See :meth:`.ImageFiles.facts`."""
         return self._files.facts(image)
 
     # --- images commands ----------------------------------------------------------------------------------------
 
     @property
     def budget(self) -> DiskUsage:
-        """Maximum bytes and inodes of all copies together."""
+        """Maximum total bytes and inodes of all copies."""
         return self._index.budget
 
     def list(self) -> list[dict[str, object]]:
@@ -342,8 +346,8 @@ class ImageCache:
         """Makes the missing copies of an image that no other thread or process is making.
 
         Returns:
-            True if all copies exist and are marked as used. If false, a process that was making one has exited: try
-            again.
+            True if all copies exist and are marked as used. False if another process exited before it had made its
+                copies. The caller must then try again.
         """
         self._check_size(wanted)
         claim = self._claim(wanted, deadline)
@@ -370,10 +374,13 @@ class ImageCache:
             )
 
     def _claim(self, wanted: ImagePlan, deadline: float) -> CacheClaim | None:
-        """Waits for space, behind processes and threads that started waiting earlier.
+        """Reserves space for the missing copies, after all processes and threads that started waiting earlier.
 
         Returns:
-            ``None`` if other threads or processes have made, or are making, all missing copies.
+            The claim, or ``None`` if other threads or processes have made, or are making, all missing copies.
+
+        Raises:
+            TimeoutError: The deadline has passed.
         """
         full = f"everything in {self._index.root} is in use; raise MEGAFLOW_CACHE_GB, or run fewer slots"
         # One thread at a time, because the samples of a task request the same image simultaneously.
@@ -409,8 +416,8 @@ class ImageCache:
             self._index.give_up(names)
 
     def _wait_for(self, names: Sequence[str], deadline: float) -> None:
-        """Waits until other threads or processes have made copies. They have reserved their space, so they never
-        wait."""
+        """Waits until other threads or processes have made copies. They hold reserved space, so they cannot be waiting
+        for this process."""
         missing = [name for name in names if not self._index.has(name)]
         for name, maker in self._index.makers(missing).items():
             for _ in _polls(deadline, "another process that stages it does not finish"):

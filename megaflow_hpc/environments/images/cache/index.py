@@ -1,17 +1,18 @@
-"""Index of one node's image cache: its copies, the processes that use them, and which copies to evict.
+"""Index of one node's image cache: its copies, the processes that use them, and the eviction policy.
 
 ::
 
     CACHE/                        private, on local scratch; shared by all ranks and jobs of the user
       lock                        held to decide which copies are made and removed
-      removing                    shared: to take a lease; exclusive: to remove copies, for a moment
+      removing                    held shared to take a lease, exclusively (and briefly) to remove copies
       images/<name>/              a copy (cache.py): rootfs/, and entry.json with its size
       users/<pid>-<start>.<hex>   JSON: copies that an open cache uses, wants and makes, and whether it is waiting
       work/<pid>-<start>.<hex>    files that a process is writing or removing
 
 Copies enter and leave ``images`` by rename, so they are always complete. Locks are kernel locks (``flock``), released
-when their holder exits. All other files carry a process identity and are ignored once that process is gone. So a
-process killed by SIGKILL never blocks another one. The next process to open the cache removes its leftovers.
+when their holder exits. All other files have a process identity in their names and are ignored once that process has
+exited. So a process killed by SIGKILL never blocks another process. The next process to open the cache removes its
+leftovers.
 """
 
 from __future__ import annotations
@@ -59,36 +60,35 @@ NOTHING = DiskUsage(0, 0)
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A cached copy."""
+    """One copy in the cache. Times are in Unix seconds."""
 
     name: str
     size: DiskUsage
     image: str
-    """Path of the file that it was made from."""
+    """Path of the file that the copy was made from."""
     ahead: bool
-    """Whether it was prefetched."""
+    """True if the copy was prefetched."""
     made_at: float
     used_at: float
-    """Last use. Both times are in Unix seconds."""
 
 
 @dataclass
 class _User:
-    """State of one open cache, as stored in its file in ``users``."""
+    """State of one open cache, as stored in its ``users`` file."""
 
     uses: Collection[str] = ()
     """Copies that must not be removed."""
     wants: Sequence[str] = ()
-    """Copies needed next, in order."""
+    """Copies that the cache needs next, soonest first."""
     makes: dict[str, DiskUsage] = field(default_factory=dict)
-    """Copies being made, and the space reserved for them."""
+    """Maps the copies being made to the space reserved for them."""
     waits_since_ns: int | None = None
-    """Monotonic time at which it started to wait for space."""
+    """Monotonic time at which the cache started to wait for space. ``None`` if it is not waiting."""
 
 
 @dataclass(frozen=True)
 class CacheClaim:
-    """The missing copies of an image, split by who makes them."""
+    """The missing copies of an image, divided between this process and others."""
 
     own: Sequence[str]
     """Copies that this process makes."""
@@ -100,8 +100,8 @@ class CacheIndex:
     """The cached copies below ``root``, shared by processes and threads.
 
     Args:
-        budget_bytes, budget_inodes: Limits for all copies together. Default: ``MEGAFLOW_CACHE_GB``, else a fraction of
-            the free space.
+        budget_bytes, budget_inodes: Limits on the total size of all copies. Default: ``MEGAFLOW_CACHE_GB``, else a
+            fraction of the free space.
     """
 
     def __init__(self, root: Path, budget_bytes: int | None = None, budget_inodes: int | None = None) -> None:
@@ -146,7 +146,7 @@ class CacheIndex:
         return os.path.isfile(f"{self.root}/images/{name}/entry.json")
 
     def has_all(self, names: Collection[str]) -> bool:
-        """Returns whether all these copies exist."""
+        """Returns whether all copies ``names`` exist."""
         return all(self.has(name) for name in names)
 
     def entries(self) -> list[CacheEntry]:
@@ -164,16 +164,18 @@ class CacheIndex:
         return sorted(entries, key=lambda entry: entry.used_at)
 
     def in_use(self) -> set[str]:
-        """Returns the copies that running processes use."""
+        """Returns the names of the copies that running processes use."""
         return {name for user in self._users().values() for name in user.uses}
 
     # --- leases -------------------------------------------------------------------------------------------------
 
     def use(self, names: Collection[str], *, wait: bool = True) -> bool:
-        """Marks copies as used and returns true, if all of them exist. They are kept until :meth:`release`.
+        """Marks copies as used if all of them exist, and returns whether they do.
+
+        Used copies are kept until :meth:`release`.
 
         Args:
-            wait: Wait while another process removes copies. If false, treat the copies as missing instead.
+            wait: Wait if another process is removing copies. If false, return false in that case.
         """
         if not self.has_all(names):
             return False
@@ -193,7 +195,7 @@ class CacheIndex:
         return complete
 
     def release(self, names: Collection[str]) -> None:
-        """Drops one use of each copy."""
+        """Ends one use of each copy."""
         with self._guard:
             self._uses.subtract(names)
             ended = [name for name in names if not self._uses[name]]
@@ -204,7 +206,8 @@ class CacheIndex:
                 self._write()
 
     def _touch(self, name: str) -> None:
-        """Sets the time of last use to now. Kernel timestamps are only accurate to a few milliseconds."""
+        """Sets a copy's time of last use to now. The kernel's own timestamps are only accurate to a few
+        milliseconds."""
         now = time.time_ns()
         with suppress(FileNotFoundError):
             os.utime(f"{self.root}/images/{name}/entry.json", ns=(now, now))
@@ -212,14 +215,14 @@ class CacheIndex:
     # --- making copies ------------------------------------------------------------------------------------------
 
     def want(self, names: Sequence[str]) -> None:
-        """Sets the copies that this cache needs next, in order. Replaces the previous list."""
+        """Sets the copies that this cache needs next, soonest first. Replaces the previous list."""
         with self._guard:
             self._state.wants = names
             self._write()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Queues for space. Space goes to the process that has waited longest."""
+        """Queues for space until the context exits. The process that has waited longest gets space first."""
         with self._guard:
             self._state.waits_since_ns = time.monotonic_ns()
             self._write()
@@ -233,18 +236,18 @@ class CacheIndex:
     def claim(self, sizes: Mapping[str, DiskUsage], *, ahead: bool = False, queued: bool = False) -> CacheClaim | None:
         """Reserves space for the missing copies of an image that no process is making, evicting other copies if needed.
 
-        Copies are evicted in least recently used order. Copies in use are never evicted. Copies that a process wants
-        next are evicted only if ``ahead`` is false, those needed last first.
+        The least recently used copies are evicted first. Copies in use are never evicted. Copies that a process wants
+        next are evicted only if ``ahead`` is false, and those needed last go first.
 
         Args:
-            sizes: The sizes of all copies of the image, by name.
-            ahead: Prefetch: do not mark the copies as used. Otherwise they are marked as by :meth:`use`.
-            queued: The caller is :meth:`waiting`. Callers are served in the order in which they began to wait, and
-                callers that are not queued come last.
+            sizes: Sizes of all copies of the image, by name.
+            ahead: Prefetch the copies without marking them as used. Otherwise mark them, as :meth:`use` does.
+            queued: The caller is :meth:`waiting`. Callers are served in the order in which they began to wait. Unqueued
+                callers come last.
 
         Returns:
-            ``None`` if there is no space for all missing copies, or it is another caller's turn. Nothing is marked
-            then.
+            The claim. ``None`` if there is no space for all missing copies, or if it is another caller's turn. Nothing
+                is reserved or marked in that case.
         """
         with locked(self.root / "lock"):
             claim, removed = self._claim(sizes, ahead, queued)
@@ -253,7 +256,8 @@ class CacheIndex:
         return claim
 
     def _claim(self, sizes: Mapping[str, DiskUsage], ahead: bool, queued: bool) -> tuple[CacheClaim | None, list[Path]]:
-        """Implements :meth:`claim`. Also returns the copies moved away for removal. Call with the lock held."""
+        """Implements :meth:`claim`. Also returns the paths of evicted copies, which the caller must delete. Call with
+        the lock held."""
         users = list(self._users().values())
         made = {name for user in users for name in user.makes}
         missing = [name for name in sizes if not self.has(name)]
@@ -285,7 +289,8 @@ class CacheIndex:
     def _victims(
         self, needed: DiskUsage, users: Sequence[_User], keep: Collection[str], ahead: bool
     ) -> list[str] | None:
-        """Returns the copies to evict so that ``needed`` fits, or ``None`` if it cannot fit."""
+        """Chooses the copies to evict to make space for ``needed``. Returns ``None`` if there cannot be enough
+        space."""
         entries = self.entries()
         sizes = {entry.name: entry.size for entry in entries}
         used = set(keep)
@@ -328,7 +333,7 @@ class CacheIndex:
             remove_tree(directory)
 
     def give_up(self, names: Collection[str]) -> None:
-        """Releases the space still reserved for these copies."""
+        """Releases the space that is still reserved for the copies ``names``."""
         with self._guard:
             held = [name for name in names if name in self._state.makes]
             for name in held:
@@ -343,14 +348,15 @@ class CacheIndex:
         return [name for name in missing if name not in made]
 
     def makers(self, names: Collection[str]) -> dict[str, str]:
-        """Returns, for each of these copies that is being made, the ``users`` file of the cache that makes it."""
+        """Returns, for each of the copies ``names`` that is being made, the ``users`` file of the cache that makes
+        it."""
         if not names:
             return {}
         users = self._users()
         return {name: file for file, user in users.items() for name in names if name in user.makes}
 
     def makes(self, file: str, name: str) -> bool:
-        """Returns whether the cache with this ``users`` file is alive and making the copy."""
+        """Returns whether the cache with the ``users`` file ``file`` is open and making the copy ``name``."""
         user = self._user(file)
         return user is not None and name in user.makes
 
@@ -365,7 +371,8 @@ class CacheIndex:
         return bool(removed)
 
     def _withdraw(self, names: Sequence[str]) -> list[Path]:
-        """Moves copies that are not in use out of ``images``. Returns their new paths; the caller removes them."""
+        """Moves copies out of ``images`` unless they are in use. Returns their new paths, which the caller must
+        delete."""
         if not names:
             return []
         removed = []
@@ -381,7 +388,7 @@ class CacheIndex:
     # --- files --------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        """Rewrites this cache's file in ``users``, or removes it if empty. Call with the guard held."""
+        """Writes this cache's ``users`` file, or removes it if the state is empty. Call with the guard held."""
         state = self._state
         state.uses = list(self._uses)
         if not (state.uses or state.wants or state.makes or state.waits_since_ns):

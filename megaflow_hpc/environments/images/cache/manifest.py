@@ -1,4 +1,4 @@
-"""Image manifests: list a campaign's images by source and digest, to carry them to a site without network access.
+"""Writes and reads image manifests, which list a campaign's images so that they can be carried to an air-gapped site.
 
 A manifest is written once all images are in a store. The other site uses it together with the store's files::
 
@@ -9,9 +9,9 @@ A manifest is written once all images are in a store. The other site uses it tog
      "bytes": …}
 
 ``files`` lists the store files of the image, including shared ones: a SIF, or a document with its layers and base. The
-outer ``bytes`` counts each file once. A base given by path is in no store and is not carried along. It must exist at
-the same path on the other site. An image without a digest was missing when the manifest was written. Version 1
-supported only SIF files and did not list ``files``.
+outer ``bytes`` counts each file once. A base given by path is not stored and not carried along. It must exist at the
+same path on the other site. An image without a digest was missing when the manifest was written. Version 1 supported
+only SIF files and did not list ``files``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 
 def manifest(images: Images) -> dict[str, Any]:
-    """Returns the manifest of all images resolved by ``images``."""
+    """Creates the manifest of all images that ``images`` has resolved."""
     rows, sizes = [], dict[Path, int]()
     for key, (source, path) in images.used.items():
         row: dict[str, Any] = {"key": key, "source": source, "digest": None, "bytes": None, "files": []}
@@ -65,7 +65,7 @@ def _composition(path: Path) -> dict[str, Any]:
 
 
 def _store_files(path: Path) -> list[Path]:
-    """Returns the store files of an image."""
+    """Returns the paths of an image's store files: a SIF, or a document with its base and layers."""
     files = [path]
     if is_layered(path):
         image = read_layered(path)
@@ -86,7 +86,7 @@ def write_manifest(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads a manifest. Raises :class:`ConfigError` if it is invalid or its version is too new."""
+    """Reads a manifest. Raises :class:`ConfigError` if it is invalid, lists no images, or has a newer version."""
     try:
         content = json.loads(path.read_text())
         rows = [(row["key"], row["source"], row["digest"]) for row in content["images"]]
@@ -103,10 +103,10 @@ def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: 
     """Adds the images of a manifest to the store, from ``directory`` if given, else from registries.
 
     Args:
-        directory: Contains store files, either in the store's subdirectories or all in one place.
+        directory: Directory with store files, either in the store's subdirectories or all in one directory.
 
     Returns:
-        Source → image path.
+        A map from image sources to paths in the store.
 
     Raises:
         SiteError: An image is not available, or its content does not match the manifest.
@@ -135,7 +135,8 @@ def fetch(images: Images, content: dict[str, Any], directory: Path | None, say: 
 
 
 def _fetch_image(images: Images, key: str, source: str, digest: str, directory: Path | None, say: Say) -> Path | None:
-    """Returns the image for a manifest row, adding it to the store if necessary, or ``None`` if it is not available."""
+    """Returns the image for a manifest row, adding it to the store if needed. Returns ``None`` if it is not
+    available."""
     store = images.store
     if path := store.find(key):
         return path
@@ -188,8 +189,9 @@ def _add_from(directory: Path, images: Images, source: str, digest: str, say: Sa
 
 
 def _locate(directory: Path, subdirectory: str, name: str) -> Path | None:
-    """Finds a store file in a copied store, in a flat directory, or in a sibling of ``directory``."""
-    for place in (directory / subdirectory, directory, directory.parent / subdirectory):
-        if (place / name).is_file():
-            return place / name
+    """Finds a store file in ``directory``, its ``subdirectory`` or a sibling of that name. Returns ``None`` if it is
+    missing."""
+    for parent in (directory / subdirectory, directory, directory.parent / subdirectory):
+        if (parent / name).is_file():
+            return parent / name
     return None

@@ -34,20 +34,20 @@ from megaflow_hpc.host.tar import Member, Parts, RefusedMember, TarReader, plain
 
 Excluded = Callable[[str], bool]
 CopiedFiles = dict[tuple[int, int], Path]
-"""Device and inode of a hard-linked file → its first copy."""
+"""Maps (device, inode) of a hard-linked file to its first copy."""
 
 MAX_PATTERN_CHARACTERS = 2**16
 MAX_WAYS = 100_000
-"""Limit on :func:`ways` for a pattern and a path. Matching at the limit takes about a second."""
+"""Limit on :func:`ways` for a pattern and a path. Matching takes about a second at the limit."""
 _CHUNK = 1 << 20
 
 
 class LinkOut(ConfigError):
-    """A link leads out of the build context."""
+    """Raised if a link leads out of the build context."""
 
 
 class Context:
-    """A context directory, without the files that its ``.dockerignore`` excludes."""
+    """A build context directory, without the files that its ``.dockerignore`` excludes."""
 
     def __init__(self, root: Path, dockerfile: Path | None = None) -> None:
         self.root = root
@@ -83,8 +83,8 @@ class Context:
             yield descriptor, real, os.fstat(descriptor)
 
     def _status(self, name: str, *, follow: bool = False) -> os.stat_result | None:
-        """Returns the ``stat`` result of a file, or ``None`` if it is missing. Raises :class:`LinkOut` if it is
-        outside."""
+        """Returns the ``stat`` result of a file, or ``None`` if it is missing. Raises :class:`LinkOut` if a link leads
+        out of the context."""
         try:
             with self.opened(name, follow=follow) as (_, _, status):
                 return status
@@ -112,8 +112,9 @@ class Context:
                 return file.read(MAX_PATTERN_CHARACTERS + 1).splitlines()
 
     def find(self, source: str) -> list[str]:
-        """Returns the paths that match a source, relative to the context. Wildcards do not match ``/``. A pattern may
-        match nothing.
+        """Returns the paths that match a source of ``COPY``, relative to the context. Wildcards do not match ``/``.
+
+        A pattern may match no paths.
 
         Raises:
             ConfigError: The source is missing or outside the context.
@@ -140,7 +141,7 @@ class Context:
         return sorted(name for name in self._names(depth) if matches(name))
 
     def _names(self, depth: int) -> Iterator[str]:
-        """Yields all paths with at most ``depth`` components."""
+        """Yields all paths in the context with at most ``depth`` components."""
         bounds = DockerfileBounds()
         waiting = [(depth, ".")]
         while waiting:
@@ -153,13 +154,14 @@ class Context:
                     waiting.append((left - 1, path))
 
     def _has_exceptions(self, name: str) -> bool:
-        """Returns whether an exception (``!…``) includes anything in an ignored directory."""
+        """Returns whether an exception (``!…``) includes any file of an ignored directory."""
         return self._is_directory(name) and any(True for _ in self.files(name))
 
     def files(self, name: str, excluded: Excluded | None = None) -> Iterator[str]:
-        """Yields the paths at or below ``name``, relative to the context. A directory comes before its content.
+        """Yields all paths below the directory ``name``, relative to the context.
 
-        If ``name`` is a directory, it is not yielded itself.
+        A directory comes before its contents. If ``name`` is a file, yields only ``name``. Ignored and ``excluded``
+        paths are left out.
 
         Raises:
             ConfigError: There are more entries than one instruction may copy.
@@ -190,7 +192,7 @@ class Context:
             waiting += reversed(subdirectories)
 
     def feed(self, update: Callable[[bytes], None], names: Sequence[str]) -> None:
-        """Feeds the names, modes and contents of the files at or below ``names`` to a hash through ``update``."""
+        """Passes the names, modes and contents of all files at or below ``names`` to a hash's ``update`` method."""
         bounds = DockerfileBounds()
         for name in names:
             with self.opened(name, follow=True) as (_, real, _):
@@ -208,13 +210,15 @@ class Context:
     # --- copying ------------------------------------------------------------------------------------------------
 
     def copy(self, name: str, target: Path, bounds: DockerfileBounds, copied: CopiedFiles) -> os.stat_result:
-        """Copies a file or link with its mode and times, or creates a directory. Returns its ``stat`` result.
+        """Copies a file or link with its mode and times, or creates a directory.
+
+        Returns the ``stat`` result of the original.
 
         Args:
-            copied: Earlier copies of hard-linked files.
+            copied: Copies of hard-linked files so far. Updated by this call.
 
         Raises:
-            ConfigError: It is a special file, or it exceeds ``bounds``.
+            ConfigError: The file is unreadable or a special file, or it exceeds ``bounds``.
         """
         bounds.count()
         with self.opened(name) as (descriptor, _, status):
@@ -258,7 +262,7 @@ def lay_out(
     extract: bool = False,
     exclude: Sequence[str] = (),
 ) -> ArchivedAttributes:
-    """Copies each of ``names`` to ``target/<number>/<name>``.
+    """Copies each of the context's ``names`` to ``target/<number>/<name>``.
 
     Args:
         extract: Unpack archives.
@@ -268,7 +272,8 @@ def lay_out(
         The attributes of files unpacked from archives.
 
     Raises:
-        ConfigError: A link leads out of the context, or the files exceed the limits of an instruction.
+        ConfigError: A link leads out of the context, an archive cannot be unpacked, or the files exceed the limits of
+            an instruction.
     """
     excluded = patterns(exclude)
     bounds, archived = DockerfileBounds(), ArchivedAttributes()
@@ -310,14 +315,16 @@ def _copy_directory(context: Context, top: str, item: Path, bounds: DockerfileBo
 
 
 def patterns(lines: Sequence[str], where: str = "") -> Excluded:
-    """Compiles ``.dockerignore`` lines to a predicate. A match excludes everything below it. The last match wins.
+    """Compiles ``.dockerignore`` lines to a predicate for excluded paths. The last matching line wins.
+
+    A match also excludes everything below the matching path.
 
     Args:
         where: File named in error messages.
 
     Raises:
-        ConfigError: A line is invalid, or there are too many. The predicate raises it for a path that would take too
-            long to match.
+        ConfigError: A line is invalid, or there are too many. The predicate raises this error for a path that would
+            take too long to match.
     """
     if sum(len(line) + 1 for line in lines) > MAX_PATTERN_CHARACTERS:
         raise ConfigError(f"{where or 'patterns'}: more than {MAX_PATTERN_CHARACTERS} characters; write fewer patterns")
@@ -339,7 +346,7 @@ def patterns(lines: Sequence[str], where: str = "") -> Excluded:
 
 
 def bounded_ways(patterns: Iterable[str], where: str) -> Callable[[str], None]:
-    """Returns a check that raises :class:`ConfigError`, naming ``where``, for a path that would take too long to
+    """Returns a function that raises :class:`ConfigError`, naming ``where``, for paths that would take too long to
     match."""
     wild = [pattern for pattern in patterns if pattern.count("*") > 2]
 
@@ -363,7 +370,7 @@ def ways(pattern: str, path: str) -> int:
 
 
 ArchivedAttributes = dict[tuple[int, int], tuple[int, int, int]]
-"""Device and inode of a file → its mode, uid and gid as recorded in an archive."""
+"""Maps (device, inode) of an unpacked file to the (mode, uid, gid) recorded in its archive."""
 
 MAX_BYTES = 20 * 10**9
 MAX_ENTRIES = 500_000
@@ -371,27 +378,29 @@ _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class DockerfileBounds:
-    """Remaining bytes and entries for one instruction. Raises :class:`ConfigError` when either is exhausted."""
+    """Counts down the bytes and entries that one instruction may copy. Raises :class:`ConfigError` when either is
+    exhausted."""
 
     def __init__(self) -> None:
         self.bytes = MAX_BYTES
         self.entries = MAX_ENTRIES
 
     def take(self, size: int) -> None:
-        """Counts ``size`` bytes."""
+        """Subtracts ``size`` bytes."""
         self.bytes -= size
         if self.bytes < 0:
             raise ConfigError(f"more than {MAX_BYTES} bytes of the context in one instruction; copy less at once")
 
     def count(self) -> None:
-        """Counts one file, link or directory."""
+        """Subtracts one file, link or directory."""
         self.entries -= 1
         if self.entries < 0:
             raise ConfigError(f"more than {MAX_ENTRIES} entries of the context in one instruction; copy less at once")
 
 
 def is_archive(path: Path) -> bool:
-    """Returns whether ``ADD`` unpacks a file, which it does for tar archives, plain or compressed."""
+    """Returns whether a file is a tar archive, plain or compressed, which ``ADD`` unpacks. Raises ConfigError for
+    zstd."""
     with open(path, "rb") as file:
         if file.read(4) == b"\x28\xb5\x2f\xfd":
             raise ConfigError(
@@ -407,8 +416,7 @@ def is_archive(path: Path) -> bool:
 
 
 def unpack(archive: Path, target: Path, bounds: DockerfileBounds) -> ArchivedAttributes:
-    """Unpacks an archive into a directory, with files owned by the caller. Returns the attributes recorded in the
-    archive.
+    """Unpacks an archive into ``target``, with the caller as owner. Returns the attributes recorded in the archive.
 
     Raises:
         ConfigError: The archive cannot be unpacked, or exceeds ``bounds``.
@@ -450,7 +458,7 @@ def _write(archive: Path, target: Path, bounds: DockerfileBounds) -> dict[Parts,
 
 
 def _decompressed(path: Path) -> BinaryIO:
-    """Opens a file for reading, decompressed according to its magic bytes."""
+    """Opens a file for reading and decompresses it according to its magic bytes."""
     with open(path, "rb") as file:
         magic = file.read(6)
     if magic.startswith(b"\x1f\x8b"):

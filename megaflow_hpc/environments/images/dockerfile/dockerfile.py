@@ -1,9 +1,9 @@
-"""Parses a Dockerfile into stages of steps, in file order, each with the settings in effect at its line.
+"""Parses a Dockerfile into stages of steps. Each step has the settings in effect at its line.
 
 e2b-dockerfile-utils, a port of BuildKit's parser, splits the file into instructions. :mod:`.words` expands variables.
-:mod:`megaflow_hpc.environments.builds` executes the steps. Lines that cannot be built faithfully are rejected with
+:mod:`megaflow_hpc.environments.builds` executes the steps. Lines that cannot be built as in Docker are rejected with
 their line number. Instructions that have no meaning in a sandbox are listed in ``ignored``, with the reason. A
-Dockerfile is untrusted, so input that would take too long to parse is rejected beforehand.
+Dockerfile is untrusted, so it is first checked for input that would take too long to parse.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ _WITHOUT_ARG = frozenset((*_PROXIES, *(name.lower() for name in _PROXIES)))
 
 
 def instructions(path: Path) -> list[DockerfileInstruction]:
-    """Parses the Dockerfile at ``path``. Continuation lines are joined, and leading tabs are stripped in ``<<-``
-    bodies.
+    """Parses the Dockerfile at ``path``. Joins continuation lines and strips leading tabs in ``<<-`` bodies.
 
     Raises:
         ConfigError: The file is not a Dockerfile or is too large. The message names the file and the line.
@@ -146,8 +145,7 @@ def _check_json(path: Path, instruction: DockerfileInstruction) -> None:
 
 
 def _explain(error: DockerfileSyntaxError, lines: list[str]) -> str:
-    """Returns the parser's message with a remedy. Also names an unterminated here-document, which the parser does
-    not."""
+    """Adds a remedy to the parser's message. Also names an unterminated here-document, which the parser does not."""
     message = str(error).removeprefix(f"Dockerfile parse error on line {error.line}: ")
     if message != "unterminated heredoc":
         return f"{message[:300]}; correct it, or build the image elsewhere and name it as docker_image"
@@ -163,7 +161,7 @@ def _explain(error: DockerfileSyntaxError, lines: list[str]) -> str:
 
 
 class Reader:
-    """Parses a file's instructions one by one into ``stages``.
+    """Converts a Dockerfile's instructions to ``stages``.
 
     Raises:
         ConfigError: A line is rejected. The message names the file and the line.
@@ -175,12 +173,13 @@ class Reader:
         self._build_args = build_args
         self.stages: list[Stage] = []
         self.ignored: list[tuple[int, str, str]] = []
-        """Instructions that have no meaning in a sandbox: line, name and reason."""
+        """Instructions without a meaning in a sandbox, each as line, name and reason."""
         self.unset: list[tuple[int, str]] = []
-        """Variables used with a default that this file does not set, although a base image might: line and name."""
+        """Variables that the file uses with a default but does not set, each as line and name. The base image might set
+        them."""
         self._global_args: dict[str, Text] = {}
         self._defaulted: list[str] = []
-        """Such variables in the current instruction."""
+        """Names of unset variables with a default in the current instruction."""
         self._current: Stage | None = None
         self._line = 1
 
@@ -427,7 +426,7 @@ class Reader:
 
 
 def _run_argv(instruction: DockerfileInstruction, shell: tuple[str, ...]) -> list[str]:
-    """Returns the argv of a ``RUN`` instruction."""
+    """Returns the argv that executes a ``RUN`` instruction."""
     if instruction.json:
         return instruction.args
     if len(instruction.heredocs) != 1 or not parse_heredoc(instruction.args[0]):
@@ -446,7 +445,8 @@ def _run_argv(instruction: DockerfileInstruction, shell: tuple[str, ...]) -> lis
 
 
 def _options(instruction: DockerfileInstruction, allowed: tuple[str, ...]) -> dict[str, list[str]]:
-    """Returns the values of an instruction's ``--name=value`` options, by name."""
+    """Returns the values of an instruction's ``--name=value`` options, by name. Raises :class:`WordError` unless all
+    are ``allowed``."""
     options: dict[str, list[str]] = {}
     for flag in instruction.flags:
         name, _, value = flag[2:].partition("=")
@@ -459,14 +459,14 @@ def _options(instruction: DockerfileInstruction, allowed: tuple[str, ...]) -> di
 
 
 def _value(instruction: DockerfileInstruction) -> str:
-    """Returns an instruction's arguments as text, without its options."""
+    """Returns an instruction's arguments as one string, without its options."""
     return " ".join(instruction.args)
 
 
 class Dockerfile:
-    """A parsed Dockerfile, whose directory is the build context.
+    """A parsed Dockerfile. Its directory is the build context.
 
-    ``base``, ``environment``, ``workdir`` and ``user`` describe the end of its last stage.
+    ``base``, ``environment``, ``workdir`` and ``user`` apply to the end of the last stage.
 
     Args:
         build_args: Values for ``ARG``.
@@ -497,30 +497,32 @@ class Dockerfile:
 
     @property
     def workdir(self) -> str | None:
-        """Absolute path of the last ``WORKDIR``. A relative path is resolved against ``/``, because the base is
-        unknown."""
+        """Absolute path of the last ``WORKDIR``, or ``None``. A relative path is resolved against ``/``, because the
+        base image's directory is unknown."""
         return posixpath.normpath(posixpath.join("/", self.last.workdir)) if self.last.workdir else None
 
     @property
     def user(self) -> str | None:
-        """The last ``USER``."""
+        """Value of the last ``USER``, or ``None``."""
         return self.last.user
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables whose values depend only on this file. The built image also has those that depend on its base."""
+        """Variables whose values do not depend on the base image. The built image also has variables that do."""
         return {name: literal(value) for name, value in self.last.variables.items() if is_known(value)}
 
     @property
     def needs_build(self) -> bool:
-        """Whether the file does more than set variables, a working directory and a user."""
+        """True if the file requires a build: it does more than set known variables, a working directory and a
+        user."""
         if not all(is_known(value) for value in self.last.variables.values()):
             return True
         return any(isinstance(step, Copy | RunStep) for step in self.last.steps)
 
     @property
     def needed(self) -> list[Stage]:
-        """The last stage and the stages that it needs, in order. Other stages are not built, as in BuildKit."""
+        """The last stage and the stages that it depends on, in file order. Like BuildKit, builds skip all other
+        stages."""
         wanted = {self.last.name}
         for stage in reversed(self.stages):
             if stage.name in wanted:
@@ -529,7 +531,7 @@ class Dockerfile:
 
     @property
     def bases(self) -> list[str]:
-        """Distinct names of the images that the build starts from or copies from. ``base`` comes first."""
+        """Names of the images that the build starts from or copies from, without duplicates. ``base`` comes first."""
         stages = {stage.name for stage in self.stages}
         names = [self.base]
         names += [stage.base for stage in self.needed]
@@ -548,7 +550,7 @@ class Dockerfiles:
         self._read: dict[Path, Dockerfile] = {}
 
     def read(self, path: Path) -> Dockerfile:
-        """Returns the Dockerfile at ``path``, with its directory as the context.
+        """Returns the parsed Dockerfile at ``path``. Its directory is the build context.
 
         Raises:
             ConfigError: A line is rejected. The message names the file and the line.
@@ -559,9 +561,9 @@ class Dockerfiles:
 
 
 def last_workdir(path: Path) -> str | None:
-    """Returns the last WORKDIR of any Dockerfile, without validating its other lines.
+    """Returns the final working directory of any Dockerfile, without validating the file.
 
-    Returns ``None`` if there is none or if it depends on variables.
+    Returns ``None`` if the last stage has no ``WORKDIR``, or if the path depends on variables.
     """
     workdir: str | None = None
     with open(path, encoding="utf-8", errors="replace") as file:

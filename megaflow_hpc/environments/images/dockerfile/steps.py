@@ -1,4 +1,4 @@
-"""Steps of a Dockerfile as plain data, passed from the reader to the builder.
+"""Data classes for the steps of a Dockerfile, which the parser passes to the builder.
 
 Paths in the image are absolute, or relative to the base image's working directory if no ``WORKDIR`` precedes them.
 """
@@ -14,7 +14,7 @@ DEFAULT_SHELL = ("/bin/sh", "-c")
 
 @dataclass
 class RunStep:
-    """A ``RUN`` instruction. ``exports`` are variables set only while it runs, such as those of ``ARG``."""
+    """A ``RUN`` instruction. ``exports`` are variables that are set only while it runs, such as those of ``ARG``."""
 
     argv: list[str]
     workdir: str
@@ -35,7 +35,7 @@ class Mount:
     owner: str = ""
     mode: str = ""
     writable: bool = False
-    """Whether a bind mount has the option ``rw``."""
+    """True if a bind mount has the option ``rw``."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Copy:
     sources: list[str]
     target: str
     into: bool
-    """Whether ``target`` is a directory, even if it does not exist yet."""
+    """True if ``target`` is a directory, even if it does not exist yet."""
     line: int
     origin: str | None = None
     owner: str = ""
@@ -53,7 +53,7 @@ class Copy:
     extract: bool = False
     exclude: tuple[str, ...] = ()
     texts: dict[str, str] = field(default_factory=dict)
-    """File name → here-document content."""
+    """Maps file names to contents of here-documents."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Env:
 
 @dataclass
 class Workdir:
-    """A ``WORKDIR`` instruction. The directory is created if missing, owned by ``user``."""
+    """A ``WORKDIR`` instruction. A missing directory is created with ``user`` as its owner."""
 
     path: str
     line: int
@@ -77,7 +77,7 @@ Step = RunStep | Copy | Env | Workdir
 
 @dataclass
 class Stage:
-    """The part of a Dockerfile from one ``FROM`` to the next. Includes the steps of a parent stage, if any."""
+    """The part of a Dockerfile from one ``FROM`` to the next. Starts with the steps of its parent stage, if any."""
 
     name: str
     base: str

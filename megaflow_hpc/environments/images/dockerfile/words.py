@@ -18,7 +18,7 @@ _MAX_DEPTH = 32
 
 
 class WordError(ValueError):
-    """A line is invalid. The message includes the remedy."""
+    """Raised for an invalid line. The message includes the remedy."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class VariableReference:
 
 
 Text = Sequence[str | VariableReference]
-"""A value as a sequence of literal parts and references."""
+"""A value as a sequence of literal parts and variable references."""
 
 
 def literal(text: Text) -> str:
@@ -47,7 +47,7 @@ def literal(text: Text) -> str:
 
 
 def is_known(text: Text) -> bool:
-    """Returns whether the value depends only on the file."""
+    """Returns whether the value is known before the build."""
     return not any(isinstance(part, VariableReference) for part in text)
 
 
@@ -65,6 +65,9 @@ def expand(text: str, scope: Mapping[str, Text], *, quotes: bool = True, default
     Args:
         quotes: Also remove quotes.
         defaulted: Collects the names of variables that are missing from ``scope`` but have a default or alternative.
+
+    Raises:
+        WordError: A quote or brace is not closed, or the form of a variable is not supported.
     """
     parts: list[str | VariableReference] = []
     quote = ""
@@ -92,7 +95,7 @@ def expand(text: str, scope: Mapping[str, Text], *, quotes: bool = True, default
 
 
 def _variable(text: str, start: int, scope: Mapping[str, Text], defaulted: list[str] | None) -> tuple[Text, int]:
-    """Returns the value of the variable at ``start`` and the position after it."""
+    """Expands the variable at ``start``. Returns its value and the position after it."""
     plain = _NAME.match(text, start + 1)
     if plain:
         return _value(plain[0], scope), plain.end()
@@ -124,7 +127,7 @@ def _variable(text: str, start: int, scope: Mapping[str, Text], defaulted: list[
 
 
 FROM_BASE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME", "LANG", "LC_ALL")
-"""Variables that base images often set."""
+"""Variables that base images often set. The parser rejects defaults for them."""
 
 
 def _value(name: str, scope: Mapping[str, Text]) -> Text:
@@ -143,7 +146,7 @@ def _closing(text: str, position: int) -> int:
 
 
 def _join(parts: list[str | VariableReference]) -> Text:
-    """Joins consecutive strings."""
+    """Joins consecutive literal parts."""
     joined: list[str | VariableReference] = []
     for is_reference, run in itertools.groupby(parts, lambda part: isinstance(part, VariableReference)):
         if is_reference:

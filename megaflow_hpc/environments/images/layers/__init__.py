@@ -1,4 +1,4 @@
-"""Layers: the changes of one build step, as a file in a store and as a directory that an overlay stacks.
+"""Layers: the changes of one build step, as a file in a store or as a directory for an overlay.
 
 In a store, a layer is a *blob*: an OCI layer tar archive, plain or compressed, named by its SHA-256 digest. On a node,
 it is a directory in the format of an overlay's upper directory. ``blob`` reads and writes blobs, and ``unpacking``

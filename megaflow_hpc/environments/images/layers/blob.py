@@ -1,10 +1,10 @@
-"""Reads and writes layer blobs, and computes their digests on the way.
+"""Reads and writes layer blobs, computing their digests in the same pass.
 
-Deletions are marked as in the OCI image specification. A file ``.wh.NAME`` hides NAME in the layers below.
-``.wh..wh..opq`` in a directory hides everything that lower layers have in it.
+Deletions are marked as in the OCI image specification. A file ``.wh.NAME`` hides NAME in the layers below. A file
+``.wh..wh..opq`` hides the contents of its directory in the layers below.
 
 The packed files are untrusted, because build steps may have written them. The packer opens them relative to open
-directories and follows no link.
+directories and does not follow links.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ else:
     deflater = lambda: isal_zlib.compressobj(1, zlib.DEFLATED, 31)  # noqa: E731
 
 BLOCK = 4096
-"""File systems allocate whole blocks, at least one for a non-empty file."""
+"""Assumed block size in bytes. File systems allocate whole blocks, at least one for a non-empty file."""
 MAX_LAYER_BYTES = 1 << 40
-"""Maximum total size of a layer's files, and of its blob."""
+"""Maximum total size of a layer's files, and maximum size of its blob, in bytes."""
 MAX_ENTRIES = 20_000_000
 
 _CHUNK = 1 << 18
@@ -56,7 +56,7 @@ class LayerFacts:
 
 
 class LayerStream(io.RawIOBase):
-    """The decompressed archive of a blob that arrives in chunks."""
+    """Decompresses the archive of a blob that arrives in chunks, and computes the blob's digest."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = iter(pieces)
@@ -96,13 +96,13 @@ class LayerStream(io.RawIOBase):
         return size
 
     def finish(self) -> tuple[str, int]:
-        """Consumes the rest of the blob. Returns its digest and its size in bytes."""
+        """Reads the rest of the blob. Returns its hexadecimal SHA-256 and its size in bytes."""
         while self._read_blob():
             pass
         return self._digest.hexdigest(), self._read_bytes
 
     def _read_blob(self) -> bytes:
-        """Returns the next chunk of the blob, empty at the end."""
+        """Returns the next chunk of the blob, or no bytes at the end."""
         data = next(filter(None, self._pieces), b"")
         self._digest.update(data)
         self._read_bytes += len(data)
@@ -147,7 +147,7 @@ class _Gunzip:
 
 
 class Tally:
-    """Totals the disk space of a layer's files. Raises :class:`RefusedMember` if it exceeds the maximum."""
+    """Adds up the disk space of a layer's files. Raises :class:`RefusedMember` above the maximum."""
 
     def __init__(self) -> None:
         self.bytes = self.inodes = 0
@@ -161,10 +161,10 @@ class Tally:
 
 
 def measure(pieces: Iterable[bytes], digest: str) -> LayerFacts:
-    """Consumes a blob that arrives in chunks and returns its facts.
+    """Reads a blob that arrives in chunks and returns its facts.
 
     Raises:
-        SandboxError: The digest is not ``digest``, or the blob is not a layer.
+        SandboxError: The blob's digest is not ``digest``, or the blob is not a layer.
     """
     stream, tally = LayerStream(pieces), Tally()
     refusal: RefusedMember | None = None
@@ -241,7 +241,7 @@ class Packer:
         self._header(name, tarfile.SYMTYPE, attributes, target=target)
 
     def file(self, name: str, descriptor: int, attributes: Attributes) -> None:
-        """Adds an open regular file, or a hard link if the same file was added before under another name."""
+        """Adds an open regular file. If the same file was added before under another name, adds a hard link instead."""
         status = os.fstat(descriptor)
         if status.st_nlink > 1:
             first = self._links.setdefault((status.st_dev, status.st_ino), name)
@@ -263,7 +263,7 @@ class Packer:
         self._header(name, tarfile.FIFOTYPE, attributes)
 
     def whiteout(self, name: str) -> None:
-        """Marks ``name`` as deleted from lower layers."""
+        """Marks ``name`` as deleted, so that it hides the same name in lower layers."""
         parent, _, last = name.rpartition("/")
         hidden = DELETED + last
         self._write_header(f"{parent}/{hidden}" if parent else hidden, tarfile.REGTYPE, Attributes(0))
@@ -296,14 +296,14 @@ class Packer:
 
 
 def pack_tree(packer: Packer, directory: int, name: str = "", *, marks: bool = False) -> None:
-    """Adds the whole content of an overlay's upper directory: its files and its deletion marks.
+    """Adds all contents of an overlay's upper directory: files and deletion marks.
 
     Skips sockets, and devices other than deletion marks.
 
     Args:
         directory: Descriptor of the directory.
         name: Name of the directory in the image. Empty for the root, whose attributes are not packed.
-        marks: Deletions are marked by empty files ``.wh.NAME`` (rootfs/copies.py) instead of 0/0 devices.
+        marks: Empty files ``.wh.NAME`` mark deletions (rootfs/copies.py), instead of 0/0 devices.
 
     Raises:
         RefusedMember: Directories are nested too deeply, or a file is named like a deletion mark.

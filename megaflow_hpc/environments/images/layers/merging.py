@@ -1,8 +1,8 @@
 """Merges an overlay's upper directory or a layer into a tree by moving files, for hosts that cannot mount overlays.
 
-Hidden files are marked as in the kernel, by a 0/0 device or an extended attribute. Some file systems support neither,
-so files ``.wh.NAME`` and ``.wh..wh..opq`` serve as marks, too. Programs that must start fast import this module, so it
-imports little.
+As in the kernel's overlays, a 0/0 device marks a deleted file, and an extended attribute marks an opaque directory.
+Some file systems support neither, so files ``.wh.NAME`` and ``.wh..wh..opq`` are also accepted as marks. Programs that
+must start fast import this module, so it has few imports.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megaflow_hpc.host.files import remove_tree
 DELETED = ".wh."
 OPAQUE_MARK = ".wh..wh..opq"
 OPAQUE_ATTRIBUTES = ("user.overlay.opaque", "user.fuseoverlayfs.opaque", "trusted.overlay.opaque")
-"""Attributes that mark an overlay directory as opaque. Unprivileged overlays use the first."""
+"""Extended attributes that mark an overlay directory as opaque. Unprivileged overlays use the first."""
 
 
 def put_over(upper: str, root: str, top: bool = True) -> None:
-    """Moves the content of ``upper`` into ``root``, and removes the files that ``upper`` marks as deleted.
+    """Moves the contents of ``upper`` into ``root``, and removes the files that ``upper`` marks as deleted.
 
-    Does not follow links, so both trees may be untrusted. No process may write to either in the meantime.
+    Does not follow links, so both trees may be untrusted. No other process may write to either tree during the call.
     """
     mode = open_to_owner(upper)
     if not top and is_opaque(upper):  # Ignore a mark on the root: it comes from the agent.
@@ -71,7 +71,7 @@ def move(source: str, target: str) -> None:
 
 
 def is_opaque(directory: str) -> bool:
-    """Returns whether a layer's directory is opaque, that is, hides the same directory in lower layers."""
+    """Returns whether a layer's directory is opaque, which means that it hides the same directory in lower layers."""
     return os.path.lexists(os.path.join(directory, OPAQUE_MARK)) or has_opaque_attribute(directory)
 
 
@@ -85,7 +85,7 @@ def has_opaque_attribute(directory: str | int) -> bool:
 
 
 def show_through(directory: str | os.PathLike[str]) -> None:
-    """Removes the opaque attributes of a directory, so that the image's directory shows through."""
+    """Removes the opaque attributes of a directory, so that lower layers show through."""
     for name in OPAQUE_ATTRIBUTES:
         with contextlib.suppress(OSError):
             os.removexattr(directory, name, follow_symlinks=False)

@@ -1,8 +1,8 @@
 """Unpacks a layer blob to a directory in the format of an overlay's upper directory.
 
-A separate program (:func:`main`) unpacks large blobs and blobs whose files keep their owners. For the latter it runs as
-uid 0 in a user namespace that maps those ids. Archives are untrusted. :mod:`megaflow_hpc.host.tar` describes how
-their paths are handled. Devices and sockets are skipped.
+A separate program (:func:`main`) unpacks large blobs and blobs whose files keep their owners. To preserve owners, it
+runs as uid 0 in a user namespace that maps their ids. Archives are untrusted. :mod:`megaflow_hpc.host.tar` describes
+how their paths are handled. Devices and sockets are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megaflow_hpc.host.tar import Budget, Member, Parts, RefusedMember, TarReade
 
 _WHITEOUT, _OPAQUE = DELETED.encode(), OPAQUE_MARK.encode()
 SMALL = 1 << 18
-"""Unpack blobs up to this size in process, because that is faster than starting a program."""
+"""Blobs up to this size in bytes are unpacked in process, because that is faster than starting a program."""
 
 
 def unpack(
@@ -105,7 +105,7 @@ class LayerWriter(TreeWriter):
         self._written: set[Parts] = set()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Closes the descriptors, after setting the attributes of directories unless an error occurred."""
+        """Sets the attributes of directories, unless an error occurred, and closes the descriptors."""
         if kind is None:
             for parts, member in sorted(self._directories.items(), reverse=True):
                 descriptor = self._open(parts)
@@ -130,7 +130,7 @@ class LayerWriter(TreeWriter):
             self._make(parts, lambda parent: os.mknod(name, stat.S_IFREG | 0o600, dir_fd=parent))
         elif name == _OPAQUE:
             descriptor = self._open(parts[:-1])
-            if parts[:-1]:  # An image has nothing below its root.
+            if parts[:-1]:  # An opaque root hides nothing.
                 _make_opaque(descriptor)
         elif name.startswith(_WHITEOUT):
             hidden = name.removeprefix(_WHITEOUT)
@@ -201,7 +201,7 @@ def _make_opaque(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Entry point of the program: ``BLOB DIGEST TARGET owners|"" marks|""``."""
+    """Command-line entry point. Arguments: ``BLOB DIGEST TARGET owners|"" marks|""``."""
     blob, digest, target, owners, marks = sys.argv[1:]
     os.umask(0o022)
     try:

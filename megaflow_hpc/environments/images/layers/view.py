@@ -1,8 +1,8 @@
-"""Shows the merged files of a multi-layer image, as an overlay would.
+"""Provides a merged view of a layered image's files, as an overlay would show them.
 
 Each layer implements :class:`Layer`: a directory (:class:`Tree`), or a listing of a packed layer
-(:class:`LayerListing`, about 200 bytes of memory a file). Nothing is mounted or unpacked. Links are resolved here,
-never by the kernel.
+(:class:`LayerListing`, about 200 bytes of memory per file). Nothing is mounted or unpacked. Links are resolved in
+Python, never by the kernel.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _MAX_LINKS = 40
 
 @dataclass(frozen=True)
 class ViewEntry:
-    """One layer's entry for a path."""
+    """One layer's entry at a path."""
 
     kind: int
-    """File type as returned by ``stat.S_IFMT``. 0 hides the path in lower layers."""
+    """File type as returned by ``stat.S_IFMT``. An entry of type 0 hides the path in lower layers."""
     attributes: Attributes
     target: str = ""
     """Target of a symbolic link."""
     opaque: bool = False
-    """Whether a directory hides the same directory in lower layers."""
+    """True if a directory hides the same directory in lower layers."""
 
     @property
     def is_directory(self) -> bool:
@@ -56,17 +56,20 @@ HIDDEN = ViewEntry(0, Attributes(0))
 
 
 class Layer(Protocol):
-    """One layer. Each ``path`` is relative to the root (empty for the root), and its parents are directories in this
-    layer."""
+    """One layer of an image.
+
+    Paths are relative to the root, which is the empty path. Callers ensure that a path's parents are directories in
+    this layer.
+    """
 
     def entry(self, path: str) -> ViewEntry | None:
-        """Returns the layer's entry for ``path``, or ``None``."""
+        """Returns the layer's entry at ``path``, or ``None`` if it has none."""
 
     def names(self, path: str) -> Iterator[str]:
         """Yields the names in a directory, including names that this layer marks as deleted."""
 
     def read(self, path: str, limit: int) -> bytes:
-        """Returns up to ``limit`` bytes of a regular file, or no bytes if it cannot be read."""
+        """Returns up to ``limit`` bytes of a regular file. Returns ``b""`` if it cannot be read."""
 
 
 class LayerView:
@@ -99,7 +102,7 @@ class LayerView:
         return shown
 
     def resolve(self, path: str) -> str:
-        """Resolves the links in ``path``. The result is relative to the root. Missing components are kept.
+        """Resolves the links in ``path`` to a path relative to the root. Missing components are kept.
 
         Raises:
             OSError: There are too many levels of links.
@@ -133,7 +136,8 @@ class LayerView:
         return layers[0].read(resolved, limit) if entry and entry.kind == stat.S_IFREG else b""
 
     def _look_up(self, parts: Sequence[str]) -> tuple[ViewEntry | None, list[Layer]]:
-        """Returns the entry at a path and the layers that contribute to it, several for a merged directory."""
+        """Returns the entry at a path and the layers that contribute to it. Several layers contribute to a merged
+        directory."""
         layers = list(self.layers)
         visible: ViewEntry | None = None
         for depth in range(len(parts) + 1):
@@ -164,7 +168,6 @@ class Tree:
         self.root = root
 
     def entry(self, path: str) -> ViewEntry | None:
-        """See :class:`Layer`."""
         file = os.path.join(self.root, path) if path else self.root
         try:
             status = os.lstat(file) if path else os.stat(file)
@@ -183,13 +186,11 @@ class Tree:
         return ViewEntry(kind, _in_image(attributes_of(status)), target, opaque)
 
     def names(self, path: str) -> Iterator[str]:
-        """See :class:`Layer`."""
         with suppress(OSError):
             for name in os.listdir(os.path.join(self.root, path)):
                 yield name.removeprefix(DELETED)
 
     def read(self, path: str, limit: int) -> bytes:
-        """See :class:`Layer`."""
         return read_regular(os.path.join(self.root, path), limit)
 
 
@@ -209,19 +210,19 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
 
 _Node: TypeAlias = dict[str, Union[ViewEntry, "_Node"]]
 _SELF = ""
-"""Key of a directory's own entry within its node."""
+"""Key under which a directory's node stores its own entry."""
 _KINDS = {"-": stat.S_IFREG, "d": stat.S_IFDIR, "l": stat.S_IFLNK, "p": stat.S_IFIFO, "s": stat.S_IFSOCK}
 _MEMBERS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK, "fifo": stat.S_IFIFO}
 _IMPLICIT = ViewEntry(stat.S_IFDIR, Attributes(0o755))
-"""Entry for a directory that the layer itself does not list."""
+"""Entry for a directory that the layer contains only as the parent of other entries."""
 _LINE = re.compile(r"(\S)(\S{9}) (\d+)/(\d+) +(?:\d+|\d+, *\d+) (\S+ \S+) squashfs-root(.*)", re.DOTALL)
 
 
 class LayerListing:
-    """A layer as a tree of entries. Implements :class:`.view.Layer`.
+    """A layer's entries, held in memory as a tree. Implements :class:`Layer`.
 
     Args:
-        reader: Called as ``reader(path, limit)`` to read a file's content from the layer itself.
+        reader: Called as ``reader(path, limit)``. Returns up to ``limit`` bytes of a file in the layer.
     """
 
     def __init__(self, reader: Callable[[str, int], bytes]) -> None:
@@ -229,7 +230,7 @@ class LayerListing:
         self._reader = reader
 
     def add(self, path: str, entry: ViewEntry) -> None:
-        """Adds an entry. Unlisted parents become directories."""
+        """Adds an entry. Missing parents are added as directories."""
         node = self._root
         parts = [part for part in path.split("/") if part]
         for part in parts[:-1]:
@@ -247,7 +248,6 @@ class LayerListing:
             node[parts[-1]] = entry
 
     def entry(self, path: str) -> ViewEntry | None:
-        """See :class:`.view.Layer`."""
         node = self._at(path)
         if isinstance(node, dict):
             own = node[_SELF]
@@ -256,13 +256,11 @@ class LayerListing:
         return node
 
     def names(self, path: str) -> Iterator[str]:
-        """See :class:`.view.Layer`."""
         node = self._at(path)
         if isinstance(node, dict):
             yield from (name for name in node if name != _SELF)
 
     def read(self, path: str, limit: int) -> bytes:
-        """See :class:`.view.Layer`."""
         return self._reader(path, limit)
 
     def _at(self, path: str) -> ViewEntry | _Node | None:
@@ -275,7 +273,7 @@ class LayerListing:
 
 
 def of_blob(blob: str | os.PathLike[str]) -> LayerListing:
-    """Lists a layer blob. Raises :class:`SandboxError` if it is not a layer."""
+    """Lists the files of a layer blob. Raises :class:`SandboxError` if it is not a layer."""
     listing = LayerListing(lambda path, limit: _read_blob(blob, path, limit))
     opaque = []
     with open(blob, "rb", buffering=0) as file:
@@ -334,7 +332,7 @@ def of_sif(image: str) -> LayerListing:
 
 
 def _seconds(moment: str) -> int:
-    """Parses a time from a listing, which is in UTC and lacks seconds."""
+    """Parses a UTC time without seconds to Unix seconds. Returns 0 if it is invalid."""
     try:
         return max(0, calendar.timegm(time.strptime(moment, "%Y-%m-%d %H:%M")))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads manifests and blobs over HTTP, as specified for pulls by the OCI Distribution Specification 1.1.
+"""Reads manifests and blobs over HTTP, following the pull workflow of the OCI Distribution Specification 1.1.
 
 Registries are untrusted: response sizes are limited, and contents are verified against their digests. Credentials are
 not sent to other hosts after a redirect. Interrupted blob downloads are resumed.
@@ -27,24 +27,24 @@ from megaflow_hpc.environments.images.registry.credentials import Credentials, f
 from megaflow_hpc.errors import ConfigError, SiteError
 
 TIMEOUT_S = 60.0
-"""Socket timeout for a registry."""
+"""Socket timeout in seconds for requests to a registry."""
 MAX_TRIES = 5
 """Maximum number of consecutive attempts that each transfer less than :data:`PROGRESS_BYTES`."""
 PROGRESS_BYTES = 1 << 20
 FIRST_PAUSE_S = 0.25
-"""Backoff before the second attempt. It doubles with each further attempt."""
+"""Seconds to wait before the second attempt. The pause doubles with each further attempt."""
 MIN_BYTES_PER_S = 20_000
-"""Minimum average rate for a blob, after an initial :data:`GRACE_S`. Slower downloads are aborted."""
+"""Minimum average download rate of a blob. Slower downloads are aborted after the first :data:`GRACE_S` seconds."""
 GRACE_S = 300.0
 MAX_REDIRECTS = 5
 MAX_TOKEN_BYTES = 1 << 20
 _CHUNK = 1 << 18
 _BUSY = (429, 500, 502, 503, 504)
-"""Status codes after which a request is retried."""
+"""HTTP status codes that cause a retry."""
 _BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem")
 
 DIGEST = r"sha256:[0-9a-f]{64}"
-"""Pattern of a digest. Registries currently use no other algorithm."""
+"""Pattern of a digest. Registries currently use only SHA-256."""
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _REPOSITORY = re.compile(rf"(?=.{{1,255}}\Z){_PART}(?:/{_PART})*")
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reference:
-    """An image in a registry.
+    """Reference to an image in a registry.
 
     Args:
         host: The registry, such as ``docker.io`` or ``127.0.0.1:5000``.
@@ -104,11 +104,11 @@ class Reference:
 
 
 class _Interrupted(Exception):
-    """An attempt failed but may succeed if retried."""
+    """Raised if an attempt failed but a retry may succeed."""
 
 
 class RegistryClient:
-    """Client for one repository. Several threads may read different blobs."""
+    """Client for one repository. Several threads may read blobs at the same time."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
@@ -125,7 +125,7 @@ class RegistryClient:
             accept: Acceptable media types, separated by commas.
 
         Raises:
-            SiteError: The registry does not return the manifest, or its digest differs.
+            SiteError: The registry does not return the manifest, its digest differs, or it exceeds ``max_bytes``.
         """
 
         def read() -> tuple[bytes, str]:
@@ -138,16 +138,16 @@ class RegistryClient:
         return data, media_type
 
     def small_blob(self, digest: str, size: int) -> bytes:
-        """Returns a blob of ``size`` bytes, after verifying its digest."""
+        """Returns a blob of ``size`` bytes. Raises :class:`SiteError` if its digest differs."""
         data = b"".join(self.blob(digest, size))
         self._check_digest(digest, data, "blob")
         return data
 
     def blob(self, digest: str, size: int) -> Iterator[bytes]:
-        """Yields a blob in chunks. The caller must verify the digest.
+        """Yields a blob in chunks and resumes interrupted downloads. The caller must verify the digest.
 
         Raises:
-            SiteError: The blob is not available, or its size is not ``size``.
+            SiteError: The blob is not available, its size is not ``size``, or the download is too slow.
         """
         done = tries = before = 0
         deadline = time.monotonic() + GRACE_S + size / MIN_BYTES_PER_S
@@ -169,7 +169,7 @@ class RegistryClient:
                 time.sleep(FIRST_PAUSE_S * 2 ** (tries - 1))
 
     def _blob_from(self, digest: str, start: int, size: int) -> Iterator[bytes]:
-        """Yields a blob starting at byte ``start``, using one request."""
+        """Yields the rest of a blob from byte ``start``, with a single request."""
         headers = {"Range": f"bytes={start}-"} if start else {}
         with closing(self._get(f"blobs/{digest}", headers)) as response:
             skip = 0
@@ -292,9 +292,9 @@ class RegistryClient:
     # --- authorization ----------------------------------------------------------------------------------------------
 
     def _authorize(self, challenges: list[str]) -> str:
-        """Returns the ``Authorization`` header that answers a response's ``WWW-Authenticate`` headers.
+        """Returns an ``Authorization`` header for the challenges of a response's ``WWW-Authenticate`` headers.
 
-        The header contains a token from the challenge's token server, or user and password.
+        The header contains a token from the challenge's token server, or user name and password.
         """
         credentials = find_credentials(self.reference.host, self.reference.repository)
         schemes = {}
@@ -345,14 +345,14 @@ class RegistryClient:
         return f"to log in: apptainer registry login --username NAME docker://{self.reference.host}"
 
     def _check_scheme(self, url: str, does: str) -> None:
-        """Rejects downgrades from a registry with TLS to a server without it."""
+        """Raises :class:`SiteError` for a URL without TLS, unless the registry itself is used without TLS."""
         scheme = urllib.parse.urlsplit(url).scheme
         if scheme != "https" and not (scheme == "http" and self.reference.plain):
             raise SiteError(f"{self.reference}: the registry {does} {url[:200]!r}, which is not https")
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """Disables urllib's redirects, because the client follows them itself."""
+    """Disables urllib's redirects, because the client follows redirects itself."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -362,7 +362,8 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
 def _tls_context(file: str | None, directory: str | None) -> ssl.SSLContext:
     """Returns a context that trusts ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``, or else the system's CA certificates.
 
-    Cached, because loading them takes 0.1 s. A Python built on another system may not find this system's certificates.
+    The context is cached, because loading certificates takes 0.1 s. A Python built on another system may not find this
+    system's certificates.
     """
     context = ssl.create_default_context()
     if not file and not directory and not context.get_ca_certs():
@@ -383,7 +384,7 @@ def _host(url: str) -> str:
 
 
 def _parameters(challenge: str) -> dict[str, str]:
-    """Parses the parameters of a challenge, such as ``realm="https://…",service=x``."""
+    """Parses the parameters of an authentication challenge, such as ``realm="https://…",service=x``."""
     pairs = re.findall(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))', challenge)
     return {name.lower(): quoted or bare for name, quoted, bare in pairs}
 
@@ -393,7 +394,7 @@ def _reason(error: object) -> str:
 
 
 def _errors(response: http.client.HTTPResponse) -> str:
-    """Returns the errors in a registry's response, restricted to printable ASCII."""
+    """Returns the error messages of a registry's response, reduced to printable ASCII."""
     try:
         answer = json.loads(response.read(1 << 16))
         text = "; ".join(f"{error.get('code')}: {error.get('message')}" for error in answer["errors"][:3])

@@ -1,8 +1,8 @@
 """Finds registry credentials in the configuration files of other container tools.
 
-The first file with credentials for the registry wins: ``REGISTRY_AUTH_FILE``, then the files of Apptainer (``apptainer
-registry login``), of Podman and Skopeo, and of Docker. All use the same format. Credential helpers named in them are
-called.
+The files are tried in this order: ``REGISTRY_AUTH_FILE``, then those of Apptainer (``apptainer registry login``),
+Podman and Skopeo, and Docker. The first file with credentials for the registry wins. All files use the same format.
+They may name credential helpers, which are called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 HELPER_TIMEOUT_S = 30.0
 _DOCKER_HUB = ("https://index.docker.io/v1/", "docker.io", "index.docker.io", "registry-1.docker.io")
 _TOKEN_USER = "<token>"
-"""User name by which a credential helper marks the secret as an identity token."""
+"""User name with which a credential helper marks the secret as an identity token."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Credentials:
     user: str = ""
     password: str = field(default="", repr=False)
     identity_token: str = field(default="", repr=False)
-    """Exchanged for access tokens, in place of user and password."""
+    """Token that is exchanged for access tokens, in place of user name and password."""
 
     @property
     def basic(self) -> str:
@@ -82,8 +82,7 @@ def _from_file(path: Path, content: Mapping[str, Any], host: str, repository: st
 
 
 def _keys(host: str, repository: str) -> Iterator[str]:
-    """Yields the keys under which a file may list a repository, most specific first. Podman's keys may include a
-    path."""
+    """Yields the keys under which a file may list a repository, most specific first. Podman allows paths in keys."""
     parts = repository.split("/")
     for number in range(len(parts), 0, -1):
         yield "/".join([host, *parts[:number]])
@@ -105,7 +104,7 @@ def _from_entry(path: Path, entry: Mapping[str, Any]) -> Credentials | None:
 
 
 def _ask_helper(name: str, key: str) -> Credentials | None:
-    """Calls ``docker-credential-NAME`` with the registry on stdin."""
+    """Asks ``docker-credential-NAME`` for the credentials of a registry. Returns ``None`` if it has none or fails."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         return None
     program = f"docker-credential-{name}"

@@ -19,7 +19,7 @@ from megaflow_hpc.environments.images.registry.client import DIGEST, Reference, 
 from megaflow_hpc.errors import SiteError
 
 MAX_MANIFEST_BYTES = 4 << 20
-"""Maximum size of a manifest or configuration. Other clients use the same limit."""
+"""Maximum size of a manifest or configuration in bytes. Other clients use the same limit."""
 MAX_LAYERS = 1000
 PARALLEL_LAYERS = 3
 
@@ -58,7 +58,7 @@ class _Descriptor(msgspec.Struct, rename="camel"):
 
 
 class _Manifest(msgspec.Struct, rename="camel"):
-    """A manifest (``config``, ``layers``) or an index of manifests (``manifests``)."""
+    """An image manifest (``config``, ``layers``) or an index of manifests (``manifests``)."""
 
     media_type: str = ""
     config: _Descriptor | None = None
@@ -118,15 +118,18 @@ class RemoteImage:
 
 
 TakeLayer = Callable[[str, Iterable[bytes]], None]
-"""Called with a layer's digest and its chunks. Iterating may raise; the layer must then be discarded."""
+"""Callback that receives a layer's digest and chunks. It must discard the layer if iterating over the chunks raises."""
 Report = Callable[[int, int], None]
-"""Called with the number of bytes fetched and the total, first with 0 before any layer is requested. May raise."""
+"""Callback that receives the number of bytes fetched and the total. It may raise to cancel.
+
+The first call, with 0, comes before any layer is requested.
+"""
 
 
 def fetch(
     reference: Reference, have: Callable[[str], bool], take: TakeLayer, report: Report = lambda done, total: None
 ) -> RemoteImage:
-    """Fetches an image. Passes each layer for which ``have(digest)`` is false to ``take``.
+    """Fetches an image's description, and passes each layer for which ``have(digest)`` is false to ``take``.
 
     ``take`` and ``report`` are called from several threads. Each digest is passed to ``take`` once. The bytes are
     requested only when ``take`` iterates over them.

@@ -1,4 +1,4 @@
-"""Command execution in one container. A runner inside (``runner.sh``) starts commands; FIFOs carry requests and output.
+"""Runs commands in one container. A runner inside (``runner.sh``) starts them. FIFOs carry requests and output.
 
 A :class:`~.container.Container` gets Apptainer's command line and starts a runner that waits for commands. Its
 :class:`~.dispatcher.CommandDispatcher` runs commands and returns :class:`~megaflow_hpc.types.ExecResult`. This package

@@ -1,13 +1,13 @@
-"""Program of the template container. It creates sandboxes with ``clone``, each in its own namespaces.
+"""Program that runs in a template container and creates sandboxes with ``clone``, each in its own namespaces.
 
-The Python of helper_python.py runs this file inside the template, so it imports no other module of the package.
-Standard input is a socket to the host. A request consists of fields separated by zero bytes, with four descriptors: the
-sandbox's standard input, output and error, and a pipe. One byte on the pipe signals that the limits are set. The reply
-is the request's number and a pidfd.
+The helper Python (``helper_python.py``) runs this file in the template, so the file imports no other module of this
+package. Standard input is a socket to the host. A request consists of fields separated by zero bytes, with four
+descriptors: the sandbox's standard input, output and error, and a pipe. One byte on the pipe signals that the limits
+are set. The reply is the request's number and a pidfd.
 
-A sandbox gets the mounts, flags, capabilities and environment that Apptainer gives a container. Files of its image and
-layer are untrusted. Paths below its root are therefore resolved inside that root (openat2), before any of its programs
-run. The template's own tree is unmounted before the first program starts.
+A sandbox gets the mounts, flags, capabilities and environment that Apptainer gives a container. The files of the image
+and its layers are untrusted. Paths below its root are therefore resolved inside that root (openat2), before any of its
+programs run. The template's own tree is unmounted before the first program starts.
 """
 
 import _signal  # type: ignore[import-not-found]  # ``signal`` imports modules that are missing here
@@ -64,7 +64,8 @@ class _How(ctypes.Structure):
 
 
 class _PathInRoot:
-    """A path below ``root`` with symlinks resolved inside it. Yields a ``/proc`` path that cannot be redirected."""
+    """Context manager that opens a path below ``root`` and yields its ``/proc`` path. Symlinks cannot lead outside
+    ``root``."""
 
     def __init__(self, root: int, path: str) -> None:
         how = _How(os.O_PATH | os.O_CLOEXEC, 0, _IN_ROOT | _NO_MAGICLINKS)
@@ -113,7 +114,7 @@ def _mount_all(root: int, binds: list[str]) -> None:
 
 
 def _enter(directory: str, options: str, merged: str, network: str, limits: str, binds: list[str]) -> None:
-    """Becomes root of the new namespaces and makes the overlay the root directory."""
+    """Makes this process root of its new namespaces, and the overlay its root directory."""
     for name, text in (("setgroups", "deny"), ("uid_map", "0 0 1"), ("gid_map", "0 0 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -137,7 +138,7 @@ def _enter(directory: str, options: str, merged: str, network: str, limits: str,
 
 
 def _keep(capabilities: list[int]) -> None:
-    """Permanently drops all capabilities except the given ones."""
+    """Permanently drops all capabilities except ``capabilities``."""
     for number in range(64):
         if number not in capabilities and _libc.prctl(_CAPBSET_DROP, number, 0, 0, 0):
             break  # the kernel does not have this capability
@@ -150,7 +151,7 @@ def _keep(capabilities: list[int]) -> None:
 
 
 def _become(fields: list[str], given: list[int]) -> None:
-    """Turns the new process into the runner. Never returns; errors are written to standard error."""
+    """Turns the new process into the runner. Never returns. Writes errors to standard error."""
     try:
         _libc.prctl(_PDEATHSIG, int(_signal.SIGKILL), 0, 0, 0)
         os.setsid()

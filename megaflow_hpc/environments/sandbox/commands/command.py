@@ -1,4 +1,4 @@
-"""One command of a sandbox: the record or shell text that starts it, its worker, its output streams and its result."""
+"""One command in a sandbox: the record or shell text that starts it, its worker, its output streams and its result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARKER = "MEGAFLOW_COMMAND"
 """Environment variable that marks the processes of a command, so that a timeout can find them."""
 
 MAX_RECORD_BYTES = 4096
-"""Maximum size of a record in bytes: the compiled runner reads it from the FIFO in one piece."""
+"""Maximum size of a record in bytes. The compiled runner reads a record from the FIFO in one piece."""
 
 MAX_LINE_BYTES = 2000
 """Maximum length in bytes of a shell line sent through a FIFO."""
@@ -30,29 +30,29 @@ _ONE_PROGRAM = re.compile(r"[\w.+-]*/[\w./+-]*(?: [\w./:=@%,+-]+)*", re.ASCII)
 """Matches a path followed by plain words. Such a program is started directly, without ``/bin/sh -c``."""
 
 FIRST_WORKERS = 2
-"""Number of workers started with the container. A second one is ready while the first forks."""
+"""Number of workers started with the container. The second worker is ready while the first forks."""
 
 _MIN_READ_DELAY_S, _MAX_READ_DELAY_S = 0.002, 0.03
-"""Delay in seconds before the output of a running command is read. It grows when more commands than processors run.
-Most commands of an agent finish sooner."""
+"""Shortest and longest delay in seconds before the output of a running command is read. Most commands finish sooner.
+The delay grows when more commands than processors run."""
 _PROCESSORS = len(os.sched_getaffinity(0))
 
 READ_SIZE = 65536
 """Maximum size of one read in bytes, which is the capacity of a pipe."""
 
 MAX_LEFT_PAIRS = 32
-"""Maximum number of stream pairs held by background processes in one container. Each uses two of this process's
+"""Maximum number of stream pairs held by background processes in one container. A pair uses two of this process's
 descriptors."""
 
 
 def make_fifo(path: str) -> int:
-    """Creates a FIFO and returns it opened for reading and writing, so that its reader never sees end-of-file."""
+    """Creates a FIFO and returns a descriptor for reading and writing, so that readers never see end-of-file."""
     os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class CappedBuffer:
-    """Keeps the first and last ``limit // 2`` bytes of a stream. Uses at most about twice ``limit`` of memory."""
+    """Keeps the first and last ``limit // 2`` bytes of a stream. Uses at most about twice ``limit`` bytes of memory."""
 
     def __init__(self, limit: int) -> None:
         self._head_limit = limit // 2
@@ -84,7 +84,7 @@ class CappedBuffer:
         return self._dropped + len(self._tail) > self._tail_limit
 
     def value(self) -> bytes:
-        """Returns the head and tail. A line between them gives the number of dropped bytes."""
+        """Returns the head and tail. If bytes were dropped, a line between them gives their number."""
         self._trim()
         if not self._dropped:
             return bytes(self._head + self._tail)
@@ -105,7 +105,7 @@ class StreamPair:
             os.mkfifo(path, 0o600)
         self.descriptors: list[int] = []
         self.held = [True, True]
-        """For each stream, True while a process may still write to it."""
+        """For each stream, whether a process may still write to it."""
         self._used = False
 
     def open(self) -> None:
@@ -114,7 +114,7 @@ class StreamPair:
             self.descriptors = [self._open(path) for path in self._paths]
 
     def renew(self) -> None:
-        """Reopens reading ends that earlier writers have closed, because polling them would report end-of-file
+        """Reopens reading ends whose writers have closed. Polling such a reading end would report end-of-file
         forever."""
         if self._used:
             for stream, old in enumerate(self.descriptors):
@@ -124,7 +124,7 @@ class StreamPair:
             self._used = False
 
     def reuse(self) -> None:
-        """Prepares the reading ends for the next command after the previous one has closed both streams."""
+        """Prepares the pair for the next command, once all processes have closed both streams."""
         self.held = [True, True]
         self._used = True
 
@@ -144,7 +144,7 @@ class StreamPair:
 
 
 class StreamPairs:
-    """The stream pairs of one container. Each is used by one command until all processes inside have closed it."""
+    """The stream pairs of one container. A command uses a pair until all of its processes have closed it."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -171,7 +171,7 @@ class StreamPairs:
         return pair
 
     def give_back(self, pair: StreamPair) -> bool:
-        """Frees a pair for the next command. Returns ``False`` if a process inside still has it open."""
+        """Frees a pair for the next command. Returns ``False`` if a process in the container still has it open."""
         if any(pair.held):
             return False
         self._held.pop(pair, None)
@@ -196,7 +196,7 @@ class StreamPairs:
         self._free.append(pair)
 
     def close(self, remove_reader: Callable[[int], object]) -> None:
-        """Closes all descriptors, calling ``remove_reader`` for each one first."""
+        """Calls ``remove_reader`` for each descriptor and closes it."""
         for pair in self._all:
             _close(pair, remove_reader)
         self._all = {}
@@ -209,7 +209,7 @@ def _close(pair: StreamPair, remove_reader: Callable[[int], object]) -> None:
 
 
 def read_available(descriptor: int) -> bytes | None:
-    """Returns up to :data:`READ_SIZE` available bytes, ``None`` if nothing is available yet, or ``b""`` at
+    """Returns up to :data:`READ_SIZE` bytes. Returns ``None`` if no data is available yet, and ``b""`` at
     end-of-file."""
     try:
         return os.read(descriptor, READ_SIZE)
@@ -218,7 +218,7 @@ def read_available(descriptor: int) -> bytes | None:
 
 
 class Worker:
-    """A worker of the runner and the FIFO it reads from."""
+    """A worker process of the runner, and the FIFO from which it reads commands."""
 
     def __init__(self, number: int, pipe: int) -> None:
         self.number = number
@@ -230,8 +230,8 @@ class RunningCommand:
     """A running command.
 
     Args:
-        number: Command number in the container; its processes have it in their environment.
-        limit: Number of bytes kept of each stream.
+        number: Number of the command in its container. The command's processes have it in their environment.
+        limit: Maximum number of bytes kept of each stream.
     """
 
     under_way: ClassVar[int] = 0
@@ -255,7 +255,7 @@ class RunningCommand:
         return min(_MAX_READ_DELAY_S, _MIN_READ_DELAY_S * max(1.0, cls.under_way / _PROCESSORS))
 
     def end(self, status: int | SandboxError) -> None:
-        """Resolves ``done`` unless it is already resolved."""
+        """Completes the future ``done`` with an exit status or an error, unless it is already complete."""
         if not self.done.done():
             if isinstance(status, int):
                 self.done.set_result(status)
@@ -264,7 +264,7 @@ class RunningCommand:
                 self.done.exception()
 
     def result(self, status: int, *, timed_out: bool, started: float) -> ExecResult:
-        """Returns the result. ``started`` is a time of the monotonic clock in seconds."""
+        """Returns the command's result. ``started`` is its start time on the monotonic clock, in seconds."""
         out, err = self.buffers
         return ExecResult(
             exit_code=124 if timed_out else status,
@@ -282,7 +282,7 @@ class CommandWorkers:
 
     Args:
         control: Control directory on the host.
-        spawn: Asks the runner to start worker number K.
+        spawn: Asks the runner to start a worker. Receives the worker's number.
     """
 
     def __init__(self, control: str, spawn: Callable[[int], None]) -> None:
@@ -292,7 +292,7 @@ class CommandWorkers:
         self._idle: deque[Worker] = deque()
 
     def prepare(self) -> None:
-        """Creates the FIFOs of the first workers, which the runner starts when it starts itself."""
+        """Starts the workers for the first commands."""
         for _ in range(FIRST_WORKERS):
             self._idle.append(self._add())
 
@@ -304,7 +304,7 @@ class CommandWorkers:
         return worker
 
     def find(self, number: int) -> Worker | None:
-        """Returns a worker by number, or ``None`` if it does not exist."""
+        """Returns the worker with number ``number``, or ``None`` if it does not exist."""
         return self._all[number] if number < len(self._all) else None
 
     def take(self) -> Worker:
@@ -327,7 +327,8 @@ class CommandWorkers:
 
 
 def command_of(pid: int) -> int | None:
-    """Returns the command number of a process, or ``None`` for the runner and for unmarked processes."""
+    """Returns the number of the command that a process belongs to. Returns ``None`` for unmarked processes, such as the
+    runner."""
     marker = MARKER.encode() + b"="
     for entry in environment(pid):
         number = entry[len(marker) :]
@@ -339,7 +340,7 @@ def command_of(pid: int) -> int | None:
 def record(
     number: int, command: str | Sequence[str], cwd: str, env: Mapping[str, str], stdin: str, streams: tuple[str, str]
 ) -> bytes:
-    """Returns the record of one command for the compiled runner (runner.c)."""
+    """Encodes a command as a record for the compiled runner (runner.c)."""
     check_variables(env)
     outputs = (f"{CONTROL_DIR}/{name}" for name in streams)
     variables = (f"{name}={value}" for name, value in env.items())
@@ -350,7 +351,7 @@ def record(
 def command_text(
     number: int, command: str | Sequence[str], cwd: str, env: Mapping[str, str], stdin: str, streams: tuple[str, str]
 ) -> str:
-    """Returns the shell text of one command, which the waiting child evaluates."""
+    """Returns the shell text that a worker evaluates to run a command."""
     words = one_program(command)
     check_variables(env)
     exports = "".join(f" {name}={shlex.quote(value)}" for name, value in env.items())
@@ -372,7 +373,8 @@ def one_program(command: str | Sequence[str]) -> list[str]:
 
 
 def one_line(text: str) -> bytes | None:
-    """Returns the text as one line for a FIFO, or ``None`` if it is too long and must be sourced from a file."""
+    """Encodes text as one line for a FIFO. Returns ``None`` if it is not ASCII or too long, so that a file must hold
+    it."""
     if len(text) > MAX_LINE_BYTES or not text.isascii():
         return None
     return text.replace("\n", "'\"$_mf_n\"'").encode() + b"\n"

@@ -9,8 +9,9 @@
       i17  c17  s17     standard input of command 17, and text too long for a FIFO; removed when the command ends
       o0 e0 o1 e1 …     FIFOs: pairs of output streams, each used by one command at a time
 
-dispatcher.py runs the commands. The container ends with its owner: the kernel kills it with the thread that started it
-(launcher.py), unless Apptainer is setuid. The runner also kills all processes when the command pipe closes.
+dispatcher.py runs the commands. The container does not outlive its owner. When the thread that started it exits, the
+kernel kills the container (launcher.py), unless Apptainer is setuid. The runner also kills all processes when the
+command pipe closes.
 """
 
 from __future__ import annotations
@@ -37,31 +38,31 @@ from megaflow_hpc.host.apptainer import explained, last_line
 from megaflow_hpc.host.process import Identity, inherited_descriptor_limit
 
 _STDERR_LIMIT = 16384
-"""Number of bytes kept of the container's own standard error."""
+"""Maximum number of bytes kept of the container's own standard error."""
 
 _ANSWER = re.compile(rb"(\d{1,6}) (?:(\d{1,3})|(up|dead))")
 _MAX_ANSWER_BYTES = 256
 MAX_STRAY_LINES = 1000
-"""Maximum number of unexpected lines on the runner's output before the container is killed. Any process of the
-sandbox can write there."""
+"""Maximum number of unexpected lines from the runner before the container is killed. Any process in the sandbox can
+write to the runner's output."""
 
 NO_WORKDIR = "no-workdir"
 """Line that PID 1 writes before "ready" if the sandbox's workdir cannot be created."""
 
 _RUNNER_READY = b"ready program"
-"""Line that the compiled runner writes once it is ready; the shells write ``ready``."""
+"""Line that the compiled runner writes once it is ready. The shell runner writes ``ready``."""
 
 ENDED_FROM_WITHIN = b"gone"
 """Line that PID 1 writes after a command has killed all other processes."""
 
 
 class Container:
-    """One container, from :meth:`start` to :meth:`kill`. It is bound to the event loop that started it."""
+    """One container, from :meth:`start` to :meth:`kill`. It belongs to the event loop that started it."""
 
     def __init__(self, control: str, on_started: Callable[[Identity], None]) -> None:
         self.control = control
         self.init: Identity | None = None
-        """The container's PID 1, as identified on the host."""
+        """The container's PID 1, as identified on the host. ``None`` until it is known."""
         self._on_started = on_started
         self._process: subprocess.Popen[bytes] | Clone | None = None
         self._stderr_pipe = -1
@@ -76,11 +77,11 @@ class Container:
         self._breach = ""
         self._from_within = False
         self.lost = ""
-        """Why the container was ended from outside, such as a killed job. Empty if it was not."""
+        """Reason why the container was ended from outside, such as a killed job. Empty otherwise."""
 
     @property
     def alive(self) -> bool:
-        """True while any process is left. A command can kill all of them (``kill -9 -1``)."""
+        """True if any process of the container is running. A command can kill all of them (``kill -9 -1``)."""
         return self._process is not None and not self._ended.is_set()
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -116,11 +117,12 @@ class Container:
     ) -> None:
         """Runs ``argv``, which must end with the runner's command, and waits until the runner is ready.
 
-        Only the first two processes exist before ``commands.prepare()``, so limits set on them apply to all.
+        Only two processes exist before ``commands.prepare()``, so limits set on them apply to all later processes.
 
         Args:
             prefix: Argv prefix that changes the uid, which resets the parent-death signal.
-            clone: Starts the runner in place of ``argv``. Receives the standard error and a callback for the process.
+            clone: Starts the runner in place of ``argv``. Receives the descriptor of standard error and a callback for
+                the process's identity.
         """
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
@@ -168,7 +170,7 @@ class Container:
         return None if self.alive else self.last_words()
 
     def last_words(self) -> str:
-        """Returns why the container failed, according to its standard error."""
+        """Describes why the container failed, from its standard error."""
         text = self._stderr.decode("utf-8", "replace")
         if "/bin/sh" in text and "no such file" in text.lower():
             return f"the image has no /bin/sh, which every command needs ({last_line(text)})"
@@ -207,7 +209,7 @@ class Container:
             pause = min(pause * 2, 0.05)
 
     def _end(self) -> None:
-        """Handles end-of-file on the status pipe: PID 1 and all other processes have exited."""
+        """Handles end-of-file on the status pipe, which means that PID 1 and all other processes have exited."""
         loop = asyncio.get_running_loop()
         process = self._process
         assert process is not None
@@ -225,7 +227,7 @@ class Container:
             self._judgement = loop.create_task(self._judge(process))
 
     async def _judge(self, process: subprocess.Popen[bytes] | Clone) -> None:
-        """Determines what ended the container. PID 1 reports it if a command killed all other processes."""
+        """Determines why the container ended. PID 1 has reported it if a command killed all other processes."""
         await self._reap(process)
         if self._from_within or self._breach:
             self.commands.everyone_killed(self._breach)
@@ -234,7 +236,7 @@ class Container:
             self.commands.fail(self.lost)
 
     def mark_breached(self, breach: str) -> None:
-        """Records the limit that the container is killed for, so that its commands return a result."""
+        """Records the exceeded limit for which the container is killed, so that running commands return a result."""
         self._breach = breach
 
     def _give_up(self, reason: str) -> None:
@@ -336,7 +338,10 @@ def compiled_runner(machine: str) -> bytes | None:
 
 
 def _terminal() -> tuple[int, int]:
-    """Returns both ends of the standard error: a terminal, for job control in runner.sh, or a pipe."""
+    """Opens the container's standard error. Returns its host end and its container end.
+
+    It is a pseudo-terminal, for job control in runner.sh, or a pipe if the node has no free pseudo-terminal.
+    """
     try:
         ours, theirs = os.openpty()
     except OSError:  # the node has no free pseudo-terminal

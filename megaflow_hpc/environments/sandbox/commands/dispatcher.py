@@ -1,7 +1,7 @@
-"""Sends commands to a container's workers, reads their output and kills them after a timeout.
+"""Sends commands to a container's workers, reads the commands' output and kills commands after a timeout.
 
-A command costs one write to the FIFO of an idle worker, and one line back. Its output goes to two FIFOs whose reading
-ends are already open. Output is read when the command ends, or earlier if the command runs for a while.
+A command costs one write to the FIFO of an idle worker, and one line of reply. Its output goes to two FIFOs whose
+reading ends are already open. Output is read when the command ends, or earlier if the command runs for a while.
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ from megaflow_hpc.host.process import Identity
 from megaflow_hpc.types import ExecResult
 
 MAX_WORKERS = 64
-"""Maximum number of concurrent commands in one sandbox; further commands wait. A worker is one process or two small
+"""Maximum number of concurrent commands in one sandbox. Further commands wait. A worker is one process or two small
 shells."""
 
 _SESSION = -1
-"""Worker number that stands for a session's shell."""
+"""Worker number that all session shells share."""
 
 KILL_GRACE_S = 10.0
-"""Grace period in seconds for a killed command to end, because a process may be in uninterruptible sleep."""
+"""Timeout in seconds for a killed command to end. One of its processes may be in uninterruptible sleep."""
 
 _LOST_WORKER_S = 1.0
-"""If a killed command has no processes but has not ended after this many seconds, its worker is considered lost."""
+"""A worker counts as lost this many seconds after its killed command has no process left but has not ended."""
 
 _LEFT_OVER_READS = 32
-"""Maximum number of reads (64 KiB each) per stream after a command ends, because a background process may print
-forever."""
+"""Maximum number of reads (64 KiB each) per stream after a command ends. A background process may print forever."""
 
 _MAX_ARGUMENT_BYTES = 100_000
 """Maximum size in bytes of one argument. The kernel accepts at most 128 KiB."""
@@ -60,9 +59,9 @@ class CommandDispatcher:
 
     Args:
         control: Control directory on the host.
-        spawn: Asks the runner to start worker number K.
+        spawn: Asks the runner to start a worker. Receives the worker's number.
         why_ended: Returns why the container has ended, or ``None`` while it runs.
-        give_up: Kills the container if a command cannot be killed. Called with the reason.
+        give_up: Kills the container if a command cannot be killed. Receives the reason.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class CommandDispatcher:
         self.init: Identity | None = None
         """The container's PID 1 on the host, once known."""
         self.by_program = False
-        """True if the compiled runner starts commands. It reads records, whereas the shells read lines."""
+        """True if the compiled runner starts commands. It reads records, while the shell runner reads lines."""
         self._why_ended = why_ended
         self._give_up = give_up
         self._sessions = 0
@@ -87,7 +86,8 @@ class CommandDispatcher:
         self._slots = asyncio.Semaphore(MAX_WORKERS)
 
     def prepare(self) -> None:
-        """Creates the workers and streams for the first commands before the runner starts."""
+        """Starts the workers and opens the streams for the first commands. Call it once limits are set on the
+        runner."""
         self.workers.prepare()
         self._pairs.prepare(FIRST_WORKERS)
 
@@ -111,7 +111,7 @@ class CommandDispatcher:
         return True
 
     def everyone_killed(self, breach: str = "") -> None:
-        """Finishes all commands with a result after one of them killed every process, or after a breach of a limit."""
+        """Finishes all commands with a result, after a command killed every process or the sandbox exceeded a limit."""
         for command in list(self._commands.values()):
             if breach:
                 self.mark_breached(command.number, breach)
@@ -120,7 +120,7 @@ class CommandDispatcher:
             self.finish(command, 137)
 
     def mark_breached(self, number: int, breach: str) -> None:
-        """Records the limit that a command is killed for, so that its result names the limit."""
+        """Records the exceeded limit for which a command is killed, so that its result names the limit."""
         command = self._commands.get(number)
         if command is not None and not command.breach:
             command.breach = breach
@@ -150,12 +150,12 @@ class CommandDispatcher:
         limit: int,
         on_output: Callable[[bytes], bool] | None = None,
     ) -> ExecResult:
-        """Runs one command until it ends; see :meth:`megaflow_hpc.types.Sandbox.exec`.
+        """Runs one command until it ends. See :meth:`megaflow_hpc.types.Sandbox.exec`.
 
         Args:
-            limit: Number of bytes kept of each stream.
-            on_output: Receives standard output as it arrives; the result then omits it. The command is killed if this
-                returns ``False``.
+            limit: Maximum number of bytes kept of each stream.
+            on_output: Receives standard output as it arrives, which the result then omits. Returning ``False`` kills
+                the command.
         """
         self._check_alive()
         started = time.monotonic()
@@ -182,7 +182,8 @@ class CommandDispatcher:
         return running.result(status, timed_out=running.killing is not None, started=started)
 
     def session_worker(self) -> tuple[Worker, str]:
-        """Returns a FIFO for a session's shell, which the caller closes, and the FIFO's path inside the container."""
+        """Creates a FIFO for a session's shell, which the caller must close. Also returns its path inside the
+        container."""
         self._sessions += 1
         name = f"n{self._sessions}"
         return Worker(_SESSION, make_fifo(os.path.join(self.control, name))), f"{CONTROL_DIR}/{name}"
@@ -239,8 +240,8 @@ class CommandDispatcher:
         env: Mapping[str, str],
         user_input: bytes | None,
     ) -> bytes:
-        """Returns the line for the waiting process: the command itself, or the path of a file if the command is
-        long."""
+        """Returns the line or record to send to the worker. Long commands are written to a file, and the path is sent
+        instead."""
         stdin = self._file(running, "i", user_input) if user_input else "/dev/null"
         if isinstance(command, str) and len(os.fsencode(command)) > _MAX_ARGUMENT_BYTES:
             command = ["/bin/sh", self._file(running, "s", command.encode("utf-8", "surrogateescape"))]
@@ -257,8 +258,8 @@ class CommandDispatcher:
         return line
 
     def _file(self, running: RunningCommand, kind: str, data: bytes) -> str:
-        """Writes a file to the control directory, where it stays until the command ends. Returns its path inside the
-        container."""
+        """Writes a file to the control directory and returns its path inside the container. The file is removed when
+        the command ends."""
         name = f"{kind}{running.number}"
         running.files.append(name)
         with open(os.path.join(self.control, name), "xb") as file:
@@ -287,8 +288,8 @@ class CommandDispatcher:
                 reads += 1
 
     def _read_output(self, command: RunningCommand, stream: int) -> bool:
-        """Reads once and returns whether more output may be available. Frees a stream that all processes have
-        closed."""
+        """Reads a stream once, and frees it if all processes have closed it. Returns whether more output may be
+        available."""
         if not command.pair.held[stream]:
             return False
         descriptor = command.pair.descriptors[stream]
@@ -309,7 +310,7 @@ class CommandDispatcher:
         return False
 
     def finish(self, command: RunningCommand, status: int, worker_exited: bool = False) -> None:
-        """Finishes a command with its status and frees its worker and streams."""
+        """Completes a command with its exit status and frees its worker and streams."""
         self._read_rest(command, 0, 1)
         timer = command.read_timer
         if timer is not None:
@@ -341,7 +342,8 @@ class CommandDispatcher:
         return command.killing
 
     async def _kill_command(self, command: RunningCommand) -> None:
-        """Repeatedly kills processes that have the command's marker until it ends. A new worker is not marked yet."""
+        """Kills processes with the command's marker repeatedly until the command ends. New processes may not have the
+        marker yet."""
         if self.init is None:
             return
         marker = b"%s=%d" % (MARKER.encode(), command.number)

@@ -1,8 +1,8 @@
 """A shell that keeps its working directory, variables and functions between commands.
 
-The shell is one long-running command of its sandbox. It reads one line per command from a FIFO and evaluates it, with
-empty standard input and that command's output streams. The shell reports the status on its own standard output. If a
-command ends the shell (``exit``), that is its result, and the next command gets a new shell.
+The shell is one long-running command of its sandbox. It reads one line per command from a FIFO and evaluates the line,
+with empty standard input and the output streams of that command. It reports the exit status on its own standard output.
+If a command exits the shell, the command's result is the shell's status, and the next command gets a new shell.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megaflow_hpc.host.process import descendants, kill_each, parent
 from megaflow_hpc.types import ExecResult
 
 _MAX_STATUS_BYTES = 16
-"""Maximum length of a status line. Commands in the shell can write arbitrary data to that stream."""
+"""Maximum length of a status line in bytes. Commands in the shell can write arbitrary data to its standard output."""
 GRACE_S = 1.0
-"""Grace period in seconds for a command to end after its processes were killed. Then the shell itself is killed."""
+"""Timeout in seconds for a command to end after its processes were killed. Then the shell itself is killed."""
 
 
 class ShellSession:
-    """A shell in a sandbox, from :meth:`ApptainerSandbox.session`; an async context manager.
+    """A shell in a sandbox, as returned by :meth:`ApptainerSandbox.session`. Use it as an async context manager.
 
     Args:
         container: Returns the sandbox's container, starting it if necessary.
@@ -132,14 +132,14 @@ class ShellSession:
 
 
 def _kill_below(init: int, number: int) -> None:
-    """Sends SIGKILL to all processes of command ``number`` except the first."""
+    """Kills all processes of command ``number`` except the first."""
     for pid in descendants(init):
         if command_of(pid) == number and is_runner(parent(pid)):
             kill_each(list(descendants(pid)))
 
 
 def session_text(lines: str) -> str:
-    """Returns the program of a session's shell. It evaluates each line from the FIFO ``lines`` and prints its
+    """Returns the script of a session's shell. It evaluates each line from the FIFO ``lines`` and prints its exit
     status."""
     # A line's redirections end with the line. Programs that it starts do not inherit descriptors 8 and 9.
     return (

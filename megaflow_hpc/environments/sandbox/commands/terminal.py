@@ -1,9 +1,9 @@
 """A shell on a pseudo-terminal in a sandbox, relayed to the user's terminal.
 
 The shell is an ordinary command of the sandbox, subject to all its limits. A helper (:mod:`..helper_python`) opens a
-pseudo-terminal inside and passes the controlling end out. The other end becomes the shell's terminal. The user's own
-terminal is never passed in: a process inside could inject input into it (TIOCSTI), and the user's shell would later
-read that input.
+pseudo-terminal inside and passes the controlling end to the host. The other end becomes the shell's terminal. The
+user's own terminal is never passed in. A process inside could inject input into it (TIOCSTI), which the user's shell
+would later read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.types import ExecResult
 
 END_S = 10.0
-"""Grace period in seconds for a shell to exit after it has closed its terminal."""
+"""Timeout in seconds for a shell to exit after it has closed its terminal."""
 READ_BYTES = 1 << 16
 """Maximum bytes per read. At most one read is buffered for a shell that does not consume its input."""
 SHELL = ("/bin/sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec /bin/sh -i")
@@ -109,7 +109,7 @@ class Terminal:
             fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, fcntl.ioctl(screen, termios.TIOCGWINSZ, bytes(8)))
 
     def _show(self, screen: int, hung_up: asyncio.Future[bool]) -> bool:
-        """Relays the shell's output. Returns ``False`` if there is nothing to read yet."""
+        """Copies the shell's output to the screen. Returns ``False`` if there is nothing to read yet."""
         try:
             data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
@@ -124,7 +124,7 @@ class Terminal:
         return False
 
     def _type(self, keyboard: int, hung_up: asyncio.Future[bool]) -> None:
-        """Relays the user's input. Reads no more until the pseudo-terminal has accepted it."""
+        """Copies the user's input to the shell. Reads no more until the pseudo-terminal has accepted it."""
         loop = asyncio.get_running_loop()
         try:
             data = os.read(keyboard, READ_BYTES)
@@ -151,7 +151,7 @@ class Terminal:
             loop.add_reader(keyboard, self._type, keyboard, hung_up)
 
     async def close(self) -> None:
-        """Ends the shell and closes the pseudo-terminal."""
+        """Kills the shell and closes the pseudo-terminal."""
         self.shell.cancel()
         await asyncio.gather(self.shell, return_exceptions=True)
         os.close(self.descriptor)
@@ -179,7 +179,7 @@ async def open_terminal(
         control: The container's control directory on the host.
         interpreter: The prepared interpreter (:func:`~megaflow_hpc.environments.sandbox.helper_python.prepare`).
         env: Variables added to the sandbox's environment, such as ``TERM``.
-        command: The shell. Its first word is a path.
+        command: Argv of the shell, starting with a path.
 
     Raises:
         SandboxError: No terminal can be opened, or the shell does not start.

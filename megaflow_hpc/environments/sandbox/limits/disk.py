@@ -15,24 +15,24 @@ from contextlib import suppress
 from typing import NamedTuple
 
 BLOCK = 4096
-"""Minimum size in bytes that a file counts as. File systems have one inode per 4 to 16 KB."""
+"""Minimum size in bytes to count per file, because file systems have one inode per 4 to 16 KB."""
 
 MAX_SHARE_OF_TIME = 1 / 30
-"""Maximum fraction of the time that ``du`` may run."""
+"""Maximum fraction of time that ``du`` may run."""
 MIN_INTERVAL_S = 2.0
 """Minimum seconds between two measurements, unless much has been written."""
 QUIET_INTERVAL_S = 30.0
 """Seconds between two measurements of a sandbox that writes almost nothing."""
 QUIET_BYTES = 100_000
-"""Writes below this many bytes count as idle, because commands and the runner print that much without using the
-disk."""
+"""Smaller writes count as idle. Commands and the runner print that many bytes without using the disk."""
 MANY_FILES = 1000
-"""Once the file system has lost this many inodes, files are counted too. Counting takes as long as measuring bytes."""
+"""Files are also counted once the file system has this many new inodes. Counting takes as long as measuring
+bytes."""
 
 _WITH_FILES = 'du -s -x -c --block-size=1 -- "$@" | tail -n 1; du -s -x -c --inodes -- "$@" | tail -n 1'
 
 TOLERATED_BYTES = 1_000_000
-"""Bytes that later commands may add to an already full layer, because a verifier writes its logs there."""
+"""Bytes that later commands may add to a layer that is already full, because a verifier writes its logs there."""
 
 
 class Free(NamedTuple):
@@ -44,19 +44,20 @@ class Free(NamedTuple):
     """Free inodes, or ``None`` if the file system allocates inodes on demand."""
 
     def lost(self, later: Free) -> int:
-        """Returns the bytes used up until ``later``, with each new file counted as at least one block."""
+        """Returns the bytes used between this measurement and ``later``. Each new file counts as at least one block."""
         used = self.bytes - later.bytes
         return max(used, BLOCK * (self.files(later) - max(used, 0) // 512))
 
     def files(self, later: Free) -> int:
-        """Returns the number of files created until ``later``, estimated from the bytes if inodes are not counted."""
+        """Returns the number of files created between this measurement and ``later``. Estimates it from bytes if inodes
+        are not counted."""
         if self.inodes is None or later.inodes is None:
             return max(0, self.bytes - later.bytes) // 512
         return self.inodes - later.inodes
 
 
 def free_disk(path: str) -> Free:
-    """Returns the free space of the file system that contains ``path``."""
+    """Returns the free space of the file system that contains ``path``, or zeros if it cannot be read."""
     try:
         status = os.statvfs(path)
     except OSError:
@@ -73,13 +74,13 @@ class DiskUse:
 
     def __init__(self, layer: str) -> None:
         self.directories = [layer]
-        """The layer and the other directories that the sandbox may write to."""
+        """The layer, and other directories that the sandbox may write to."""
         self.occupied = 0
-        """Bytes in these directories that the sandbox did not write, such as a copy of the image or files for its
+        """Bytes in ``directories`` that the sandbox did not write, such as a copy of the image or files for its
         verifier."""
         self.bytes = 0
         self.peak: int | None = None
-        """Largest measured size; ``None`` before the first measurement."""
+        """Largest measured size in bytes. ``None`` before the first measurement."""
         self._du: subprocess.Popen[bytes] | None = None
         self._began = self._due = self._cost_s = 0.0
         self._written = 0
@@ -89,16 +90,18 @@ class DiskUse:
         self._free_at_count: Free | None = None
         self._excuse_requested = False
         self._tolerated: float = 0
-        """Bytes tolerated even above the limit, because earlier processes wrote them. Infinite after :meth:`excuse`
-        until a later measurement has finished."""
+        """Bytes tolerated even above the limit, because earlier processes wrote them. Infinite after :meth:`excuse`,
+        until the next measurement has finished."""
 
     def excuse(self) -> None:
-        """Stops blaming later processes for the files that exist now. Thread-safe."""
+        """Stops counting the files that exist now against later processes. Thread-safe."""
         self._excuse_requested = True
 
     def wanted(self, allowed: int, free: Free) -> bool:
-        """Returns whether a poll is due: a measurement has finished, or the node lost half of the sandbox's
-        remaining bytes."""
+        """Returns whether a poll is due.
+
+        A poll is due if a measurement has finished, or if the node has lost half of the sandbox's remaining bytes.
+        """
         if self._du is not None:
             return self._du.poll() is not None
         return self._is_much(self._free.lost(free), allowed)
@@ -112,6 +115,7 @@ class DiskUse:
         """Measures in the background. Returns whether running processes have written more than allowed.
 
         Args:
+            allowed: Limit in bytes.
             init: The container's first process.
             written: Bytes that the sandbox's processes have passed to ``write``.
             deleted: Returns the size in bytes of deleted files that are still open.
@@ -166,7 +170,7 @@ class DiskUse:
         return True
 
     def end(self) -> None:
-        """Cancels a running measurement."""
+        """Cancels the running measurement, if any."""
         du, self._du = self._du, None
         if du is not None:
             with suppress(ProcessLookupError):
@@ -178,8 +182,8 @@ class DiskUse:
 def _start_du(directories: Sequence[str], init: int, count_files: bool) -> subprocess.Popen[bytes] | None:
     """Starts ``du`` in the container's user namespace. Returns ``None`` if it cannot run.
 
-    There the caller is root over its files, so a directory without permissions (``chmod 000``) hides nothing. ``du``
-    also handles trees deeper than the maximum path length.
+    In that namespace the caller is root, so a directory without permissions (``chmod 000``) hides nothing. ``du`` also
+    handles trees deeper than the maximum path length.
     """
     nsenter, du = shutil.which("nsenter"), shutil.which("du")
     if du is None:
@@ -202,7 +206,8 @@ def _start_du(directories: Sequence[str], init: int, count_files: bool) -> subpr
 
 
 def _totals(process: subprocess.Popen[bytes]) -> tuple[int, int] | None:
-    """Returns the bytes and files of a finished measurement, or ``None`` if it failed. Files are 0 if not counted."""
+    """Returns the bytes and files of a finished measurement, or ``None`` if it failed. The number of files is 0 if they
+    were not counted."""
     assert process.stdout is not None
     with process.stdout as output:
         totals = [line.split()[0] for line in output.read(65536).splitlines() if line.endswith(b"\ttotal")]

@@ -1,18 +1,18 @@
-"""Measures the memory and CPU time of a sandbox's processes, and what they hold only through open descriptors.
+"""Measures the memory and CPU time of a sandbox's processes, and the bytes that only their open descriptors hold.
 
 All values come from ``/proc`` and need no privileges. Sampling a process (``stat`` and its children, about 30 µs) gives
 its threads, resident set and CPU time. The sum of the resident sets is an upper bound on a sandbox's memory. Only if it
 exceeds a limit are proportional set sizes read (``smaps_rollup``, which walks page tables).
 
 The kernel adds the CPU time of an exited process to the process that waits for it. If the parent ignores SIGCHLD, that
-time is lost: the process is missing at the next poll, and its parent's time has not grown accordingly. :class:`CpuTime`
-still counts such time.
+time is lost. The process is then missing at the next poll, and its parent's time has not grown accordingly.
+:class:`CpuTime` also counts the lost time.
 
 Neither resident memory nor the file tree includes bytes that only descriptors hold. Without :class:`Descriptors`, a
 sandbox limited to 300 MB could take 1.2 GB of a node with one memfd, or with 4,000 socket pairs.
 
 =================  =========  ==========================================================================================
-what               counts as  how it is measured
+resource           counts as  measurement
 =================  =========  ==========================================================================================
 memfd              memory     ``stat`` through ``/proc/PID/fd``: its blocks, mapped or not
 sockets, pipes     memory     the kernel's count for a buffer, through a copy of the descriptor (``pidfd_getfd``)
@@ -46,19 +46,19 @@ PAGE = resource.getpagesize()
 TICKS = os.sysconf("SC_CLK_TCK")
 
 PEAK_GROWTH = 1.05
-"""Measure a peak again once the upper bound has changed by more than this factor."""
+"""Measure a memory peak again once the upper bound has changed by more than this factor."""
 PEAK_SLACK_BYTES = 1_000_000
 
 _IN_MEMORY = ("dev", "dev/shm")
 """Directories of a container that hold files in memory, which belong to no process."""
 
 MAX_DESCRIPTORS = 131_072
-"""Maximum number of open descriptors in one sandbox. Scanning more would keep the watchdog from other sandboxes."""
+"""Maximum number of open descriptors in one sandbox. Scanning more would delay the polls of other sandboxes."""
 MAX_DESCRIPTORS_OF_PROCESS = 65_536
 DESCRIPTORS_INTERVAL_S = 4.0
 """Seconds between two polls of an active sandbox's descriptors, unless the node is losing memory."""
 MAX_SHARE_OF_TIME = 1 / 30
-"""Maximum fraction of the watchdog's time that polling the descriptors of one sandbox takes."""
+"""Maximum fraction of the watchdog's time for polling the descriptors of one sandbox."""
 
 _PIDFD_GETFD = 438
 _SO_MEMINFO = 55
@@ -69,14 +69,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Process(NamedTuple):
-    """One process as of one poll. Times are in clock ticks."""
+    """One process at the time of a poll. Times are in clock ticks."""
 
     start: int
     parent: int
     state: str
     own: int
     waited: int
-    """CPU time of the children that it has waited for."""
+    """CPU time of exited children that the process has waited for."""
 
 
 @dataclass
@@ -90,8 +90,7 @@ class UsageSample:
     cpu_s: float = 0.0
     """CPU seconds, including children that have been waited for."""
     written: int = 0
-    """Bytes passed to ``write`` since the container started, to the extent that the kernel counts them
-    (``/proc/PID/io``)."""
+    """Bytes passed to ``write`` since the container started, as far as the kernel counts them (``/proc/PID/io``)."""
     processes: dict[int, Process] = field(default_factory=dict)
 
 
@@ -100,7 +99,7 @@ def sample(init: int, written: bool = False) -> UsageSample:
 
     Args:
         init: The container's first process.
-        written: Also read how many bytes they have written.
+        written: Also read how many bytes the processes have written.
     """
     result = UsageSample()
     waiting = [init]
@@ -123,8 +122,8 @@ def sample(init: int, written: bool = False) -> UsageSample:
 
 
 def runtime_threads(init: int) -> int:
-    """Returns the number of Apptainer's threads in a container's user namespace; the kernel counts them with the
-    container's."""
+    """Returns the number of Apptainer's threads in a container's user namespace. The kernel counts them with the
+    container's threads."""
     try:
         runtime = parent(init)
         if os.readlink(f"/proc/{runtime}/ns/user") == os.readlink(f"/proc/{init}/ns/user"):
@@ -143,7 +142,7 @@ def written_by(pid: int) -> int:
 
 
 def proportional(pid: int) -> tuple[int, int]:
-    """Returns the proportional set size of a process in bytes: anonymous memory including swap, and shared memory.
+    """Returns a process's proportional set sizes in bytes: anonymous memory including swap, and shared memory.
 
     Pages of mapped files do not count, because the kernel can drop them.
     """
@@ -166,7 +165,7 @@ def proportional(pid: int) -> tuple[int, int]:
 
 
 def memory_of(init: int, pids: Iterable[int], files: int) -> int:
-    """Returns the memory of a container in bytes: its processes, and in-memory files that no process has mapped.
+    """Returns the memory usage of a container in bytes, including in-memory files that no process has mapped.
 
     Args:
         files: Bytes of memfds, which are in no file system of the container.
@@ -180,7 +179,8 @@ def memory_of(init: int, pids: Iterable[int], files: int) -> int:
 
 
 def memory_devices(init: int) -> dict[int, str]:
-    """Returns the container's own in-memory file systems (``/dev/shm`` and ``/dev``): device → path on the host."""
+    """Returns the host paths of the container's own in-memory file systems (``/dev/shm`` and ``/dev``), by device
+    number."""
     root = f"/proc/{init}/root"
     try:
         root_device = os.stat(root).st_dev
@@ -212,7 +212,7 @@ def _swap() -> bool:
 
 
 SWAP = _swap()
-"""True if memory may be swapped out, in which case resident sets do not show it."""
+"""True if memory may be swapped out. Swapped-out memory is not part of resident sets."""
 
 
 def open_files() -> int:
@@ -236,12 +236,12 @@ def lost_ticks(
 ) -> float:
     """Returns the CPU time, in clock ticks, of processes that exited between two polls without being waited for.
 
-    A process that started shortly before one poll and is gone at the next is assumed to have successors like it. The
-    whole time between the polls is charged for it.
+    A process that started shortly before the first poll and has exited by the second may be one of many. It is charged
+    the whole time between the polls.
 
     Args:
         init: The first process, which reaps orphans.
-        ticks: Time between the polls.
+        ticks: Time between the polls, in clock ticks.
         processors: Maximum number of processes that can run at the same time.
     """
     if before.keys() <= now.keys():
@@ -305,14 +305,14 @@ class CpuTime:
         self._processes = {}
 
     def end(self) -> None:
-        """Adds up the time of a container that is ending."""
+        """Adds the CPU time of the ending container to the sandbox's total."""
         self._ended_containers += self._container
         self._container = self._lost = 0.0
         self._processes = {}
         self.leaks = False
 
     def add(self, init: int, sample: UsageSample, processors: int, now: float) -> float:
-        """Adds the result of a poll. Returns the CPU seconds used since the previous one."""
+        """Adds the result of a poll. Returns the CPU seconds used since the previous poll."""
         last = self._container
         if self._processes:
             gone = lost_ticks(self._processes, sample.processes, init, (now - self._last_poll) * TICKS, processors)
@@ -328,17 +328,17 @@ class CpuTime:
 
 @dataclass
 class Held:
-    """Bytes that a sandbox's descriptors hold."""
+    """Resources that a sandbox's open descriptors hold, in bytes."""
 
     memfds: int = 0
     buffers: int = 0
-    """Bytes in sockets and pipes."""
+    """Bytes buffered in sockets and pipes."""
     deleted_files: int = 0
     count: int = 0
     count_of: Counter[int] = field(default_factory=Counter)
-    """Process → number of descriptors."""
+    """Maps each process to its number of descriptors."""
     memory_of: Counter[int] = field(default_factory=Counter)
-    """Process → bytes of memory. A file held by several processes counts for each of them."""
+    """Maps each process to the bytes of memory held by its descriptors. A shared file counts for each process."""
 
 
 def measure_descriptors(init: int, pids: Iterable[int]) -> Held:
@@ -365,7 +365,7 @@ def _measure_each(held: Held, listed: Mapping[int, Sequence[str]], counted_devic
     """Measures each open file once.
 
     Args:
-        counted_devices: In-memory file systems whose files are already counted.
+        counted_devices: In-memory file systems whose files are counted elsewhere.
     """
     memory_of_file: dict[tuple[int, int], int] = {}
     for pid, names in listed.items():
@@ -412,7 +412,7 @@ def _open_pidfd(pid: int) -> int:
 
 
 def _buffered(pidfd: int, number: int, is_socket: bool) -> int:
-    """Returns the bytes buffered in a socket or pipe; 0 if the kernel hides them (before 5.6, or with Yama)."""
+    """Returns the bytes buffered in a socket or pipe, or 0 if the kernel hides them (before 5.6, or with Yama)."""
     copy = _libc.syscall(_PIDFD_GETFD, pidfd, number, 0) if pidfd >= 0 else -1
     if copy < 0:
         return 0
@@ -441,7 +441,7 @@ def _memfd_device() -> int:
 
 
 class Descriptors:
-    """Measures what one sandbox's descriptors hold and keeps the result of the last poll."""
+    """Measures the bytes that one sandbox's descriptors hold, and keeps the result of the last poll."""
 
     def __init__(self) -> None:
         self.held = Held()
@@ -450,7 +450,7 @@ class Descriptors:
         self._cpu_s = -1.0
 
     def poll(self, init: int, sample: UsageSample, now: float, urgent: bool) -> None:
-        """Measures if a poll is due. Urgent polls are more frequent and also cover idle sandboxes.
+        """Measures the descriptors if a poll is due. Urgent polls are more frequent and also cover idle sandboxes.
 
         Args:
             urgent: True if the node is losing memory or descriptors.
@@ -473,17 +473,17 @@ class Consumption(NamedTuple):
     """Resources that a sandbox has used so far, across all its containers. 1 MB is 10^6 bytes."""
 
     cpu_s: float
-    """CPU time of its processes, including exited ones."""
+    """CPU seconds of the sandbox's processes, including exited ones."""
     memory_peak_mb: float
-    """Largest memory usage seen at a poll. Shared pages count once. Peaks between polls are missed."""
+    """Largest memory usage seen at a poll. Shared pages count once. Peaks between two polls are missed."""
     disk_peak_mb: float | None
-    """Largest measured size; ``None`` without a disk limit or before the first measurement."""
+    """Largest measured disk usage. ``None`` without a disk limit or before the first measurement."""
 
 
 class MemoryPeak:
     """Tracks the peak memory usage of a sandbox.
 
-    A plain poll counts shared pages once per process, so its result is an upper bound. Only a potential peak is
+    A plain poll counts shared pages once per process, so its result is an upper bound. Only a possible new peak is
     measured exactly.
     """
 
@@ -495,8 +495,8 @@ class MemoryPeak:
         """Updates the peak after a poll.
 
         Args:
-            bound: Upper bound of the memory in bytes.
-            exact: Measures the memory exactly.
+            bound: Upper bound of the memory usage in bytes.
+            exact: Returns the exact memory usage in bytes.
         """
         is_no_peak = bound <= self.bytes * PEAK_GROWTH + PEAK_SLACK_BYTES
         is_unchanged = self._bound / PEAK_GROWTH <= bound <= self._bound * PEAK_GROWTH

@@ -2,15 +2,16 @@
 
 The thread polls three cheap values of the node 20 times a second: available memory, free space on scratch, and open
 files. It polls each sandbox (:class:`SandboxWatch`) twice a second while the sandbox is active, and every two seconds
-while it is idle. It polls a sandbox immediately if the node has lost much of what the sandbox may still use. The cost
-therefore depends on activity rather than on the number of sandboxes, and a hog is noticed within one poll.
+while it is idle. It polls a sandbox immediately if the node has lost much of the sandbox's remaining memory, disk space
+or files. The cost therefore depends on activity rather than on the number of sandboxes. Runaway processes are noticed
+within one poll.
 
-A breach of the memory, process, disk or descriptor limit kills the command that uses the most. If no command can be
+A breach of the memory, process, disk or descriptor limit kills the command with the highest usage. If no command can be
 identified because a process cleared its environment, the whole container is killed. A breach of CPU or wall time ends
 the sandbox.
 
-Some limits are set once at the start and need no privileges: RLIMIT_NPROC (per user namespace), RLIMIT_FSIZE, affinity
-to ``cpus`` processors, and an ``oom_score_adj`` that makes the OOM killer prefer sandboxes.
+Some limits are set once at the start and need no privileges: RLIMIT_NPROC (per user namespace), RLIMIT_FSIZE and
+affinity to ``cpus`` processors. A high ``oom_score_adj`` makes the OOM killer prefer sandboxes.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ _ALL = os.cpu_count() or 1
 FULL = 0.95
 """Fraction of the process limit that counts as reaching it."""
 MAX_COMMAND_KILLS = 2
-"""Number of consecutive commands to kill for exceeding a limit before the container itself is killed."""
+"""Number of consecutive commands to kill for a breach before killing the container itself."""
 KILL_ROUNDS = 5
 OOM_FIRST = "900"
-"""``oom_score_adj`` of a sandbox. If memory runs out before the watchdog polls, the kernel kills a sandbox first."""
+"""``oom_score_adj`` of a sandbox. If memory runs out between polls, the kernel kills a sandbox first."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,11 @@ class Breach:
 
 
 OnBreach = Callable[[Breach, int | None, bool], None]
-"""Callback for a breach, called in the watchdog's thread before the kill. Its arguments are the breach, the number of
-the command to kill, and whether the whole container is killed. With ``None`` and ``False``, nothing is killed."""
+"""Callback for a breach, which the watchdog's thread calls before the kill.
+
+Its arguments are the breach, the number of the command to kill, and whether the whole container is killed. With
+``None`` and ``False``, nothing is killed.
+"""
 
 
 class Node(NamedTuple):
@@ -98,10 +102,10 @@ class ContainerState:
     """Number of Apptainer's threads, which the kernel counts with the container's."""
     descriptors: Descriptors = field(default_factory=Descriptors)
     memory: int = 0
-    """Memory in bytes at the last poll; an upper bound unless it exceeds the limit."""
+    """Memory in bytes at the last poll. It is an upper bound unless it exceeds the limit."""
     polls_at_process_limit: int = 0
     command_kills: int = 0
-    """Number of consecutive kills of commands that did not end a breach."""
+    """Number of consecutively killed commands, none of which ended the breach."""
 
 
 class SandboxWatch:
@@ -121,7 +125,7 @@ class SandboxWatch:
         self.cpus: frozenset[int] = frozenset()
         self.container: ContainerState | None = None
         self.next_poll = 0.0
-        """Monotonic time of the next poll; 0 for a new container."""
+        """Monotonic time of the next poll. 0 for a new container."""
         self._on_breach = on_breach
         self._layer_in_memory = layer_in_memory
         self._poked = False
@@ -130,12 +134,12 @@ class SandboxWatch:
         self._renewed = time.monotonic()
         self._cpu = CpuTime()
         self._cpu_lock = threading.Lock()
-        """Guards the CPU time, which is updated by the watchdog's thread and by the thread that ends a container."""
+        """Guards the CPU time. The watchdog's thread and the thread that ends a container both update it."""
         self._memory_peak = MemoryPeak()
         self._unblamed_disk_breaches = 0
 
     def poke(self) -> None:
-        """Requests a poll soon, because a command is starting."""
+        """Requests an early poll, because a command is starting."""
         self._poked = True
 
     def attach(self, init: Identity) -> None:
@@ -163,7 +167,7 @@ class SandboxWatch:
             file.write(OOM_FIRST)
 
     def detach(self) -> None:
-        """Stops watching a container after a last poll of its CPU time. Its times still count."""
+        """Takes a last sample of the container's CPU time and stops watching it. The CPU time still counts."""
         with self._cpu_lock:
             self._count_cpu()
             self.container = None
@@ -185,7 +189,7 @@ class SandboxWatch:
             self._cpu.add(pid, sample, self._processors, time.monotonic())
 
     def renew(self) -> None:
-        """Restarts CPU and wall time from zero. Later commands are not blamed for a layer that is already full."""
+        """Restarts CPU and wall time from zero, and stops counting existing files against later commands."""
         self._cpu.renew()
         self.disk.excuse()
         self._renewed = time.monotonic()
@@ -193,8 +197,11 @@ class SandboxWatch:
     # --- in the watchdog's thread -------------------------------------------------------------------------------
 
     def wanted(self, now: float, node: Node) -> bool:
-        """Returns whether a poll is due: by schedule, or because the node lost half of what the sandbox may still
-        use."""
+        """Returns whether a poll is due.
+
+        A poll is due by schedule, or if the node has lost half of the sandbox's remaining memory, descriptors or disk
+        space.
+        """
         container = self.container
         if container is None:
             return False
@@ -205,7 +212,7 @@ class SandboxWatch:
         return bool(self.spec.disk_mb and self.disk.wanted(self.spec.disk_mb * MB, node.free))
 
     def _node_loses(self, container: ContainerState, node: Node) -> bool:
-        """Returns whether the node has lost half of the memory or descriptors that the sandbox may still use."""
+        """Returns whether the node has lost half of the sandbox's remaining memory or descriptors."""
         opened = node.opened - self._last_node.opened
         if opened > (MAX_DESCRIPTORS - container.descriptors.held.count) / 2:
             return True
@@ -215,7 +222,7 @@ class SandboxWatch:
         return taken > (self.spec.memory_mb * MB - container.memory) / 2
 
     def check(self, now: float, node: Node) -> None:
-        """Polls once and kills processes that exceed a limit."""
+        """Polls the sandbox once, and kills processes if a limit is exceeded."""
         container = self.container
         if container is None or not container.init.alive():
             return
@@ -272,8 +279,8 @@ class SandboxWatch:
     def _process_breach(self, container: ContainerState, sample: usage.UsageSample, now: float) -> Breach | None:
         """Reports a breach after two consecutive polls near the limit, so that short spikes are tolerated.
 
-        At the limit, processes exit because fork fails, as fast as new ones start. Nearly full therefore counts as
-        full.
+        At the limit, fork fails, so processes exit as fast as new ones start. Usage just below the limit therefore
+        counts.
         """
         allowed = self.spec.processes
         threads = sample.threads + container.runtime_threads
@@ -320,25 +327,27 @@ class SandboxWatch:
         return None
 
     def _end(self, container: ContainerState, sample: usage.UsageSample, breach: Breach) -> None:
-        """Kills the command that uses the most, or the container if that did not help or no command can be
+        """Kills the command with the highest usage. Kills the container if that did not help or no command can be
         identified."""
         number = None
         if not breach.final and container.command_kills < MAX_COMMAND_KILLS:
             number = blame(sample.pids, breach.limit, container.descriptors.held)
         container.command_kills += 1
-        whole = number is None
-        if whole and breach.limit == "disk":  # the writer may have exited; the second time it must be hiding
+        ends_container = number is None
+        if ends_container and breach.limit == "disk":
+            # The writer may have exited. At the second breach, it must be hiding.
             self._unblamed_disk_breaches += 1
-            whole = self._unblamed_disk_breaches > 1
-        self._on_breach(breach, number, whole)
+            ends_container = self._unblamed_disk_breaches > 1
+        self._on_breach(breach, number, ends_container)
         if number is not None:
             kill_marked(container.init.pid, b"%s=%d" % (MARKER.encode(), number), KILL_ROUNDS)
-        elif whole:
+        elif ends_container:
             container.init.kill()
 
 
 def blame(pids: list[int], limit: str, held: Held) -> int | None:
-    """Returns the number of the command that uses the most, or ``None`` if processes outside any command use more."""
+    """Returns the number of the command with the highest usage, or ``None`` if processes outside any command use
+    more."""
     used: Counter[int | None] = Counter()
     for pid in pids:
         amount = 1
@@ -387,13 +396,14 @@ class Watchdog:
         watch.disk.end()
 
     def close(self) -> None:
-        """Stops the thread."""
+        """Stops the watchdog's thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def _choose_cpus(self, wanted: float | None) -> frozenset[int]:
-        """Returns the least used processors, ``wanted`` rounded up; empty to leave the affinity unset."""
+        """Chooses the least used processors, ``wanted`` rounded up. Returns an empty set to leave the affinity
+        unset."""
         ours = sorted(os.sched_getaffinity(0))
         if not wanted or math.ceil(wanted) >= len(ours):
             return frozenset()

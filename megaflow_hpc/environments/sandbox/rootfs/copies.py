@@ -5,9 +5,9 @@
     LAYER/root    the files of the image and of the sandbox, as one tree that a container writes to
     LAYER/upper   only the files of the sandbox, in the form of an overlay's upper directory
 
-Only one of the two exists at a time. ``lay_out`` creates ``root`` from the image and ``upper``; ``gather`` does the
+Only one of the two exists at a time. ``lay_out`` creates ``root`` from the image and ``upper``. ``gather`` does the
 reverse. Edits of a layer between two containers (restoring programs for the verifier, snapshots) therefore always apply
-to ``upper``, however the sandbox writes. An empty file ``.wh.NAME`` marks a deleted name, because not all file systems
+to ``upper``, with or without an overlay. An empty file ``.wh.NAME`` marks a deleted name, because not all file systems
 support the kernel's whiteouts (devices and extended attributes).
 
 Files are compared by content rather than by time, because an agent may set times. Blocks are shared if the file system
@@ -31,7 +31,7 @@ from megaflow_hpc.host.files import remove_tree
 
 _BLOCK = 1 << 20
 _COUNTED = 4096
-"""Minimum size in bytes that a file counts as; the same as in limits/disk.py."""
+"""Minimum size in bytes to count per file, as in limits/disk.py."""
 
 
 def lay_out(image: str, layer: str) -> int:
@@ -69,7 +69,7 @@ def gather(image: str, layer: str) -> None:
 
 
 def _take_changes(image: str, root: str, upper: str) -> bool:
-    """Moves differing files of one directory. Returns whether there were any. Ignores ``.wh.`` files made by an
+    """Moves the differing files of one directory. Returns whether any file differed. Ignores ``.wh.`` files made by an
     agent."""
     mode = open_to_owner(root)
     before = set(os.listdir(image))
@@ -125,7 +125,7 @@ def same(one: str, other: str) -> bool:
 
 
 def main() -> None:
-    """Runs one of the two operations."""
+    """Command-line entry point. Runs ``lay_out`` or ``gather``."""
     try:
         if sys.argv[1] == "gather":
             gather(*sys.argv[2:])

@@ -1,13 +1,13 @@
-"""The overlay of an unpacked image and a writable layer, mounted before Apptainer starts.
+"""Mounts the overlay of an unpacked image and a writable layer before Apptainer starts.
 
 Apptainer 1.4 can mount an overlay itself, but omits ``userxattr`` in a user namespace. Without that option the kernel
 cannot hide lower files, so deleting a non-empty directory of the image fails with an I/O error. Apptainer also tries
 each mount once beforehand, and each unmount waits until the file system has written all dirty data. ``volatile`` avoids
 this wait, because a layer need not survive a crash of its node.
 
-Every process inside can read the names of the directories in the mount table. The kernel limits these names and all
-other options to one page. The overlay is therefore mounted from a directory of symlinks: ``upper``, ``work``, and 0, 1,
-2 … for the lower directories.
+A process in the sandbox can read the directory names in the mount table. The kernel limits these names and all other
+options to one page in total. The overlay is therefore mounted from a directory of symlinks: ``upper``, ``work``, and 0,
+1, 2 … for the lower directories.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOUNT = 'cd "$1" && mount -t overlay overlay -o "$2" "$3"'
 """Shell command that mounts an overlay. Its arguments are the fields of :class:`Overlay`."""
 
 MOUNT_POINTS = ("dev", "proc", "sys", "tmp", "etc")
-"""Directories that Apptainer mounts on. It does not create them unless it mounts the overlay itself."""
+"""Directories that Apptainer uses as mount points. It creates them only if it mounts the overlay itself."""
 
 MAX_LOWERS = 400
 """Maximum number of lower directories of one overlay. The kernel allows 500."""
@@ -39,7 +39,7 @@ class Overlay(NamedTuple):
     """Arguments for mounting an overlay."""
 
     directory: str
-    """Working directory of the mount command; contains the symlinks."""
+    """Working directory of the mount command, which contains the symlinks."""
     options: str
     merged: str
     """Mount point."""
@@ -82,7 +82,7 @@ def argv_prefix(mounted: Overlay, spec: SandboxSpec, namespace: Sequence[str] | 
 
 
 def has_reserved_character(*paths: str) -> bool:
-    """Returns whether a path contains a character that separates options of a bind or overlay."""
+    """Returns whether a path contains a character that separates the options of a bind or overlay."""
     return any(letter in path for path in paths for letter in ',:\\"')
 
 
@@ -125,8 +125,8 @@ _works_on_device: dict[int, bool] = {}
 
 
 def works(directory: str) -> bool:
-    """Returns whether an ordinary user can mount an overlay on a directory's file system. Tested once per file
-    system."""
+    """Returns whether an ordinary user can mount an overlay on a directory's file system. Tests each file system
+    once."""
     device = os.stat(directory).st_dev
     if device not in _works_on_device:
         _works_on_device[device] = bool(unshare()) and _try(directory)

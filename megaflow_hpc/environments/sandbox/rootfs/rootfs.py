@@ -1,8 +1,9 @@
-"""A sandbox's image as a root file system: its trees in the node's cache, and how the sandbox writes over them.
+"""Root file systems of sandboxes: an image's trees in the node's cache, under a writable layer.
 
 Every image is a list of trees, topmost first: unpacked layers over an unpacked SIF or a directory. The kernel stacks
-them as the lower directories of an overlay. If no overlay can be mounted (an old kernel, scratch on a network file
-system, containers that only root can start), the image is unpacked as one tree, and every sandbox gets a copy of it.
+them as the lower directories of an overlay. If no overlay can be mounted, the image is unpacked as one tree, and every
+sandbox gets a copy of it. Reasons are an old kernel, scratch on a network file system, or containers that only root can
+start.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ class CommandLine:
     """Argv prefix that changes the user and mounts the overlay."""
     argv: list[str]
     mounted: overlay.Overlay | None = None
-    """The overlay that the prefix mounts; ``None`` if Apptainer mounts it or the sandbox is a copy."""
+    """The overlay that the prefix mounts. ``None`` if Apptainer mounts it or the sandbox is a copy."""
 
 
 @dataclass(frozen=True)
 class Rootfs:
-    """A sandbox's hold on its image. Lasts until ``release`` is called."""
+    """An image used by a sandbox. The node's cache keeps it until ``release`` is called."""
 
     base: str
-    """The bottom tree."""
+    """Path of the bottom tree."""
     release: Callable[[], None]
     copies: bool = False
-    """True if each sandbox writes to a copy of the image, which must be one tree."""
+    """True if each sandbox writes to a copy of the image, which must be a single tree."""
     namespace: Sequence[str] | None = None
     """Argv prefix that enters the sandbox's user namespace. If ``None``, a namespace that maps only uid 0 is used."""
     layers: Sequence[str] = ()
-    """Trees over ``base``, topmost first, each in the form of an overlay's upper directory."""
+    """Paths of the trees over ``base``, topmost first, each in the form of an overlay's upper directory."""
     settings: str = ""
-    """Shell lines that set the image's variables. The runtime adds those defined in the image itself."""
+    """Shell lines that set the image's variables. Apptainer adds the variables defined in ``base``."""
 
     @property
     def image(self) -> LayerView:
@@ -116,7 +117,7 @@ class RootfsFactory:
         images: The node's image cache.
         why_no_overlay: Returns why Apptainer cannot mount an overlay on scratch, or an empty string if it can. Slow.
         scratch: Directory of writable layers.
-        storage: Kind of storage that scratch is on.
+        storage: Kind of storage of the scratch directory.
     """
 
     def __init__(self, images: ImageCache, why_no_overlay: Callable[[], str], scratch: Path, storage: Kind) -> None:
@@ -129,7 +130,8 @@ class RootfsFactory:
 
     @property
     def writes(self) -> Writes:
-        """How sandboxes write: to an overlay if one can be mounted here, otherwise to a copy of the image."""
+        """Storage of the sandboxes' writes: an overlay if one can be mounted on scratch, otherwise a copy of the
+        image."""
         if self._writes is None:
             self._writes = self._decide_writes()
         return self._writes
@@ -142,7 +144,7 @@ class RootfsFactory:
         return "copy" if self._why_no_overlay() else "overlay"
 
     def is_flat(self, image: str) -> bool:
-        """Returns whether an image is unpacked as a single tree here, because an overlay cannot stack its layers."""
+        """Returns whether this node unpacks an image as a single tree, because an overlay cannot stack its layers."""
         if os.path.isdir(image):
             return False
         if image not in self._flat:
@@ -156,15 +158,15 @@ class RootfsFactory:
         return self.writes == "overlay" and os.geteuid() != 0 and overlay.works(scratch)
 
     def ready(self, image: str) -> Rootfs | None:
-        """Returns an image if it is in the cache, otherwise ``None``. Never blocks. Always ``None`` for the first
-        use of an image."""
+        """Returns the root file system of a cached image, or ``None``. Never blocks. Always ``None`` for the first use
+        of an image."""
         if not os.path.isdir(image) and image not in self._flat:
             return None
         lease = self.images.ready(image, flat=self.is_flat(image))
         return self._rootfs(image, lease) if lease else None
 
     def acquire(self, image: str) -> Rootfs:
-        """Returns an image, unpacking it first if it is not in the cache. Blocks."""
+        """Returns the root file system of an image, unpacking the image first if it is not in the cache. Blocks."""
         return self._rootfs(image, self.images.acquire(image, flat=self.is_flat(image)))
 
     def _rootfs(self, image: str, lease: ImageLease) -> Rootfs:

@@ -2,8 +2,8 @@
 
 The overlay's upper directory stores the agent's changes and belongs to the user who runs the campaign. Before tests
 run, the directory is renamed, and a new one gets the changes that the tests may see (:func:`sift`, :func:`keep_only`).
-All other files then revert to those of the image. The agent controls the contents of the layer, so no function here
-follows symlinks in it.
+All other files then revert to those of the image. The agent controls the contents of the layer, so no function in this
+module follows symlinks in it.
 
 ``image`` is a view of all layers of the image (images/layers/view.py).
 """
@@ -49,7 +49,7 @@ class KeepRules:
     """The home directory. Dotfiles in it count as settings."""
 
     def is_system(self, path: str) -> bool:
-        """Returns whether programs load code or settings from ``path``."""
+        """Returns whether programs may load code or settings from ``path``."""
         parts = path.split("/")
         hidden = f"{self.home}/." if self.home else "."
         if parts[0] in SYSTEM or path.startswith(hidden):
@@ -58,7 +58,7 @@ class KeepRules:
         return any(_at_or_below(path, name) for name in (*self.programs, *self.loaded, *prefixes) if name)
 
     def within(self, image: LayerView) -> KeepRules:
-        """Returns the rules with the targets of their paths added, following symlinks of the image."""
+        """Returns the rules with the targets of their paths added. Follows symlinks of the image."""
 
         def both(paths: Sequence[str]) -> list[str]:
             targets = [_resolved(image, path) for path in paths]
@@ -69,40 +69,44 @@ class KeepRules:
         return KeepRules(kept, self.additions, self.everywhere, programs, loaded, home)
 
     def leads(self, path: str) -> bool:
-        """Returns whether the rules name ``path`` or a path below it, so that its entries must be sorted one by one."""
+        """Returns whether the rules name ``path`` or a path below it, so that its entries must be classified one by
+        one."""
         borders = (*self.programs, *self.loaded, self.home)
         return path in borders or any(name.startswith(f"{path}/") for name in (*self.kept, *borders))
 
 
 @dataclass
 class Sifted:
-    """The changed paths of a layer, sorted by the rules."""
+    """The changed paths of a layer, classified by the rules."""
 
     kept: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     misleading: list[str] = field(default_factory=list)
-    """Paths that could mislead tests: files of the image in system directories that the agent changed or deleted,
-    and new programs that shadow one of the image."""
+    """Paths that could mislead tests.
+
+    These are files of the image in system directories that the agent changed or deleted, and new programs that shadow a
+    program of the image.
+    """
 
     def drop(self, path: str, *, misleads: bool) -> None:
-        """Adds a dropped path."""
+        """Adds a dropped path. ``misleads`` also records it as misleading."""
         self.dropped.append(path)
         if misleads:
             self.misleading.append(path)
 
 
 def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
-    """Sorts the changed paths of a layer into kept and dropped ones."""
+    """Classifies the changed paths of a layer as kept or dropped."""
     sifted = Sifted()
     rules = rules.within(image)
     names: set[str] | None = None
     waiting = [""]
     while waiting:
-        here = waiting.pop()
-        open_to_owner(upper / here)
-        for name in sorted(os.listdir(upper / here)):
-            entry = f"{here}/{name}".lstrip("/")
-            path = f"{here}/{name.removeprefix(DELETED)}".lstrip("/")
+        parent = waiting.pop()
+        open_to_owner(upper / parent)
+        for name in sorted(os.listdir(upper / parent)):
+            entry = f"{parent}/{name}".lstrip("/")
+            path = f"{parent}/{name.removeprefix(DELETED)}".lstrip("/")
             if name == OPAQUE_MARK or entry in rules.kept:
                 continue
             original = image.entry(path)
@@ -123,7 +127,7 @@ def sift(upper: Path, image: LayerView, rules: KeepRules) -> Sifted:
                 sifted.drop(path, misleads=bool(original and is_system))
             elif rules.additions and not is_system:
                 sifted.kept.append(entry)
-            elif here in rules.programs and not is_directory:
+            elif parent in rules.programs and not is_directory:
                 if names is None:
                     names = _program_names(image, rules)
                 if name in names:
@@ -142,7 +146,7 @@ def keep_only(upper: Path, aside: Path, paths: Iterable[str], image: LayerView |
     """Renames the layer to ``aside`` and moves only ``paths`` back to a new layer. Returns the paths that were moved.
 
     Moving preserves deletions (the overlay's whiteouts) and times. Paths behind a symlink of the agent stay in
-    ``aside``. Parent directories are created with the mode that they have in the image, if they exist there.
+    ``aside``. Parent directories get their mode from the image, if they exist there.
     """
     open_to_owner(upper)
     os.rename(upper, aside)
@@ -158,7 +162,7 @@ def keep_only(upper: Path, aside: Path, paths: Iterable[str], image: LayerView |
 
 
 def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
-    """Undoes :func:`keep_only`. Changes made to the kept paths in the meantime are preserved."""
+    """Undoes :func:`keep_only`. Preserves later changes to the kept paths."""
     for path in taken:
         parts = PurePosixPath(path).parts
         revert(aside, path)
@@ -168,7 +172,7 @@ def put_back(upper: Path, aside: Path, taken: Sequence[str]) -> None:
 
 
 def restore(upper: Path, image: LayerView, kept: Sequence[str]) -> None:
-    """Restores the image's programs, libraries and settings in a layer. Other additions of the agent are kept."""
+    """Restores the image's programs, libraries and settings in a layer. Keeps other additions of the agent."""
     for path in sift(upper, image, KeepRules(kept)).misleading:
         revert(upper, path)
 
@@ -192,7 +196,8 @@ def revert(upper: Path, path: str) -> bool:
 
 
 def make_way(upper: Path, path: str) -> None:
-    """Prepares ``path`` as a mount point: makes its parents real directories of the layer or the image."""
+    """Prepares ``path`` as a mount point. Removes the layer's changes at ``path``, and parents that are not
+    directories."""
     parts = PurePosixPath(path).parts
     for depth in range(1, len(parts)):
         parent = upper.joinpath(*parts[:depth])
@@ -204,7 +209,7 @@ def make_way(upper: Path, path: str) -> None:
 
 
 def set_aside(upper: Path, path: str, aside: Path) -> bool:
-    """Moves the layer's files at ``path`` to ``aside``, exposing those of the image. Returns ``False`` if there are
+    """Moves the layer's files at ``path`` to ``aside``, exposing the image's files. Returns ``False`` if there are
     none."""
     target = _reachable(upper, path.strip("/"))
     if target is None or not os.path.lexists(target):
@@ -223,20 +228,20 @@ def replace(upper: Path, path: str, aside: Path) -> None:
 
 def _move(source: Path, target: Path, parts: Sequence[str], image: LayerView | None = None) -> bool:
     """Moves one path to another layer. Returns ``False`` if it is missing or behind a symlink."""
-    here, there = source, target
+    old, new = source, target
     for depth, part in enumerate(parts[:-1], 1):
-        here, there = here / part, there / part
-        if not _is_directory(here):
+        old, new = old / part, new / part
+        if not _is_directory(old):
             return False
-        if not os.path.lexists(there):
-            there.mkdir()
+        if not os.path.lexists(new):
+            new.mkdir()
             below = image.entry("/".join(parts[:depth])) if image else None
-            mode = below.attributes.mode if below and below.is_directory else os.lstat(here).st_mode
-            os.chmod(there, stat.S_IMODE(mode) | 0o700)
-    here, there = here / parts[-1], there / parts[-1]
-    if not os.path.lexists(here):
+            mode = below.attributes.mode if below and below.is_directory else os.lstat(old).st_mode
+            os.chmod(new, stat.S_IMODE(mode) | 0o700)
+    old, new = old / parts[-1], new / parts[-1]
+    if not os.path.lexists(old):
         return False
-    move(str(here), str(there))
+    move(str(old), str(new))
     return True
 
 

@@ -3,9 +3,9 @@
 ::
 
     LAYER/upper  LAYER/work   with an overlay: the sandbox's changes, and the kernel's working directory
-    LAYER/root                without one: a copy of the image that the sandbox writes to (copies.py)
+    LAYER/root                without an overlay: a copy of the image that the sandbox writes to (copies.py)
 
-Between two containers the host may change a layer. It always works on ``upper``. If the sandbox is a copy, its changes
+Between two containers, the host may change a layer. It always edits ``upper``. If the sandbox is a copy, its changes
 are moved to ``upper`` first, and the next container gets a new copy.
 """
 
@@ -55,19 +55,19 @@ class WritableLayer:
         os.makedirs(self.path, mode=0o700, exist_ok=True)
 
     async def ready(self) -> None:
-        """Prepares the layer for a container; raises :class:`SandboxError` if the image cannot be copied."""
+        """Prepares the layer for a container. Raises :class:`SandboxError` if the image cannot be copied."""
         if self._rootfs.copies and not os.path.isdir(os.path.join(self.path, "root")):
             self.occupied = int(await self._run_copies("lay_out") or 0)
 
     async def change(self, work: Callable[[LayerPaths], None]) -> None:
-        """Lets ``work`` edit the sandbox's changes on the host. No container may be running."""
+        """Calls ``work`` to edit the sandbox's changes on the host. No container may be running."""
         if self._rootfs.copies and os.path.isdir(os.path.join(self.path, "root")):
             await self._run_copies("gather")
         await asyncio.to_thread(work, LayerPaths(Path(self.path, "upper"), self._rootfs.image))
 
     async def take(self, target: Path) -> None:
-        """Moves the sandbox's changes to ``target``, as an overlay's upper directory. No container may be started
-        afterwards."""
+        """Moves the sandbox's changes to ``target``, in the form of an overlay's upper directory. No container may
+        start afterwards."""
         if self._rootfs.copies:
             await self._run_copies("gather")
         await asyncio.to_thread(os.rename, os.path.join(self.path, "upper"), target)
@@ -103,7 +103,7 @@ class WritableLayer:
             os.close(file)
 
     async def empty(self) -> None:
-        """Empties the layer."""
+        """Removes all files of the layer."""
         old = f"{self.path}.old"
         os.rename(self.path, old)
         os.mkdir(self.path, 0o700)
@@ -151,7 +151,7 @@ class WritableLayer:
 
 
 def has_nothing_at(paths: LayerPaths, path: str) -> bool:
-    """Returns whether the absolute ``path`` does not exist, or is an empty directory that only the layer has.
+    """Returns whether the absolute ``path`` is missing, or is an empty directory that only the layer has.
 
     Returns ``False`` if the path contains a symlink or a deletion, or if it may exist in the image. No process may be
     running in the sandbox. Symlinks of the layer are not followed.
@@ -186,7 +186,8 @@ def _open_below(top: str, parts: Sequence[str]) -> int:
 
 
 def _may_exist(image: LayerView, parts: Sequence[str]) -> bool:
-    """Returns whether a path may exist in an image. A symlink in the path counts, because it may lead to something."""
+    """Returns whether a path may exist in an image. A path with a symlink may exist, because its target is not
+    checked."""
     for depth in range(1, len(parts) + 1):
         entry = image.entry("/".join(parts[:depth]))
         if entry is None:

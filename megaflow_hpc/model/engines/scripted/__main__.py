@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         script = load(arguments.script) if arguments.script else Script()
     except ConfigError as error:
-        raise SystemExit(f"error: wrong script: {error}") from None
+        raise SystemExit(f"error: invalid script: {error}") from None
     engine = ScriptedEngine(script, arguments.served_model_name, arguments.max_model_len, arguments.slots)
     address: dict[str, Any] = {"path": arguments.uds} if arguments.uds else {"host": LOOPBACK, "port": arguments.port}
     web.run_app(

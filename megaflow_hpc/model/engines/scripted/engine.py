@@ -2,11 +2,11 @@
 
 It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health``, and vLLM's ``/sleep``,
 ``/wake_up`` and ``/is_sleeping``. While asleep, it answers completion requests with an error. The engine runs in the
-same server as any other, so a campaign can run without weights and with a known outcome.
+same server as any other engine, so a campaign can run without weights and with a known outcome.
 
-Tokens are UTF-8 bytes (ids 0 to 255); 256 ends a turn and 257 starts one. Log-probabilities are a function of id and
-position. Reasoning and tool calls are tagged text, as models write them. So each prompt of a conversation extends the
-previous one, and the recording has a single sequence.
+Tokens are UTF-8 bytes (ids 0 to 255), the end of a turn (256) and the start of a turn (257). Log-probabilities are a
+function of id and position. Reasoning and tool calls are tagged text, as models write them. So each prompt of a
+conversation extends the previous prompt, and the recording has a single sequence.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, text_of
 
 END, START, OTHER = 256, 257, 512
-"""Ids from :data:`OTHER` on are alternative ids of bytes, sampled only by engines with drift."""
+"""Token ids: end of a turn, start of a turn, and the first of the alternative ids of bytes. Only engines with drift
+sample alternative ids."""
 SLEEP_TAGS = frozenset({"weights", "kv_cache"})
-"""Tags of the parts that vLLM can wake separately."""
+"""vLLM's tags for the parts of an engine that can be woken separately."""
 
 
 class ScriptedEngine:
@@ -36,9 +37,9 @@ class ScriptedEngine:
 
     Args:
         script: The scripted answers.
-        model_name: Name under which the engine serves.
-        max_model_len: Maximum sequence length in tokens. Longer requests are rejected as by vLLM.
-        slots: Maximum concurrent answers; 0 means unlimited.
+        model_name: Name under which the engine serves its answers.
+        max_model_len: Maximum sequence length in tokens. Longer requests are rejected with the same error as in vLLM.
+        slots: Maximum number of concurrent answers. 0 means unlimited.
     """
 
     def __init__(self, script: Script, model_name: str, max_model_len: int = 1_000_000, slots: int = 0) -> None:

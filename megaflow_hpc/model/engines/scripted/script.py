@@ -3,8 +3,8 @@
 A script is YAML or JSON::
 
     tasks:
-      - when: "text of the task"         # a part of the conversation; or  pattern: a regular expression
-        answers:                         # the n-th answers a conversation with n assistant messages; the last repeats
+      - when: "text of the task"         # a part of the conversation, or pattern: a regular expression
+        answers:                         # answer n (from 0) follows n assistant messages; the last repeats
           - "THOUGHT: … ```mswea_bash_command …```"
           - {file: fix.txt}              # text from a file, relative to the script
           - {text: "…", delay_s: 2.0}    # seconds before answering
@@ -67,7 +67,7 @@ class ScriptedTask:
 
 @dataclass(frozen=True)
 class Script:
-    """Answers of a scripted engine; ``default`` applies if no task matches."""
+    """Answers of a scripted engine. ``default`` applies if no task matches."""
 
     tasks: tuple[ScriptedTask, ...] = ()
     default: tuple[ScriptedAnswer, ...] = (ScriptedAnswer(DEFAULT),)
@@ -95,7 +95,7 @@ def load(path: Path) -> Script:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML or JSON: {error}") from error
     if not isinstance(data, dict) or set(data) - {"tasks", "default"}:
-        raise ConfigError(f"{path}: a script has the keys tasks and default")
+        raise ConfigError(f"{path}: expected only the keys tasks and default")
     tasks = []
     for number, entry in enumerate(data.get("tasks") or ()):
         where = f"{path}: tasks[{number}]"
@@ -115,8 +115,8 @@ def _answer(value: Any, path: Path, where: str) -> ScriptedAnswer:
         return ScriptedAnswer(value)
     if not isinstance(value, dict) or set(value) - _KEYS:
         raise ConfigError(
-            f"{where}: an answer is a text, or has the keys text or file, reasoning, delay_s, status, tool and "
-            f"arguments, or tools: {value!r}"
+            f"{where}: expected a string, or a mapping with the keys text or file, reasoning, delay_s, status, tool "
+            f"and arguments, or tools; found {value!r}"
         )
     text = str(value.get("text", ""))
     if "file" in value:
@@ -132,7 +132,7 @@ def _answer(value: Any, path: Path, where: str) -> ScriptedAnswer:
 def _call(value: Any, where: str) -> ToolCall:
     arguments = value.get("arguments", {}) if isinstance(value, dict) else None
     if not isinstance(arguments, dict) or not isinstance(value.get("tool"), str):
-        raise ConfigError(f"{where}: a call is {{tool: NAME, arguments: {{…}}}}, found {value!r}")
+        raise ConfigError(f"{where}: expected a call {{tool: NAME, arguments: {{…}}}}, found {value!r}")
     return ToolCall(value["tool"], arguments)
 
 

@@ -1,4 +1,4 @@
-"""Conversions between the APIs that agents use and chat completions, one module per API; used by the gateway.
+"""Conversions between the APIs that agents use and chat completions. Each API is one module. The gateway calls them.
 
 Engines only receive chat completions (or plain ones), so recording and routing are the same for every API::
 
@@ -38,7 +38,7 @@ class Dialect(Protocol):
         """Yields ``answer`` as stream events."""
 
     def error(self, status: int, message: str, kind: str, /) -> dict[str, Any]:
-        """Returns an error body."""
+        """Returns the body of an error response."""
 
     def error_event(self, status: int, message: str, kind: str, /) -> Event:
         """Returns an error as an event of a stream that has already started."""
@@ -50,18 +50,18 @@ DIALECTS: Mapping[str, Dialect] = {
     "/messages": messages,
     "/responses": responses,
 }
-"""Path below ``/v1`` → dialect."""
+"""Maps each path below ``/v1`` to its dialect."""
 TABLES: Mapping[str, Mapping[str, options.Option]] = {
     "/chat/completions": options.CHAT,
     "/completions": options.COMPLETIONS,
     "/messages": messages.MESSAGES,
     "/responses": responses.RESPONSES,
 }
-"""Path below ``/v1`` → its table of options."""
+"""Maps each path below ``/v1`` to its table of options."""
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Returns the dialect for a request's errors, even if its path is not served."""
+    """Returns the dialect in which to report a request's errors. The path need not exist."""
     tail = path.partition("/v1")[2]
     if tail.startswith("/messages") or "anthropic-version" in headers:
         return messages

@@ -17,7 +17,8 @@ from megaflow_hpc.texts import containers_at
 Event = tuple[str, Any]
 """A server-sent event: its name (omitted if empty) and its data (a string is sent unchanged, anything else as JSON)."""
 Check = Callable[[Any, str], Any]
-"""(value, field name) → the value to pass on. Raises :class:`BadRequest` if the value is invalid."""
+"""Takes a value and the name of its field, and returns the value to pass on. Raises :class:`BadRequest` if the value is
+invalid."""
 
 
 MAX_NESTING = 64
@@ -46,7 +47,7 @@ def typed(value: Any, kind: Any, field: str) -> Any:
 
 
 def of(kind: Any) -> Check:
-    """Returns a check that values have the given type."""
+    """Returns a check for values of the given type."""
 
     def check(value: Any, field: str) -> Any:
         return typed(value, kind, field)
@@ -78,7 +79,7 @@ def _explained(error: msgspec.ValidationError, value: Any, kind: Any, field: str
 
 
 def _value_at(value: Any, kind: Any, path: str) -> tuple[Any, list[str]]:
-    """Returns the value at a path, and the strings that its type allows there: literals or struct tags."""
+    """Returns the value at a path, and the strings that the type allows at that path: literals or struct tags."""
     kinds = _members(inspect.type_info(kind))
     for name, number in _STEP.findall(path):
         tags = [str(kind.tag) for kind in kinds if isinstance(kind, inspect.StructType) and kind.tag_field == name]
@@ -109,7 +110,7 @@ def _lower(sentence: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Formats a value for a message in at most one line. A large value is represented by its type."""
+    """Formats a value for an error message, in at most one line. A large value is represented by its type."""
     if isinstance(value, str | bool | float) or value is None:
         return repr(value[:100] if isinstance(value, str) else value)
     if isinstance(value, int) and abs(value) < 2**70:
@@ -159,7 +160,7 @@ def bounded_arguments(text: str, field: str) -> str:
 
 
 def written_arguments(value: Any, field: str) -> str:
-    """Encodes a tool call's arguments, which the agent sent as values, as JSON."""
+    """Encodes a tool call's arguments as JSON. The agent sent them as values."""
     bounded(value, field, MAX_ARGUMENTS_LENGTH)
     return json.dumps(value, ensure_ascii=False)
 
@@ -187,13 +188,13 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def image_part(url: str) -> dict[str, Any]:
-    """Returns an image part of a chat message; ``url`` may be a ``data:`` URL."""
+    """Returns an image part of a chat message. ``url`` may be a ``data:`` URL."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def content_of(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Returns chat content: a single string if there is only text, which every chat template accepts, otherwise the
-    parts."""
+    """Returns content for a chat message: a string if all parts are text, which every chat template accepts, otherwise
+    the list of parts."""
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return [dict(part) for part in parts]
@@ -205,7 +206,7 @@ def text_of(parts: Sequence[Mapping[str, Any]], glue: str = "") -> str:
 
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a function tool for a chat request; ``parameters`` is a JSON schema."""
+    """Returns a function tool for a chat request. ``parameters`` is a JSON schema."""
     function: dict[str, Any] = {"name": name, "parameters": parameters}
     if description:
         function["description"] = description

@@ -1,4 +1,4 @@
-"""Messages, tools and images of a chat request. Only their known fields are passed on; all others are dropped.
+"""Messages, tools and images of a chat request. Only their known fields are passed on. All other fields are dropped.
 
 An image must be a ``data:`` URL, or be on a host that the campaign allows (``model.media_domains``). An engine fetches
 URLs from its own node, so an arbitrary URL could reach that node's loopback. No field names a file.
@@ -24,12 +24,12 @@ from megaflow_hpc.model.gateway.dialects.base import (
 from megaflow_hpc.model.gateway.dialects.schemas import check_progress, compiled_schema
 
 MAX_IMAGES = 100
-"""Maximum images in a request."""
+"""Maximum number of images in a request."""
 MAX_TOOLS_BYTES = 2**21
 """Maximum size of the tools list, as JSON, in bytes."""
 _DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 _REMOTE = re.compile(r"https?://([A-Za-z0-9.-]+)(?::\d{1,5})?(?:[/?][A-Za-z0-9._~:/?@!$&'()*+,;=%-]*)?")
-"""Matches URLs that all parsers read the same way: without user, backslash or bracketed IP address."""
+"""Matches URLs that all parsers read the same way: without a user name, backslash or bracketed IP address."""
 FunctionName = Annotated[str, Meta(max_length=256)]
 
 
@@ -67,7 +67,7 @@ Part = str | Text | InputText | OutputText | Refusal | ImagePart
 
 
 class CalledFunction(Struct):
-    """The function called by a tool call."""
+    """The function that a tool call names, with its arguments."""
 
     name: str
     arguments: str | None = None
@@ -89,15 +89,15 @@ class ChatMessage(Struct, tag_field="role", omit_defaults=True):
 
 
 class SystemMessage(ChatMessage, tag="system"):
-    """Instructions."""
+    """Instructions to the model."""
 
 
 class DeveloperMessage(ChatMessage, tag="developer"):
-    """A system message under its newer name, which chat templates do not support."""
+    """A system message with the newer role ``developer``, which chat templates do not support."""
 
 
 class UserMessage(ChatMessage, tag="user"):
-    """Text from the agent or the task."""
+    """Text and images from the agent or the task."""
 
 
 class AssistantMessage(ChatMessage, tag="assistant"):
@@ -224,7 +224,8 @@ def tool_choice(value: Any, field: str) -> Any:
 
 
 def compiled_tools(request: Mapping[str, Any]) -> None:
-    """Raises :class:`BadRequest` if an engine would compile a tool's schema that :func:`compiled_schema` refuses."""
+    """Raises :class:`BadRequest` if a tool has a schema that the engine would compile but :func:`compiled_schema`
+    refuses."""
     forced = request.get("tool_choice") not in (None, "none", "auto")
     for number, tool in enumerate(request.get("tools") or ()):
         function = tool["function"]

@@ -44,7 +44,8 @@ from megaflow_hpc.model.gateway.dialects.options import (
 )
 
 BILLING = "x-anthropic-billing-header"
-"""Prefix of a system block in which Claude Code puts a hash of the request. It would make every prompt differ."""
+"""Prefix of a system block in which Claude Code puts a hash of the request. With this block, every prompt would
+differ."""
 HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "advisor", "mcp_toolset")
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 KINDS |= {429: "rate_limit_error", 503: "overloaded_error"}
@@ -117,7 +118,7 @@ class SystemTurn(Struct, tag_field="role", tag="system"):
 
 
 class DeveloperTurn(SystemTurn, tag_field="role", tag="developer"):
-    """Instructions in the middle of the conversation, under their newer name."""
+    """Instructions in the middle of the conversation, with the newer role ``developer``."""
 
 
 Turn = UserTurn | AssistantTurn | SystemTurn | DeveloperTurn
@@ -359,7 +360,7 @@ def events(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[Event
 
 
 def _deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the opening form of a content block in a stream, and the deltas that complete it."""
+    """Returns a content block as a stream opens it, and the deltas that complete it."""
     if block["type"] == "thinking":
         thought = {"type": "thinking_delta", "thinking": block["thinking"]}
         signature = {"type": "signature_delta", "signature": block["signature"]}

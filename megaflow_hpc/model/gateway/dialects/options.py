@@ -30,9 +30,9 @@ from megaflow_hpc.model.gateway.dialects.schemas import response_format, structu
 
 COUNT = 2**31 - 1
 MAX_ANSWERS = 16
-"""Maximum choices per request. Each is recorded with the whole prompt."""
+"""Maximum number of choices per request. Each choice is recorded with the whole prompt."""
 MAX_PROMPTS = 16
-"""Maximum prompts in a plain completion request."""
+"""Maximum number of prompts in a plain completion request."""
 
 
 # --- types of options ------------------------------------------------------------------------------------------------
@@ -94,13 +94,13 @@ class TemplateSwitches(msgspec.Struct, omit_defaults=True):
 
 
 def template_switches(value: Any, field: str) -> dict[str, Any]:
-    """Accepts :class:`TemplateSwitches`."""
+    """Accepts an object with the fields of :class:`TemplateSwitches`."""
     switches = TemplateSwitches.__struct_fields__
     for name, given in typed(value, dict[str, Any], field).items():
         if given is not None and name not in switches:
             raise BadRequest(
-                f"{field}.{name:.100}: not passed on, {', '.join(switches)} are; a campaign sets others for all calls "
-                "by model.args: {default-chat-template-kwargs: {…}}"
+                f"{field}.{name:.100}: not passed on; a request may set {', '.join(switches)}, and a campaign sets "
+                "other variables for all calls with model.args: {default-chat-template-kwargs: {…}}"
             )
     return dict(msgspec.to_builtins(typed(value, TemplateSwitches, field)))
 
@@ -110,34 +110,35 @@ def template_switches(value: Any, field: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Option:
-    """How one option is handled. ``None`` counts as not set."""
+    """Rule for handling one option of a request. An option with the value ``None`` counts as not set."""
 
     check: Check | None = None
     """Validates the value and returns the value to pass on."""
     passed: bool = True
     """True if the value is passed to the engine. Otherwise it is dropped, or used only by the gateway."""
     refused: str = ""
-    """Why the option is refused, with the remedy; empty if it is allowed."""
+    """Reason why the option is refused, with the remedy. Empty if it is allowed."""
     harmless: Any = False
-    """A value of a refused option that is dropped instead, as empty values are, because clients send defaults."""
+    """Value that is dropped instead of refused, because clients send it by default. Empty values are dropped too."""
     constrains: str = ""
-    """When the option constrains a call, so that its tokens get loss mask 0. If empty, it never does."""
+    """Condition under which the option constrains a call, whose tokens then get loss mask 0. If empty, it never
+    does."""
     becomes: str = ""
     """Name of the chat option that it is converted to, if different."""
 
 
 def flags(names: str) -> dict[str, Option]:
-    """Returns boolean options."""
+    """Returns table entries for boolean options."""
     return dict.fromkeys(names.split(), FLAG)
 
 
 def dropped(names: str) -> dict[str, Option]:
-    """Returns options that are not passed on."""
+    """Returns table entries for options that are not passed on."""
     return dict.fromkeys(names.split(), DROPPED)
 
 
 def refused(why: str, names: str) -> dict[str, Option]:
-    """Returns options that are refused unless their value is empty."""
+    """Returns table entries for options that are refused unless their value is empty."""
     return dict.fromkeys(names.split(), Option(refused=why))
 
 
@@ -299,4 +300,4 @@ CONSTRAINING: Mapping[str, Callable[[Any], bool]] = {
     "tool_choice": lambda value: value not in ("none", "auto"),
     "tools": lambda value: any(tool["function"].get("strict") for tool in value),
 }
-"""Option, other than a sampling setting → test whether a validated value constrains the tokens."""
+"""Maps each option that can constrain tokens, other than sampling settings, to a test of its validated value."""

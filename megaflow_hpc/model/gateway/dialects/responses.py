@@ -245,17 +245,17 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             if not message.get("reasoning", True):
                 del message["reasoning"]
     if not any(m["role"] != "system" for m in messages):
-        raise BadRequest("input: expected at least one message of the user")
+        raise BadRequest("input: expected at least one user message")
     return messages
 
 
 ORDER = ("reasoning", "content", "tool_calls")
-"""Order of the parts of an answer."""
+"""Order in which the parts of an answer appear in a message."""
 
 
 def _answer_of(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
-    """Returns the assistant message for an item: the last one, or a new one if the last already has this part or a
-    later one."""
+    """Returns the assistant message to which an item belongs. Appends a new message if the last message already has
+    this part or a later part."""
     last = messages[-1] if messages else {}
     later = ORDER[ORDER.index(part) + (part == "tool_calls") :]
     if last.get("role") != "assistant" or any(name in last for name in later):

@@ -35,11 +35,11 @@ DYNAMIC_REFS = ("$dynamicRef", "$recursiveRef")
 """References whose target depends on the context. Engines ignore them."""
 _COUNTS = frozenset(f"{end}{of}" for end in ("min", "max") for of in ("Items", "Length", "Properties", "Contains"))
 _UNKNOWN = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
-"""Lookahead, lookbehind and backreferences, which engines do not support."""
+"""Matches lookahead, lookbehind and backreferences, which engines do not support."""
 _KINDS = (r"\s", r"\S"), (r"\d", r"\D"), (r"\w", r"\W")
 _EXCLUDED = [rf"\[\^[^\]]*\{a}[^\]]*\{b}" for one in _KINDS for a, b in (one, one[::-1])]
 _NOTHING = re.compile("|".join([*_EXCLUDED, r"(?<!\\)\[\]"]))
-"""Character classes that match nothing, such as ``[^\\s\\S]`` and ``[]``."""
+"""Matches character classes that match no character, such as ``[^\\s\\S]`` and ``[]``."""
 _COUNTED = re.compile(r"(\)?)\{(\d*)(?:,(\d*))?\}")
 _count = of(Annotated[int, Meta(ge=0, le=MAX_SCHEMA_COUNT)])
 
@@ -48,15 +48,15 @@ _count = of(Annotated[int, Meta(ge=0, le=MAX_SCHEMA_COUNT)])
 
 
 class TextFormat(msgspec.Struct, tag="text"):
-    """Any text."""
+    """A response format that allows any text."""
 
 
 class ObjectFormat(msgspec.Struct, tag="json_object"):
-    """Any JSON object, without a schema."""
+    """A response format that allows any JSON object."""
 
 
 class NamedSchema(msgspec.Struct, omit_defaults=True):
-    """A schema as the chat API wraps it."""
+    """A schema with its name, as the chat API's ``json_schema`` response format contains it."""
 
     schema: dict[str, Any]
     name: Annotated[str, Meta(max_length=256)] | None = None
@@ -67,7 +67,7 @@ class NamedSchema(msgspec.Struct, omit_defaults=True):
 
 
 class SchemaFormat(msgspec.Struct, tag="json_schema"):
-    """JSON that matches a schema."""
+    """A response format that allows only JSON that matches a schema."""
 
     json_schema: NamedSchema
 
@@ -81,7 +81,8 @@ def response_format(value: Any, field: str) -> dict[str, Any]:
 
 
 class StructuredOutputs(msgspec.Struct, omit_defaults=True):
-    """vLLM's constraints; a request may have only one. Agents may not send regular expressions or grammars."""
+    """vLLM's constraints on an answer. A request may set only one of them. Agents may not send regular expressions or
+    grammars."""
 
     json: dict[str, Any] | None = None
     json_object: bool | None = None
@@ -120,7 +121,7 @@ def _check_keyword(name: str, value: Any, field: str) -> None:
         for pattern in value:
             _check_pattern(pattern, f"{field}: patternProperties")
     elif name == "$ref" and isinstance(value, str) and not value.startswith("#"):
-        raise BadRequest(f"{field}: $ref {shown(value)} leads out of the schema")
+        raise BadRequest(f"{field}: $ref {shown(value)} refers outside the schema")
     elif name == "enum" and value == []:
         raise BadRequest(f"{field}: enum [] allows no value")
     elif name == "multipleOf" and isinstance(value, int | float) and not value > 0:
@@ -156,7 +157,7 @@ def _too_large(pattern: str) -> bool:
 
 
 def _parses(pattern: str) -> bool:
-    """Returns whether a regular expression parses in Python, whose syntax for named groups is different."""
+    """Returns whether Python can parse a regular expression, after adapting the syntax of named groups."""
     try:
         re.compile(pattern.replace("(?<", "(?P<"))
     except (re.error, RecursionError, OverflowError):
@@ -185,8 +186,8 @@ def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> Non
             if isinstance(enter, Mapping) and id(enter) not in checked:
                 if id(enter) in on_path:
                     raise BadRequest(
-                        f"{field}: $ref {_reference(schema, enter)} leads back to itself and describes nothing; give "
-                        "the schema that is meant"
+                        f"{field}: $ref {_reference(schema, enter)} refers back to itself without describing a value; "
+                        "give the intended schema"
                     )
                 on_path.add(id(enter))
                 path.append((id(enter), _applied(schema, enter, field, compiled)))
@@ -242,7 +243,7 @@ def _target(schema: Mapping[str, Any], reference: Any, field: str, compiled: boo
     except (KeyError, ValueError, IndexError, TypeError):
         pass
     if compiled:
-        raise BadRequest(f"{field}: $ref {str(reference)[:100]!r} leads to no schema; write #/$defs/NAME")
+        raise BadRequest(f"{field}: $ref {str(reference)[:100]!r} does not refer to a schema; write #/$defs/NAME")
     return {}
 
 

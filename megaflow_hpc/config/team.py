@@ -1,0 +1,122 @@
+"""The ``team`` section: the roles in which the models of a campaign take part in one rollout.
+
+::
+
+    models:
+      author: {engine: vllm, path: /models/Qwen3-8B}
+      second: {engine: vllm, path: /models/Qwen3-8B}
+    team:
+      roles:
+        writer: author
+        checker: {policy: second, reward: right}
+    training: {policies: {author: {}, second: {}}}
+
+One role owns the rollouts: its policy's agent runs them, and its policy requests them when it is trained. The agent
+calls every role by its name, as the ``model`` of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import field_validator, model_validator
+
+from megaflow_hpc.config.model import ModelConfig
+from megaflow_hpc.config.sections import NAME, Section
+
+
+class RoleConfig(Section):
+    """A role in a rollout. The name of its policy alone is enough."""
+
+    policy: str
+    """Model that plays the role, a key of ``models``. Several roles may share one."""
+    reward: str | None = None
+    """Name of the reward that this role is trained on. Agents, verifiers and scorers give rewards names.
+    Default: the rollout's reward."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_policy(cls, value: Any) -> Any:
+        return {"policy": value} if isinstance(value, str) else value
+
+
+class TeamConfig(Section):
+    """Roles of one rollout, each played by a model of the campaign."""
+
+    roles: dict[str, RoleConfig]
+    """Roles by name. An agent calls a role by its name, as the ``model`` of a request."""
+    owner: str = ""
+    """Role whose agent runs the rollouts. Default: the first role."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_owns(cls, value: Any) -> Any:
+        """Names the owner, because a stored campaign does not keep the order of roles."""
+        roles = value.get("roles") if isinstance(value, dict) else None
+        if isinstance(roles, dict) and roles and value.get("owner") is None:
+            return {**value, "owner": next(iter(roles))}
+        return value
+
+    @field_validator("roles")
+    @classmethod
+    def _names(cls, value: dict[str, RoleConfig]) -> dict[str, RoleConfig]:
+        if not value:
+            raise ValueError("names no role; write roles: {writer: default}")
+        for name in value:
+            if not NAME.match(name):
+                raise ValueError(f"role {name!r} must be letters, digits, dot, dash or underscore")
+        return value
+
+    @model_validator(mode="after")
+    def _owner(self) -> TeamConfig:
+        if self.owner not in self.roles:
+            raise ValueError(f"owner: {self.owner!r} is not a role; the roles are: {', '.join(self.roles)}")
+        return self
+
+    @property
+    def owning_policy(self) -> str:
+        """The policy whose agent runs the rollouts."""
+        return self.roles[self.owner].policy
+
+    @property
+    def policies(self) -> dict[str, str]:
+        """Role → policy."""
+        return {name: role.policy for name, role in self.roles.items()}
+
+    def roles_of(self, policy: str) -> dict[str, str | None]:
+        """Returns the roles of a policy, each with the name of its reward; ``None`` is the rollout's own reward."""
+        return {name: role.reward for name, role in self.roles.items() if role.policy == policy}
+
+
+def check_team(team: TeamConfig, models: Mapping[str, ModelConfig | None]) -> None:
+    """Checks the roles against the models of the campaign.
+
+    Raises:
+        ValueError: a role has no model, or a model has no role. The message names the key.
+    """
+    names = ", ".join(name for name, model in models.items() if model and not model.judge) or "none"
+    for role, config in team.roles.items():
+        model = models.get(config.policy)
+        if model is None:
+            is_role = config.policy in team.roles
+            what = "is another role, and a role needs a model" if is_role else "is not a model"
+            raise ValueError(f"team.roles.{role}.policy: {config.policy!r} {what}; the campaign's models are: {names}")
+        if model.judge:
+            raise ValueError(
+                f"team.roles.{role}.policy: {config.policy!r} is a judge, which agents cannot call; leave judge out"
+            )
+    for name, model in models.items():
+        if model is None or model.judge or name == team.owning_policy:
+            continue
+        if name not in team.policies.values():
+            raise ValueError(f"models.{name}: has no role in team.roles; give it one, or leave the model out")
+        if model.samples:
+            raise ValueError(
+                f"models.{name}.samples: only role {team.owner!r} runs rollouts (team.owner); leave samples out"
+            )
+        if model.agent or model.include:
+            key = "agent" if model.agent else "include"
+            raise ValueError(
+                f"models.{name}.{key}: only role {team.owner!r} runs rollouts (team.owner); leave {key} out"
+            )

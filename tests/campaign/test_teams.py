@@ -1,0 +1,112 @@
+"""Campaigns with a team: what is refused, and a run from the file to the stored rewards of each role."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megaflow_hpc import open_trajectories
+from megaflow_hpc.config import parse
+from megaflow_hpc.errors import ConfigError
+from tests.support.campaigns import cli, run_local
+
+MODEL = {"engine": "vllm", "path": "/models/m"}
+FIELDS: dict[str, Any] = {
+    "name": "pair",
+    "tasks": "tasks",
+    "agent": "megaflow_hpc.agents.teams:WriterChecker",
+    "samples": 4,
+    "models": {"author": MODEL, "second": MODEL},
+    "team": {"roles": {"writer": "author", "checker": {"policy": "second", "reward": "right"}}},
+}
+TASKS = """\
+class Sum:
+    image = "none"
+    instruction = "What is 2 + 2?"
+
+    async def score(self, sandbox, messages, roles):
+        answers = [message["content"] for message in roles["writer"] if message["role"] == "assistant"]
+        verdict = roles["checker"][-1]["content"]
+        assert messages == roles["writer"], messages
+        correct = answers[-1] == "4"
+        return {"reward": float(correct), "right": float((verdict == "yes") == correct)}
+"""
+
+
+def test_only_the_owner_runs_rollouts() -> None:
+    campaign = parse(FIELDS)
+    assert {name: policy.samples for name, policy in campaign.policies().items()} == {"author": 4, "second": 0}
+    assert campaign.team
+    assert (campaign.team.owner, campaign.team.owning_policy) == ("writer", "author")
+    assert parse({**FIELDS, "team": {**FIELDS["team"], "owner": "checker"}}).policies()["second"].samples == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"team": {"roles": {}}}, "team.roles: names no role; write roles: {writer: default}"),
+        (
+            {"team": {"roles": {"writer": "nobody"}}},
+            "writer.policy: 'nobody' is not a model; .* author, sec",
+        ),
+        (
+            {"team": {"roles": {"a": "author", "b": "c", "c": "b"}}},
+            "team.roles.b.policy: 'c' is another role, and a role needs a model",
+        ),
+        ({"team": {"roles": {"a/b": "author"}}}, "role 'a/b' must be letters"),
+        ({"team": {"roles": {"writer": "author"}}}, "models.second: has no role in team.roles; give it one"),
+        ({"team": {**FIELDS["team"], "owner": "editor"}}, "owner: 'editor' is not a role; the roles are: writer, ch"),
+        (
+            {"models": {"author": MODEL, "second": {**MODEL, "samples": 2}}},
+            "models.second.samples: only role 'writer' runs rollouts",
+        ),
+        (
+            {"models": {"author": MODEL, "second": {**MODEL, "agent": "nop"}}},
+            "models.second.agent: only role 'writer' runs rollouts",
+        ),
+        (
+            {"models": {"author": MODEL, "second": {**MODEL, "judge": True}}},
+            "team.roles.checker.policy: 'second' is a judge, which agents cannot call; leave judge out",
+        ),
+        (
+            {"training": {"policies": {"author": {"snapshot": {"to": "author"}}}}},
+            "training.policies.author.snapshot.to: 'author': expected a model that is not trained",
+        ),
+    ],
+)
+def test_a_wrong_team_is_refused_before_anything_is_planned(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse({**FIELDS, **changes})
+
+
+@pytest.mark.slow
+def test_a_writer_and_a_checker_from_the_file_to_the_record(tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text(TASKS)
+    for name, answers in {
+        "author": [{"pattern": "rejects", "answers": ["5", "4"]}, {"when": "2 + 2", "answers": ["5"]}],
+        "second": [{"pattern": "\n5\n", "answers": ["no"]}, {"when": "right?", "answers": ["yes"]}],
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"tasks": answers}))
+    models = {name: {"engine": "scripted", "script": f"{name}.yaml"} for name in ("author", "second")}
+    fields = {**FIELDS, "tasks": "sums:Sum", "samples": 2, "models": models}
+    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
+    result, done = run_local(tmp_path / "campaign.yaml")
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(result["run"]) as store:
+        rows = list(store)
+        assert [row.id for row in rows] == ["Sum/author/0", "Sum/author/1"]
+        for row in rows:
+            trajectory = row.trajectory()
+            assert [turn.role for turn in trajectory.turns] == ["writer", "checker"] * 2
+            assert [(s.policy, len(s.tokens) > 0) for s in trajectory.sequences] == [
+                ("author", True),
+                ("second", True),
+                ("second", True),
+            ]
+            assert row.rewards == {"reward": 1.0, "right": 1.0}
+    shown = cli("show", result["run"], "Sum/author/0", "--json")
+    assert {one["role"] for one in json.loads(shown.stdout)["conversations"]} == {"writer", "checker"}
