@@ -70,6 +70,10 @@ class SetupError(SandboxError):
     """A step inside a sandbox failed: an upload or download, a script of the task, or the task's health check."""
 
 
+class ServiceError(SandboxError):
+    """A service of a rollout did not become healthy, or ended while the rollout ran."""
+
+
 class UserCodeError(MegaflowError):
     """The user's Python code for a task or an agent failed. The message names the file and line."""
 

@@ -52,6 +52,70 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class HealthCheck:
+    """Checks whether a service is ready. Times are in seconds."""
+
+    command: tuple[str, ...] = ()
+    """Program with arguments that exits with 0 in a healthy service. If empty, every port must accept connections."""
+    interval_s: float = 1.0
+    timeout_s: float = 10.0
+    """Limit of one check."""
+    ready_s: float = 60.0
+    """Limit from the start of the service until the first check that succeeds."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A program in a sandbox of its own, next to the sandboxes of a rollout, which reach its ports by its name."""
+
+    name: str
+    """Host name of the service inside the sandboxes."""
+    image: str = ""
+    """Image name, as in :attr:`Task.image`. Empty for the task's image."""
+    command: tuple[str, ...] = ()
+    """Program with arguments. Empty for the image's own."""
+    entrypoint: tuple[str, ...] = ()
+    """Program to put before ``command``; ``command`` are then its arguments."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+    user: str | None = None
+    ports: tuple[int, ...] = ()
+    """TCP ports that sandboxes reach."""
+    health: HealthCheck = field(default_factory=HealthCheck)
+    after: tuple[str, ...] = ()
+    """Services that must be healthy before this one starts."""
+    limits: Limits = field(default_factory=Limits)
+    dockerfile: str = ""
+    """Dockerfile to build the image from. Empty if the image is used unmodified."""
+    base: str = ""
+    """Image in the Dockerfile's last ``FROM``."""
+    per: Literal["rollout", "node", "campaign"] = "rollout"
+    """Scope: which rollouts share the service."""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Service:
+        """Restores a service from :func:`dataclasses.asdict`. Ignores keys of a later version."""
+        values = known_fields(cls, data)
+        for name in ("command", "entrypoint", "ports", "after"):
+            values[name] = tuple(values.get(name, ()))
+        health = known_fields(HealthCheck, data.get("health", {}))
+        values["health"] = HealthCheck(**{**health, "command": tuple(health.get("command", ()))})
+        return cls(**{**values, "limits": Limits(**known_fields(Limits, data.get("limits", {})))})
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """A server of tools for agents, by the Model Context Protocol. It has a ``url`` or a ``command``."""
+
+    name: str
+    url: str = ""
+    """Address as seen from inside the sandbox."""
+    transport: Literal["streamable-http", "sse", "stdio"] = "streamable-http"
+    command: tuple[str, ...] = ()
+    """Program with arguments that an agent starts in the sandbox and calls by its standard streams."""
+
+
+@dataclass(frozen=True)
 class Task:
     """One problem for an agent, loaded by a task format. ``kind`` is the name of the format, such as ``harbor``."""
 
@@ -72,6 +136,10 @@ class Task:
     network: Network | None = None
     """The most network access that the task allows. If ``None``, the campaign decides."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    services: tuple[Service, ...] = ()
+    """Programs that run next to the sandboxes of each rollout."""
+    mcp_servers: tuple[McpServer, ...] = ()
+    """Servers of tools that the agent may call."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as a dictionary that JSON and msgpack can encode. :meth:`from_dict` is the inverse."""
@@ -79,8 +147,13 @@ class Task:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Task:
-        """Restores a task from :meth:`to_dict`. Ignores keys that a later version of the package wrote."""
-        return cls(**{**known_fields(cls, data), "limits": Limits(**data.get("limits", {}))})
+        """Restores a task from :meth:`to_dict`. Ignores keys of a later version."""
+        values = known_fields(cls, data)
+        values["limits"] = Limits(**data.get("limits", {}))
+        values["services"] = tuple(map(Service.from_dict, data.get("services", ())))
+        servers = [known_fields(McpServer, server) for server in data.get("mcp_servers", ())]
+        values["mcp_servers"] = tuple(McpServer(**{**s, "command": tuple(s.get("command", ()))}) for s in servers)
+        return cls(**values)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Runs a command-line agent inside the sandbox, with the model's address in its environment.
 
 The command is a shell command line. It finds the instruction in the file ``$MEGAFLOW_INSTRUCTION_FILE``, and the model
-in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC_`` variables that clients read. Its
-standard input is empty. A non-zero exit code counts as a failure of the agent, so the rollout is ``completed`` with
-that code.
+in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC_`` variables that clients read. If the
+task has MCP servers, ``$MEGAFLOW_MCP_SERVERS`` lists them as JSON. The standard input is empty. A non-zero exit code is
+the agent's own failure: the rollout is ``completed`` with that code.
 
 Instead of a command, a preset can select a known program: ``claude-code``, ``codex``, ``openhands`` or ``qwen-code``.
 These names also work as agent names.
@@ -11,15 +11,16 @@ These names also work as agent names.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import resource
-from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
+from megaflow_hpc.types import AgentResult, McpServer, ModelEndpoint, Sandbox, Task
 
 INSTRUCTION = "/tmp/megaflow-instruction.md"
 MAX_OUTPUT_CHARACTERS = 2000
@@ -50,6 +51,7 @@ class CommandAgent:
     ) -> None:
         if (command is None) == (preset is None):
             raise ConfigError("agent command: args: expected either command (shell text) or preset")
+        self._preset = preset or ""
         self.binds: tuple[str, ...] = ()
         """Host paths to bind-mount into the sandbox, in Apptainer's syntax."""
         self.env = {str(k): str(v) for k, v in (env or {}).items()}
@@ -72,9 +74,12 @@ class CommandAgent:
             file.write_text(task.instruction)
             os.chmod(file, 0o644)
             await sandbox.upload(str(file), INSTRUCTION)
-        result = await sandbox.exec(
-            self.command, cwd=task.workdir, env={**environment(model), **self.env}, user_input=b""
-        )
+            if task.mcp_servers and (place := MCP_FILES.get(self._preset)):
+                servers = Path(folder) / "servers"
+                servers.write_text(mcp_text(self._preset, task.mcp_servers))
+                await sandbox.upload(str(servers), f"{HOME_PATH}/{place}")
+        variables = {**environment(model), **mcp_variable(task.mcp_servers), **self.env}
+        result = await sandbox.exec(self.command, cwd=task.workdir, env=variables, user_input=b"")
         error = ""
         if result.exit_code != 0:
             output = (result.stdout + result.stderr).strip()[-MAX_OUTPUT_CHARACTERS:]
@@ -138,9 +143,9 @@ PACKAGES: Mapping[str, str] = {
 }
 """Maps each agent to its npm package, with a pinned version."""
 PYTHON_PACKAGES: Mapping[str, str] = {"openhands": "openhands-sdk@1.58.2"}
-"""Maps each agent to its PyPI package, with a pinned version. The toolbox contains a Python for them
-(``containers/openhands.txt``)."""
-HOME = 'export HOME=/tmp/megaflow-home; mkdir -p "$HOME"'
+"""Agent → PyPI package with pinned version. The toolbox contains a Python for it (``containers/openhands.txt``)."""
+HOME_PATH = "/tmp/megaflow-home"
+HOME = f'export HOME={HOME_PATH}; mkdir -p "$HOME"'
 CALL_TIMEOUT_MS = 3_600_000
 """Timeout of an agent's model call in milliseconds. It exceeds the gateway's own limits."""
 
@@ -195,6 +200,41 @@ def command_of(name: str, flags: str) -> str:
     ``$MEGAFLOW_INSTRUCTION_FILE``."""
     end = f' {flags} <"$MEGAFLOW_INSTRUCTION_FILE"'
     return f'{HOME}; export PATH={TOOLBOX_PATH}/bin:"$PATH"; exec {PRESETS[name].command}{end}'
+
+
+MCP_FILES: Mapping[str, str] = {
+    "claude-code": ".claude.json",
+    "codex": ".codex/config.toml",
+    "qwen-code": ".qwen/settings.json",
+}
+"""Preset → its file of MCP servers, below its home directory. Other presets take no servers."""
+
+
+def mcp_text(preset: str, servers: Sequence[McpServer]) -> str:
+    """Returns the content of a preset's file of MCP servers."""
+    if preset == "codex":  # JSON texts and lists of texts are TOML too
+        lines = []
+        for server in servers:
+            lines.append(f"[mcp_servers.{json.dumps(server.name)}]")
+            if server.command:
+                lines.append(f"command = {json.dumps(server.command[0])}\nargs = {json.dumps(server.command[1:])}")
+            else:
+                lines.append(f"url = {json.dumps(server.url)}")
+        return "\n".join(lines) + "\n"
+    entries = {}
+    for server in servers:
+        if server.command:
+            entries[server.name] = {"command": server.command[0], "args": list(server.command[1:])}
+        elif preset == "qwen-code":
+            entries[server.name] = {"url" if server.transport == "sse" else "httpUrl": server.url}
+        else:
+            entries[server.name] = {"type": "sse" if server.transport == "sse" else "http", "url": server.url}
+    return json.dumps({"mcpServers": entries})
+
+
+def mcp_variable(servers: Sequence[McpServer]) -> dict[str, str]:
+    """Returns the variable that tells a program its MCP servers, in the common JSON form. Empty without servers."""
+    return {"MEGAFLOW_MCP_SERVERS": mcp_text("", servers)} if servers else {}
 
 
 def toolbox_of(name: str, given: str | None) -> Path:

@@ -41,7 +41,7 @@ from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
 from megaflow_hpc.tasks.digests import fixed
-from megaflow_hpc.tasks.formats import format_of
+from megaflow_hpc.tasks.loading import images_of
 from megaflow_hpc.training import methods
 from megaflow_hpc.version import __version__
 
@@ -87,6 +87,7 @@ def complete(draft: Draft, build: bool, watch: PlanWatch = SILENT) -> None:
         watch: Receives progress reports.
     """
     from megaflow_hpc.tasks.loading import in_image_directories
+    from megaflow_hpc.tasks.services import check_network
 
     if draft.images is None or draft.mapping is None:  # an engine pool has no tasks
         return
@@ -95,6 +96,8 @@ def complete(draft: Draft, build: bool, watch: PlanWatch = SILENT) -> None:
     draft.image_files = draft.images.resolve_all(draft.requests, draft.mapping, build=build)
     watch.step(f"looking up work directories of {len(draft.tasks)} tasks")
     draft.tasks = in_image_directories(draft.tasks, draft.image_files, draft.images, draft.mapping)
+    for task in draft.tasks:
+        check_network(task, draft.config.environment)
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -205,7 +208,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s
 def _planned_tasks(draft: Draft) -> Iterator[PlannedTask]:
     alike = Counter(task.image for task in draft.tasks)
     for task in draft.tasks:
-        wanted = {task.image, *(request.name for request in format_of(task).images(task))}
+        wanted = {task.image, *(request.name for request in images_of(task))}
         images = {name: draft.image_files[name] for name in sorted(wanted) if name in draft.image_files}
         yield PlannedTask(task.to_dict(), images, alike[task.image])
 

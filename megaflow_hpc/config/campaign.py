@@ -23,6 +23,7 @@ from megaflow_hpc.config.sections import (
     TaskSource,
     as_list,
 )
+from megaflow_hpc.config.services import ServiceConfig, check_services
 from megaflow_hpc.config.site_profile import Profile, completed, find
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.config.team import TeamConfig, check_team
@@ -68,7 +69,9 @@ class CampaignConfig(Section):
     pool: EnginePoolConfig | None = None
     """Rules for sharing the servers of this engine pool."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """Settings of sandboxes: images, network and limits."""
+    """Sandboxes: images, network, limits."""
+    services: dict[str, ServiceConfig] = Field(default_factory=dict)
+    """Programs that run next to the sandboxes of each rollout, by the host name under which sandboxes reach them."""
     slurm: SlurmConfig = SlurmConfig()
     """Resources that jobs request from Slurm."""
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -90,6 +93,12 @@ class CampaignConfig(Section):
         return value
 
     _lists = field_validator("tasks", "agent", mode="before")(as_list)
+
+    @field_validator("services")
+    @classmethod
+    def _services(cls, value: dict[str, ServiceConfig]) -> dict[str, ServiceConfig]:
+        check_services(value)
+        return value
 
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:
@@ -128,6 +137,15 @@ class CampaignConfig(Section):
                 raise ValueError(
                     f"share: policy {name!r} is not trained, so each of its agents runs every task; leave share out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_services(self) -> CampaignConfig:
+        shared = [name for name, service in self.services.items() if service.per == "campaign"]
+        if self.services and self.is_pool:
+            raise ValueError("services: an engine pool runs no tasks; leave services out")
+        if shared and self.slurm.together:
+            raise ValueError(f"services.{shared[0]}.per: with slurm.together there is one job; leave together out")
         return self
 
     @model_validator(mode="after")

@@ -34,6 +34,10 @@ STALE_S = 100.0
 """Consider a server dead after this many seconds without a heartbeat. Equals three heartbeat periods."""
 
 
+SERVICE = "service:"
+"""Prefix of a service's name in place of a policy. No policy's name has a colon."""
+
+
 class RefusedWeights(msgspec.Struct):
     """A weight version that a server could not load."""
 

@@ -73,7 +73,10 @@ class ServerRecord(msgspec.Struct):
     """The ``model`` section of the server's policy, limited to the fields that this kind of server needs. Contains
     ``sleep_level`` if the server shares its trainer's job and sleeps during training steps."""
     held: bool = False
-    """True if the element is submitted in the held state, to be released by the autoscaler."""
+    """True if the element is submitted held. The autoscaler releases it."""
+    service: dict[str, Any] | None = None
+    """The service that this element runs instead of an engine: its fields, its image's file and its sandbox's
+    limits."""
 
 
 class ServerGroup(msgspec.Struct, array_like=True):
@@ -88,7 +91,11 @@ class ServerGroup(msgspec.Struct, array_like=True):
     nodes: int = 1
     """Number of nodes per server."""
     gpu_type: str = ""
-    """GPU type as named in Slurm. Empty means any type."""
+    """Slurm's name for the type of the GPUs. Empty if any type will do."""
+    service_cpus: int = 0
+    """CPUs of a service, which runs in the pods' partition. 0 for engines."""
+    service_mb: int | None = None
+    """Memory of a service in MB; ``None`` for Slurm's default."""
 
 
 class PolicyRecord(msgspec.Struct):

@@ -35,7 +35,7 @@ from megaflow_hpc.slurm import script, site
 from megaflow_hpc.slurm.fits import charged, seconds, timed
 from megaflow_hpc.slurm.ids import array_of, cluster_of, named, number, scancel
 from megaflow_hpc.slurm.limits import Allowance, Amounts, at_once, chunks, impossible, resource_caps
-from megaflow_hpc.slurm.script import GATHER_WARN_S, Job, option_name, pod_job, server_job, trainer_job
+from megaflow_hpc.slurm.script import GATHER_WARN_S, Job, option_name, pod_job, server_job, service_job, trainer_job
 
 if TYPE_CHECKING:
     from megaflow_hpc.slurm.submission import ArrayJob
@@ -48,6 +48,9 @@ def server_jobs(
     for group in groups:
         first = group.first
         largest_index = allowed.array_size - 1
+        if group.service_cpus:
+            yield timed(service_job(config, run, first, group.service_cpus, group.service_mb, largest_index))
+            continue
         cpus = cpus_per_gpu(config, run, group)
         for size in chunks(group.count, allowed.array_size):
             job = server_job(

@@ -64,6 +64,8 @@ class Job:
     """Index of the pod pool in ``slurm.pods.pools``. ``None`` for ``slurm.pods`` itself."""
     policy: str = ""
     """Policy that a trainer trains. If empty, the script takes it from its command line."""
+    section: str = "servers"
+    """Section of ``slurm`` whose ``setup`` an element of the engine array runs."""
 
     @property
     def named(self) -> dict[str, Any]:
@@ -106,6 +108,7 @@ def script(job: Job) -> str:
         " @INDEX@": f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "",
         " @ENGINES@": "".join(_engine_part(n) for n in range(len(job.engines))),
         "@ARGUMENTS@": shlex.join(job.arguments),
+        "@SECTION@": job.section,
     }
     for placeholder, text in replacements.items():
         body = body.replace(placeholder, text)
@@ -265,6 +268,34 @@ def server_job(
     }
     base = first if largest is not None and first + elements - 1 > largest else 0
     return Job("servers", options, elements, first - base, base, run=str(run))
+
+
+def service_job(
+    config: CampaignConfig, run: RunDir, index: int, cpus: int, memory_mb: int | None, largest: int | None = None
+) -> Job:
+    """Returns the job of a service of the campaign: an element of the engine array that runs where pods run.
+
+    Args:
+        index: Index of the service in ``servers`` of ``run.json``.
+        cpus, memory_mb: Resources of the service.
+        largest: As in :func:`server_job`.
+    """
+    pods = config.slurm.pods
+    options = {
+        **_common(config, run, "server"),
+        "partition": pods.partition,
+        "nodes": 1,
+        "ntasks": 1,
+        "cpus-per-task": cpus,
+        "mem": _megabytes(None if memory_mb is None else memory_mb / 1000),
+        "time": _walltime(pods.time),
+        "signal": f"B:USR2@{WARN_S}",
+        "requeue": True,
+        **config.slurm.extra,
+        **pods.extra,
+    }
+    base = index if largest is not None and index > largest else 0
+    return Job("servers", options, 1, index - base, base, run=str(run), section="pods")
 
 
 def together_job(

@@ -1,6 +1,6 @@
 # Runs one engine server. It registers when it is healthy, drains on the signal, and exits when the campaign is finished.
 RUN=@RUN@
-role=servers # env.sh runs the setup of this section
+role=@SECTION@ # env.sh runs the setup of this section
 @OWN@
 set -u
 @REQUEUE@

@@ -9,29 +9,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaflow_hpc.config.services import ServiceConfig
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.environments.images.image_file import working_directory
+from megaflow_hpc.environments.images.image_file import image_start, working_directory
+from megaflow_hpc.environments.images.layered import ImageStart
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.tasks.formats import format_of, format_of_source
-from megaflow_hpc.types import Task
+from megaflow_hpc.tasks.services import add_services
+from megaflow_hpc.types import Service, Task
 
 
 def load_tasks(
     sources: Sequence[Mapping[str, Any] | str],
     base_dir: str | os.PathLike[str],
     dockerfiles: Dockerfiles | None = None,
+    services: Mapping[str, ServiceConfig] | None = None,
 ) -> list[Task]:
     """Returns all tasks of all sources, ordered by source, then by id.
 
     Args:
-        sources: ``{path, include, exclude, limit}`` as in the campaign file. A bare string is a path. Paths are globs
-            relative to ``base_dir``. ``include`` and ``exclude`` are shell patterns for task ids.
-        dockerfiles: Reads the tasks' Dockerfiles, so that their images can be resolved later.
+        sources: ``{path, include, exclude, limit}`` as in the campaign file; a bare string is a path. Paths are globs
+            relative to ``base_dir``. ``include`` and ``exclude`` are shell patterns matched against ids.
+        dockerfiles: reads the tasks' Dockerfiles, so that their images can be resolved later.
+        services: services of the campaign, which every task gets.
 
     Raises:
-        Mistakes: A source has no tasks, a task is invalid, or an id is duplicated.
+        ConfigError: a task and the campaign have a service of the same name.
+        Mistakes: a source has no tasks, a task is invalid, or ids are duplicated.
     """
     dockerfiles = dockerfiles or Dockerfiles()
     tasks: dict[str, Task] = {}
@@ -52,7 +58,7 @@ def load_tasks(
         raise Mistakes(mistakes)
     if not tasks:
         raise ConfigError("tasks: the list is empty; add at least one path")
-    return list(tasks.values())
+    return add_services(list(tasks.values()), services or {})
 
 
 def _of_source(
@@ -84,9 +90,19 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
+def images_of(task: Task) -> list[ImageRequest]:
+    """Returns the images of a task: the agent's image first, then those of separate verifiers and of services."""
+    requests = format_of(task).images(task)
+    for service in task.services:
+        if service.image:
+            dockerfile = Path(service.dockerfile) if service.dockerfile else None
+            requests.append(ImageRequest(service.image, service.base, dockerfile, path=task.path))
+    return requests
+
+
 def image_requests(tasks: Sequence[Task]) -> list[ImageRequest]:
-    """Returns the images of tasks: the agents' images in task order, followed by those of separate verifiers."""
-    wanted = [format_of(task).images(task) for task in tasks]
+    """Returns the images of tasks: agents' images in task order, then those of separate verifiers and of services."""
+    wanted = [images_of(task) for task in tasks]
     agents = [request for requests in wanted for request in requests[:1]]
     return agents + [request for requests in wanted for request in requests[1:]]
 
@@ -114,5 +130,36 @@ def in_image_directories(
             if request.base:
                 image = images.resolve(request.base, mapping, build=False)
             task = replace(task, workdir=working_directory(image))
+        if task.services:
+            task = replace(
+                task, services=tuple(_startable(task, each, files, images, mapping) for each in task.services)
+            )
         placed.append(task)
     return placed
+
+
+def _startable(
+    task: Task, service: Service, files: Mapping[str, str], images: Images, mapping: ImageMapping
+) -> Service:
+    """Adds the program, ports and working directory of a service's image, unless the service has its own."""
+    image: str | Path = files[service.image or task.image]
+    if service.base:
+        image = images.resolve(service.base, mapping, build=False)
+    start = image_start(image)
+    if not service.image:  # the task's image runs the agent's commands, not a service
+        start = ImageStart()
+    entrypoint = service.entrypoint or start.entrypoint
+    command = service.command or (() if service.entrypoint else start.command)
+    where = f"task {task.id}: service {service.name}"
+    if not entrypoint and not command:
+        raise ConfigError(f"{where}: its image {service.image or task.image!r} names no program; write command:")
+    ports = service.ports or start.ports
+    if not ports:
+        raise ConfigError(f"{where}: it has no port, so nothing can reach it; name its TCP ports")
+    return replace(
+        service,
+        entrypoint=(),
+        command=(*entrypoint, *command),
+        ports=ports,
+        workdir=service.workdir or working_directory(image),
+    )

@@ -13,7 +13,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from megaflow_hpc.config.sections import EnvironmentConfig
@@ -23,6 +23,7 @@ from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.tasks.sandboxes import sandbox_spec, verification_context
+from megaflow_hpc.tasks.services import services_of
 from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
 from megaflow_hpc.types import Agent, Task
 
@@ -152,11 +153,13 @@ async def _run(
             started = time.monotonic()
             verdict = await run_conversation(task, none, context, solve)
             return ValidationRun(verdict.reward, verdict.error, duration_s=time.monotonic() - started)
-        async with await provider.start(sandbox_spec(task, images, environment)) as sandbox:
-            started = time.monotonic()
-            await prepare(task, sandbox)
-            verdict = await run_steps(task, sandbox, context, solve)
-            duration_s = time.monotonic() - started
+        async with services_of(task, images, environment, provider.start) as services:
+            spec = replace(sandbox_spec(task, images, environment), services=services.reachable)
+            async with await provider.start(spec) as sandbox:
+                started = time.monotonic()
+                await prepare(task, sandbox)
+                verdict = await services.guard(run_steps(task, sandbox, context, solve))
+                duration_s = time.monotonic() - started
     except (SandboxError, ConfigError, UserCodeError, _SolutionFailed) as error:
         return ValidationRun(error=str(error))
     except TimeoutError:

@@ -46,8 +46,8 @@ MAX_CACHED_TOKENS = 16 << 20
 MAX_SCORED_AT_ONCE = 64
 """Maximum number of rollouts to pass to a scorer at once, because their complete records are held in memory."""
 LOST_AFTER_S = MAX_CACHE_AGE_S
-"""A record that is missing from a done block counts as lost after this many seconds. File-system caches may hide it until
-then."""
+"""A record that is missing from a done block counts as lost after this many seconds. File-system caches may hide it
+until then."""
 LOST = "unreadable record"
 """Error kind of a rollout whose record is lost."""
 

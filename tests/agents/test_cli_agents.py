@@ -16,7 +16,9 @@ from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.command import PACKAGES
 from megaflow_hpc.errors import ConfigError
+from tests.support.campaigns import run_local
 from tests.support.programs import OLD, repair
+from tests.support.services import MCP, write_compose_task
 
 
 @pytest.mark.slow
@@ -64,6 +66,50 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
             assert trajectory.constrained == 0, f"{agent} asks for sampling that is not trained on"
             assert trajectory.messages[-1]["content"] == "add() adds now."
             assert [bool(m.get("tool_calls")) for m in trajectory.messages if m["role"] == "assistant"] == [1, 1, 0]
+
+
+MCP_TASK = """\
+version = "1.0"
+[agent]
+timeout_sec = 150.0
+[environment]
+docker_image = "base"
+workdir = "/app"
+[[environment.mcp_servers]]
+name = "vault"
+transport = "streamable-http"
+url = "http://tools:8000/mcp"
+"""
+
+
+@pytest.mark.slow
+def test_each_program_calls_a_tool_of_the_tasks_mcp_server(tmp_path: Path, base_sif: Path) -> None:
+    """The tool's answer is in the conversation, so the program has reached the service and passed its result on."""
+    compose = "services: {tools: {image: base, command: [python3, -c, SERVER], healthcheck: {test: 'true'}}}"
+    server = json.dumps(MCP.replace("$", "$$"))
+    write_compose_task(
+        tmp_path / "tasks", "vault", compose.replace("SERVER", server), {}, "true", "true", toml=MCP_TASK
+    )
+    models = {}
+    for agent in PACKAGES:
+        call = {"text": "I ask.", "tool": "mcp__vault__secret", "arguments": {}}
+        script = {"default": [call, {"text": "Done."}]}
+        (tmp_path / f"{agent}.yaml").write_text(yaml.safe_dump(script))
+        models[agent] = {"engine": "scripted", "script": f"{agent}.yaml", "agent": agent}
+    campaign = {
+        "name": "mcp",
+        "tasks": "tasks/*",
+        "agent": "nop",
+        "models": models,
+        "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
+    }
+    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
+    result, done = run_local(tmp_path / "campaign.yaml")
+    with open_trajectories(result["run"]) as store:
+        for trajectory in store:
+            assert (trajectory.status, trajectory.error) == ("completed", ""), done.stderr
+            told = [message for message in trajectory.messages if "the secret is 4711" in json.dumps(message)]
+            assert told, (trajectory.policy, trajectory.messages)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import tarfile
 from pathlib import Path
 
 
-def oci_archive(root: Path, target: Path, workdir: str) -> None:
-    """Write an image of one layer in the form that a registry would store."""
+def oci_archive(root: Path, target: Path, workdir: str, **settings: object) -> None:
+    """Write an image of one layer in the form that a registry would store, with settings such as ``Cmd``."""
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:
         tar.add(root, arcname=".")
@@ -23,7 +23,8 @@ def oci_archive(root: Path, target: Path, workdir: str) -> None:
     blobs: dict[str, bytes] = {}
     content = described("layer.v1.tar", layer.getvalue())
     rootfs = {"type": "layers", "diff_ids": [content["digest"]]}
-    config = {"architecture": "amd64", "os": "linux", "config": {"WorkingDir": workdir}, "rootfs": rootfs}
+    config = {"architecture": "amd64", "os": "linux", "rootfs": rootfs}
+    config["config"] = {"WorkingDir": workdir, **settings}
     shown = described("config.v1+json", json.dumps(config).encode())
     manifest = {"schemaVersion": 2, "config": shown, "layers": [content]}
     entry = described("manifest.v1+json", json.dumps(manifest).encode())

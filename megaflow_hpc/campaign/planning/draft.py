@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +24,7 @@ from megaflow_hpc.config.slurm import LIFTED
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.ledger.blocks import RolloutGroups
+from megaflow_hpc.rundir.endpoints import SERVICE
 from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
 from megaflow_hpc.types import Rollout, Task
 
@@ -96,13 +98,16 @@ class Draft:
 
     @property
     def servers(self) -> list[ServerRecord]:
-        """Policy and model of each element of the engine array, by index."""
-        return list_servers(self.policies, sleeping(self.config), self.config.slurm.srun)
+        """Policy and model of each element of the engine array, by index. Services of the campaign come last."""
+        servers = list_servers(self.policies, sleeping(self.config), self.config.slurm.srun)
+        return [*servers, *list_services(self.config, self.tasks, self.image_files)]
 
     @property
     def server_groups(self) -> list[ServerGroup]:
-        """Groups of consecutive servers with the same resources, one Slurm array each."""
-        return group_servers(self.servers)
+        """Consecutive servers with the same resources. Each group is one Slurm array."""
+        servers = self.servers
+        engines = group_servers([server for server in servers if server.service is None])
+        return [*engines, *group_services(servers)]
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -210,7 +215,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
 
     def load(sources: Iterable[TaskSource], key: str) -> list[Task]:
         try:
-            return load_tasks([source.model_dump() for source in sources], base, dockerfiles)
+            return load_tasks([source.model_dump() for source in sources], base, dockerfiles, config.services)
         except ConfigError as error:
             mistakes = error.found if isinstance(error, Mistakes) else [str(error)]
             # Messages about a task's own file already start with its path.
@@ -402,6 +407,49 @@ def group_servers(servers: Sequence[ServerRecord]) -> list[ServerGroup]:
         else:
             groups.append(ServerGroup(index, 1, *shape))
     return groups
+
+
+def list_services(config: CampaignConfig, tasks: Sequence[Task], image_files: Mapping[str, str]) -> list[ServerRecord]:
+    """Returns the services that serve the whole campaign, as elements of the engine array.
+
+    Args:
+        tasks: The tasks. Each has all services of the campaign, with the programs of their images once these are known.
+        image_files: Image name → file. Empty while images are not resolved.
+    """
+    records = []
+    default = config.environment.limits
+    known = {service.name: service for service in tasks[0].services} if tasks else {}
+    for name, section in config.services.items():
+        if section.per != "campaign":
+            continue
+        service = known.get(name, section.service(name))
+        limits = {
+            "memory_mb": service.limits.memory_mb or default.memory_mb,
+            "cpus": service.limits.cpus or default.cpus,
+            "disk_mb": service.limits.disk_mb or default.disk_mb,
+            "processes": section.limits.processes or default.processes or 512,
+            "wall_s": service.limits.wall_s,
+            "nested": config.environment.nested,
+        }
+        fields = {**asdict(service), "image_file": image_files.get(service.image, ""), "sandbox": limits}
+        model = {"gpus": 0, "nodes": 1, "gpu_type": None, "servers": {"min": 1, "max": 1}}
+        records.append(ServerRecord(SERVICE + name, model, service=fields))
+    return records
+
+
+def group_services(servers: Sequence[ServerRecord]) -> list[ServerGroup]:
+    """Returns the group of each service. Every service has a job of its own."""
+    return [
+        ServerGroup(
+            index,
+            1,
+            0,
+            service_cpus=max(1, math.ceil(server.service["sandbox"]["cpus"] or 1)),
+            service_mb=server.service["sandbox"]["memory_mb"],
+        )
+        for index, server in enumerate(servers)
+        if server.service is not None
+    ]
 
 
 def _shape(server: ServerRecord) -> tuple[bool, int, int, str, bool]:

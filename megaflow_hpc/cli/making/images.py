@@ -281,7 +281,7 @@ def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None,
     config = load(path)
     environment, base = config.environment, Path(path).absolute().parent
     note(f"{path}: reading tasks")
-    tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles)
+    tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles, config.services)
     air_gapped = images.registries.air_gapped or environment.air_gapped
     requests: dict[str, ImageRequest] = {}
     for request in image_requests(tasks):

@@ -297,12 +297,14 @@ def run_validate(arguments: argparse.Namespace) -> int:
         sources = [glob.escape(str(path)) for path in task_directories(arguments.source)]
         if arguments.only:
             sources = [path for path in sources if Path(path).name in map(glob.escape, arguments.only)]
-    environment = load(arguments.campaign).environment if arguments.campaign else EnvironmentConfig(network="none")
+    campaign = load(arguments.campaign) if arguments.campaign else None
+    environment = campaign.environment if campaign else EnvironmentConfig(network="none")
     if arguments.network:
         environment = environment.model_copy(update={"network": arguments.network})
     registries = Registries(environment.mirrors, environment.air_gapped)
     images = Images(ImageStore(named=environment.image_store), registries, Builder(environment.network_of_builds))
-    tasks = load_tasks(sources, Path.cwd(), images.dockerfiles) if sources else []
+    services = campaign.services if campaign else {}
+    tasks = load_tasks(sources, Path.cwd(), images.dockerfiles, services) if sources else []
     unknown = set(arguments.only) - {task.id for task in tasks}
     if unknown:
         raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.environments.images import sif
-from megaflow_hpc.environments.images.layered import Base, LayeredImage, is_layered, read_layered
+from megaflow_hpc.environments.images.layered import Base, ImageStart, LayeredImage, is_layered, read_layered, tcp_ports
 from megaflow_hpc.environments.images.layers.blob import LayerFacts
 from megaflow_hpc.environments.images.store import digest_in, known_size
 from megaflow_hpc.errors import SandboxError
@@ -138,6 +138,28 @@ def working_directory(image: str | os.PathLike[str]) -> str | None:
         return None
     is_valid = isinstance(workdir, str) and workdir.startswith("/") and "\0" not in workdir
     return workdir if is_valid else None
+
+
+def image_start(image: str | os.PathLike[str]) -> ImageStart:
+    """Returns the program that the image was made to run, as far as its file tells.
+
+    Images of registries tell it; so do SIFs that Apptainer pulled. Images of definition files and directories do not.
+    """
+    path = Path(image)
+    try:
+        if is_layered(path):
+            layered = read_layered(path)
+            return layered.start or (image_start(layered.base.path) if layered.base else ImageStart())
+        if path.is_dir():
+            return ImageStart()
+        config = sif.documents(path).get("oci-config.json")
+        config = _nested(config, "config") or config
+        words = [_nested(config, "Entrypoint") or [], _nested(config, "Cmd") or []]
+        if not all(isinstance(word, str) for part in words for word in part):
+            return ImageStart()
+        return ImageStart(tuple(words[0]), tuple(words[1]), tcp_ports(_nested(config, "ExposedPorts") or ()))
+    except (OSError, ValueError, TypeError, struct.error, AttributeError, SandboxError):
+        return ImageStart()
 
 
 def _nested(value: Any, *keys: str) -> Any:

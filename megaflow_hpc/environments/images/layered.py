@@ -5,7 +5,7 @@ r"""Images made of a base and layers, each described by a JSON document ``STORE/
     {"format": "megaflow-hpc/image", "format_version": 1,
      "base": {"digest": "<of a SIF of the store>"} | {"path": …, "bytes": …, "mtime_ns": …} | null,
      "layers": [{"digest": …, "bytes": …, "unpacked_bytes": …, "inodes": …}, …],      bottom first
-     "settings": "export PATH=…\n", "workdir": "/app", "user": "agent"}
+     "settings": "export PATH=…\n", "workdir": "/app", "user": "agent", "start": [["/entry.sh"], ["serve"], [8000]]}
 
 The digest in the file name is that of the document, which contains the digests of all layers. So the name identifies
 the whole content. A base outside of stores, such as a SIF or directory that a campaign maps, is identified by path,
@@ -17,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ class Base:
 
 
 @dataclass(frozen=True)
+class ImageStart:
+    """The program that an image was made to run: its entry point, the arguments, and the TCP ports that it serves."""
+
+    entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    ports: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.entrypoint or self.command or self.ports)
+
+
+@dataclass(frozen=True)
 class LayeredImage:
     """A base, the layers above it (bottom first), and the settings for commands.
 
@@ -78,7 +91,9 @@ class LayeredImage:
     """Shell lines that set the image's variables. They run after those of the base."""
     workdir: str | None = None
     user: str = ""
-    """User for the build steps of Dockerfiles based on this image. Empty means root. Sandboxes ignore it."""
+    """User for the build steps of Dockerfiles based on this image. Empty means root. Ignored by sandboxes."""
+    start: ImageStart = ImageStart()
+    """The program that the image runs as a service. Ignored by other sandboxes."""
 
     def __post_init__(self) -> None:
         last = {layer.digest: number for number, layer in enumerate(self.layers)}
@@ -92,7 +107,7 @@ class LayeredImage:
             base = {"digest": self.base.digest}
         elif self.base is not None:
             base = {"path": self.base.path, "bytes": self.base.bytes, "mtime_ns": self.base.mtime_ns}
-        content = {
+        content: dict[str, Any] = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "base": base,
@@ -102,6 +117,8 @@ class LayeredImage:
         }
         if self.user:
             content["user"] = self.user
+        if self.start:
+            content["start"] = [self.start.entrypoint, self.start.command, self.start.ports]
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
     @property
@@ -112,6 +129,12 @@ class LayeredImage:
     def over(self, layers: Sequence[LayerFacts]) -> LayeredImage:
         """Returns a copy of the image with more layers on top."""
         return replace(self, layers=(*self.layers, *layers))
+
+
+def tcp_ports(names: Iterable[str]) -> tuple[int, ...]:
+    """Returns the TCP ports among names such as ``8000/tcp``, in order. Skips names that are no ports."""
+    matches = (re.fullmatch(r"(\d{1,5})(/tcp)?", name) for name in names)
+    return tuple(sorted({int(match[1]) for match in matches if match and 0 < int(match[1]) < 65536}))
 
 
 def is_layered(image: str | os.PathLike[str]) -> bool:
@@ -134,7 +157,9 @@ def read_layered(path: str | os.PathLike[str]) -> LayeredImage:
         elif base is not None:
             base = Base(str(base["path"]), "", int(base["bytes"]), int(base["mtime_ns"]))
         layers = tuple(LayerFacts(**layer) for layer in content["layers"])
-        image = LayeredImage(base, layers, str(content["settings"]), content["workdir"], str(content.get("user", "")))
+        start = ImageStart(*map(tuple, content.get("start", ())))
+        user = str(content.get("user", ""))
+        image = LayeredImage(base, layers, str(content["settings"]), content["workdir"], user, start)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SandboxError(
             f"{os.fspath(path)}: cannot be read as an image ({error}); build or pull it again"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megaflow_hpc.environments.images import apptainer_client
 from megaflow_hpc.environments.images.atomic_files import locked
-from megaflow_hpc.environments.images.layered import LayeredImage
+from megaflow_hpc.environments.images.layered import ImageStart, LayeredImage, tcp_ports
 from megaflow_hpc.environments.images.registry.image import RemoteImage, fetch
 from megaflow_hpc.environments.images.sources import Registries
 from megaflow_hpc.environments.images.store import LayerStore
@@ -91,7 +91,8 @@ def layered(image: RemoteImage, layers: LayerStore) -> LayeredImage:
             facts.append(stored)
     workdir = image.workdir if image.workdir.startswith("/") and "\0" not in image.workdir else None
     user = "" if image.user in ("root", "0") else image.user
-    return LayeredImage(None, tuple(facts), exports(image.env), workdir, user)
+    start = ImageStart(image.entrypoint, image.command, tcp_ports(image.ports))
+    return LayeredImage(None, tuple(facts), exports(image.env), workdir, user, start)
 
 
 def exports(env: Sequence[str]) -> str:

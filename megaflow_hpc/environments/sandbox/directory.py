@@ -5,6 +5,7 @@
     DIRECTORY/
       layer/                    the writable layer (writable.py)
       control-N/                the N-th container's control directory (container.py)
+      hosts                     /etc/hosts of a sandbox with services
       owner                     identity of the container's process on the host, for the janitor
       tmp/                      TMPDIR for Apptainer itself
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 
 from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.limits.disk import BLOCK
@@ -96,6 +98,7 @@ class SandboxDirectory:
         container = Container(control, started)
         clone = environment = None
         try:
+            spec = self._with_hosts(spec)
             await self.layer.ready()
             await self._measure_binds(spec, watch)
             container.prepare(spec.env, spec.as_root, spec.workdir, self._rootfs.settings)
@@ -127,6 +130,18 @@ class SandboxDirectory:
             if environment is not None and not environment.done():
                 self._templates.read_environment(self._rootfs, environment, None)
         return container
+
+    def _with_hosts(self, spec: SandboxSpec) -> SandboxSpec:
+        """Returns the spec with an ``/etc/hosts`` that has the names of its services."""
+        if spec.services is None:
+            return spec
+        names = {"localhost": "127.0.0.1", **spec.services.hosts}
+        lines = [f"{address} {name}\n" for name, address in names.items()]
+        file = os.path.join(self.directory, "hosts")
+        with open(file, "w", encoding="ascii") as text:
+            text.write("".join(lines) + "::1 localhost ip6-localhost ip6-loopback\n")
+        os.chmod(file, 0o644)
+        return replace(spec, binds=(*spec.binds, f"{file}:/etc/hosts:ro"))
 
     async def _measure_binds(self, spec: SandboxSpec, watch: SandboxWatch) -> None:
         """Tells the watchdog which directories count towards ``disk_mb``.

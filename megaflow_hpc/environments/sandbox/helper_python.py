@@ -35,7 +35,10 @@ Exec = Callable[..., Awaitable[ExecResult]]
 """Runs a command in the sandbox, with the arguments of :meth:`.ApptainerSandbox.exec`."""
 
 ANSWER_S = 20.0
-"""Timeout in seconds for a helper to send its descriptor."""
+"""Seconds within which a helper must pass its descriptors."""
+
+MAX_DESCRIPTORS = 64
+"""Maximum number of descriptors that a helper passes."""
 
 NAME = "python"
 """Name of the interpreter's directory inside a control directory."""
@@ -155,11 +158,12 @@ async def run_and_receive(
     what: str,
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
-) -> tuple[int, asyncio.Task[ExecResult]]:
-    """Runs a Python program in the sandbox. Returns the descriptor that the program sends, and the task that runs it.
+    count: int = 1,
+) -> tuple[list[int], asyncio.Task[ExecResult]]:
+    """Runs a program as a command of the sandbox. Returns the descriptors that it passes out, and the command.
 
     The program's first argument is the path of a Unix socket in the control directory. The program connects to it and
-    sends the descriptor.
+    sends the descriptors in one message.
 
     Args:
         run: Runs a command in the sandbox.
@@ -168,9 +172,10 @@ async def run_and_receive(
         program: Python source code.
         is_wanted: Checks a descriptor, because any process in the sandbox can connect to the socket.
         what: Describes the descriptor in error messages.
+        count: Number of descriptors, at most :data:`MAX_DESCRIPTORS`.
 
     Raises:
-        SandboxError: No descriptor arrived. The message quotes the last line of the program's standard error.
+        SandboxError: Not all descriptors arrived. The message quotes the last line of the program's standard error.
     """
     await asyncio.to_thread(link_into, interpreter, Path(control))
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -183,8 +188,8 @@ async def run_and_receive(
         words = [*argv, f"{CONTROL_DIR}/{_SOCKET}", *arguments]
         running = asyncio.ensure_future(run(words, cwd=cwd, env={**(env or {}), **variables}, output_limit=4096))
         try:
-            descriptor = await _accept_and_receive(server, running, is_wanted)
-            if descriptor is None:
+            descriptors = await _accept_and_receive(server, running, is_wanted, count)
+            if not descriptors:
                 await asyncio.wait((running,), timeout=1.0)
                 errors = running.result().stderr.strip().splitlines() if running.done() else []
                 raise SandboxError(f"no {what} in the sandbox: {errors[-1] if errors else 'no answer'}")
@@ -197,12 +202,12 @@ async def run_and_receive(
         with suppress(FileNotFoundError):
             os.unlink(_SOCKET, dir_fd=directory)
         os.close(directory)
-    return descriptor, running
+    return descriptors, running
 
 
 async def _accept_and_receive(
-    server: socket.socket, running: asyncio.Task[ExecResult], is_wanted: Callable[[int], bool]
-) -> int | None:
+    server: socket.socket, running: asyncio.Task[ExecResult], is_wanted: Callable[[int], bool], count: int
+) -> list[int]:
     accepting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(server))
     try:
         await asyncio.wait((accepting, running), timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
@@ -210,26 +215,27 @@ async def _accept_and_receive(
             # A program that exits early may have connected before its exit was noticed.
             await asyncio.wait((accepting,), timeout=0.1)
         if not accepting.done():
-            return None
+            return []
         connection, _ = accepting.result()
     finally:
         accepting.cancel()
     with connection:
         connection.settimeout(ANSWER_S)
         try:
-            return await asyncio.to_thread(receive_descriptor, connection, is_wanted)
+            return await asyncio.to_thread(receive_descriptors, connection, is_wanted, count)
         except OSError:
-            return None
+            return []
 
 
-def receive_descriptor(connection: socket.socket, is_wanted: Callable[[int], bool]) -> int | None:
-    """Returns the first wanted descriptor that the peer sends, or ``None``. Closes all other descriptors."""
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
-    wanted = None
+def receive_descriptors(connection: socket.socket, is_wanted: Callable[[int], bool], count: int = 1) -> list[int]:
+    """Returns the first ``count`` wanted descriptors that the other side passes, or none. Closes all others."""
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
+    wanted = [descriptor for descriptor in descriptors if is_wanted(descriptor)][:count]
+    if len(wanted) < count:
+        wanted = []
     for descriptor in descriptors:
-        if wanted is None and is_wanted(descriptor):
+        if descriptor in wanted:
             os.set_inheritable(descriptor, False)
-            wanted = descriptor
         else:
             os.close(descriptor)
     return wanted

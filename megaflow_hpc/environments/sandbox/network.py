@@ -1,8 +1,8 @@
-"""Creates sockets that listen inside a sandbox's private network and are served from the host.
+"""Sockets inside a sandbox's private network that are used from outside.
 
-A helper binds 127.0.0.1:PORT in the container's network namespace and passes the listening descriptor to the host.
-The image is not changed, no helper process remains, and the namespace has no other connection. The helper enters the
-namespace in one of two ways:
+A helper makes them in the container's network namespace and passes their descriptors out: some listen on a loopback
+address there, others can be connected to a program there. Nothing is added to the image, no process stays behind, and
+the namespace has no other way out. The helper enters the namespace in one of two ways:
 
 =======  ======================================================  ==============================================
 way      method                                                  used if
@@ -24,28 +24,35 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from megaflow_hpc.environments.sandbox import helper_python
 from megaflow_hpc.environments.sandbox.commands.container import Container
-from megaflow_hpc.environments.sandbox.spec import WITHOUT_VARIABLE, is_without
+from megaflow_hpc.environments.sandbox.spec import WITHOUT_VARIABLE, Address, is_without
 from megaflow_hpc.errors import SandboxError
 
 Way = Literal["nsenter", "helper", ""]
 
-_BIND = """
-inside = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-inside.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-inside.bind(("127.0.0.1", int(sys.argv[2])))
-inside.listen(256)
-out.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, inside.fileno().to_bytes(4, sys.byteorder))])
+_MAKE = """
+def made(wish):
+    inside = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    if wish:
+        address, port = wish.split(":")
+        inside.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        inside.bind((address, int(port)))
+        inside.listen(256)
+    return inside
+all = [made(wish) for wish in sys.argv[2].split(",")]
+numbers = b"".join(each.fileno().to_bytes(4, sys.byteorder) for each in all)
+out.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)])
 """
-_FROM_OUTSIDE = "import socket, sys\nout = socket.socket(fileno=int(sys.argv[1]))" + _BIND
+"""Its second argument lists the sockets, separated by commas: an address to listen on, or nothing."""
+_FROM_OUTSIDE = "import socket, sys\nout = socket.socket(fileno=int(sys.argv[1]))" + _MAKE
 _FROM_WITHIN = (
     "import _socket as socket, sys\nout = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)\nout.connect(sys.argv[1])"
-    + _BIND
+    + _MAKE
 )
 
 
@@ -68,39 +75,88 @@ def how_to_listen(no_namespaces: str) -> tuple[Way, str]:
     return "helper", ""
 
 
-async def listen(
-    container: Container, run: helper_python.Exec, interpreter: Callable[[], Path] | None, port: int
-) -> socket.socket:
-    """Returns a non-blocking socket that listens on 127.0.0.1:``port`` inside a container.
+class InsideSockets:
+    """Makes sockets in the network namespace of a container.
 
     Args:
-        interpreter: Prepares the interpreter of a helper inside the container. If ``None``, a process outside the
-            container binds the socket.
+        run: Runs a command in the container.
+        interpreter: Prepares the interpreter of a helper inside the container. If ``None``, the sockets are made from
+            outside.
     """
-    if interpreter is not None:
-        home = await asyncio.to_thread(interpreter)
-        descriptor, running = await helper_python.run_and_receive(
-            run,
-            container.control,
-            home,
-            _FROM_WITHIN,
-            [str(port)],
-            is_wanted=_is_listener,
-            what=f"listener on port {port}",
-            cwd="/",
-        )
-        await running
-    elif container.init is None:
-        raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
-    else:
-        descriptor = await asyncio.to_thread(_listen_from_outside, container.init.pid, port)
-    listener = socket.socket(fileno=descriptor)
-    listener.setblocking(False)
-    return listener
+
+    def __init__(self, container: Container, run: helper_python.Exec, interpreter: Callable[[], Path] | None) -> None:
+        self._container, self._run, self._interpreter = container, run, interpreter
+
+    async def listen(self, addresses: Sequence[Address]) -> list[socket.socket]:
+        """Returns non-blocking sockets that listen on these addresses inside."""
+        ports = ", ".join(str(port) for _, port in addresses)
+        wishes = [f"{address}:{port}" for address, port in addresses]
+        return await self._make(wishes, _is_listener, f"listener on port {ports}")
+
+    async def unconnected(self, count: int) -> list[socket.socket]:
+        """Returns non-blocking sockets that can be connected to what listens inside."""
+        return await self._make([""] * count, _is_tcp, "socket")
+
+    async def _make(self, wishes: Sequence[str], is_wanted: Callable[[int], bool], what: str) -> list[socket.socket]:
+        made: list[socket.socket] = []
+        for first in range(0, len(wishes), helper_python.MAX_DESCRIPTORS):
+            some = wishes[first : first + helper_python.MAX_DESCRIPTORS]
+            try:
+                descriptors = await self._descriptors(some, is_wanted, what)
+            except BaseException:
+                for each in made:
+                    each.close()
+                raise
+            made += [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        for each in made:
+            each.setblocking(False)
+        return made
+
+    async def _descriptors(self, wishes: Sequence[str], is_wanted: Callable[[int], bool], what: str) -> list[int]:
+        if self._interpreter is not None:
+            home = await asyncio.to_thread(self._interpreter)
+            descriptors, running = await helper_python.run_and_receive(
+                self._run,
+                self._container.control,
+                home,
+                _FROM_WITHIN,
+                [",".join(wishes)],
+                is_wanted=is_wanted,
+                what=what,
+                cwd="/",
+                count=len(wishes),
+            )
+            await running
+            return descriptors
+        if self._container.init is None:
+            raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
+        return await asyncio.to_thread(_from_outside, self._container.init.pid, wishes, is_wanted, what)
 
 
-def _listen_from_outside(pid: int, port: int) -> int:
-    """Opens a listening socket in the network namespace of process ``pid``. Returns its descriptor."""
+def listen_on_host(addresses: Sequence[Address]) -> list[socket.socket]:
+    """Returns non-blocking sockets that listen on these addresses of the host's loopback.
+
+    Raises:
+        SandboxError: An address is taken, or this user may not use the port.
+    """
+    listeners: list[socket.socket] = []
+    for address, port in addresses:
+        try:
+            listeners.append(socket.create_server((address, port), backlog=256))
+        except OSError as error:
+            for each in listeners:
+                each.close()
+            raise SandboxError(
+                f"{address}:{port}: cannot be listened on ({error.strerror}); with network 'host', services need ports "
+                "from 1024 on; use network 'gateway'"
+            ) from error
+    for each in listeners:
+        each.setblocking(False)
+    return listeners
+
+
+def _from_outside(pid: int, wishes: Sequence[str], is_wanted: Callable[[int], bool], what: str) -> list[int]:
+    """Returns the descriptors of sockets in the network namespace of process ``pid``."""
     nsenter = shutil.which("nsenter")
     if nsenter is None:
         raise SandboxError(
@@ -110,7 +166,7 @@ def _listen_from_outside(pid: int, port: int) -> int:
     with ours, theirs:
         argv = [nsenter, "--preserve-credentials", "-U", "-n", "-t", str(pid), "--", sys.executable, "-I", "-S", "-c"]
         process = subprocess.Popen(
-            [*argv, _FROM_OUTSIDE, str(theirs.fileno()), str(port)],
+            [*argv, _FROM_OUTSIDE, str(theirs.fileno()), ",".join(wishes)],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -120,19 +176,26 @@ def _listen_from_outside(pid: int, port: int) -> int:
         theirs.close()
         ours.settimeout(helper_python.ANSWER_S)
         try:
-            descriptor = helper_python.receive_descriptor(ours, _is_listener)
+            descriptors = helper_python.receive_descriptors(ours, is_wanted, len(wishes))
         except TimeoutError:
-            descriptor = None
+            descriptors = []
             process.kill()
         _, errors = process.communicate()
-    if descriptor is None:
+    if not descriptors:
         lines = errors.decode("utf-8", "replace").strip().splitlines()
-        raise SandboxError(f"no listener on port {port} in the sandbox: {lines[-1] if lines else 'no answer'}")
-    return descriptor
+        raise SandboxError(f"no {what} in the sandbox: {lines[-1] if lines else 'no answer'}")
+    return descriptors
 
 
-def _is_listener(descriptor: int) -> bool:
+def _is_tcp(descriptor: int) -> bool:
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return False
     with socket.socket(fileno=os.dup(descriptor)) as passed:
-        return passed.family == socket.AF_INET and bool(passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        return passed.family == socket.AF_INET and passed.type == socket.SOCK_STREAM
+
+
+def _is_listener(descriptor: int) -> bool:
+    if not _is_tcp(descriptor):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as passed:
+        return bool(passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

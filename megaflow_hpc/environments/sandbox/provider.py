@@ -105,13 +105,14 @@ class ApptainerProvider:
         self._number += 1
         path = self._own / f"s{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._number}"
         directory = SandboxDirectory(str(path), rootfs, self.apptainer, self._templates)
+        has_listener = spec.network == "gateway" or (spec.network == "none" and spec.services is not None)
         sandbox = ApptainerSandbox(
             spec,
             directory,
             self.watchdog,
             on_stop=self._sandboxes.discard,
             layer_in_memory=self._storage == "memory",
-            interpreter=self._helper_python if spec.network == "gateway" and self._listens_by_helper() else None,
+            interpreter=self._helper_python if has_listener and self._listens_by_helper() else None,
         )
         await sandbox.start(snapshot)
         return sandbox

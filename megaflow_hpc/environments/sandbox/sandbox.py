@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -21,7 +22,7 @@ from megaflow_hpc.environments.sandbox.commands.container import Container
 from megaflow_hpc.environments.sandbox.commands.session import ShellSession
 from megaflow_hpc.environments.sandbox.directory import SandboxDirectory
 from megaflow_hpc.environments.sandbox.limits.watchdog import MB, Breach, SandboxWatch, Watchdog
-from megaflow_hpc.environments.sandbox.network import listen
+from megaflow_hpc.environments.sandbox.network import InsideSockets, listen_on_host
 from megaflow_hpc.environments.sandbox.processes import continue_all, stop_all
 from megaflow_hpc.environments.sandbox.rootfs.writable import LayerPaths, has_nothing_at
 from megaflow_hpc.environments.sandbox.snapshot import Snapshot
@@ -78,6 +79,7 @@ class ApptainerSandbox:
         """Returns the resources that all containers of the sandbox have used since the start. Also works after
         :meth:`stop`."""
         self._interpreter = interpreter
+        self._leave_services: Callable[[], None] = lambda: None
         self._loop = asyncio.get_running_loop()
         watchdog.watch(self._watch)
 
@@ -120,9 +122,26 @@ class ApptainerSandbox:
                 await self._dir.start_again(self.spec, self._watch)
             else:
                 await self._dir.start(self.spec, self._watch)
+            await self._reach_services()
         except BaseException:
             await self.stop()
             raise
+
+    async def _reach_services(self) -> None:
+        """Makes the spec's services reachable in the container that has just started."""
+        services, container = self.spec.services, self._dir.container
+        if services is None or container is None:
+            return
+        if self.spec.network == "host":
+            listeners = listen_on_host(services.addresses)
+        else:
+            listeners = await self._inside(container).listen(services.addresses)
+        self._leave_services = services.serve(dict(zip(services.addresses, listeners, strict=True)))
+
+    async def _drop(self) -> None:
+        """Kills the container. The layer is kept."""
+        self._leave_services()
+        await self._dir.drop(self._watch)
 
     def _on_breach(self, breach: Breach, number: int | None, ends_container: bool) -> None:
         """Passes a breach from the watchdog's thread to the event loop, before the loop notices that a process was
@@ -172,7 +191,7 @@ class ApptainerSandbox:
 
     async def _end(self, change: Callable[[LayerPaths], None] | None) -> None:
         self._check_not_stopped()
-        await self._dir.drop(self._watch)
+        await self._drop()
         if change is not None:
             await self._dir.layer.change(change)
         self._renew()
@@ -180,7 +199,9 @@ class ApptainerSandbox:
 
     async def _start_again(self) -> Container:
         self._at_rest = False
-        return await self._dir.start_again(self.spec, self._watch)
+        container = await self._dir.start_again(self.spec, self._watch)
+        await self._reach_services()
+        return container
 
     async def reset(self) -> None:
         """Resets the sandbox to its image and spec: kills all processes and empties the writable layer."""
@@ -188,16 +209,18 @@ class ApptainerSandbox:
             self._check_not_stopped()
             self._at_rest = False
             self.spec, self.workdir = self._first_spec, self._first_spec.workdir or "/"
-            await self._dir.drop(self._watch)
+            await self._drop()
             await self._dir.layer.empty()
             self._renew()
             await self._dir.start(self.spec, self._watch)
+            await self._reach_services()
 
     async def stop(self) -> None:
         """Kills all processes and removes the writable layer. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
+        self._leave_services()
         self._watch.detach()
         try:
             await self._dir.remove()
@@ -236,7 +259,7 @@ class ApptainerSandbox:
             container = self._current()
             if container is not None and container.alive:
                 return container
-            await self._dir.drop(self._watch)
+            await self._drop()
             return await self._start_again()
 
     def _check_not_stopped(self) -> None:
@@ -281,7 +304,29 @@ class ApptainerSandbox:
                 (preemption, a killed job). A command itself never causes an exception. If it kills all processes of the
                 sandbox, its exit code is 137, and the next command gets a fresh container.
         """
-        container = await self._running()
+        return await self._exec_in(
+            await self._running(),
+            command,
+            timeout_s=timeout_s,
+            cwd=cwd,
+            env=env,
+            user_input=user_input,
+            output_limit=output_limit,
+            on_output=on_output,
+        )
+
+    async def _exec_in(
+        self,
+        container: Container,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user_input: bytes | str | None = None,
+        output_limit: int = OUTPUT_LIMIT,
+        on_output: Callable[[bytes], bool] | None = None,
+    ) -> ExecResult:
         data = user_input.encode("utf-8", "surrogateescape") if isinstance(user_input, str) else user_input
         return await container.commands.run(
             command,
@@ -301,7 +346,18 @@ class ApptainerSandbox:
         """
         if self.spec.network != "gateway":
             raise SandboxError(f"network {self.spec.network!r} has no listener; only 'gateway' has")
-        return await listen(await self._running(), self.exec, self._interpreter, port)
+        (listener,) = await self._inside(await self._running()).listen([("127.0.0.1", port)])
+        return listener
+
+    async def unconnected(self, count: int) -> list[socket.socket]:
+        """Returns non-blocking TCP sockets that can be connected to programs that listen in the sandbox.
+
+        For networks other than ``host``. They are valid as long as those of :meth:`listen`.
+        """
+        return await self._inside(await self._running()).unconnected(count)
+
+    def _inside(self, container: Container) -> InsideSockets:
+        return InsideSockets(container, partial(self._exec_in, container), self._interpreter)
 
     async def control(self) -> str:
         """Returns the host path of the current container's control directory."""

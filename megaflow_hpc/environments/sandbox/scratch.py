@@ -18,6 +18,7 @@ from megaflow_hpc.environments.images.cache import index
 from megaflow_hpc.environments.sandbox.processes import namespace_init
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.locks import lock_file
 from megaflow_hpc.host.mounts import mount_of
 from megaflow_hpc.host.private import is_private, own_directories, own_directory, private_directory
 from megaflow_hpc.host.process import Identity, descendants
@@ -107,6 +108,20 @@ def scratch_base(environ: Mapping[str, str] | None = None, mountinfo: str | None
 # --- the janitor ------------------------------------------------------------------------------------------------------
 
 
+def _sweep_services(services: Path) -> None:
+    """Removes the directories of services that no process runs."""
+    for directory in services.iterdir():
+        locks: list[int] = []
+        try:
+            locks += [lock_file(path, timeout_s=0) for path in directory.glob("*.lock")]
+            remove_tree(directory)
+        except (TimeoutError, OSError):
+            continue
+        finally:
+            for lock in locks:
+                os.close(lock)
+
+
 def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
     """Removes the directories of dead owners from ``SCRATCH/owners``, and their unfinished copies from the image cache.
 
@@ -129,6 +144,10 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
     if is_private(cache):
         with suppress(OSError):
             index.tidy(cache)
+    services = Path(scratch) / "services"
+    if is_private(services):
+        with suppress(OSError):
+            _sweep_services(services)
     if not is_private(Path(scratch) / "owners"):
         return counts
     try:

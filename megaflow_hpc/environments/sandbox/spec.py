@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Network
@@ -24,6 +25,25 @@ class Bind(NamedTuple):
     source: str
     target: str
     read_only: bool
+
+
+Address = tuple[str, int]
+"""An IPv4 address and a port."""
+
+
+class Reachable(Protocol):
+    """Services that a sandbox reaches by name, though its network has no way out."""
+
+    @property
+    def hosts(self) -> Mapping[str, str]:
+        """Host name → loopback address."""
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        """Addresses at which the sandbox listens for them."""
+
+    def serve(self, listeners: Mapping[Address, socket.socket]) -> Callable[[], None]:
+        """Forwards the connections of listening sockets, and returns a function that closes them all."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +70,10 @@ class SandboxSpec:
     wall_s: float | None = None
     """Wall-clock limit in seconds, applied to the agent and to the verifier separately."""
     nested: bool = False
-    """Allow commands to create user namespaces (bubblewrap, containers). No limit counts in-memory file systems in
-    them."""
+    """Allow commands to create user namespaces (bubblewrap, containers). In-memory file systems there are not
+    counted by any limit."""
+    services: Reachable | None = None
+    """Services to make reachable in each of the sandbox's containers, before a command runs there."""
     fakeroot: bool = False
     """Use the host's ``fakeroot`` program to simulate other uids, for builds that only have uid 0."""
 

@@ -46,11 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         idle_s = arguments.idle_s if pool is None else math.inf  # a pool's users come and go
 
         async def serve() -> int:
+            poll_s = arguments.poll_s or POLL_S
+            if service := planned.servers[what.number].service:
+                from megaflow_hpc.model.server.service import ServiceServer
+
+                return await ServiceServer(run, what, service, poll_s, arguments.beat_s, arguments.backoff_s).run()
             server = EngineServer(
                 run,
                 what,
                 idle_s=idle_s,
-                poll_s=arguments.poll_s or POLL_S,
+                poll_s=poll_s,
                 weights_poll_s=arguments.poll_s or poll_interval_s(planned, what.policy),
                 beat_s=arguments.beat_s,
                 backoff_s=arguments.backoff_s,

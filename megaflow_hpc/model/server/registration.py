@@ -105,6 +105,24 @@ class Registration:
         self._files.withdraw_failed(self.what.name)
         return f"{url}; its chat template: {template}" if template else url
 
+    def register_service(self, port: int, key: str, fingerprint: str) -> str:
+        """Collects the fields that :meth:`beat` publishes, for a service of the campaign. Returns its address."""
+        url = f"{'https' if fingerprint else 'http'}://{host_of_url(address())}:{port}"
+        self._endpoint = Endpoint(
+            server=self.what.name,
+            policy=self.what.policy,
+            url=url,
+            key=key,
+            protocol="service",
+            tls_fingerprint=fingerprint,
+            node=node_name(),
+            job_id=job_id(),
+            start=self.start,
+            started_at=time.time(),
+        )
+        self._files.withdraw_failed(self.what.name)
+        return url
+
     def beat(self, weight_version: int, refused: RefusedWeights | None, load: Load, down: str) -> None:
         """Publishes the endpoint file with a new heartbeat. Call :meth:`register` first.
 

@@ -145,7 +145,7 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         limits=config.limits,
         held_out=frozenset(planned.held_out),
         samples={name: policy.samples for name, policy in planned.policies.items()},
-        judges=frozenset(planned.config.judges()),
+        judges=frozenset(planned.config.judges()) | {server.policy for server in planned.servers if server.service},
         job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),
         scheduling=config.scheduling,
         learned=planned.learned,

@@ -84,7 +84,7 @@ class Pod:
     samples: Mapping[str, int] = field(default_factory=dict)
     """Policy → number of samples per group, without spare samples."""
     judges: frozenset[str] = frozenset()
-    """Policies that judge rollouts. No rollout starts before their engines are ready."""
+    """Policies that judge rollouts, and services of the campaign. No rollout starts before their servers answer."""
     held_out: Collection[str] = ()
     """Ids of the tasks that evaluate training. The group rules do not apply to them."""
     room: tuple[float | None, int | None] = (None, None)
@@ -127,8 +127,8 @@ class Pod:
         pack = self.scheduling.pack
         if not pack:
             return NOTHING
-        limits = planned.task.get("limits", {})
+        limits = [each.get("limits", {}) for each in (planned.task, *planned.task.get("services", ()))]
         return Demand(
-            float(limits.get("cpus") or 0.0) if "cpus" in pack else 0.0,
-            int(limits.get("memory_mb") or 0) if "memory" in pack else 0,
+            sum(float(each.get("cpus") or 0.0) for each in limits) if "cpus" in pack else 0.0,
+            sum(int(each.get("memory_mb") or 0) for each in limits) if "memory" in pack else 0,
         )

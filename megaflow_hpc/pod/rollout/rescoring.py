@@ -125,6 +125,8 @@ class Rescoring:
         if not task.image:
             verdict = await run_conversation(task, NoSandbox(task), context, _nothing)
             return self._score(verdict, trajectory, judges)
+        if task.services:
+            raise UnscoredError("its task has services, whose state is not stored")
         if len(format_of(task).steps(task)) > 1:
             raise UnscoredError("its task has several steps, of which only the changes are stored, not their order")
         sandbox = await sandboxes.start(rollout_spec(task, agent, services.images, services.config.environment))

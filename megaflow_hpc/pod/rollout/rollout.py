@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -30,6 +30,8 @@ import msgspec
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.remote import AgentJob, ProcessLostError, forked
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.snapshot import Snapshot
+from megaflow_hpc.environments.sandbox.spec import Reachable, SandboxSpec
 from megaflow_hpc.errors import (
     ConfigError,
     LimitError,
@@ -53,6 +55,7 @@ from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext
 from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.tasks.sandboxes import verification_context
 from megaflow_hpc.tasks.scoring import check_turns
+from megaflow_hpc.tasks.services import services_of
 from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
 from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectory import Recording, Trajectory, linked
@@ -431,49 +434,62 @@ class RunningAttempt:
         return await run_conversation(self.task, none, context, conversing.run, self._verifying)
 
     async def _run_in_sandbox(self, context: VerificationContext) -> Verdict:
-        """Starts a sandbox, runs the steps of the task in it, and stops it."""
-        trajectory = self.trajectory
-        with timed(trajectory, "setup_s"):
-            sandbox, resumed = await self._start_sandbox()
-        try:
+        """Starts the task's services and a sandbox, runs the steps of the task in it, and stops all of them."""
+        trajectory, services = self.trajectory, self.services
+        async with AsyncExitStack() as stack:
+            stack.callback(self.sandboxes.add_usage, trajectory)
             with timed(trajectory, "setup_s"):
-                if resumed is None:
-                    await prepare(self.task, sandbox)
-                else:
-                    checkout.write_note(sandbox, resumed.note)
-            if resumed is not None:
-                resumed.carry_over(trajectory)
-            in_sandbox = AgentRun(self, sandbox, resumed)
-            return await run_steps(
-                self.task,
-                sandbox,
-                context,
-                in_sandbox.run,
-                verdicts=in_sandbox.verdicts,
-                under_way=resumed is not None,
-                verifying=self._verifying,
-            )
-        finally:
-            try:
-                await sandbox.stop()
-            except Exception as error:  # the verdict stays valid, and the janitor cleans up
-                print(printable(f"{trajectory.id}: {error}"), file=sys.stderr)
-            self.sandboxes.add_usage(trajectory)
+                environment = services.config.environment
+                beside = services_of(self.task, services.images, environment, self._start, services.shared)
+                await stack.enter_async_context(beside)
+                sandbox, resumed = await self._start_sandbox(beside.reachable)
+            stack.push_async_callback(self._stop, sandbox)
 
-    async def _start_sandbox(self) -> tuple[ApptainerSandbox, Checkpoint | None]:
-        """Starts the sandbox, restoring the files of the checkpoint if there is one."""
-        services, start = self.services, self.sandboxes.start
+            async def work() -> Verdict:
+                with timed(trajectory, "setup_s"):
+                    if resumed is None:
+                        await prepare(self.task, sandbox)
+                    else:
+                        checkout.write_note(sandbox, resumed.note)
+                if resumed is not None:
+                    resumed.carry_over(trajectory)
+                in_sandbox = AgentRun(self, sandbox, resumed)
+                return await run_steps(
+                    self.task,
+                    sandbox,
+                    context,
+                    in_sandbox.run,
+                    verdicts=in_sandbox.verdicts,
+                    under_way=resumed is not None,
+                    verifying=self._verifying,
+                )
+
+            return await beside.guard(work())
+
+    async def _stop(self, sandbox: ApptainerSandbox) -> None:
         try:
-            spec = rollout_spec(self.task, self.agent, services.images, services.config.environment)
-            resumed = await services.preemption.load(self._checkpoint)
-            if resumed is not None:
-                try:
-                    return await start(spec, resumed.layer), resumed
-                except SandboxError as error:
-                    print(printable(f"{error}; the rollout restarts from the beginning"), file=sys.stderr)
-                finally:
-                    services.preemption.remove(self._checkpoint)
-            return await start(spec), None
+            await sandbox.stop()
+        except Exception as error:  # the verdict stays valid, and the janitor cleans up
+            print(printable(f"{self.trajectory.id}: {error}"), file=sys.stderr)
+
+    async def _start_sandbox(self, reachable: Reachable | None) -> tuple[ApptainerSandbox, Checkpoint | None]:
+        """Starts the sandbox, restoring the files of the checkpoint if there is one."""
+        services = self.services
+        spec = rollout_spec(self.task, self.agent, services.images, services.config.environment)
+        spec = replace(spec, services=reachable)
+        resumed = await services.preemption.load(self._checkpoint)
+        if resumed is not None:
+            try:
+                return await self._start(spec, resumed.layer), resumed
+            except NoSandboxError as error:
+                print(printable(f"{error}; the rollout restarts from the beginning"), file=sys.stderr)
+            finally:
+                services.preemption.remove(self._checkpoint)
+        return await self._start(spec), None
+
+    async def _start(self, spec: SandboxSpec, kept: Snapshot | None = None) -> ApptainerSandbox:
+        try:
+            return await self.sandboxes.start(spec, kept)
         except SandboxError as error:
             raise NoSandboxError(str(error)) from error
         except OSError as error:

@@ -24,6 +24,7 @@ from megaflow_hpc.pod.comm import STOP
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.rollout.rollout import AttemptResult, blank, run_attempt
 from megaflow_hpc.pod.rollout.services import Services
+from megaflow_hpc.rundir.endpoints import SERVICE
 from megaflow_hpc.texts import end_of, printable
 from megaflow_hpc.trajectory import Attempt
 from megaflow_hpc.types import Rollout, Task
@@ -104,7 +105,15 @@ class Runner:
             task.cancel()
 
     async def _on_endpoints(self, message: Message) -> None:
-        self._services.gateway.update_endpoints(message["endpoints"])
+        servers, services = list[Message](), dict[str, Message]()
+        for endpoint in message["endpoints"]:
+            policy = endpoint["policy"]
+            if policy.startswith(SERVICE):
+                services[policy.removeprefix(SERVICE)] = endpoint
+            else:
+                servers.append(endpoint)
+        self._services.gateway.update_endpoints(servers)
+        self._services.remote.update(services)
 
     async def _on_images(self, message: Message) -> None:
         if self._services.provider is not None:

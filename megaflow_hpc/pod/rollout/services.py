@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import TokenPrice
 from megaflow_hpc.config.quotas import gateways
 from megaflow_hpc.environments import ApptainerProvider
+from megaflow_hpc.environments.services.node import NodeServices
+from megaflow_hpc.environments.services.remote import RemoteServices
 from megaflow_hpc.model.gateway.limits import CallLimits, Quotas
 from megaflow_hpc.model.gateway.replay import Replay
 from megaflow_hpc.model.gateway.server import ModelGateway
@@ -39,10 +42,17 @@ class Services:
     """Directory for checkpoints. ``None`` disables checkpoints."""
 
     def __post_init__(self) -> None:
+        campaign = hashlib.sha256(str(self.checkpoints or id(self)).encode()).hexdigest()[:16]
+        self.remote, self.node = RemoteServices(), NodeServices(self.provider, campaign)
         max_rank_bytes = MAX_CAMPAIGN_BYTES / gateways(self.config.slurm.pods)
         self.conversing = AgentPool(self.agents)
         """Runs Python agents of tasks without a sandbox, many in one process."""
         self.preemption = Preemption(self.gateway, self.checkpoints, MAX_CHECKPOINT_BYTES, max_rank_bytes)
+
+    @property
+    def shared(self) -> Mapping[str, RemoteServices]:
+        """Scope → services that rollouts share."""
+        return {"campaign": self.remote, "node": self.node}
 
     @classmethod
     async def open(
@@ -96,6 +106,7 @@ class Services:
         """Stops all services and all sandboxes."""
         self.conversing.close()
         self.agents.close()
+        await self.node.close()
         if self.provider is not None:
             await self.provider.close()
         await self.gateway.stop()

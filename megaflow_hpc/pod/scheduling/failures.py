@@ -11,6 +11,7 @@ cause              stored as     retries  meaning
 ``model``          model         2        no engine responded
 ``sandbox-start``  sandbox       3        the sandbox did not start; ranks with repeated failed starts are excluded
 ``sandbox-lost``   sandbox       2        the sandbox was lost while it was needed
+``service``        sandbox       2        a service of the rollout did not become healthy, or ended before the rollout
 ``node``           node          3        the worker rank was lost
 ``user``           user          0        the task, the scaffold's code or the configuration is wrong
 ``walltime``       not stored    16       the allocation ended first; the rollout is released with its block
@@ -51,6 +52,7 @@ RULES: dict[str, Rule] = {
     "model": Rule("model", 2),
     "sandbox-start": Rule("sandbox", 3, blames_rank=True),
     "sandbox-lost": Rule("sandbox", 2),
+    "service": Rule("sandbox", 2),
     "node": Rule("node", 3),
     "user": Rule("user", 0),
 }

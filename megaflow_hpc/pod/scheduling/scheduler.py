@@ -315,7 +315,7 @@ class Scheduler:
         self.waiting: set[str] = set()
         """Policies whose rollouts wait because no engine serves them yet."""
         self.judges: frozenset[str] = frozenset()
-        """Policies that judge rollouts. No rollout starts while any of them is in :attr:`waiting`."""
+        """Policies that judge rollouts, and services of the campaign. While one of them waits, no rollout starts."""
 
     # --- the queue ---
 

@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import cast
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -27,6 +28,7 @@ from megaflow_hpc.environments.images.dockerfile.dockerfile import (
 )
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import TASK_ID
+from megaflow_hpc.tasks.harbor.compose import COMPOSE, read_compose
 from megaflow_hpc.tasks.harbor.data import (
     CollectHook,
     DeclaredArtifact,
@@ -39,7 +41,7 @@ from megaflow_hpc.tasks.harbor.data import (
 )
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.task_toml import TomlTable, read_text, read_toml
-from megaflow_hpc.types import Limits, Network, Task
+from megaflow_hpc.types import Limits, McpServer, Network, Task
 
 NEWEST_SCHEMA = (1, 4)
 """Newest supported schema version of task.toml."""
@@ -47,6 +49,7 @@ DEFAULT_AGENT_TIMEOUT_S = 900.0
 """Default agent timeout in seconds. Harbor has none, but a rollout needs a limit."""
 
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
+_MCP_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _STEP = re.compile(r"[^<>:\"/\\|?*\x00-\x1f\x7f]{0,254}[^<>:\"/\\|?*\x00-\x1f\x7f. ]")
 
 
@@ -70,6 +73,7 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
     table = toml.table("environment")
     dockerfiles = dockerfiles or Dockerfiles()
     environment = read_environment(table, inside(root, root / "environment"), root, dockerfiles)
+    environment = _with_services(environment, table, root, dockerfiles)
     agent = toml.table("agent")
     steps = toml.tables("steps")
     data = msgspec.structs.replace(
@@ -193,9 +197,6 @@ def _min_reward(step: TomlTable) -> dict[str, float]:
 
 # --- environments -----------------------------------------------------------------------------------------------------
 
-COMPOSE = "docker-compose.yaml"
-"""The only file name that Harbor reads as a Compose definition. Files with other names are the task's data."""
-
 
 def read_environment(
     table: TomlTable, directory: Path, root: Path, dockerfiles: Dockerfiles, passed: set[str] | None = None
@@ -213,7 +214,7 @@ def read_environment(
     Raises:
         ConfigError: A value is invalid. The message names file, line, value and remedy.
     """
-    _reject_unsupported(table, directory)
+    _reject_unsupported(table)
     dockerfile = inside(root, directory / "Dockerfile")
     named = table.text("docker_image")
     parsed = dockerfiles.read(dockerfile) if named is None and dockerfile.is_file() else None
@@ -280,18 +281,62 @@ def inside(root: Path, path: Path) -> Path:
     return path
 
 
-def _reject_unsupported(table: TomlTable, directory: Path) -> None:
+def _reject_unsupported(table: TomlTable) -> None:
     """Rejects settings that a single rootless container cannot support."""
-    if (directory / COMPOSE).is_file():
-        raise ConfigError(f"{directory / COMPOSE}: tasks of several services cannot run here; leave this task out")
     for key in ("gpus", "tpu"):
         if table.data.get(key):
             raise table.error(key, table.data[key], "none: sandboxes run on CPU nodes; leave this task out")
     if str(table.data.get("os", "linux")).lower() != "linux":
         raise table.error("os", table.data["os"], "linux; leave this task out")
-    if table.data.get("mcp_servers"):
-        names = [str(server.data.get("name", "?")) for server in table.tables("mcp_servers")]
-        raise table.error("mcp_servers", names, "none: MCP servers are not supported; leave this task out")
+
+
+# --- services ---------------------------------------------------------------------------------------------------------
+
+
+def _with_services(environment: Task, table: TomlTable, root: Path, dockerfiles: Dockerfiles) -> Task:
+    """Adds the services of ``environment/docker-compose.yaml`` and the MCP servers of task.toml."""
+    compose = read_compose(inside(root, root / "environment" / COMPOSE), root, dockerfiles)
+    servers = tuple(map(_read_mcp_server, table.tables("mcp_servers")))
+    services = {service.name: service for service in compose.services}
+    for section, server in zip(table.tables("mcp_servers"), servers, strict=True):
+        if server.url:
+            address = urlsplit(server.url)
+            service = services.get(address.hostname or "")
+            if service is None:
+                known = ", ".join(services) or "there is none"
+                raise section.error("url", server.url, f"the name of a service of {COMPOSE} ({known})")
+            port = address.port or (443 if address.scheme == "https" else 80)
+            services[service.name] = replace(service, ports=tuple(sorted({*service.ports, port})))
+    return replace(
+        environment,
+        env={**environment.env, **compose.main_env},
+        services=tuple(services.values()),
+        mcp_servers=servers,
+    )
+
+
+def _read_mcp_server(table: TomlTable) -> McpServer:
+    name = table.text("name")
+    if name is None or not _MCP_NAME.fullmatch(name):
+        raise table.error("name", name, "letters, digits, dash and underscore")
+    if table.data.get("headers"):
+        raise table.error("headers", table.data["headers"], "none: MCP servers get no credentials; leave this task out")
+    transport = table.choice("transport", "sse", "streamable-http", "http", "stdio") or "sse"
+    if transport == "stdio":
+        command, args = table.text("command"), table.data.get("args") or []
+        if command is None:
+            raise table.error("command", None, "the program that serves by its standard streams")
+        if not isinstance(args, list) or not all(isinstance(word, str) for word in args):
+            raise table.error("args", args, "a list of texts")
+        return McpServer(name, transport="stdio", command=(command, *args))
+    url = table.text("url")
+    try:
+        valid = url is not None and urlsplit(url).scheme in ("http", "https") and urlsplit(url).port != 0
+    except ValueError:
+        valid = False
+    if url is None or not valid:
+        raise table.error("url", url, "an address such as http://NAME:8000/mcp, with the name of a service")
+    return McpServer(name, url, "sse" if transport == "sse" else "streamable-http")
 
 
 # --- verification -----------------------------------------------------------------------------------------------------
@@ -402,6 +447,10 @@ def _read_separate(
             separate = mode != "shared"
     if not separate:
         return None
+    environment = replace(environment, services=(), mcp_servers=())
+    for home in homes:
+        if (home / "tests" / COMPOSE).is_file():
+            raise ConfigError(f"{home / 'tests' / COMPOSE}: a verifier has no services of its own; leave this task out")
     own = next((section.table("environment") for section in reversed(sections) if "environment" in section), None)
     for section, home in reversed([*zip(sections, homes, strict=True)]):
         table = section.table("environment")
@@ -445,4 +494,4 @@ def _read_artifacts(table: TomlTable) -> list[DeclaredArtifact]:
 
 def _refuse_service(table: TomlTable) -> None:
     if table.data.get("service", "main") not in (None, "main"):
-        raise table.error("service", table.data["service"], "main: there are no other services; leave this task out")
+        raise table.error("service", table.data["service"], "main: files of services are not kept; leave this task out")

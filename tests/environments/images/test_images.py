@@ -18,8 +18,8 @@ import pytest
 from megaflow_hpc.cli import main
 from megaflow_hpc.environments.images import sif
 from megaflow_hpc.environments.images.disk_quota import SITE_VARIABLES, VARIABLE, default_stores, mount_of
-from megaflow_hpc.environments.images.image_file import LABEL, working_directory
-from megaflow_hpc.environments.images.layered import read_layered
+from megaflow_hpc.environments.images.image_file import LABEL, image_start, working_directory
+from megaflow_hpc.environments.images.layered import ImageStart, read_layered
 from megaflow_hpc.environments.images.resolve import Images, definition_digest
 from megaflow_hpc.environments.images.sources import ImageMapping, Registries, split_name
 from megaflow_hpc.environments.images.store import ImageStore
@@ -165,11 +165,14 @@ def test_without_build_sources_are_checked_and_nothing_is_made(tmp_path: Path) -
 
 
 def test_the_work_directory_of_an_image_that_was_pulled(small_rootfs: str, base_sif: Path, tmp_path: Path) -> None:
-    oci_archive(Path(small_rootfs, "etc"), tmp_path / "x.tar", "/app/src")
+    program = {"Entrypoint": ["/entry"], "Cmd": ["serve", "all"], "ExposedPorts": {"80/tcp": {}, "53/udp": {}}}
+    oci_archive(Path(small_rootfs, "etc"), tmp_path / "x.tar", "/app/src", **program)
     command = [find_apptainer(), "build", str(tmp_path / "x.sif"), f"oci-archive:{tmp_path / 'x.tar'}"]
     subprocess.run(command, env=clean_environment(tmp_path), check=True, capture_output=True)
     assert working_directory(tmp_path / "x.sif") == "/app/src"
     assert working_directory(base_sif) is None
+    assert image_start(tmp_path / "x.sif") == ImageStart(("/entry",), ("serve", "all"), (80,))
+    assert image_start(base_sif) == image_start(tmp_path) == image_start(tmp_path / "gone") == ImageStart()
 
 
 def test_the_work_directory_in_a_label_and_of_what_is_no_image(tmp_path: Path) -> None:
@@ -215,7 +218,7 @@ def test_mirrors_stand_for_registries() -> None:
 def hub(registry: Registry, small_rootfs: str) -> str:
     """A mirror of Docker's registry with the image ``tiny:1``."""
     env = ["FROM_REGISTRY=it's here", "PATH=/usr/bin:/bin"]
-    registry.push("hub/library/tiny", "1", [tree_layer(Path(small_rootfs))], Env=env, WorkingDir="/usr")
+    registry.push("hub/library/tiny", "1", [tree_layer(Path(small_rootfs))], Env=env, WorkingDir="/usr", Cmd=["ls"])
     return "/hub"
 
 
@@ -230,6 +233,7 @@ def test_pull_fetches_through_a_mirror_and_knows_the_image_by_its_own_name(
     assert between.asked[0][0] == "/v2/hub/library/tiny/manifests/1"
     image = read_layered(path)
     assert (image.base, len(image.layers), image.workdir) == (None, 1, "/usr")
+    assert image_start(path) == image.start == ImageStart(command=("ls",))
     assert image.settings == "export FROM_REGISTRY='it'\"'\"'s here'\nexport PATH=/usr/bin:/bin\n"
     asked = len(between.asked)
     assert verb("pull", "docker://tiny:1", "--air-gapped")[0] == 0  # the image is stored, so no request is sent

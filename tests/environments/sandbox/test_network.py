@@ -182,10 +182,10 @@ def test_only_a_listener_that_is_passed_out_is_kept(passed: str) -> None:
         descriptors = {"a file": [file.fileno()], "two": [file.fileno(), server.fileno()], "nothing": []}[passed]
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(theirs, [b"x"], descriptors)
-        received = helper_python.receive_descriptor(ours, _is_listener)
-        assert (received is not None) == (passed == "two")
-        if received is not None:
-            with socket.socket(fileno=received) as listener:
+        received = helper_python.receive_descriptors(ours, _is_listener)
+        assert len(received) == (passed == "two")
+        for descriptor in received:
+            with socket.socket(fileno=descriptor) as listener:
                 assert listener.getsockname() == server.getsockname()
         assert len(os.listdir("/proc/self/fd")) == before
 

@@ -15,6 +15,7 @@ import re
 import shlex
 from collections import ChainMap
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from e2b_dockerfile_utils import (
@@ -58,11 +59,11 @@ _HEREDOC = re.compile(r"(?<![\w\"'<])\d*<<-?([\"']?)([A-Za-z_][\w.]*)\1(?=\s|$)"
 
 _IGNORED = {
     "LABEL": "a sandbox has no labels",
-    "EXPOSE": "a sandbox publishes no ports",
+    "EXPOSE": "only services have ports",
     "VOLUME": "the directory is part of the writable layer",
     "MAINTAINER": "it changes nothing",
-    "CMD": "a sandbox runs the agent's commands",
-    "ENTRYPOINT": "a sandbox runs the agent's commands",
+    "CMD": "a sandbox runs the agent's commands, unless it is a service",
+    "ENTRYPOINT": "a sandbox runs the agent's commands, unless it is a service",
     "STOPSIGNAL": "a sandbox is always ended by SIGKILL",
     "HEALTHCHECK": "task.toml says how a task's environment is checked",
 }
@@ -200,6 +201,7 @@ class Reader:
             raise WordError(f"{name} before FROM; a Dockerfile starts with FROM")
         if name in _IGNORED:
             self.ignored.append((self._line, name, _IGNORED[name]))
+            self._take_start(instruction)
             return
         handler = getattr(self, f"_take_{name.lower()}", None)
         if handler is None:
@@ -237,6 +239,9 @@ class Reader:
                 parent.user,
                 parent.shell,
                 dict(parent.args),
+                parent.entrypoint,
+                parent.command,
+                parent.ports,
             )
         self.stages.append(self._current)
 
@@ -293,6 +298,18 @@ class Reader:
         if not instruction.json or not instruction.args:
             raise WordError(f'SHELL {_value(instruction)}; write SHELL ["/bin/bash", "-c"]')
         self._stage().shell = tuple(instruction.args)
+
+    def _take_start(self, instruction: DockerfileInstruction) -> None:
+        """Notes what the image runs as a service."""
+        stage = self._stage()
+        words = tuple(instruction.args if instruction.json else [*stage.shell, *instruction.args])
+        if instruction.name == "CMD":
+            stage.command = words
+        elif instruction.name == "ENTRYPOINT":
+            stage.entrypoint, stage.command = words, stage.command or ()  # the base image's CMD no longer holds
+        elif instruction.name == "EXPOSE":
+            with suppress(WordError):
+                stage.ports += tuple(self._text(word) for word in instruction.args)
 
     # --- steps that change the image ----------------------------------------------------------------------------
 

@@ -88,6 +88,12 @@ class Stage:
     shell: tuple[str, ...] = DEFAULT_SHELL
     args: dict[str, Text] = field(default_factory=dict)
     """``ARG`` variables that no later ``ENV`` overrides."""
+    entrypoint: tuple[str, ...] | None = None
+    """The last ``ENTRYPOINT``; ``None`` if the base image's holds."""
+    command: tuple[str, ...] | None = None
+    """The last ``CMD``; ``None`` if the base image's holds."""
+    ports: tuple[str, ...] = ()
+    """Ports of ``EXPOSE``, such as ``80/tcp``, except those that depend on unknown variables."""
 
     @property
     def exports(self) -> list[str]:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -70,6 +70,9 @@ class _Settings(msgspec.Struct, rename="pascal"):
     env: list[str] | None = None
     working_dir: str | None = None
     user: str | None = None
+    entrypoint: list[str] | None = None
+    cmd: list[str] | None = None
+    exposed_ports: dict[str, Any] | None = None
 
 
 class _RootFiles(msgspec.Struct):
@@ -100,12 +103,18 @@ class RemoteImage:
         env: Variables as ``NAME=value``.
         workdir: Working directory of commands. Empty if the image specifies none.
         user: User that runs commands. Empty means root.
+        entrypoint: Program of the image.
+        command: Arguments of the program, or the program if there is no entry point.
+        ports: Ports that the program serves, such as ``80/tcp``.
     """
 
     layers: tuple[RemoteLayer, ...]
     env: tuple[str, ...] = ()
     workdir: str = ""
     user: str = ""
+    entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    ports: tuple[str, ...] = ()
 
 
 TakeLayer = Callable[[str, Iterable[bytes]], None]
@@ -203,6 +212,9 @@ def _describe(client: RegistryClient) -> RemoteImage:
         tuple(entry for entry in settings.env or [] if "=" in entry and "\0" not in entry),
         settings.working_dir or "",
         settings.user or "",
+        tuple(settings.entrypoint or ()),
+        tuple(settings.cmd or ()),
+        tuple(settings.exposed_ports or ()),
     )
 
 

@@ -184,7 +184,7 @@ async def open_terminal(
     Raises:
         SandboxError: No terminal can be opened, or the shell does not start.
     """
-    descriptor, shell = await helper_python.run_and_receive(
+    (descriptor,), shell = await helper_python.run_and_receive(
         run, control, interpreter, _PROGRAM, command, is_wanted=_is_terminal, what="terminal", env=env
     )
     return Terminal(descriptor, shell)

@@ -1,0 +1,125 @@
+"""The section ``services`` of a campaign file."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from megaflow_hpc.config.sections import SandboxLimits, Section
+from megaflow_hpc.types import HealthCheck, Limits, Service
+
+HOST_NAME = re.compile(r"(?=.{1,253}\Z)[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\Z")
+"""A name that a sandbox's ``/etc/hosts`` can give a service."""
+RESERVED = ("localhost", "main", "ip6-localhost", "ip6-loopback")
+"""Names that no service may have."""
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Word = Annotated[str, StringConstraints(strip_whitespace=False)]
+
+
+def words_of(value: Any) -> Any:
+    """Returns a command as a list of words. A text runs in a shell."""
+    return ("/bin/sh", "-c", value) if isinstance(value, str) else value
+
+
+class HealthConfig(Section):
+    """Checks whether a service is ready. By default, every port must accept connections."""
+
+    command: tuple[Word, ...] = ()
+    """Command that is run in the service's sandbox and exits with 0 if the service is ready: a list of words, or a
+    text for the shell. Default: none; every port must accept connections."""
+    interval_s: float = Field(1.0, gt=0)
+    """Seconds between two checks. Default: 1."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Maximum duration of a check in seconds. Default: 10."""
+    ready_s: float = Field(60.0, gt=0)
+    """Seconds within which a started service must become ready. After that, the rollout is tried again. Default:
+    60."""
+
+    _words = field_validator("command", mode="before")(words_of)
+
+
+class ServiceConfig(Section):
+    """A program that runs next to the sandboxes of each rollout and is reached by its name, which is its key."""
+
+    per: Literal["rollout", "node", "campaign"] = "rollout"
+    """Scope of the service. ``rollout``: each rollout has a service of its own. ``node``: the campaign's rollouts on a
+    node share one. ``campaign``: one Slurm job serves all rollouts, and is requeued. Default: ``rollout``."""
+    image: str | None = None
+    """Image of the service, mapped by ``environment.images`` as those of tasks are. Default: the task's image."""
+    command: tuple[Word, ...] = ()
+    """Program of the service: a list of words, or a text for the shell. Default: the program of the image."""
+    ports: tuple[Port, ...] = ()
+    """TCP ports at which sandboxes reach the service. Default: the ports of the image."""
+    env: dict[str, Word] = Field(default_factory=dict)
+    """Environment variables of the service."""
+    workdir: str | None = None
+    """Directory in which the program starts. Default: that of the image."""
+    user: str | None = None
+    """User of the program: ``root``, or any other name for an ordinary user. Default: root."""
+    after: tuple[str, ...] = ()
+    """Services that must be ready before this one starts. Default: none."""
+    health: HealthConfig = HealthConfig()
+    """Checks whether the service is ready."""
+    limits: SandboxLimits = SandboxLimits()
+    """Limits of the service's sandbox. Default: those of ``environment.limits``, except ``wall_s``."""
+
+    _words = field_validator("command", mode="before")(words_of)
+
+    @model_validator(mode="after")
+    def _of_the_tasks_image(self) -> ServiceConfig:
+        if not self.image and not (self.command and self.ports):
+            raise ValueError("a service without an image has that of the task, and needs command and ports; add them")
+        if self.per != "rollout" and (not self.image or self.after):
+            raise ValueError(f"a service per {self.per} needs an image and waits for no other; name image, not after")
+        return self
+
+    def service(self, name: str) -> Service:
+        """Returns the service in the form of tasks."""
+        limits = self.limits
+        return Service(
+            name=name,
+            image=self.image or "",
+            command=self.command,
+            env=dict(self.env),
+            workdir=self.workdir,
+            user=self.user,
+            ports=self.ports,
+            health=HealthCheck(**self.health.model_dump()),
+            after=self.after,
+            per=self.per,
+            limits=Limits(limits.memory_mb, limits.cpus, limits.disk_mb, limits.processes, None, limits.wall_s),
+        )
+
+
+def check_services(services: dict[str, ServiceConfig]) -> None:
+    """Raises ValueError for a name that no host can have, and for services that wait for an unknown one or in a
+    circle."""
+    for name in services:
+        if not HOST_NAME.match(name):
+            raise ValueError(f"service {name!r} must be lower-case letters, digits, dot, dash or underscore")
+        if name in RESERVED:
+            raise ValueError(f"service {name!r}: this name is reserved; choose another")
+    if problem := order_problem({name: service.after for name, service in services.items()}):
+        raise ValueError(problem)
+
+
+def order_problem(after: dict[str, tuple[str, ...]]) -> str:
+    """Returns why services cannot be started one after another; empty if they can.
+
+    Args:
+        after: service → services that must be ready before it starts.
+    """
+    for name, others in after.items():
+        for other in others:
+            if other not in after:
+                return f"service {name!r} waits for {other!r}, which is no service; known here: {', '.join(after)}"
+    started: set[str] = set()
+    while len(started) < len(after):
+        ready = {name for name, others in after.items() if name not in started and started.issuperset(others)}
+        if not ready:
+            return f"services {', '.join(sorted(set(after) - started))} wait for one another; remove a dependency"
+        started |= ready
+    return ""

@@ -1,0 +1,166 @@
+"""The services of one rollout: started in order, reached by name, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.spec import Address, SandboxSpec
+from megaflow_hpc.environments.services.forwarding import Dial, Forwarding
+from megaflow_hpc.environments.services.remote import RemoteService
+from megaflow_hpc.environments.services.running import PlannedService, RunningService
+from megaflow_hpc.errors import ServiceError
+
+T = TypeVar("T")
+Start = Callable[[SandboxSpec], Awaitable[ApptainerSandbox]]
+
+
+class _View:
+    """The services of a group as one sandbox reaches them (:class:`.Reachable`).
+
+    Args:
+        own: Name of the service that runs in the sandbox itself, at 127.0.0.1. Empty in an agent's sandbox.
+    """
+
+    def __init__(self, group: ServiceGroup, own: str = "") -> None:
+        self._group, self._own = group, own
+
+    @property
+    def hosts(self) -> Mapping[str, str]:
+        own = {self._own: "127.0.0.1"} if self._own else {}
+        return {**self._group.addresses, **own}
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        own = next((set(service.ports) for service in self._group.services if service.name == self._own), set[int]())
+        # A program that listens at all addresses needs its ports free at each.
+        return [
+            (self._group.addresses[service.name], port)
+            for service in self._group.services
+            for port in service.ports
+            if service.name != self._own and port not in own
+        ]
+
+    def serve(self, listeners: Mapping[Address, socket.socket]) -> Callable[[], None]:
+        names = {address: name for name, address in self._group.addresses.items()}
+        dials: dict[Address, Dial] = {
+            (address, port): partial(self._group.dial, names[address], port) for address, port in listeners
+        }
+        return Forwarding(listeners, dials).close
+
+
+class ServiceGroup:
+    """Services of one rollout, as an async context manager that starts and stops them.
+
+    Args:
+        planned: The services.
+        start: Starts a sandbox.
+        remote: Services of the campaign, which run in jobs of their own. Their specifications are not used.
+
+    Raises:
+        ServiceError: a service did not become healthy.
+        SandboxError: a sandbox of a service did not start.
+    """
+
+    def __init__(
+        self,
+        planned: Sequence[PlannedService],
+        start: Start,
+        remote: Sequence[RemoteService] = (),
+    ) -> None:
+        self._planned = planned
+        self._start = start
+        self._remote = {service.name: service for service in remote}
+        self.services = [each.service for each in planned]
+        net = f"127.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}"
+        self.addresses = {service.name: f"{net}.{number}" for number, service in enumerate(self.services, 1)}
+        """Name → loopback address in every sandbox. Differs between groups, for networks that sandboxes share."""
+        self._running: dict[str, RunningService] = {}
+
+    @property
+    def reachable(self) -> _View | None:
+        """The services as the rollout's sandbox reaches them. ``None`` without services."""
+        return _View(self) if self.services else None
+
+    async def dial(self, name: str, port: int) -> socket.socket:
+        """Connects to a port of a service. Raises OSError or SandboxError if that fails."""
+        if name in self._remote:
+            return await self._remote[name].dial(port)
+        service = self._running.get(name)
+        if service is None:
+            raise ConnectionRefusedError(f"service {name} has not started")
+        return await service.dialer.connect(port)
+
+    async def __aenter__(self) -> ServiceGroup:
+        try:
+            await asyncio.gather(*(service.begin() for service in self._remote.values()))
+            for each in in_order(self._planned):
+                service = each.service
+                if service.name in self._remote:
+                    continue
+                spec = replace(each.spec, services=_View(self, service.name))
+                running = RunningService(service.name, await self._start(spec), service.command)
+                self._running[service.name] = running
+                await running.wait_healthy(service.health, service.ports)
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    async def _stop(self) -> None:
+        for service in self._remote.values():
+            service.close()
+        await asyncio.gather(*(service.stop() for service in self._running.values()), return_exceptions=True)
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs work that needs the services, and cancels it if a service ends.
+
+        Raises:
+            ServiceError: a service ended before the work did. A result of the work is then not returned.
+        """
+        running = asyncio.ensure_future(work)
+        watching = [asyncio.create_task(service.ended()) for service in self._remote.values()]
+        try:
+            programs = [*watching, *(service.program for service in self._running.values())]
+            await asyncio.wait([running, *programs], return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.gather(*(service.check_alive() for service in self._running.values()))
+                for service in self._remote.values():
+                    if why := await service.problem():
+                        raise ServiceError(f"service {service.name}: {why}, while the rollout ran")
+            except ServiceError:
+                if running.done() and not running.cancelled() and running.exception() is not None:
+                    await running
+                raise
+            return await running
+        finally:
+            for task in watching:
+                task.cancel()
+            if not running.done():
+                running.cancel()
+                with suppress(BaseException):
+                    await running
+
+
+def in_order(planned: Sequence[PlannedService]) -> list[PlannedService]:
+    """Returns services so that each comes after those that it waits for. Their names must exist and have no circle."""
+    left, ordered = list(planned), list[PlannedService]()
+    while left:
+        started = {each.service.name for each in ordered}
+        ready = next((each for each in left if started.issuperset(each.service.after)), left[0])
+        left.remove(ready)
+        ordered.append(ready)
+    return ordered

@@ -1,0 +1,296 @@
+"""Services of other processes: connections to their ports over TLS or a Unix socket, with a key.
+
+A client sends ``KEY PORT`` and a line feed, and the server answers ``ok`` once the service accepts the connection. Then
+both sides send chunks, each after its length in four bytes. Length 0 ends one direction, as TLS itself cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megaflow_hpc.environments.services.forwarding import CHUNK_BYTES, Dialer
+from megaflow_hpc.environments.services.running import PlannedService
+from megaflow_hpc.errors import SandboxError, ServiceError
+
+CONNECT_TIMEOUT_S = 20.0
+WAIT_S = 600.0
+"""Seconds for which a rollout waits until a service can be reached. Its job may just be requeued."""
+POLL_S = 0.5
+CHECK_S = 10.0
+"""Seconds between two checks that a service still answers while a rollout runs."""
+_LENGTH_BYTES = 4
+_OK = b"ok\n"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Address and key of one start of a service."""
+
+    url: str
+    key: str
+    fingerprint: str
+    """SHA-256 of the server's certificate. Empty without TLS."""
+
+
+class RemoteServices:
+    """Services that do not run in the rollout's own process, as their latest endpoint files tell."""
+
+    def __init__(self) -> None:
+        self._addresses: dict[str, Address] = {}
+        self._failed: dict[str, str] = {}
+
+    def update(self, endpoints: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replaces what is known.
+
+        Args:
+            endpoints: name of the service → its endpoint file, or that of its failure.
+        """
+        self._addresses = {
+            name: Address(str(file["url"]), str(file["key"]), str(file["tls_fingerprint"]))
+            for name, file in endpoints.items()
+            if file.get("url")
+        }
+        self._failed = {name: str(file.get("cause")) for name, file in endpoints.items() if file.get("all_failed")}
+
+    def prepare(self, planned: PlannedService) -> None:
+        """Called before a rollout uses a service. A job of the campaign runs it, so there is nothing to do."""
+
+    def address(self, name: str) -> Address | None:
+        """Returns the present address of a service; ``None`` if it is not running."""
+        return self._addresses.get(name)
+
+    def failed(self, name: str) -> str:
+        """Returns why a service will not run any more; empty if it may."""
+        return self._failed.get(name, "")
+
+
+class RemoteService:
+    """One service as one rollout uses it: the start that it had when the rollout began.
+
+    Args:
+        ports: The service's ports; the first one is connected to find out whether it answers.
+    """
+
+    def __init__(self, name: str, ports: tuple[int, ...], services: RemoteServices) -> None:
+        self.name, self._port, self._services = name, ports[0], services
+        self._address: Address | None = None
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    async def begin(self) -> None:
+        """Waits until the service can be reached.
+
+        Raises:
+            ServiceError: it has failed for good, or cannot be reached in time.
+        """
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        problem = "no job of it is running"
+        while True:
+            if cause := self._services.failed(self.name):
+                raise ServiceError(f"service {self.name}: {cause}")
+            self._address = self._services.address(self.name)
+            if self._address is not None:
+                try:
+                    (await self.dial(self._port)).close()
+                    return
+                except (OSError, ValueError) as error:
+                    problem = str(error) or type(error).__name__
+            if asyncio.get_running_loop().time() > deadline:
+                raise ServiceError(f"service {self.name}: not reached within {WAIT_S:g} s: {problem}")
+            await asyncio.sleep(POLL_S)
+
+    async def ended(self) -> str:
+        """Waits until the service has ended or started again. Returns the reason."""
+        misses = 0
+        while True:
+            await asyncio.sleep(CHECK_S if misses == 0 else POLL_S)
+            why = await self.problem()
+            misses = misses + 1 if why else 0
+            if misses > 1:
+                return why
+
+    async def problem(self) -> str:
+        """Returns why the service is not the one that the rollout began with; empty if it is, and answers."""
+        if self._services.address(self.name) not in (None, self._address):
+            return "it was started anew"
+        try:
+            (await self.dial(self._port)).close()
+        except (OSError, ValueError) as error:
+            return f"it does not answer ({error or type(error).__name__})"
+        return ""
+
+    async def dial(self, port: int) -> socket.socket:
+        """Returns a socket whose bytes go to a port of the service.
+
+        Raises:
+            OSError: the service cannot be reached, or is another start of it.
+        """
+        if self._address is None:
+            raise ConnectionRefusedError(f"service {self.name} is not running")
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                reader, writer = await _connect(self._address, port)
+        except TimeoutError:
+            raise ConnectionError(f"no answer within {CONNECT_TIMEOUT_S:g} s") from None
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        task = asyncio.create_task(_carry(theirs, reader, writer))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+        return ours
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for task in self._carrying:
+            task.cancel()
+
+
+async def _connect(address: Address, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    parts = urlsplit(address.url)
+    if parts.scheme == "unix":
+        return await _greet(*await _open_socket(Path(parts.path)), address.key, port)
+    context = None
+    if address.fingerprint:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the fingerprint is compared below
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=context)
+    try:
+        if address.fingerprint:
+            certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            if hashlib.sha256(certificate).hexdigest() != address.fingerprint:
+                raise ConnectionError("another program has taken the place of the service")
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return await _greet(reader, writer, address.key, port)
+
+
+async def _open_socket(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        with _short(path) as short:
+            await asyncio.get_running_loop().sock_connect(connection, short)
+        return await asyncio.open_unix_connection(sock=connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Yields another name of a path, which is short enough for a socket."""
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
+async def _greet(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str, port: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    try:
+        writer.write(f"{key} {port}\n".encode())
+        if await reader.readline() != _OK:
+            raise ConnectionRefusedError(f"port {port} accepts no connection")
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return reader, writer
+
+
+class ServiceListener:
+    """Answers the clients of one start of a service.
+
+    Args:
+        key: Clients must send this key.
+        ports: Ports that may be reached.
+        dialer: Connects to the service.
+    """
+
+    def __init__(self, key: str, ports: tuple[int, ...], dialer: Dialer) -> None:
+        self._key, self._ports, self._dialer = key.encode(), ports, dialer
+        self._clients: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def start(self, context: ssl.SSLContext | None) -> None:
+        """Listens on a port of the node that the kernel chooses."""
+        self._server = await asyncio.start_server(self._serve, None, 0, ssl=context, family=socket.AF_INET)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def start_on_socket(self, path: Path) -> str:
+        """Listens on a Unix socket in a private directory. Returns its URL."""
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _short(path) as short:
+            server.bind(short)
+        self._server = await asyncio.start_unix_server(self._serve, sock=server)
+        return f"unix://{path}"
+
+    def stop(self) -> None:
+        """Closes the port and all connections."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._clients:
+            task.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._clients.add(task)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                key, _, port = (await reader.readline()).strip().partition(b" ")
+                if not hmac.compare_digest(key, self._key) or int(port) not in self._ports:
+                    return
+                there = await self._dialer.connect(int(port))
+            writer.write(_OK)
+            await _carry(there, reader, writer)
+        except (OSError, ValueError, TimeoutError, SandboxError):
+            pass
+        finally:
+            self._clients.discard(task)
+            writer.close()
+
+
+async def _carry(plain: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Carries bytes between a socket and a connection of chunks until both directions have ended."""
+    ways = [asyncio.ensure_future(_to_chunks(plain, writer)), asyncio.ensure_future(_from_chunks(reader, plain))]
+    with plain, suppress(OSError, asyncio.IncompleteReadError):
+        try:
+            await asyncio.gather(*ways)
+        finally:
+            for way in ways:
+                way.cancel()
+            writer.close()  # after what is still to be sent
+
+
+async def _to_chunks(plain: socket.socket, writer: asyncio.StreamWriter) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        data = await loop.sock_recv(plain, CHUNK_BYTES)
+        writer.write(len(data).to_bytes(_LENGTH_BYTES) + data)
+        await writer.drain()
+        if not data:
+            return
+
+
+async def _from_chunks(reader: asyncio.StreamReader, plain: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    while size := int.from_bytes(await reader.readexactly(_LENGTH_BYTES)):
+        if size > CHUNK_BYTES:
+            raise ConnectionError("a chunk that is too long")
+        await loop.sock_sendall(plain, await reader.readexactly(size))
+    plain.shutdown(socket.SHUT_WR)

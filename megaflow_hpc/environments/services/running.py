@@ -1,0 +1,119 @@
+"""One running service: its sandbox, its program, its health and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.environments.services.forwarding import Dialer
+from megaflow_hpc.errors import LimitError, SandboxError, ServiceError
+from megaflow_hpc.types import ExecResult, HealthCheck, Service
+
+_MAX_OUTPUT_CHARACTERS = 1000
+_FIRST_PAUSE_S = 0.1
+"""Seconds after a service's first check. Later pauses double, up to the interval of its health check."""
+_OUTPUT_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class PlannedService:
+    """A service, and the specification of its sandbox."""
+
+    service: Service
+    spec: SandboxSpec
+
+
+class RunningService:
+    """A service in a sandbox that this object owns. Create it with :meth:`start`.
+
+    Args:
+        name: The service's name, for error messages.
+    """
+
+    def __init__(self, name: str, sandbox: ApptainerSandbox, command: Sequence[str]) -> None:
+        self.name = name
+        self.sandbox = sandbox
+        self.dialer = Dialer(sandbox)
+        self._output = bytearray()
+        self.program = asyncio.create_task(self._run(command))
+        """Ends when the service's program ends, with the reason."""
+
+    async def _run(self, command: Sequence[str]) -> str:
+        words = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *command]
+        try:
+            ended: ExecResult = await self.sandbox.exec(words, on_output=self._keep)
+        except LimitError as error:
+            return str(error)
+        except SandboxError as error:
+            return f"its sandbox was lost: {error}"
+        return f"its program ended with exit code {ended.exit_code}{f' ({ended.breach})' if ended.breach else ''}"
+
+    def _keep(self, data: bytes) -> bool:
+        self._output += data
+        del self._output[:-_OUTPUT_BYTES]
+        return True
+
+    def error(self, why: str) -> ServiceError:
+        """Returns an error that names the service, with the end of its output."""
+        output = self._output.decode("utf-8", "replace").strip()[-_MAX_OUTPUT_CHARACTERS:]
+        return ServiceError(f"service {self.name}: {why}; its output ends with: {output or '(nothing)'}")
+
+    async def wait_healthy(self, check: HealthCheck, ports: Sequence[int]) -> None:
+        """Checks the service until it is healthy.
+
+        Raises:
+            ServiceError: its program ended, or it is not healthy in time.
+        """
+        deadline = time.monotonic() + check.ready_s
+        pause_s = min(_FIRST_PAUSE_S, check.interval_s)
+        while True:
+            problem = await self._problem(check, ports)
+            if self.program.done():
+                raise self.error(f"{self.program.result()} before it was healthy")
+            if not problem:
+                return
+            if time.monotonic() > deadline:
+                raise self.error(f"not healthy after {check.ready_s:g} s: {problem}")
+            await asyncio.wait([self.program], timeout=pause_s)
+            pause_s = min(2 * pause_s, check.interval_s)
+
+    async def _problem(self, check: HealthCheck, ports: Sequence[int]) -> str:
+        """Returns why one health check failed; empty if it succeeded."""
+        if check.command:
+            try:
+                done = await self.sandbox.exec(list(check.command), timeout_s=check.timeout_s)
+            except SandboxError as error:
+                return str(error)
+            if done.exit_code == 0:
+                return ""
+            words = (done.stderr or done.stdout).strip()[-300:]
+            return f"its health check ended with {done.exit_code}: {words}"
+        for port in ports:
+            try:
+                connection = await asyncio.wait_for(self.dialer.connect(port), check.timeout_s)
+            except (OSError, SandboxError, TimeoutError) as error:
+                return f"port {port} accepts no connection ({error})"
+            connection.close()
+        return ""
+
+    async def check_alive(self) -> None:
+        """Raises :class:`ServiceError` if the service's program or its sandbox has ended."""
+        if not self.program.done():  # a command that ends is answered after programs that ended before it
+            with suppress(SandboxError):
+                await self.sandbox.exec("true", timeout_s=60)
+            await asyncio.sleep(0)
+        if self.program.done():
+            raise self.error(f"{self.program.result()} while the rollout ran")
+
+    async def stop(self) -> None:
+        """Ends the service and removes its files."""
+        self.dialer.close()
+        try:
+            await self.sandbox.stop()
+        finally:
+            self.program.cancel()

@@ -1,0 +1,112 @@
+"""Services of tasks: those of the campaign are added to each task, and each gets the spec of its sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from megaflow_hpc.config.sections import EnvironmentConfig
+from megaflow_hpc.config.services import ServiceConfig
+from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.environments.services.group import ServiceGroup, Start
+from megaflow_hpc.environments.services.remote import RemoteService, RemoteServices
+from megaflow_hpc.environments.services.running import PlannedService
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.types import Service, Task
+
+
+def add_services(tasks: Sequence[Task], services: Mapping[str, ServiceConfig]) -> list[Task]:
+    """Returns the tasks with the campaign's services.
+
+    Raises:
+        ConfigError: a task has a service of the same name, or has no sandbox that could reach them, or
+            :func:`check_ports` rejects the services.
+    """
+    if not services:
+        return list(tasks)
+    added = tuple(section.service(name) for name, section in services.items())
+    result = []
+    for task in tasks:
+        if not task.image:
+            raise ConfigError(f"services: task {task.id} has no sandbox (image: none) that could reach them")
+        if both := {service.name for service in task.services} & set(services):
+            raise ConfigError(
+                f"services.{sorted(both)[0]}: task {task.id} has a service of this name; rename the campaign's"
+            )
+        together = (*task.services, *added)
+        check_ports(task.id, together)
+        result.append(replace(task, services=together))
+    return result
+
+
+def check_ports(task_id: str, services: Sequence[Service]) -> None:
+    """Checks that each service reaches those that it waits for.
+
+    Raises:
+        ConfigError: both serve the same port, which the first then cannot also reach under another name.
+    """
+    by_name = {service.name: service for service in services}
+    for service in services:
+        for other in service.after:
+            if both := set(service.ports) & set(by_name[other].ports):
+                raise ConfigError(
+                    f"task {task_id}: services {service.name} and {other} both serve port {min(both)}, so "
+                    f"{service.name} cannot reach {other}; give one of them another port"
+                )
+
+
+def check_network(task: Task, environment: EnvironmentConfig) -> None:
+    """Checks that the task's sandbox can listen at the ports of its services.
+
+    Raises:
+        ConfigError: the sandbox shares the node's network, in which ports below 1024 are root's.
+    """
+    if environment.network_of(task) == "host":
+        for service in task.services:
+            if low := [port for port in service.ports if port < 1024]:
+                raise ConfigError(
+                    f"task {task.id}: service {service.name} serves port {low[0]}, which no user may listen at in the "
+                    "node's network; use environment.network: gateway, or a port from 1024 on"
+                )
+
+
+def services_of(
+    task: Task,
+    images: Mapping[str, str],
+    environment: EnvironmentConfig,
+    start: Start,
+    shared: Mapping[str, RemoteServices] | None = None,
+) -> ServiceGroup:
+    """Returns the services of one rollout of a task, not yet started.
+
+    Args:
+        images: image name in the tasks → SIF file or directory.
+        environment: the campaign's ``environment``.
+        start: starts a sandbox.
+        shared: scope → its services, which rollouts share. If ``None``, this rollout starts its own.
+    """
+    default = environment.limits
+    planned = []
+    for service in task.services:
+        limits = service.limits
+        spec = SandboxSpec(
+            image=images[service.image or task.image],
+            env=dict(service.env),
+            workdir=service.workdir,
+            user=service.user,
+            network="gateway",
+            memory_mb=limits.memory_mb or default.memory_mb,
+            cpus=limits.cpus or default.cpus,
+            disk_mb=limits.disk_mb or default.disk_mb,
+            processes=limits.processes or default.processes or 512,
+            wall_s=limits.wall_s,
+            nested=environment.nested,
+        )
+        planned.append(PlannedService(service, spec))
+    remote = []
+    for each in planned:
+        service = each.service
+        if shared is not None and service.per in shared:
+            shared[service.per].prepare(each)
+            remote.append(RemoteService(service.name, service.ports, shared[service.per]))
+    return ServiceGroup(planned, start, remote)
