@@ -158,6 +158,20 @@ async def test_a_policy_plays_against_itself() -> None:
 
 
 @in_loop
+async def test_roles_that_continue_one_conversation_each_have_their_own_latest_one() -> None:
+    team = Team({"one": {"Say": "a"}, "two": {"Say": "b"}}, {"left": "one", "right": "two"})
+    async with team as model:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Say it."}]
+        for role in ("left", "right"):
+            messages.append((await ask(model, messages, role)).message)
+    trajectory = Trajectory.begin(Rollout("t", "one", 0, "a"), 0, "completed")
+    trajectory.messages, trajectory.parents = team.recording.messages, team.recording.parents
+    trajectory.turns = team.recording.turns
+    said = {role: [message["content"] for message in own] for role, own in by_role(trajectory).items()}
+    assert said == {"left": ["Say it.", "a"], "right": ["Say it.", "a", "b"]}
+
+
+@in_loop
 async def test_parts_of_a_question_are_a_tree_with_the_calls_that_started_them() -> None:
     answers = {
         "solver": {

@@ -43,6 +43,9 @@ def test_only_the_owner_runs_rollouts() -> None:
     assert campaign.team
     assert (campaign.team.owner, campaign.team.owning_policy) == ("writer", "author")
     assert parse({**FIELDS, "team": {**FIELDS["team"], "owner": "checker"}}).policies()["second"].samples == 4
+    # Trainers give the tasks to its agents by their shares, even if only another role is trained.
+    agents = [{"name": "nop", "share": 2}, "oracle"]
+    assert parse({**FIELDS, "agent": agents, "training": {"policies": {"second": {}}}})
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,28 @@ def test_only_the_owner_runs_rollouts() -> None:
         (
             {"training": {"policies": {"author": {"snapshot": {"to": "author"}}}}},
             "training.policies.author.snapshot.to: 'author': expected a model that is not trained",
+        ),
+        (
+            {"samples": 1, "training": {"policies": {"second": {}}}},
+            "training.policies.second: a group of one sample has nothing to compare with",
+        ),
+        (
+            {
+                "models": {"author": {**MODEL, "agent": {"name": "a:B", "args": {"top_p": 0.9}}}, "second": MODEL},
+                "training": {"policies": {"second": {}}},
+            },
+            "agent.args.top_p 0.9: a trained policy is sampled with 1",
+        ),
+        (
+            {"training": {"policies": {"author": {}, "second": {"mix_agents": True}}}},
+            "training.policies.second.mix_agents: all policies of a team are trained on the same groups",
+        ),
+        (
+            {
+                "models": {"author": {**MODEL, "args": {"enable-lora": True}}, "second": MODEL},
+                "training": {"policies": {"author": {"lora": {}, "snapshot": {"to": "second"}}}},
+            },
+            r"snapshot.to: 'second' would get adapters \(lora\); start its engine for them too",
         ),
     ],
 )
