@@ -15,6 +15,7 @@ status and a cause:
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import sys
 import time
@@ -229,7 +230,11 @@ class AgentRun:
 
 
 def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> None:
-    """Adds the agent's work in one step to the trajectory of the earlier steps."""
+    """Adds the agent's work in one step to the trajectory of the earlier steps.
+
+    Raises:
+        UserCodeError: the agent rewarded more calls than it made in this step.
+    """
     if trajectory.status != "truncated":
         trajectory.status = result.status
     if result.exit_code or result.error:
@@ -255,6 +260,7 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     trajectory.constrained += recording.constrained
     if recording.calls:
         trajectory.artifacts.append(calls_artifact(recording))
+    check_turn_rewards(turns, len(trajectory.turns))  # the next step's calls would get the surplus
 
 
 def check_turn_rewards(rewards: Mapping[str, float], calls: int) -> None:
@@ -263,11 +269,11 @@ def check_turn_rewards(rewards: Mapping[str, float], calls: int) -> None:
     Raises:
         UserCodeError: a reward names a call that was not made.
     """
+    known = {f"{TURN_REWARD}{number}" for number in range(calls)}
     for name in rewards:
-        number = name.removeprefix(TURN_REWARD)
-        if number != name and number.isascii() and number.isdigit() and int(number) >= calls:
+        if name not in known and re.fullmatch(rf"{re.escape(TURN_REWARD)}-?\d+", name):
             made = f"calls 0 to {calls - 1}" if calls else "no model call"
-            raise UserCodeError(f"reward {name!r}: the rollout made {made}; correct turn_rewards or the verifier")
+            raise UserCodeError(f"reward {name!r:.60}: the rollout made {made}; correct turn_rewards or the verifier")
 
 
 def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from megaflow_hpc.errors import UserCodeError
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
-from megaflow_hpc.pod.rollout.rollout import _add
+from megaflow_hpc.pod.rollout.preemption import Checkpoint
+from megaflow_hpc.pod.rollout.rollout import _add, check_turn_rewards
 from megaflow_hpc.trajectories.reading.conversations import conversations
 from megaflow_hpc.trajectory import Recording, Trajectory
 from megaflow_hpc.types import AgentResult
@@ -45,3 +49,24 @@ def test_rewards_of_turns_are_numbered_over_all_steps() -> None:
     _add(trajectory, AgentResult(turn_rewards=[0.5, 0.0, 1.0]), recording("one"))
     _add(trajectory, AgentResult(turn_rewards=[0.25]), recording("two"))
     assert trajectory.rewards == {"turn.0": 0.5, "turn.1": 0.0, "turn.2": 1.0, "turn.3": 0.25}
+
+
+def test_rewards_of_finished_steps_continue_in_the_next_attempt() -> None:
+    before, after = (Trajectory("t/p/0", "t", "t/p", "p", "a", "completed") for _ in range(2))
+    _add(before, AgentResult(turn_rewards=[0.5], rewards={"right": 1.0}), recording("one"))
+    Checkpoint(before, 1, [], 0.0, {}, {}).carry_over(after)
+    assert after.rewards == {"turn.0": 0.5, "right": 1.0}
+
+
+def test_an_agent_rewards_no_more_calls_than_it_made_in_a_step() -> None:
+    trajectory = Trajectory("t/p/0", "t", "t/p", "p", "a", "completed")
+    with pytest.raises(UserCodeError, match=r"reward 'turn.3': the rollout made calls 0 to 2"):
+        _add(trajectory, AgentResult(turn_rewards=[0.5] * 4), recording("one"))
+    assert len(trajectory.turns) == 3, "nothing is lost"
+
+
+@pytest.mark.parametrize("number", ["2", "-1", "01", "٠", "9" * 5000])
+def test_a_reward_of_a_call_that_was_not_made_is_refused(number: str) -> None:
+    check_turn_rewards({"turn.0": 1.0, "turn.1": 0.0, "turn.taking": 1.0, "reward": 1.0}, 2)
+    with pytest.raises(UserCodeError, match="the rollout made calls 0 to 1; correct turn_rewards or the verifier"):
+        check_turn_rewards({f"turn.{number}": 1.0}, 2)
