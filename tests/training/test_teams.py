@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megaflow_hpc.campaign.planning.own_code import check_methods
+from megaflow_hpc.config.team import TeamConfig
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import read_blocks
@@ -220,6 +222,21 @@ def test_a_function_gets_the_rewards_of_all_roles(tmp_path: Path, monkeypatch: p
     own = group((1, 0, ("writer", "checker")), (0, 3, ("writer", "checker")))
     assert values(own, kind="by_role:own") == [[1.0, 0.0], [0.0, 3.0]]
     assert values(own, roles={"checker": "right"}, kind="by_role:total") == [[0.0], [3.0]]
+
+
+def test_a_function_that_uses_roles_is_tried_with_roles(tmp_path: Path) -> None:
+    (tmp_path / "uses_roles.py").write_text(
+        "def own(groups):\n"
+        "    return {s.id: [s.role_rewards[r] for r in s.roles] for g in groups for s in g.samples}\n"
+        "def rate(rollouts):\n"
+        "    return {r.sample.id: sum(turn.role == 'checker' for turn in r.trajectory.turns) for r in rollouts}\n"
+        "def keep(groups, version, random):\n"
+        "    return [g for g in groups if 'writer' in g.samples[0].roles]\n"
+    )
+    policy = {"advantage": {"kind": "uses_roles:own"}, "score": "uses_roles:rate"}
+    config = training({"policies": {"author": policy}, "data": ["uses_roles:keep"]})
+    roles = {"writer": "author", "checker": {"policy": "author", "reward": "right"}}
+    check_methods(config, TeamConfig.model_validate({"roles": roles}), tmp_path, lambda key: key)
 
 
 def test_a_group_is_dropped_only_if_no_role_can_learn_from_it() -> None:

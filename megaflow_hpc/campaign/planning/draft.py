@@ -179,7 +179,7 @@ def _read_training(draft: Draft, config: CampaignConfig, base: Path, where: Wher
 
 def _try_methods(draft: Draft, training: TrainingConfig, base: Path, where: Where) -> None:
     with draft.noting():
-        tried = check_methods(training, base, where)
+        tried = check_methods(training, draft.config.team, base, where)
         draft.own_code = tuple(dict.fromkeys([*draft.own_code, *tried.code]))
         draft.digests = tried.digests
         draft.warnings += tried.warnings
