@@ -214,13 +214,14 @@ async def test_a_call_that_was_not_made_cannot_have_started_another() -> None:
     async with Team({"one": {"": "1"}}, {}) as model:
         first = await ask(model, "Say it.")
         assert first.call == 0
-        for named in ("1", "-1", "x", "9" * 20, "٣"):
+        assert (await ask(model, "Say it.", n=2)).call == 1, "its engine gives one answer only"
+        for named in ("2", "-1", "x", "9" * 20, "٣"):
             headers = {"Authorization": f"Bearer {model.api_key}", STARTED_BY_HEADER: named}
             body = {"model": "", "messages": [{"role": "user", "content": "Say it."}]}
             async with aiohttp.ClientSession() as session:
                 async with session.post(f"{model.base_url}/chat/completions", json=body, headers=headers) as response:
                     assert response.status == 400, await response.text()
-                    assert "this rollout has calls 0 to 0" in (await response.json())["error"]["message"]
+                    assert "this rollout has calls 0 to 1" in (await response.json())["error"]["message"]
 
 
 @in_loop
@@ -229,6 +230,8 @@ async def test_refused_calls_are_errors_of_the_request_or_of_the_service() -> No
     async with team as model:
         with pytest.raises(UserCodeError, match="HTTP 400"):
             await ask(model, [{"role": "nobody", "content": 1}])
+        with pytest.raises(UserCodeError, match="ask takes no stream"):
+            await ask(model, "Say it.", stream=True)
         for _ in range(20):
             await ask(model, "Say it.")
         with pytest.raises(ModelServiceError, match=r"HTTP 429.*has made its 20 model calls"):

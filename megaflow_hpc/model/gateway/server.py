@@ -417,7 +417,7 @@ class ModelGateway:
             answer = self._answer(rollout, request._replace(gate=gate))
             if not body.get("stream"):
                 reply = await answer
-                number = {CALL_HEADER: str(rollout.recorder.calls - request.choices)}
+                number = {CALL_HEADER: str(rollout.recorder.calls - (len(reply.samples) or 1))}
                 return await send_json(http, reply.size, lambda: dialect.answer(reply.body, body), number)
             return await send_stream(
                 http,
