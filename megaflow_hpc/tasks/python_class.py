@@ -101,6 +101,8 @@ class ClassSource(msgspec.Struct, frozen=True):
     """Source file of the class. Empty if it has none."""
     judged: bool = False
     """True if ``score`` asks a judge."""
+    teamed: bool = False
+    """True if ``score`` needs the roles of a team. A parameter ``roles`` with a default needs none."""
 
 
 def looks_like_class(source: str) -> bool:
@@ -154,7 +156,9 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         given := [key for key in SETTINGS if key in IN_SANDBOX and values[key] is not None]
     ):
         raise ConfigError(f"{where}: {given[0]}: a task with image {NONE!r} has no sandbox; leave {given[0]} out")
-    place = ClassSource(source, base, keywords, _file(cls), "judge" in _wanted(task.score))
+    wanted, roles = _wanted(task.score), inspect.signature(task.score).parameters.get("roles")
+    teamed = roles is not None and roles.default is inspect.Parameter.empty
+    place = ClassSource(source, base, keywords, _file(cls), "judge" in wanted, teamed)
     made = Task(
         id=name,
         instruction=instruction,

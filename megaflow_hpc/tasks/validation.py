@@ -141,7 +141,10 @@ async def _run(
             raise _SolutionFailed(result.error)
 
     context = verification_context(task, environment, images, provider.start)
-    if task.metadata.get("python", {}).get("judged"):
+    needs = task.metadata.get("python", {})
+    if needs.get("teamed"):
+        return ValidationRun(error="its score takes the roles of a team, which only a campaign has")
+    if needs.get("judged"):
         return ValidationRun(error="its score asks a judge, which only a campaign has; run one with the agent oracle")
     try:
         if not task.image:

@@ -108,6 +108,20 @@ def test_a_wrong_team_is_refused_before_anything_is_planned(changes: dict[str, A
         parse({**FIELDS, **changes})
 
 
+def test_a_score_that_needs_roles_is_refused_without_a_team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.py").write_text(TASKS + TASKS.replace("Sum", "Open").replace("roles)", "roles=None)"))
+    fields = {name: value for name, value in FIELDS.items() if name not in ("team", "models")}
+    (tmp_path / "campaign.yaml").write_text(
+        yaml.safe_dump({**fields, "agent": "oracle", "tasks": ["sums:Sum", "sums:Open"]})
+    )
+    done = cli("check", tmp_path / "campaign.yaml", "--no-site")
+    assert done.returncode == 2
+    assert "the score of 1 tasks takes the roles of a team (Sum)" in done.stdout + done.stderr
+    validated = cli("tasks", "validate", "sums:Sum", "--json")
+    assert "takes the roles of a team" in validated.stdout + validated.stderr, validated
+
+
 @pytest.mark.slow
 def test_a_writer_and_a_checker_from_the_file_to_the_record(tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text(TASKS)

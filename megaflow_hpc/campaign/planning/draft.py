@@ -246,6 +246,12 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
     used = {rollout.task_id for rollout in draft.rollouts.firsts()}
     draft.tasks = [task for task in tasks if task.id in used] + held_out
     draft.held_out = tuple(task.id for task in held_out)
+    teamed = [task.id for task in draft.tasks if task.metadata.get("python", {}).get("teamed")]
+    if teamed and not config.team:
+        draft.mistakes.append(
+            f"{where('tasks')}: the score of {len(teamed)} tasks takes the roles of a team ({teamed[0]}); add a "
+            "section team, or give the parameter roles a default"
+        )
     asking = [task.id for task in draft.tasks if task.metadata.get("python", {}).get("judged")]
     if asking and not config.judges():
         draft.mistakes.append(
