@@ -32,15 +32,15 @@ BUDGETS = {
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 2,
     "thousand tokens of ledger": 19,
-    "thousand tokens of model": 58,
+    "thousand tokens of model": 59,
     "thousand tokens of monitor": 11,
-    "thousand tokens of pod": 34,
+    "thousand tokens of pod": 35,
     "thousand tokens of prove": 8,
     "thousand tokens of report": 19,
     "thousand tokens of rundir": 27,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 39,
-    "thousand tokens of training": 65,
+    "thousand tokens of training": 66,
     "thousand tokens of trajectories": 47,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""

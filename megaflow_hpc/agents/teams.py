@@ -38,7 +38,7 @@ class WriterChecker:
 
     def __init__(self, rounds: int = 2, max_tokens: int | None = None) -> None:
         self._rounds = rounds
-        self._options = {"max_tokens": max_tokens} if max_tokens else {}
+        self._options: dict[str, Any] = {"max_tokens": max_tokens} if max_tokens else {}
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint) -> AgentResult:
         messages = [user(task.instruction)]
