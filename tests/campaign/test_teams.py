@@ -80,6 +80,10 @@ def test_only_the_owner_runs_rollouts() -> None:
             "training.policies.author.snapshot.to: 'author': expected a model that is not trained",
         ),
         (
+            {"agent": ["nop", {"as": "writer", "name": "oracle"}]},
+            "team.roles: 'writer' is also the name of an agent, and both have a metric of that name",
+        ),
+        (
             {"samples": 1, "training": {"policies": {"second": {}}}},
             "training.policies.second: a group of one sample has nothing to compare with",
         ),
