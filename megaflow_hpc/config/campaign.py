@@ -117,8 +117,8 @@ class CampaignConfig(Section):
             raise ValueError("give either model or models, not both")
         if self.team:
             check_team(self.team, self.models or ({"default": self.model} if self.model else {}))
-            agents = [agent.short_title for agent in self.policies()[self.team.owning_policy].agents]
-            if len(agents) > 1 and (same := self.team.roles.keys() & {*agents}):
+            titles = {agent.short_title for agent in self.policies()[self.team.owning_policy].agents}
+            if len(titles) > 1 and (same := self.team.roles.keys() & titles):
                 raise ValueError(
                     f"team.roles: {min(same)!r} is also the name of an agent, and both have a metric of that name; "
                     "rename the role, or give the agent another name (as)"
