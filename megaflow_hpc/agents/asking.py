@@ -52,6 +52,8 @@ async def ask(
     """
     import aiohttp  # imported late because planning imports this module too, and must stay fast
 
+    if options.get("stream"):
+        raise UserCodeError("model call: ask takes no stream; leave it out")
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
     body = {"model": role or model.model_name, "messages": conversation, **options}
     headers = {"Authorization": f"Bearer {model.api_key}"}

@@ -126,14 +126,19 @@ class CampaignConfig(Section):
             raise ValueError("give either model or models, not both")
         if self.team:
             check_team(self.team, self.models or ({"default": self.model} if self.model else {}))
+            titles = {agent.short_title for agent in self.policies()[self.team.owning_policy].agents}
+            if len(titles) > 1 and (same := self.team.roles.keys() & titles):
+                raise ValueError(
+                    f"team.roles: {min(same)!r} is also the name of an agent, and both have a metric of that name; "
+                    "rename the role, or give the agent another name (as)"
+                )
         for name in self.models:
             if not NAME.match(name):
                 raise ValueError(f"policy {name!r} must be letters, digits, dot, dash or underscore")
-        trained = self.training.policies if self.training else {}
         for agents in (self.agent, *(model.agent for model in self.models.values())):
             _check_distinct(agents)
         for name, policy in self.policies().items():
-            if policy.samples and name not in trained and any(agent.share != 1 for agent in policy.agents):
+            if policy.samples and name not in self.requested and any(agent.share != 1 for agent in policy.agents):
                 raise ValueError(
                     f"share: policy {name!r} is not trained, so each of its agents runs every task; leave share out"
                 )
@@ -152,10 +157,18 @@ class CampaignConfig(Section):
     def _training(self) -> CampaignConfig:
         if self.training:
             policies = {} if self.is_pool else self.policies()
-            models = {name: (policy.model, policy.agents, policy.samples) for name, policy in policies.items()}
+            runs = dict(policies)
+            if self.team:  # all are trained on the owner's rollouts
+                runs = dict.fromkeys(policies, policies[self.team.owning_policy])
+            models = {name: (p.model, runs[name].agents, runs[name].samples) for name, p in policies.items()}
             check_trained(self.training, models, "models.{}" if self.models else "model")
             check_engine(self.training, self.slurm.trainer.kind)
             mixed = [name for name, policy in self.training.policies.items() if policy.mix_agents]
+            if self.team and 0 < len(mixed) < len(self.training.policies):
+                raise ValueError(
+                    f"training.policies.{mixed[0]}.mix_agents: all policies of a team are trained on the same groups; "
+                    "write it for each of them, or leave it out"
+                )
             if mixed and self.scheduling.spare:
                 raise ValueError(
                     f"training.policies.{mixed[0]}.mix_agents: with scheduling.spare, the samples of slow agents would "

@@ -83,6 +83,11 @@ def check_trained(
                     f"training.policies.{name}.snapshot.to: {config.snapshot.to!r}: expected a model that is not "
                     f"trained and loads weights (engine {', '.join(LOADS_WEIGHTS)})"
                 )
+            if config.lora and _takes_adapters(model) and not _takes_adapters(target):
+                raise ValueError(
+                    f"training.policies.{name}.snapshot.to: {config.snapshot.to!r} would get adapters (lora); start "
+                    "its engine for them too, with args: {enable-lora: true}"
+                )
         _check_sampling(f"{where}.sampling", model.sampling, str(config.loss.kind))
         if samples == 1:
             raise ValueError(
@@ -96,6 +101,11 @@ def check_trained(
                 _check_option(f"{at}.{option}", name, value, model.sampling, f"{where}.sampling.{name}")
         for kind in ({"engine": model.engine, "args": model.args}, *model.also):
             _check_defaults(where, str(kind.get("engine", model.engine)), kind.get("args") or {})
+
+
+def _takes_adapters(model: ModelConfig) -> bool:
+    options = {str(name).replace("_", "-"): value for name, value in model.args.items()}
+    return model.engine == "vllm" and bool(options.get("enable-lora"))
 
 
 def check_engine(training: TrainingConfig, kind: str) -> None:

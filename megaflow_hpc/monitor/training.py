@@ -127,7 +127,7 @@ def _nothing_warning(commits: list[Commit]) -> Iterator[str]:
     if dropped > sum(commit.metrics.get("rollouts", 0.0) for commit in commits):
         yield (
             f"{dropped:.0f} rollouts of the last {len(commits)} steps had no token that the policy sampled freely, and "
-            "are not trained on: the agent overrides the policy's sampling, or constrains its answers "
+            "are not trained on: the agent does not call it, overrides its sampling, or constrains its answers "
             f"({docs('reference/request-options.md')})"
         )
 

@@ -107,6 +107,8 @@ class ClassSource(msgspec.Struct, frozen=True):
     rubrics: list[str] = []
     """Rubrics that had been read when the class was imported. They must not change during a run, because workers read
     them at different times."""
+    teamed: bool = False
+    """True if ``score`` needs the roles of a team. A parameter ``roles`` with a default needs none."""
 
 
 def looks_like_class(source: str) -> bool:
@@ -160,9 +162,11 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         given := [key for key in SETTINGS if key in IN_SANDBOX and values[key] is not None]
     ):
         raise ConfigError(f"{where}: {given[0]}: a task with image {NONE!r} has no sandbox; leave {given[0]} out")
-    is_judged = "judge" in extras_of(task.score)
+    wanted, roles = extras_of(task.score), inspect.signature(task.score).parameters.get("roles")
+    is_judged = "judge" in wanted
+    teamed = roles is not None and roles.default is inspect.Parameter.empty
     rubrics = [str(path) for path in rubric_files()] if is_judged else []
-    class_source = ClassSource(source, base, keywords, _file(cls), is_judged, rubrics)
+    class_source = ClassSource(source, base, keywords, _file(cls), is_judged, rubrics, teamed)
     made = Task(
         id=name,
         instruction=instruction,

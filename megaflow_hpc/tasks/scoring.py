@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,11 +138,11 @@ def check_turns(rewards: Mapping[str, float], turns: int) -> None:
     Raises:
         UserCodeError: there is no such call.
     """
+    known = {f"{TURN_REWARD}{number}" for number in range(turns)}
     for name in rewards:
-        number = name.removeprefix(TURN_REWARD)
-        if number != name and number.isascii() and number.isdecimal() and int(number) >= turns:
+        if name not in known and re.fullmatch(rf"{re.escape(TURN_REWARD)}-?\d+", name):
             raise UserCodeError(
-                f"reward {name!r}: the rollout made {turns} model calls; expected "
+                f"reward {name!r:.60}: the rollout made {turns} model calls; expected "
                 + (f"{TURN_REWARD}0 to {TURN_REWARD}{turns - 1}" if turns else "no rewards of turns")
             )
 

@@ -144,6 +144,8 @@ async def _run(
             raise _SolutionFailed(result.error)
 
     context = verification_context(task, environment, images, provider.start)
+    if task.metadata.get("python", {}).get("teamed"):
+        return ValidationRun(error="its score takes the roles of a team, which only a campaign has")
     if format_of(task).asks_judge(task):
         return ValidationRun(error="its verification asks a judge: run a campaign that has one, with the agent oracle")
     try:

@@ -428,28 +428,34 @@ def _sample(
         longest=max((len(s.tokens) for s in trajectory.sequences if s.policy == policy), default=0),
         time_ns=int(trajectory.finished_at * 1e9) if math.isfinite(trajectory.finished_at) else 0,
         sequences=len(sequences),
-        turns=_turns(trajectory, sequences),
+        turns=_turns(trajectory, policy, sequences),
         roles=_roles(trajectory, policy),
         agent_s=trajectory.agent_s or 0.0,
     )
 
 
-def _turns(trajectory: Trajectory, sequences: list[TokenSequence]) -> tuple[TurnTokens, ...]:
-    """Returns the model calls that sampled tokens of the policy's sequences."""
-    numbers = {id(sequence): number for number, sequence in enumerate(sequences)}
+def _own(trajectory: Trajectory, policy: str) -> list[int]:
+    """Returns the indices of the policy's sequences in the trajectory."""
+    return [number for number, sequence in enumerate(trajectory.sequences) if sequence.policy == policy]
+
+
+def _turns(trajectory: Trajectory, policy: str, sequences: list[TokenSequence]) -> tuple[TurnTokens, ...]:
+    """Returns the model calls that sampled tokens of the policy's sequences, which may be cut off."""
+    numbers = {index: number for number, index in enumerate(_own(trajectory, policy))}
     turns = []
     for call, turn in enumerate(trajectory.turns):
-        number = numbers.get(id(trajectory.sequences[turn.sequence])) if turn.sequence >= 0 else None
+        number = numbers.get(turn.sequence)
         if number is not None:
-            turns.append(TurnTokens(call, number, turn.token_start, turn.token_end, _state(trajectory, turn)))
+            length = len(sequences[number].tokens)
+            start, end = min(turn.token_start, length), min(turn.token_end, length)
+            turns.append(TurnTokens(call, number, start, end, _state(trajectory, turn)))
     return tuple(turns)
 
 
 def _roles(trajectory: Trajectory, policy: str) -> tuple[str, ...]:
     """Returns the role of each of the policy's sequences; empty without a team."""
     by_sequence = {turn.sequence: turn.role for turn in trajectory.turns}
-    own = [number for number, sequence in enumerate(trajectory.sequences) if sequence.policy == policy]
-    roles = tuple(by_sequence.get(number, "") for number in own)
+    roles = tuple(by_sequence.get(number, "") for number in _own(trajectory, policy))
     return roles if any(roles) else ()
 
 

@@ -47,13 +47,15 @@ def request_evaluation(run: RunDir, policy: TrainedPolicy, samples: int, step: i
 
 def evaluations(run: RunDir, policy: str) -> list[Evaluation]:
     """Returns the results of all evaluations so far, sorted by step and agent. Reads all rows of the campaign's
-    trajectories.
+    trajectories. All policies of a team have the same evaluations.
 
     Raises:
         ConfigError: the run is missing.
     """
     record = read_run(run)
     held_out, threshold = set(record.held_out), record.config.pass_threshold
+    if (team := record.config.team) and policy in team.policies.values():
+        policy = team.owning_policy
     results: dict[tuple[int, str], list[float]] = {}
     with open_trajectories(run.path) as store:
         names = ("task_id", "group_id", "policy", "agent", "reward")

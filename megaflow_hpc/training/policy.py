@@ -115,6 +115,8 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
     if team:  # one policy requests the rollouts of the whole team
         runs = team.owning_policy
         members = dict.fromkeys([runs, *team.policies.values()])
+        if name not in members:
+            raise ConfigError(f"{run}: policy {name!r} has no role in the campaign's team: {', '.join(members)}")
         asker = next(member for member in members if member in config.policies)
     own = record.policies.get(name)
     model = (own.model if own else None) or {}

@@ -158,6 +158,20 @@ async def test_a_policy_plays_against_itself() -> None:
 
 
 @in_loop
+async def test_roles_that_continue_one_conversation_each_have_their_own_latest_one() -> None:
+    team = Team({"one": {"Say": "a"}, "two": {"Say": "b"}}, {"left": "one", "right": "two"})
+    async with team as model:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Say it."}]
+        for role in ("left", "right"):
+            messages.append((await ask(model, messages, role)).message)
+    trajectory = Trajectory.begin(Rollout("t", "one", 0, "a"), 0, "completed")
+    trajectory.messages, trajectory.parents = team.recording.messages, team.recording.parents
+    trajectory.turns = team.recording.turns
+    said = {role: [message["content"] for message in own] for role, own in by_role(trajectory).items()}
+    assert said == {"left": ["Say it.", "a"], "right": ["Say it.", "a", "b"]}
+
+
+@in_loop
 async def test_parts_of_a_question_are_a_tree_with_the_calls_that_started_them() -> None:
     answers = {
         "solver": {
@@ -200,13 +214,14 @@ async def test_a_call_that_was_not_made_cannot_have_started_another() -> None:
     async with Team({"one": {"": "1"}}, {}) as model:
         first = await ask(model, "Say it.")
         assert first.call == 0
-        for named in ("1", "-1", "x", "9" * 20, "٣"):
+        assert (await ask(model, "Say it.", n=2)).call == 1, "its engine gives one answer only"
+        for named in ("2", "-1", "x", "9" * 20, "٣"):
             headers = {"Authorization": f"Bearer {model.api_key}", STARTED_BY_HEADER: named}
             body = {"model": "", "messages": [{"role": "user", "content": "Say it."}]}
             async with aiohttp.ClientSession() as session:
                 async with session.post(f"{model.base_url}/chat/completions", json=body, headers=headers) as response:
                     assert response.status == 400, await response.text()
-                    assert "this rollout has calls 0 to 0" in (await response.json())["error"]["message"]
+                    assert "this rollout has calls 0 to 1" in (await response.json())["error"]["message"]
 
 
 @in_loop
@@ -215,6 +230,8 @@ async def test_refused_calls_are_errors_of_the_request_or_of_the_service() -> No
     async with team as model:
         with pytest.raises(UserCodeError, match="HTTP 400"):
             await ask(model, [{"role": "nobody", "content": 1}])
+        with pytest.raises(UserCodeError, match="ask takes no stream"):
+            await ask(model, "Say it.", stream=True)
         for _ in range(20):
             await ask(model, "Say it.")
         with pytest.raises(ModelServiceError, match=r"HTTP 429.*has made its 20 model calls"):

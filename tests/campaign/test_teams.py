@@ -43,6 +43,9 @@ def test_only_the_owner_runs_rollouts() -> None:
     assert campaign.team
     assert (campaign.team.owner, campaign.team.owning_policy) == ("writer", "author")
     assert parse({**FIELDS, "team": {**FIELDS["team"], "owner": "checker"}}).policies()["second"].samples == 4
+    # Trainers give the tasks to its agents by their shares, even if only another role is trained.
+    agents = [{"name": "nop", "share": 2}, "oracle"]
+    assert parse({**FIELDS, "agent": agents, "training": {"policies": {"second": {}}}})
 
 
 @pytest.mark.parametrize(
@@ -76,11 +79,51 @@ def test_only_the_owner_runs_rollouts() -> None:
             {"training": {"policies": {"author": {"snapshot": {"to": "author"}}}}},
             "training.policies.author.snapshot.to: 'author': expected a model that is not trained",
         ),
+        (
+            {"agent": ["nop", {"as": "writer", "name": "oracle"}]},
+            "team.roles: 'writer' is also the name of an agent, and both have a metric of that name",
+        ),
+        (
+            {"samples": 1, "training": {"policies": {"second": {}}}},
+            "training.policies.second: a group of one sample has nothing to compare with",
+        ),
+        (
+            {
+                "models": {"author": {**MODEL, "agent": {"name": "a:B", "args": {"top_p": 0.9}}}, "second": MODEL},
+                "training": {"policies": {"second": {}}},
+            },
+            "agent.args.top_p 0.9: a trained policy is sampled with 1",
+        ),
+        (
+            {"training": {"policies": {"author": {}, "second": {"mix_agents": True}}}},
+            "training.policies.second.mix_agents: all policies of a team are trained on the same groups",
+        ),
+        (
+            {
+                "models": {"author": {**MODEL, "args": {"enable-lora": True}}, "second": MODEL},
+                "training": {"policies": {"author": {"lora": {}, "snapshot": {"to": "second"}}}},
+            },
+            r"snapshot.to: 'second' would get adapters \(lora\); start its engine for them too",
+        ),
     ],
 )
 def test_a_wrong_team_is_refused_before_anything_is_planned(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse({**FIELDS, **changes})
+
+
+def test_a_score_that_needs_roles_is_refused_without_a_team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.py").write_text(TASKS + TASKS.replace("Sum", "Open").replace("roles)", "roles=None)"))
+    fields = {name: value for name, value in FIELDS.items() if name not in ("team", "models")}
+    (tmp_path / "campaign.yaml").write_text(
+        yaml.safe_dump({**fields, "agent": "oracle", "tasks": ["sums:Sum", "sums:Open"]})
+    )
+    done = cli("check", tmp_path / "campaign.yaml", "--no-site")
+    assert done.returncode == 2
+    assert "the score of 1 tasks takes the roles of a team (Sum)" in done.stdout + done.stderr
+    validated = cli("tasks", "validate", "sums:Sum", "--json")
+    assert "takes the roles of a team" in validated.stdout + validated.stderr, validated
 
 
 @pytest.mark.slow

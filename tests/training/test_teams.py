@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megaflow_hpc.campaign.planning.own_code import check_methods
+from megaflow_hpc.config.team import TeamConfig
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import read_blocks
@@ -121,6 +123,38 @@ def test_weights_are_given_to_an_opponent_every_few_steps(tmp_path: Path) -> Non
     assert versions(run, "author")[-1].ordinal == 4
 
 
+@pytest.mark.parametrize("how", ["truncate", "penalise"])
+def test_a_sequence_that_is_cut_keeps_its_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    module = f"turns_for_{how}"
+    (tmp_path / f"{module}.py").write_text("def own(g): return {s.id: s.turn_rewards for x in g for s in x.samples}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    policies = {"author": {"advantage": {"kind": f"{module}:own"}}}
+    run = team(tmp_path, WRITER, [], policies=policies, data=[{"over_length": {"longest": 7, "how": how}}])
+    learn(run, Pods(run, written, roles=CALLS, named=lambda rollout: {"turn.0": 1.0, "turn.2": 2.0}), ["author"])
+    rollouts = [one for plan in planned(run, "author") for one in plan.rollouts]
+    assert {7} < {length for one in rollouts for length in one.lengths}, "some sequences are cut, and some are not"
+    for one in rollouts:
+        assert one.advantages == [1.0, 2.0]
+        assert [turn[0] for turn in one.turns] == [0, 1], "the first and the third call, which are of the writer"
+        assert all(start <= end <= one.lengths[number] for number, start, end in one.turns)
+
+
+def test_a_role_that_no_rollout_of_a_step_plays_needs_no_reward(tmp_path: Path) -> None:
+    run = team(tmp_path, WRITER, ["author", "second"])
+    learn(run, Pods(run, written, roles=[("writer", "author")]), ["author", "second"])
+    for plan in planned(run, "second"):
+        assert not plan.rollouts
+        assert set(plan.drops.values()) == {"nothing sampled", "fewer than two samples"}
+    assert [len(plan.rollouts) for plan in planned(run, "author")] == [8, 8, 8]
+
+
+def test_settings_for_a_policy_outside_the_team_are_refused(tmp_path: Path) -> None:
+    run = team(tmp_path, WRITER, ["author"])
+    other = TrainingConfig.model_validate({"policies": {"default": {}}})
+    with pytest.raises(ConfigError, match=r"policy 'default' has no role in the campaign's team: author, second"):
+        Dataflow(run, training=other)
+
+
 # --- credit, worked out by hand ---
 
 
@@ -188,6 +222,21 @@ def test_a_function_gets_the_rewards_of_all_roles(tmp_path: Path, monkeypatch: p
     own = group((1, 0, ("writer", "checker")), (0, 3, ("writer", "checker")))
     assert values(own, kind="by_role:own") == [[1.0, 0.0], [0.0, 3.0]]
     assert values(own, roles={"checker": "right"}, kind="by_role:total") == [[0.0], [3.0]]
+
+
+def test_a_function_that_uses_roles_is_tried_with_roles(tmp_path: Path) -> None:
+    (tmp_path / "uses_roles.py").write_text(
+        "def own(groups):\n"
+        "    return {s.id: [s.role_rewards[r] for r in s.roles] for g in groups for s in g.samples}\n"
+        "def rate(rollouts):\n"
+        "    return {r.sample.id: sum(turn.role == 'checker' for turn in r.trajectory.turns) for r in rollouts}\n"
+        "def keep(groups, version, random):\n"
+        "    return [g for g in groups if 'writer' in g.samples[0].roles]\n"
+    )
+    policy = {"advantage": {"kind": "uses_roles:own"}, "score": "uses_roles:rate"}
+    config = training({"policies": {"author": policy}, "data": ["uses_roles:keep"]})
+    roles = {"writer": "author", "checker": {"policy": "author", "reward": "right"}}
+    check_methods(config, TeamConfig.model_validate({"roles": roles}), tmp_path, lambda key: key)
 
 
 def test_a_group_is_dropped_only_if_no_role_can_learn_from_it() -> None:

@@ -181,7 +181,7 @@ def _read_training(draft: Draft, config: CampaignConfig, base: Path, where: Wher
 
 def _try_methods(draft: Draft, training: TrainingConfig, base: Path, where: Where) -> None:
     with draft.noting():
-        tried = check_methods(training, base, where)
+        tried = check_methods(training, draft.config.team, base, where)
         draft.own_code = tuple(dict.fromkeys([*draft.own_code, *tried.code]))
         draft.digests = tried.digests
         draft.warnings += tried.warnings
@@ -249,6 +249,12 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
     used = {rollout.task_id for rollout in draft.rollouts.firsts()}
     draft.tasks = [task for task in tasks if task.id in used] + held_out
     draft.held_out = tuple(task.id for task in held_out)
+    teamed = [task.id for task in draft.tasks if task.metadata.get("python", {}).get("teamed")]
+    if teamed and not config.team:
+        draft.mistakes.append(
+            f"{where('tasks')}: the score of {len(teamed)} tasks takes the roles of a team ({teamed[0]}); add a "
+            "section team, or give the parameter roles a default"
+        )
     asking = [task.id for task in draft.tasks if format_of(task).asks_judge(task)]
     if asking and not config.judges():
         draft.mistakes.append(

@@ -17,6 +17,7 @@ from megaflow_hpc.campaign.job_environment import trainer_python
 from megaflow_hpc.campaign.planning.model_paths import Where
 from megaflow_hpc.config import Policy
 from megaflow_hpc.config.sections import AgentConfig
+from megaflow_hpc.config.team import TeamConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.training.methods import methods_of
@@ -89,13 +90,14 @@ class Tried:
     """Warnings about functions that cannot be tried because this machine lacks a library. Trainers try them again."""
 
 
-def check_methods(training: TrainingConfig, base: Path, where: Where) -> Tried:
+def check_methods(training: TrainingConfig, team: TeamConfig | None, base: Path, where: Where) -> Tried:
     """Calls each function on a small example, in a separate process with the trainer's interpreter.
 
     If this machine lacks that interpreter, the current one is used, which may lack libraries such as torch.
 
     Args:
         training: The ``training`` section.
+        team: The ``team`` section.
         base: Directory of the campaign file, searched first.
 
     Raises:
@@ -106,7 +108,8 @@ def check_methods(training: TrainingConfig, base: Path, where: Where) -> Tried:
         return Tried()
     python = trainer_python()
     is_trainers = python != sys.executable and Path(python).exists()
-    question = json.dumps({"training": training.model_dump(mode="json"), "beside": str(base.absolute())})
+    sections = {"training": training.model_dump(mode="json"), "team": team.model_dump(mode="json") if team else None}
+    question = json.dumps({**sections, "beside": str(base.absolute())})
     command = [python if is_trainers else sys.executable, "-c", PROGRAM, str(Path(__file__).parents[3])]
     names = ", ".join(sorted({method.name for method in methods.values()}))
     try:

@@ -40,6 +40,8 @@ class _Call:
     asked: str
     """Digest of the conversation."""
     sample: SampledTokens
+    speaker: tuple[str, str] = ("", "")
+    """Role and policy that answered."""
     used: bool = False
 
 
@@ -88,7 +90,7 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
             free=all(sequence.loss_mask[part]),
             counted=None if prompt or tokens else 0,  # the engine reported no tokens
         )
-        calls.append(_Call(call.get("asked", ""), sample))
+        calls.append(_Call(call.get("asked", ""), sample, (turn.role, turn.policy)))
     return calls
 
 
@@ -135,13 +137,15 @@ class Replay:
         """Forgets a session and its calls."""
         self._open.pop(token, None)
 
-    def answer(self, token: str, rollout_id: str, asked: str) -> SampledTokens:
-        """Returns the recorded answer to a conversation. Each recorded call is served only once.
+    def answer(self, token: str, rollout_id: str, asked: str, speaker: tuple[str, str] = ("", "")) -> SampledTokens:
+        """Returns the recorded answer to a conversation. Each recorded call is served only once. If several models were
+        asked the same, the answer is that of the same role or policy.
 
         Args:
             token: Name of the session.
             rollout_id: ``<task>/<policy>/<sample>``.
             asked: Digest of the conversation.
+            speaker: Role and policy that the call names.
 
         Raises:
             ModelServiceError: The rollout or the conversation was not recorded.
@@ -158,9 +162,13 @@ class Replay:
                 f"{len(calls) - len(unused)} of its {len(calls)} calls; something other than the model differs "
                 "(args: {diverged: answer} continues with the next recorded answer)"
             )
-        call = matching[0]
+        call = max(matching, key=lambda call: _likeness(call.speaker, speaker))  # ties: the first
         call.used = True
         return call.sample
+
+
+def _likeness(one: tuple[str, str], other: tuple[str, str]) -> tuple[bool, ...]:
+    return tuple(mine == theirs for mine, theirs in zip(one, other, strict=True))
 
 
 def body_of(sample: SampledTokens, chat: bool, model: str) -> dict[str, Any]:

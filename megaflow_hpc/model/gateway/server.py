@@ -188,7 +188,7 @@ class ModelGateway:
             sandbox_url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/r/{rollout.token}/v1"
         self._by_id[rollout_id] = self._by_token[rollout.token] = rollout
         base_url = f"http://{LOOPBACK}:{self.port}/r/{rollout.token}/v1"
-        return ModelEndpoint(base_url, rollout.key, self._owner or policy, sandbox_url)
+        return ModelEndpoint(base_url, rollout.key, (not judging and self._owner) or policy, sandbox_url)
 
     async def close(self, rollout_id: str) -> Recording:
         """Closes a rollout and returns its recording. Later calls with its key are refused.
@@ -422,7 +422,7 @@ class ModelGateway:
             answer = self._answer(rollout, request._replace(gate=gate))
             if not body.get("stream"):
                 reply = await answer
-                number = {CALL_HEADER: str(rollout.recorder.calls - request.choices)}
+                number = {CALL_HEADER: str(rollout.recorder.calls - (len(reply.samples) or 1))}
                 return await send_json(http, reply.size, lambda: dialect.answer(reply.body, body), number)
             return await send_stream(
                 http,
@@ -492,7 +492,8 @@ class ModelGateway:
     ) -> protocols.Answer:
         """Returns the recorded response to a call, and records it again."""
         try:
-            sample = self._replays[request.policy].answer(rollout.token, rollout.id, digest)
+            speaker = request.role, request.policy
+            sample = self._replays[request.policy].answer(rollout.token, rollout.id, digest, speaker)
         except ModelServiceError as error:
             rollout.failed(str(error))
             raise CallError(503, str(error), MODEL_SERVICE_ERROR) from None

@@ -125,11 +125,10 @@ def _counted(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
 
 
 def by_role(trajectory: Trajectory) -> dict[str, list[dict[str, Any]]]:
-    """Returns the latest conversation of each role; empty without a team."""
+    """Returns the conversation of each role's latest call; empty without a team."""
     parents = linked(trajectory.parents, len(trajectory.messages))
-    found = [one for one in conversations(trajectory.messages, parents, trajectory.turns) if one.role]
-    found.sort(key=lambda one: max((call for call in one.turns if call is not None), default=-1))
-    return {one.role: one.messages for one in found}
+    latest = {turn.role: turn.message for turn in trajectory.turns if turn.role and turn.message >= 0}
+    return {role: [trajectory.messages[node] for node in path_to(parents, end)] for role, end in latest.items()}
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ FORMAT = 2
 _LENGTH = struct.Struct("<Q")
 _DIGEST = hashlib.sha256().digest_size
 COPIED = (
-    *("status", "error_kind", "error", "seed", "inexact", "constrained"),
+    *("status", "error_kind", "error", "rewards", "seed", "inexact", "constrained"),
     *("messages", "parents", "sequences", "turns", "artifacts"),
 )
 """Names of the trajectory fields that the next attempt copies. Fields in :data:`TIMES` are summed, and fields in

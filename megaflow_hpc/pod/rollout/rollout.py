@@ -241,7 +241,11 @@ class AgentRun:
 
 
 def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> None:
-    """Adds the agent's work in one step to the trajectory of the earlier steps."""
+    """Adds the agent's work in one step to the trajectory of the earlier steps.
+
+    Raises:
+        UserCodeError: the agent rewarded more calls than it made in this step.
+    """
     if trajectory.status != "truncated":
         trajectory.status = result.status
     if result.exit_code or result.error:

@@ -184,8 +184,9 @@ def survivors(
     groups = list(groups)
     verified = [sample for group in groups for sample in group.samples if sample.verified]
     _check_names(verified, advantage.rewards, "training: advantage.rewards")
-    for role, name in (roles or {}).items():
-        _check_names(verified, [name] if name else [], f"team.roles.{role}.reward")
+    for role, name in (roles or {}).items():  # a rollout without the role need not have its reward
+        own = [sample for sample in verified if role in sample.roles]
+        _check_names(own, [name] if name else [], f"team.roles.{role}.reward")
     return _keep_samples(groups, _drop_reason, drops)
 
 

@@ -92,7 +92,7 @@ class TrainingLoop:
 
     def __init__(self, flow: Dataflow, ranks: ProcessGroup, read: Reader | None = None) -> None:
         self.flow, self.ranks = flow, ranks
-        probe.check(flow.config)
+        probe.check(flow.config, flow.record.config.team)
         settings = flow.settings
         record = flow.record.policies.get(flow.policy)
         model: Mapping[str, Any] = (record.model if record else None) or {}

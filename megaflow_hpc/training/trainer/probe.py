@@ -1,9 +1,9 @@
 """Checks that the user functions of a section ``training`` keep their contracts, by calling them on small examples.
 
-Planning runs :func:`main` in the trainer's interpreter. It reads ``{"training": {…}, "beside": DIR}`` as JSON on
-standard input and writes ``{"errors": {KEY: [ERROR, LACKS]}, "digests": {MODULE: DIGEST}, "code": [NAME…]}``. ``LACKS``
-is true if a library is missing. The functions' own output goes to standard error. A trainer calls :func:`check` before
-its first step.
+Planning runs :func:`main` in the trainer's interpreter. It reads ``{"training": {…}, "team": {…}, "beside": DIR}`` as
+JSON on standard input and writes ``{"errors": {KEY: [ERROR, LACKS]}, "digests": {MODULE: DIGEST}, "code": [NAME…]}``.
+``LACKS`` is true if a library is missing. The functions' own output goes to standard error. A trainer calls
+:func:`check` before its first step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -21,33 +22,34 @@ import numpy as np
 from megaflow_hpc.agents import code
 from megaflow_hpc.config import resolved
 from megaflow_hpc.config.sections import Method
+from megaflow_hpc.config.team import TeamConfig
 from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
 from megaflow_hpc.errors import ConfigError, MegaflowError, Mistakes
 from megaflow_hpc.training.algorithms import Prompts, advantages
 from megaflow_hpc.training.algorithms.choice import by_method
 from megaflow_hpc.training.algorithms.rewards import scores
-from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, StoredRollout, TurnTokens
+from megaflow_hpc.training.algorithms.samples import RoleRewards, Sample, SampleGroup, StoredRollout, TurnTokens
 from megaflow_hpc.training.methods import call, digests, guarded, methods_of, numbers, resolve, wrong
 from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import Rollout
 
 
-def check(training: TrainingConfig) -> None:
-    """Calls every user function on an example.
+def check(training: TrainingConfig, team: TeamConfig | None = None) -> None:
+    """Calls every user function on an example. With a team, the samples of the examples have roles.
 
     Raises:
         Mistakes: a function cannot be imported or called, or breaks its contract.
     """
-    if failures := failed(training):
+    if failures := failed(training, team):
         raise Mistakes([f"training: {key}: {error}" for key, (error, _) in failures.items()])
 
 
-def failed(training: TrainingConfig) -> dict[str, tuple[str, bool]]:
+def failed(training: TrainingConfig, team: TeamConfig | None = None) -> dict[str, tuple[str, bool]]:
     """Returns the error of each function that fails, and whether a library is missing, by the function's key."""
     failures = {}
     for key, method in methods_of(training).items():
         try:
-            _try(key, method, training)
+            _try(key, method, training, team)
         except MegaflowError as error:
             cause = error.__cause__
             own = method.name.partition(":")[0].partition(".")[0]
@@ -58,29 +60,30 @@ def failed(training: TrainingConfig) -> dict[str, tuple[str, bool]]:
     return failures
 
 
-def _try(key: str, method: Method, training: TrainingConfig) -> None:
+def _try(key: str, method: Method, training: TrainingConfig, team: TeamConfig | None) -> None:
     resolve(method)
+    policy, _, kind = key.removeprefix("training.policies.").partition(".")
+    roles = team.roles_of(policy if policy in training.policies else next(iter(training.policies))) if team else {}
     if key.startswith("training.data."):
-        groups = example_groups()
+        groups = example_groups(roles)
         earlier = {"a": [replace(groups[0].samples[0], id="a@1/default/0", group="a@1/default")]}
         by_method(groups, method, 1, np.random.default_rng(0), {}, earlier)
     elif key == "training.prompts.order":
         prompts = Prompts(training.prompts)
-        groups = example_groups()
+        groups = example_groups(roles)
         learned = prompts.learn({}, groups)
         prompts.choose([*(group.task for group in groups), "c", "d"], 2, learned, np.random.default_rng(0))
     elif key.startswith("training.policies."):
-        name, _, kind = key.removeprefix("training.policies.").partition(".")
-        OF_POLICY[kind.partition(".")[0]](method, training.policies[name])
+        OF_POLICY[kind.partition(".")[0]](method, training.policies[policy], roles)
 
 
-def _advantage(method: Method, policy: PolicyTraining) -> None:
+def _advantage(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
     kind = policy.advantage.model_copy(update={"rewards": {}})
-    advantages(policy.model_copy(update={"advantage": kind}), example_groups())
+    advantages(policy.model_copy(update={"advantage": kind}), example_groups(roles), roles)
 
 
-def _score(method: Method, policy: PolicyTraining) -> None:
-    scores(method, [_stored(sample) for group in example_groups() for sample in group.samples])
+def _score(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
+    scores(method, [_stored(sample) for group in example_groups(roles) for sample in group.samples])
 
 
 def _stored(sample: Sample) -> StoredRollout:
@@ -93,7 +96,10 @@ def _stored(sample: Sample) -> StoredRollout:
         sequence.weight_versions.extend([0] * sample.longest)
     texts = ["Sort the lines of in."] + [f"sort in > out{turn.call}" for turn in sample.turns]
     messages = [{"role": "assistant" if n else "user", "content": text} for n, text in enumerate(texts)]
-    turns = [Turn(turn.sequence, turn.start, turn.end, message=turn.call + 1) for turn in sample.turns]
+    turns = [
+        Turn(turn.sequence, turn.start, turn.end, message=turn.call + 1, role=role)
+        for turn, role in zip(sample.turns, _roles_of_turns(sample), strict=True)
+    ]
     trajectory = Trajectory.begin(
         Rollout(sample.task, "default", sample.index, "agent"),
         0,
@@ -107,17 +113,21 @@ def _stored(sample: Sample) -> StoredRollout:
     return StoredRollout(sample, trajectory)
 
 
-def _schedule(method: Method, policy: PolicyTraining) -> None:
+def _roles_of_turns(sample: Sample) -> list[str]:
+    return [sample.roles[turn.sequence] if sample.roles else "" for turn in sample.turns]
+
+
+def _schedule(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
     scheduled(method, 1, 10, policy.optimizer.lr, {"effective": 1.0, "loss": 0.0, "entropy": 1.0, "kl": 0.0})
 
 
-def _loss(method: Method, policy: PolicyTraining) -> None:
+def _loss(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
     from megaflow_hpc.training.trainer import losses
 
     _try_loss(losses.Loss(kind=guarded(method), entropy=policy.loss.entropy, importance="token"), method, policy)
 
 
-def _importance(method: Method, policy: PolicyTraining) -> None:
+def _importance(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
     from megaflow_hpc.training.trainer import losses
 
     _try_loss(losses.Loss("dapo", importance=guarded(method), truncate=policy.truncate), method, policy)
@@ -154,7 +164,7 @@ class Example:
     tokens, sequences, samples = 5, 2, 2
 
 
-def _column(method: Method, policy: PolicyTraining) -> None:
+def _column(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
     """Checks only the arguments of a column function, because a call may need models or a server."""
     function = resolve(method)
     try:
@@ -163,7 +173,7 @@ def _column(method: Method, policy: PolicyTraining) -> None:
         raise wrong(method, f"cannot be called ({error})", "function(sequences, models, **args)") from None
 
 
-OF_POLICY: dict[str, Callable[[Method, PolicyTraining], None]] = {
+OF_POLICY: dict[str, Callable[[Method, PolicyTraining, RoleRewards], None]] = {
     "advantage": _advantage,
     "score": _score,
     "optimizer": _schedule,
@@ -183,18 +193,20 @@ def scheduled(method: Method, step: int, steps: int, lr: float, metrics: dict[st
     return float(numbers(method, call(method, step, steps, lr, metrics), [()], "the learning rate", least=0.0))
 
 
-def example_groups() -> list[SampleGroup]:
-    """Returns two groups of three rollouts, with rewards, turns and named rewards."""
+def example_groups(roles: RoleRewards | None = None) -> list[SampleGroup]:
+    """Returns two groups of three rollouts, with rewards, turns and named rewards. The sequences are of the ``roles``
+    in turn."""
     groups = []
     for task, rewards in (("a", (1.0, 0.0, 0.5)), ("b", (0.0, 1.0, 1.0))):
-        samples = [_sample(task, number, reward) for number, reward in enumerate(rewards)]
+        samples = [_sample(task, number, reward, roles or {}) for number, reward in enumerate(rewards)]
         samples[2] = replace(samples[2], status="truncated", agent_s=30.0)
         groups.append(SampleGroup(f"{task}/default", task, tuple(samples)))
     return groups
 
 
-def _sample(task: str, index: int, reward: float) -> Sample:
+def _sample(task: str, index: int, reward: float, roles: RoleRewards) -> Sample:
     turns = (TurnTokens(0, 0, 4, 8), TurnTokens(1, 0, 10, 12), TurnTokens(2, 1, 3, 9))[: 1 + 2 * (index > 0)]
+    sequences = 1 + turns[-1].sequence
     return Sample(
         id=f"{task}/default/{index}",
         task=task,
@@ -203,14 +215,15 @@ def _sample(task: str, index: int, reward: float) -> Sample:
         status="completed",
         error_kind="",
         reward=reward,
-        rewards={"reward": reward, "turn.0": 0.5},
+        rewards={"reward": reward, "turn.0": 0.5, **{name: reward for name in roles.values() if name}},
         oldest=0,
         newest=1,
         tokens=sum(turn.end - turn.start for turn in turns),
         longest=12,
         time_ns=index,
-        sequences=1 + turns[-1].sequence,
+        sequences=sequences,
         turns=turns,
+        roles=tuple(islice(cycle(roles), sequences)),
         agent_s=10.0,
     )
 
@@ -222,7 +235,7 @@ def main() -> None:
     question = json.load(sys.stdin)
     sys.path.insert(0, question["beside"])
     training = resolved(TrainingConfig, question["training"])
-    failures = failed(training)
+    failures = failed(training, resolved(TeamConfig, question["team"]) if question["team"] else None)
     recorded: dict[str, str] = {}
     for method in methods_of(training).values():
         try:

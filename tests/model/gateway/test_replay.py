@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from megaflow_hpc.agents import ask
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
@@ -91,6 +92,31 @@ async def test_a_replay_without_any_engine_is_recorded_byte_for_byte_like_the_fi
         assert [s.tokens for s in other.sequences] == [s.tokens for s in again[0].sequences]
         second = await hold(gateway, "t1/p/0", AGENTS[1](), 1)  # a further attempt starts from the beginning
         assert columns(second) == first["t1/p/0"]
+
+
+@in_loop
+async def test_roles_that_were_asked_the_same_get_their_own_answers() -> None:
+    kept, roles = Kept(), {"left": "p", "right": "q", "third": "q"}
+
+    async def asked(gateway: ModelGateway) -> tuple[list[str], Recording]:
+        model = await gateway.open("t/p/0", "p")
+        said = [(await ask(model, "Say it.", role)).text for role in roles]
+        return said, await gateway.close("t/p/0")
+
+    engines = [SplitEngine(RandomScript(seed), "m", seed=seed) for seed in (1, 2)]
+    async with (
+        listening(engines[0].application()) as one,
+        listening(engines[1].application()) as two,
+        ModelGateway(roles=roles, owner="left") as gateway,
+    ):
+        gateway.update_endpoints([endpoint(one, "p", protocol="split"), endpoint(two, "q", protocol="split")])
+        said, recording = await asked(gateway)
+        assert len(set(said)) == 3
+    kept.keep("t/p/0", recording)
+    async with ModelGateway(roles=roles, owner="left", replays={"p": Replay(kept), "q": Replay(kept)}) as gateway:
+        again, second = await asked(gateway)
+    assert again == said
+    assert columns(second) == columns(recording)
 
 
 @in_loop

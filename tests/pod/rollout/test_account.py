@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from megaflow_hpc.errors import UserCodeError
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
+from megaflow_hpc.pod.rollout.preemption import Checkpoint
 from megaflow_hpc.pod.rollout.rollout import _add, _of_existing_turns
+from megaflow_hpc.tasks.scoring import check_turns
 from megaflow_hpc.trajectories.reading.conversations import conversations
 from megaflow_hpc.trajectory import Recording, Trajectory
 from megaflow_hpc.types import AgentResult, Verdict
@@ -61,3 +66,17 @@ def test_rewards_of_turns_are_numbered_over_all_steps() -> None:
     _add(trajectory, AgentResult(turn_rewards=[0.5, 0.0, 1.0]), recording("one"))
     _add(trajectory, AgentResult(turn_rewards=[0.25]), recording("two"))
     assert trajectory.rewards == {"turn.0": 0.5, "turn.1": 0.0, "turn.2": 1.0, "turn.3": 0.25}
+
+
+def test_rewards_of_finished_steps_continue_in_the_next_attempt() -> None:
+    before, after = (Trajectory("t/p/0", "t", "t/p", "p", "a", "completed") for _ in range(2))
+    _add(before, AgentResult(turn_rewards=[0.5], rewards={"right": 1.0}), recording("one"))
+    Checkpoint(before, 1, [], 0.0, {}, {}).carry_over(after)
+    assert after.rewards == {"turn.0": 0.5, "right": 1.0}
+
+
+@pytest.mark.parametrize("number", ["2", "-1", "01", "٠", "9" * 5000])
+def test_a_reward_of_a_call_that_was_not_made_is_refused(number: str) -> None:
+    check_turns({"turn.0": 1.0, "turn.1": 0.0, "turn.taking": 1.0, "reward": 1.0}, 2)
+    with pytest.raises(UserCodeError, match=r"the rollout made 2 model calls; expected turn.0 to turn.1"):
+        check_turns({f"turn.{number}": 1.0}, 2)
