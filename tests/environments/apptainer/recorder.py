@@ -45,7 +45,7 @@ NEUTRAL = (
     (r"-processors \d+", "-processors 2"),
     (r"echo \d+ >(/proc/sys/user/max_(inotify|fanotify)\w+)", r"echo 16 >\1"),
     (r" --bind /(bin|lib\w*):\S+", ""),
-    (rf"{re.escape(os.path.expanduser('~'))}\b", "/home/ada"),
+    (r"chdir /[^:\s]+:", "chdir /home/ada:"),
     (r"(?m)^(?!APPTAINER_SUID|LIBEXECDIR|PREFIX)[A-Z_]+=.*\n", ""),
     (r"(?m)^LIBEXECDIR=.*$", "LIBEXECDIR=/usr/libexec"),
     (r"/\S+/apptainer/mnt/session", "/session"),
