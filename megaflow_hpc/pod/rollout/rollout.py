@@ -39,6 +39,7 @@ from megaflow_hpc.errors import (
     MegaflowError,
     ModelServiceError,
     SandboxError,
+    ServiceError,
     UserCodeError,
 )
 from megaflow_hpc.host.process import node_name
@@ -175,8 +176,8 @@ class AgentRun:
         remaining_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
         recording = Recording()
         raised: UserCodeError | ModelServiceError | None = None
-        # The state of a task that is Python code cannot be saved.
-        resumable = endpoint is not None and hasattr(agent, "resume") and task.kind != "python"
+        # The state of a task that is Python code cannot be saved, nor can that of services.
+        resumable = endpoint is not None and hasattr(agent, "resume") and task.kind != "python" and not task.services
         watching = services.preemption.watching(rollout.id, self._sandbox) if resumable else nullcontext()
         try:
             try:
@@ -347,7 +348,8 @@ async def run_attempt(
             _cancel(services, trajectory, f"preempted: {error}")
         else:
             _end(trajectory, "failed", "sandbox", str(error))
-            ended.cause = "sandbox-start" if isinstance(error, NoSandboxError) else "sandbox-lost"
+            causes = {NoSandboxError: "sandbox-start", ServiceError: "service"}
+            ended.cause = causes.get(type(error), "sandbox-lost")
     except ModelServiceError as error:
         _end(trajectory, "failed", "model", str(error))
     except NoProgramError as error:
