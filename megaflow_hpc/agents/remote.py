@@ -28,6 +28,8 @@ from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, 
 
 IN_RUNNER = frozenset({"oracle", "nop", "replay", "command", "claude-code", "codex", "qwen-code"})
 """Built-in agents that run in the runner's event loop, because they mostly wait."""
+ASK_S = 20.0
+"""Interval in seconds at which a process that runs a single agent is asked to respond."""
 _OPERATIONS = frozenset({"exec", "upload", "download", "kill_processes"})
 
 
@@ -228,6 +230,13 @@ class AgentProcess:
         if not self.lost:
             self._writer.write(frame(message))
 
+    async def keep_asking(self) -> None:
+        """Lets the process respond at intervals, which extends a limited process's CPU time. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(ASK_S)
+            if self.ready:
+                self.send({"ping": True})
+
     def kill(self) -> None:
         """Kills the process and what its agents started."""
         self.lost = True
@@ -307,9 +316,11 @@ class Zygote:
         """
         process = await self.fork(job.label, limited)
         job = replace(job, label="")
+        asking = asyncio.create_task(process.keep_asking())
         try:
             return await process.run(job)
         finally:
+            asking.cancel()
             process.kill()
 
     async def fork(self, label: str, limited: bool = False) -> AgentProcess:

@@ -45,6 +45,9 @@ MAX_MEMORY_BYTES = 8 * 2**30
 MAX_CPU_S = 900
 """Limit on the CPU seconds that a limited process uses while it does not respond to the runner."""
 
+MAX_LINE_CHARS = 4096
+"""Length from which what a shared process prints is a line of its own, even without a newline."""
+
 _label: ContextVar[str] = ContextVar("label", default="")
 """Label of the current rollout. Empty if it is alone in its process."""
 
@@ -86,7 +89,14 @@ def serve(control: socket.socket) -> None:
             continue
         descriptor, printed = descriptors
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # such as the limit on processes; it costs one agent, and not those that run
+            print(f"no process can be started for an agent: {error}", file=sys.stderr)
+            os.close(descriptor)
+            os.close(printed)
+            control.send(json.dumps({"ended": message["run"], "status": 1 << 8}).encode())
+            continue
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -160,6 +170,8 @@ class _Labelled(io.TextIOWrapper):
         if not label:
             return super().write(text)
         *lines, rest = (self._rest.pop(label, "") + text).split("\n")
+        if len(rest) > MAX_LINE_CHARS:
+            lines, rest = [*lines, rest], ""
         if rest:
             self._rest[label] = rest
         for line in lines:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 
 from megaflow_hpc.agents import remote
 from megaflow_hpc.agents.remote import AgentJob, Zygote, forked
+from megaflow_hpc.agents.zygote import MAX_CPU_S, _label, _Labelled
 from megaflow_hpc.errors import SandboxError, UserCodeError
 from megaflow_hpc.types import Task
 from tests.support.local_sandbox import LocalSandbox
@@ -96,6 +99,48 @@ async def test_what_one_agent_does_to_itself_costs_its_rollout_alone(tmp_path: P
             with pytest.raises(UserCodeError, match=said):
                 await found.run(AgentJob(spec(what), TASK, LocalSandbox(tmp_path / str(number))))
         assert (await good).exit_code == 124
+
+
+@in_loop
+async def test_a_process_that_cannot_be_started_costs_its_rollout_alone(tmp_path: Path) -> None:
+    async with zygote() as found:
+        running, pid = await blocked(found, tmp_path)
+        assert found._process is not None
+        limit = partial(resource.prlimit, found._process.pid, resource.RLIMIT_NPROC)
+        before = limit()
+        limit((0, before[1]))
+        with pytest.raises(UserCodeError, match="before it returned a result"):
+            await found.run(AgentJob(spec("pipe"), TASK, LocalSandbox(tmp_path / "refused")))
+        limit(before)
+        assert (await found.run(AgentJob(spec("pipe"), TASK, LocalSandbox(tmp_path / "next")))).exit_code == 124
+        assert not running.done()
+        assert Path(f"/proc/{pid}").exists()
+        running.cancel()
+
+
+@in_loop
+async def test_a_limited_process_gets_more_cpu_time_while_it_responds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "ASK_S", 0.1)
+    async with zygote() as found:
+        result = await found.run(AgentJob(spec("use CPU"), TASK, LocalSandbox(tmp_path / "a")), limited=True)
+    assert int(result.error) > MAX_CPU_S
+
+
+def test_a_line_without_an_end_is_printed_in_parts() -> None:
+    reading, writing = os.pipe()
+    stream = _Labelled(writing)
+    token = _label.set("t/p/0")
+    try:
+        for _ in range(10):
+            stream.write("x" * 1000)
+        assert os.read(reading, 65536) == (b"t/p/0: " + b"x" * 5000 + b"\n") * 2
+    finally:
+        _label.reset(token)
+        stream.close()
+        os.close(reading)
+        os.close(writing)
 
 
 @in_loop

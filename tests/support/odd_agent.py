@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -65,6 +66,11 @@ class Odd:
         if self.what == "block":
             Path(self.place).write_text(str(os.getpid()))
             time.sleep(600)
+        if self.what == "use CPU":
+            while time.process_time() < 1:
+                pass
+            await asyncio.sleep(0.5)
+            return AgentResult(error=str(resource.getrlimit(resource.RLIMIT_CPU)[0]))
         if self.what == "spawn":
             Path(self.place).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
         if self.what == "raise":
