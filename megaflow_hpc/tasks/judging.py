@@ -216,6 +216,7 @@ class Rubric(msgspec.Struct, forbid_unknown_fields=True):
 
         Raises:
             ModelServiceError: A judge does not answer.
+            UserCodeError: A judge refused a request, or its answer reached ``max_tokens``.
         """
         judge = judge.judge if isinstance(judge, WaitingJudge) else judge
         if not judge.models:
@@ -227,11 +228,15 @@ class Rubric(msgspec.Struct, forbid_unknown_fields=True):
                 for criterion in self.criteria
                 for model in judge.models
                 for _ in range(self.votes)
-            )
+            ),
+            return_exceptions=True,  # otherwise calls that still run would count as unanswered
         )
+        for vote in votes:
+            if isinstance(vote, BaseException):
+                raise vote
         each = len(judge.models) * self.votes
         rewards = {
-            criterion.name: float(2 * sum(votes[number * each : (number + 1) * each]) > each)
+            criterion.name: float(2 * votes[number * each : (number + 1) * each].count(True) > each)
             for number, criterion in enumerate(self.criteria)
         }
         total = sum(criterion.weight for criterion in self.criteria)

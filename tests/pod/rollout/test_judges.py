@@ -158,10 +158,14 @@ class Endpoint:
     def __init__(self, status: int = 200, delay_s: float = 0.0, finish: str = "stop") -> None:
         self._status, self._delay_s, self._finish = status, delay_s, finish
 
+    async def finish(self, request: web.Request) -> tuple[float, str]:
+        return self._delay_s, self._finish
+
     async def __aenter__(self) -> Judge:
         async def answer(request: web.Request) -> web.Response:
-            await asyncio.sleep(self._delay_s)
-            choice = {"message": {"content": "yes"}, "finish_reason": self._finish}
+            delay_s, finish = await self.finish(request)
+            await asyncio.sleep(delay_s)
+            choice = {"message": {"content": "yes"}, "finish_reason": finish}
             return web.json_response({"choices": [choice]}, status=self._status)
 
         application = web.Application()
@@ -416,6 +420,23 @@ def test_the_majority_of_votes_decides(tmp_path: Path, answers: list[str], expec
     one = "criteria: [{name: right, text: The answer is 4.}]\nvotes: 3\n"
     rewards = asyncio.run(rubric(tmp_path, one).score(StandIn(lambda *_: next(rest)), TALK))
     assert rewards == {"reward": expected, "right": expected}
+
+
+def test_a_vote_that_is_cut_off_is_the_fault_of_score_while_others_run(tmp_path: Path) -> None:
+    """A judge answers all votes before the error is raised, so that none of them counts as unanswered."""
+
+    class Cut(Endpoint):
+        async def finish(self, request: web.Request) -> tuple[float, str]:
+            cut = "polite" not in (await request.json())["messages"][0]["content"]
+            return (0.0, "length") if cut else (0.5, "stop")
+
+    async def main() -> None:
+        async with Cut() as judge:
+            with pytest.raises(UserCodeError, match="reached max_tokens"):
+                await rubric(tmp_path).score(judge, TALK)
+            assert judge.unanswered == ""
+
+    asyncio.run(main())
 
 
 def test_judges_that_disagree_are_no(tmp_path: Path) -> None:
