@@ -336,6 +336,8 @@ STARTED_BY_HEADER = "x-megaflow-started-by"
 """Header of a request: number of the call that caused it, such as a parent agent's."""
 TURN_REWARD = "turn."
 """Prefix of the rewards of single turns: ``turn.0`` is the reward of the rollout's first model call."""
+SEQUENCE_REWARD = "sequence."
+"""Prefix of a scorer's rewards for single token sequences of the policy."""
 
 
 @dataclass

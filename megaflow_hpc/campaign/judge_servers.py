@@ -34,6 +34,9 @@ class JudgeServers:
 
     Args:
         judges: Names of the judges to serve.
+
+    Raises:
+        ModelServiceError: A judge's engine pool has no server now.
     """
 
     def __init__(self, run: RunDir, planned: RunRecord, judges: Collection[str]) -> None:
@@ -41,6 +44,8 @@ class JudgeServers:
         self._judges = frozenset(judges)
         started = self._judges - {str(server["policy"]) for server in self._elsewhere()}
         firsts = {server.policy: server for server in reversed(planned.servers) if server.policy in started}
+        if missing := sorted(started - firsts.keys()):
+            raise ModelServiceError(f"judge {missing[0]}: its engine pool has no server now; start the pool")
         servers = list(firsts.values())
         self._folder: Path | None = None
         self._processes: list[subprocess.Popen[bytes]] = []

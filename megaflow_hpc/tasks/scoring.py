@@ -27,7 +27,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError, UserCodeError
 from megaflow_hpc.tasks.judging import Judge, Message, Rubric, rubric_files
 from megaflow_hpc.tasks.python_class import code_of, named_rewards, origin
-from megaflow_hpc.types import TURN_REWARD, Task
+from megaflow_hpc.types import SEQUENCE_REWARD, TURN_REWARD, Task
 
 PARAMETERS = ("messages", "roles", "patch", "artifacts", "task", "judge", "trajectory", "reward", "rewards", "sandbox")
 """Parameters that a scorer may have. ``reward`` and ``rewards`` are those of the campaign's own verification."""
@@ -148,8 +148,8 @@ def check_turns(rewards: Mapping[str, float], turns: int) -> None:
 
 
 def main_reward(rewards: Mapping[str, float]) -> float | None:
-    """Returns the reward of the whole rollout: ``reward``, or else the first that belongs to no turn, if any."""
-    own = [value for name, value in rewards.items() if not name.startswith(TURN_REWARD)]
+    """Returns the reward of the whole rollout: ``reward``, or else the first of no turn or sequence, if any."""
+    own = [value for name, value in rewards.items() if not name.startswith((TURN_REWARD, SEQUENCE_REWARD))]
     reward = rewards.get("reward", own[0] if own else math.nan)
     return None if math.isnan(reward) else reward
 

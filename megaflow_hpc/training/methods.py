@@ -176,7 +176,7 @@ def call(method: Method, *values: Any, **named: Any) -> Any:
         return function(*values, **named)
     except MegaflowError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{method}: raised {error!r}{_at(error)}; no step was taken") from error
 
 

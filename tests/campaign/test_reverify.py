@@ -10,18 +10,22 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import yaml
 
+from megaflow_hpc.campaign.judge_servers import JudgeServers
+from megaflow_hpc.cli import main
+from megaflow_hpc.cli.runs.reverify import Reverified
 from megaflow_hpc.config import Policy, resolved
 from megaflow_hpc.config.sections import Method
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.errors import ConfigError, UnscoredError
+from megaflow_hpc.errors import ConfigError, ModelServiceError, UnscoredError
 from megaflow_hpc.ledger.tasks import planned_tasks
-from megaflow_hpc.pod.rollout.rescoring import Rescoring
+from megaflow_hpc.pod.rollout.rescoring import NewScore, Rescoring
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
@@ -29,7 +33,7 @@ from megaflow_hpc.rundir.rewards import GivenReward, RewardLog, check_name, give
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.tasks.harbor.artifacts import collect, to_artifacts
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.scoring import load_scorer
+from megaflow_hpc.tasks.scoring import load_scorer, main_reward
 from megaflow_hpc.tasks.steps import prepare
 from megaflow_hpc.training.algorithms.rewards import scores
 from megaflow_hpc.training.buffer import stored_rollout
@@ -125,6 +129,11 @@ class Whole:
 
 def batch(rollouts, more=1.0):
     return {sample.id: None if sample.task == "Out" else [more] * len(sample.turns) for sample, _ in rollouts}
+
+def one_breaks(trajectory):
+    if trajectory.task_id == "Out":
+        raise ValueError("x" * (2 << 20))
+    return 0.3
 
 def slowly(messages):
     import time
@@ -226,6 +235,53 @@ def test_functions_score_the_stored_conversation(run: RunDir) -> None:
         method = Method(name="megaflow_hpc.training.recipes:given", args={"run": str(run), "name": name})
         assert scores(method, rollouts)["Talk/default/0"] == rewards
     assert scores(method, rollouts)["Out/default/0"] is None
+
+
+def test_what_one_rollout_breaks_costs_no_other_its_reward(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an error of the scorer, nor one of this package."""
+    result = reverify(run, "--with", "scorers.py:one_breaks", "--name", "breaks", status=1)
+    assert (result["scored"], list(result["unscored"])) == (3, ["Out/default/0"])
+
+    async def broken(*_: Any) -> NewScore:
+        raise KeyError("x" * 10)
+
+    beside = Path(json.loads(run.run_json.read_text())["beside"])
+    monkeypatch.setattr(Rescoring, "by_scorer", broken)
+    monkeypatch.chdir(beside)
+    assert main(["reverify", str(run), "--with", "scorers.py:turns", "--name", "broken"]) == 1
+    assert not (run.rewards / "broken").exists()
+
+
+def test_rewards_of_one_name_come_from_one_scorer(run: RunDir) -> None:
+    """Also if each call scores other tasks."""
+    assert reverify(run, "--with", "scorers.py:turns", "--name", "one", "--only", "Fix")["scored"] == 1
+    scorers = Path(json.loads(run.run_json.read_text())["beside"], "scorers.py")
+    scorers.write_text(SCORERS + "# changed\n")
+    try:
+        again = reverify(run, "--with", "scorers.py:turns", "--name", "one", "--only", "Out", status=2)
+        assert "give --name another name" in again["error"]
+    finally:
+        scorers.write_text(SCORERS)
+
+
+def test_an_equal_reward_has_not_changed() -> None:
+    """The campaign's own is read as float32."""
+    outcome = Reverified()
+    for rollout, before, now in (("a", 0.30000001192092896, 0.3), ("b", 0.3, 0.4), ("c", 0.0, 0.0)):
+        outcome.before[rollout] = before
+        outcome.scored[rollout] = GivenReward(id=rollout, at=1.0, digest="", reward=now)
+    assert outcome.report(RunDir("run"), "x")["changed"] == 1
+
+
+def test_rewards_of_turns_and_sequences_are_no_reward_of_the_rollout() -> None:
+    assert main_reward({"turn.0": 1.0, "sequence.0": 2.0}) is None
+    assert main_reward({"turn.0": 1.0, "sequence.0": 2.0, "part": 3.0}) == 3.0
+
+
+def test_a_judge_of_an_engine_pool_that_is_down_is_an_error(tmp_path: Path) -> None:
+    planned: Any = SimpleNamespace(servers=[])
+    with pytest.raises(ModelServiceError, match="judge grader: its engine pool has no server now"):
+        JudgeServers(RunDir(tmp_path), planned, ["grader"])
 
 
 def test_rubrics_ask_the_judges(run: RunDir) -> None:

@@ -21,7 +21,7 @@ from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.rewards import scored, scores
 from megaflow_hpc.training.algorithms.samples import Sample, TurnTokens
 from megaflow_hpc.training.dataflow import Dataflow, Step
-from megaflow_hpc.training.methods import digests, methods_of, resolve
+from megaflow_hpc.training.methods import call, digests, methods_of, resolve
 from megaflow_hpc.training.plan import StepPlan
 from megaflow_hpc.training.trainer.probe import _stored, check, example_groups
 from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
@@ -48,6 +48,10 @@ def by_turn(groups):
 
 def by_sequence(groups):
     return {s.id: np.arange(s.sequences, dtype=np.float64) for g in groups for s in g.samples}
+
+
+def leaves(groups):
+    raise SystemExit(0)
 
 
 def missing(groups):
@@ -409,6 +413,12 @@ def test_a_changed_file_is_refused_until_it_is_restored(tmp_path: Path, own: Pat
 def test_this_packages_own_functions_have_no_digest() -> None:
     config = training(advantage={"kind": "megaflow_hpc.training.trainer.probe:check"})
     assert digests(methods_of(config).values()) == {}
+
+
+def test_a_function_that_exits_is_an_error() -> None:
+    """It would end the process as if all was done."""
+    with pytest.raises(ConfigError, match=r"own_methods:leaves: raised SystemExit\(0\)"):
+        call(Method(name="own_methods:leaves"), [])
 
 
 def test_advantages_of_turns_reach_the_tokens_of_a_step(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import fnmatch
 import math
 import tempfile
 import time
+import traceback
 import zlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,6 +44,8 @@ JOBS, JOBS_WITH = 2, 16
 MAX_BATCH = 64
 """Number of rollouts that a function with the parameter ``rollouts`` gets at once, as in training."""
 POLL_S = 1.0
+MAX_ERROR_CHARS = 10_000
+"""Maximum length of a stored error, which may quote what an agent wrote. Readers skip lines above 1 MiB."""
 SHOWN = 10
 """Number of rollouts to list for each reason."""
 
@@ -130,7 +133,8 @@ class Reverified:
             "not_verified": self.not_verified,
             "mean_before": math.fsum(old) / len(old) if old else None,
             "mean": math.fsum(new.values()) / len(new) if new else None,
-            "changed": sum(self.before[rollout] != reward for rollout, reward in new.items()),
+            # The campaign's own rewards are stored as float32.
+            "changed": sum(not math.isclose(self.before[one], new[one], rel_tol=1e-7) for one in new),
             "judge": msgspec.to_builtins(judge),
             "unscored": self.unscored,
             "failed": self.failed,
@@ -225,21 +229,26 @@ class _Work:
     def _rows(self) -> Iterator[Row]:
         """Yields the rollouts that need a reward."""
         number, shares = self._arguments.share
+        for rollout, given in self._given.items():  # also those of other shares, and by a scorer, of other tasks
+            if self._scorer or self._is_selected(rollout):
+                self._check_digest(given, RolloutName.parse(rollout).task_id)
         statuses = self._store.column("status")
         for row, (rollout, status) in enumerate(zip(self._store.ids, statuses, strict=True)):
             if zlib.crc32(rollout.encode()) % shares != number - 1:
                 continue
-            names = (rollout, rollout.rpartition("/")[0], RolloutName.parse(rollout).task_id)
-            only = self._arguments.only
-            if only and not any(fnmatch.fnmatchcase(one, pattern) for one in names for pattern in only):
+            if not self._is_selected(rollout):
                 continue
             if status not in VERIFIED:
                 self._outcome.not_verified += 1
-            elif given := self._given.get(rollout):
-                self._check_digest(given, self._store[row].task_id)
+            elif rollout in self._given:
                 self._outcome.already += 1
             else:
                 yield self._store[row]
+
+    def _is_selected(self, rollout: str) -> bool:
+        names = (rollout, rollout.rpartition("/")[0], RolloutName.parse(rollout).task_id)
+        only = self._arguments.only
+        return not only or any(fnmatch.fnmatchcase(one, pattern) for one in names for pattern in only)
 
     def _check_digest(self, given: GivenReward, task_id: str) -> None:
         if given.digest != self._digest(task_id):
@@ -277,11 +286,14 @@ class _Work:
             else:
                 agent = services.policies[row.policy].agent(row.agent)
                 score = await rescoring.by_task(task, agent, trajectory)
-            self._store_score(rollout, row.task_id, row.reward, score)
         except UnscoredError as error:
             self._outcome.unscored[rollout] = str(error)
         except MegaflowError as error:
             self._outcome.failed[rollout] = str(error)
+        except Exception as error:  # a bug that the record triggers may cost one rollout, but not the others
+            self._outcome.failed[rollout] = f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}"
+        else:
+            self._store_score(rollout, row.task_id, row.reward, score)
         self._show()
 
     def _task(self, name: str) -> tuple[Task, PlannedTask]:
@@ -331,7 +343,7 @@ class _Work:
             digest=self._digest(task_id),
             reward=score.reward,
             rewards=dict(score.rewards),
-            error=score.error,
+            error=score.error[:MAX_ERROR_CHARS],
             judge=total(map(use_of, score.calls)),
         )
         self._log.add(given)

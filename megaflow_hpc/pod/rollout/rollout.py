@@ -242,11 +242,7 @@ class AgentRun:
 
 
 def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> None:
-    """Adds the agent's work in one step to the trajectory of the earlier steps.
-
-    Raises:
-        UserCodeError: the agent rewarded more calls than it made in this step.
-    """
+    """Adds the agent's work in one step to the trajectory of the earlier steps."""
     if trajectory.status != "truncated":
         trajectory.status = result.status
     if result.exit_code or result.error:

@@ -34,7 +34,6 @@ from megaflow_hpc.config.training import AdvantageConfig, DataStep, PolicyTraini
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.algorithms.samples import (
     SCORE,
-    SEQUENCE_REWARD,
     RoleRewards,
     Sample,
     SampleGroup,
@@ -43,7 +42,7 @@ from megaflow_hpc.training.algorithms.samples import (
 from megaflow_hpc.training.methods import call, mapping, numbers
 from megaflow_hpc.trajectories.reading.advantages import Kind
 from megaflow_hpc.trajectories.reading.advantages import advantages as relative
-from megaflow_hpc.types import TURN_REWARD
+from megaflow_hpc.types import SEQUENCE_REWARD, TURN_REWARD
 
 KINDS: dict[str, Kind] = {"grpo": "grpo", "dr_grpo": "drgrpo", "rloo": "rloo", "median": "median"}
 WHITEN_EPSILON = 1e-6

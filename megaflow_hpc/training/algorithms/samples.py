@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megaflow_hpc.trajectory import Trajectory
-from megaflow_hpc.types import TURN_REWARD
+from megaflow_hpc.types import SEQUENCE_REWARD, TURN_REWARD
 
-SCORE, SEQUENCE_REWARD = "score", "sequence."
-"""Name of a scorer's reward for a whole rollout, and name prefix of its rewards for single sequences."""
+SCORE = "score"
+"""Name of a scorer's reward for a whole rollout."""
 RoleRewards = Mapping[str, str | None]
 """Maps each role of a policy in its team to the name of the role's reward; ``None`` means the rollout's own reward."""
 
