@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from megaflow_hpc.campaign.judge_servers import JudgeServers
 from megaflow_hpc.cli import main
 from megaflow_hpc.cli.runs.reverify import Reverified
 from megaflow_hpc.config import Policy, resolved
-from megaflow_hpc.config.sections import Method
+from megaflow_hpc.config.sections import AgentConfig, Method
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, UnscoredError
 from megaflow_hpc.ledger.tasks import planned_tasks
@@ -33,11 +34,12 @@ from megaflow_hpc.rundir.rewards import GivenReward, RewardLog, check_name, give
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.tasks.harbor.artifacts import collect, to_artifacts
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.scoring import load_scorer, main_reward
+from megaflow_hpc.tasks.scoring import Scorer, load_scorer, main_reward
 from megaflow_hpc.tasks.steps import prepare
 from megaflow_hpc.training.algorithms.rewards import scores
 from megaflow_hpc.training.buffer import stored_rollout
 from megaflow_hpc.trajectories import open_trajectories
+from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import Task
 from tests.support.campaigns import cli, run_local
 from tests.support.harbor_tasks import write_task
@@ -237,19 +239,55 @@ def test_functions_score_the_stored_conversation(run: RunDir) -> None:
     assert scores(method, rollouts)["Out/default/0"] is None
 
 
-def test_what_one_rollout_breaks_costs_no_other_its_reward(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def beside(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The campaign's directory, in which this process works."""
+    folder = Path(json.loads(run.run_json.read_text())["beside"])
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield folder
+    for module in ("scorers", "things"):
+        sys.modules.pop(module, None)
+
+
+def test_what_one_rollout_breaks_costs_no_other_its_reward(
+    run: RunDir, beside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Neither an error of the scorer, nor one of this package."""
     result = reverify(run, "--with", "scorers.py:one_breaks", "--name", "breaks", status=1)
     assert (result["scored"], list(result["unscored"])) == (3, ["Out/default/0"])
+    by_scorer = Rescoring.by_scorer
 
-    async def broken(*_: Any) -> NewScore:
-        raise KeyError("x" * 10)
+    async def broken(rescoring: Rescoring, scorer: Scorer, task: Task, trajectory: Trajectory) -> NewScore:
+        if task.id == "Fix":
+            raise KeyError("no such thing")
+        return await by_scorer(rescoring, scorer, task, trajectory)
 
-    beside = Path(json.loads(run.run_json.read_text())["beside"])
     monkeypatch.setattr(Rescoring, "by_scorer", broken)
-    monkeypatch.chdir(beside)
-    assert main(["reverify", str(run), "--with", "scorers.py:turns", "--name", "broken"]) == 1
-    assert not (run.rewards / "broken").exists()
+    assert main(["reverify", str(run), "--with", "scorers.py:turns", "--name", "broken", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["scored"] == 3
+    assert result["failed"]["Fix/default/0"].startswith("KeyError('no such thing') at ")
+
+
+def test_files_that_change_meanwhile_give_no_reward(run: RunDir, beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_task = Rescoring.by_task
+
+    async def edit(rescoring: Rescoring, task: Task, agent: AgentConfig, trajectory: Trajectory) -> NewScore:
+        (beside / "things.py").write_text(TASKS + "# changed\n")
+        return await by_task(rescoring, task, agent, trajectory)
+
+    monkeypatch.setattr(Rescoring, "by_task", edit)
+    try:
+        assert main(["reverify", str(run), "--name", "edited", "--only", "Out"]) == 1
+    finally:
+        (beside / "things.py").write_text(TASKS)
+    assert given_as(run, "edited") == {}
+
+
+def test_functions_need_no_apptainer(run: RunDir, beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAFLOW_APPTAINER", "/nowhere")
+    assert main(["reverify", str(run), "--with", "scorers.py", "--name", "without"]) == 0
 
 
 def test_rewards_of_one_name_come_from_one_scorer(run: RunDir) -> None:

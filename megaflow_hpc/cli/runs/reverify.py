@@ -208,7 +208,8 @@ class _Work:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             code = (str(self._run.code) if self._run.code.is_dir() else "", self._planned.beside)
-            services = await Services.open(self._planned.config, policies, folder, code)
+            sandboxes = any(task.image for task in (self._today or {}).values())
+            services = await Services.open(self._planned.config, policies, folder, code, sandboxes)
             stack.push_async_callback(services.close)
             stack.callback(self._log.close)
             if judges := self._judges():
@@ -276,6 +277,8 @@ class _Work:
         return self._planned.config.judges() if asks else ()
 
     async def _score(self, row: Row, services: Services, rescoring: Rescoring) -> None:
+        from megaflow_hpc.tasks.digests import changed
+
         rollout = row.id
         try:
             task, planned = self._task(row.task_id)
@@ -286,6 +289,9 @@ class _Work:
             else:
                 agent = services.policies[row.policy].agent(row.agent)
                 score = await rescoring.by_task(task, agent, trajectory)
+                if await asyncio.to_thread(changed, [task]):
+                    what = f"the files of task {task.id} were changed while they verified it"
+                    raise ConfigError(f"{what}; restore them, or give --name another name")
         except UnscoredError as error:
             self._outcome.unscored[rollout] = str(error)
         except MegaflowError as error:

@@ -20,6 +20,7 @@ The gateway removes everything from the reply that it added to the request, so t
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -216,6 +217,8 @@ async def reward(call: Call) -> Answer:
 
 def _reward(call: Call, reply: Reply) -> Answer:
     ((value,),) = (data["probs"] for data in reply["data"])
+    if not math.isfinite(value):
+        raise ValueError(f"the reward is {value}")
     message = {"role": "assistant", "content": repr(float(value))}
     choice = {"index": 0, "finish_reason": "stop", "message": message}
     usage = {"prompt_tokens": reply["usage"]["prompt_tokens"], "completion_tokens": 0}

@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +22,8 @@ from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, UserCodeError
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ScriptedTask
+from megaflow_hpc.model.gateway.engine_call import Reply
+from megaflow_hpc.model.gateway.protocols import _reward
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.judges import Judges
 from megaflow_hpc.tasks.formats import VerificationContext, format_of
@@ -374,6 +377,15 @@ def test_a_reward_model_rates_conversations_and_does_not_vote(tmp_path: Path) ->
         await runner.cleanup()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "null"])
+def test_a_reward_that_is_no_number_is_no_answer(value: str) -> None:
+    """It would make the reward 0, although the judge is at fault."""
+    reply = Reply(json.loads(f'{{"data": [{{"probs": [{value}]}}], "usage": {{"prompt_tokens": 7}}}}'))
+    call: Any = SimpleNamespace(server=SimpleNamespace(model_name="rater", name="rater.0"))
+    with pytest.raises((TypeError, ValueError)):
+        _reward(call, reply)
 
 
 class StandIn(Judge):
