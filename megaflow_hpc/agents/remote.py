@@ -188,6 +188,8 @@ class AgentProcess:
         self.changed: Callable[[AgentProcess], None] = lambda _: None
         """Called when the process becomes ready, completes a job, or ends."""
         self._listening = asyncio.create_task(self._listen(reader))
+        # A program that an agent left behind may hold the connection open.
+        ended.add_done_callback(lambda _: ended.get_loop().call_later(DRAIN_S, writer.close))
 
     @property
     def running(self) -> int:

@@ -102,6 +102,16 @@ async def test_what_one_agent_does_to_itself_costs_its_rollout_alone(tmp_path: P
 
 
 @in_loop
+async def test_a_process_has_ended_although_its_daemon_holds_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "DRAIN_S", 0.1)
+    async with zygote() as found, asyncio.timeout(15):
+        with pytest.raises(UserCodeError, match="exit code 3 before it returned a result"):
+            await found.run(AgentJob(spec("leave a daemon"), TASK, LocalSandbox(tmp_path / "a")))
+
+
+@in_loop
 async def test_a_process_that_cannot_be_started_costs_its_rollout_alone(tmp_path: Path) -> None:
     async with zygote() as found:
         running, pid = await blocked(found, tmp_path)

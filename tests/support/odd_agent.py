@@ -71,6 +71,11 @@ class Odd:
                 pass
             await asyncio.sleep(0.5)
             return AgentResult(error=str(resource.getrlimit(resource.RLIMIT_CPU)[0]))
+        if self.what == "leave a daemon":
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(20)
+            os._exit(3)
         if self.what == "spawn":
             Path(self.place).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
         if self.what == "raise":
