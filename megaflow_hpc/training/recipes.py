@@ -19,7 +19,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.rewards import GivenReward, given_as
 from megaflow_hpc.training.algorithms.prompts import TaskStatistics
 from megaflow_hpc.training.algorithms.samples import Earlier, Sample, SampleGroup, StoredRollout
-from megaflow_hpc.types import TURN_REWARD
+from megaflow_hpc.types import SEQUENCE_REWARD, TURN_REWARD
 
 
 def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[str, list[float]]:
@@ -43,7 +43,7 @@ def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[
 def given(rollouts: Sequence[StoredRollout], run: str, name: str) -> dict[str, float | list[float] | None]:
     """Gives rollouts the rewards that ``megaflow-hpc reverify`` gave to those of the same ids in ``RUN/rewards/NAME``.
 
-    Without a reward of the whole rollout, each turn gets its own, or 0. Rollouts without any are dropped.
+    Without a reward of the whole rollout, each sequence or turn gets its own, or 0. Rollouts without any are dropped.
     """
     found = _given(run, name)
     values: dict[str, float | list[float] | None] = {}
@@ -51,6 +51,8 @@ def given(rollouts: Sequence[StoredRollout], run: str, name: str) -> dict[str, f
         own = found.get(sample.id)
         if own is None or own.reward is not None:
             values[sample.id] = None if own is None else own.reward
+        elif any(name.startswith(SEQUENCE_REWARD) for name in own.rewards):
+            values[sample.id] = [own.rewards.get(f"{SEQUENCE_REWARD}{n}", 0.0) for n in range(sample.sequences)]
         else:
             values[sample.id] = [own.rewards.get(f"{TURN_REWARD}{turn.call}", 0.0) for turn in sample.turns]
     return values

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megaflow_hpc.config.training import PolicyTraining, PromptsConfig, TrainingConfig
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.rewards import GivenReward, RewardLog
 from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.prompts import TaskStatistics
-from megaflow_hpc.training.algorithms.samples import Sample, TurnTokens
+from megaflow_hpc.training.algorithms.samples import Sample, StoredRollout, TurnTokens
 from megaflow_hpc.training.recipes import (
     anchor_groups,
     by_effective_size,
+    given,
     pairs,
     passed,
     returns_to_go,
@@ -31,6 +35,16 @@ def turned(index: int, reward: float, *turns: float) -> Sample:
     spans = tuple(TurnTokens(call, 0, 2 * call + 1, 2 * call + 2) for call in range(len(turns)))
     rewards = {f"turn.{call}": value for call, value in enumerate(turns)}
     return sample("t/p", index, reward, turns=spans, rewards=rewards, tokens=len(turns))
+
+
+def test_rewards_given_later_to_a_rollout_its_turns_or_its_sequences(tmp_path: Path) -> None:
+    log = RewardLog(RunDir(tmp_path), "mine")
+    for number, rewards in enumerate([{"reward": 0.5, "sequence.0": 1.0}, {"turn.1": 0.25}, {"sequence.1": 0.75}]):
+        log.add(GivenReward(id=f"t/p/{number}", at=1.0, digest="", reward=rewards.get("reward"), rewards=rewards))
+    log.close()
+    samples = [replace(turned(index, 0.0, 0.0, 0.0, 0.0), sequences=2) for index in range(4)]
+    found = given([StoredRollout(one, None) for one in samples], str(tmp_path), "mine")  # type: ignore[arg-type]
+    assert found == {"t/p/0": 0.5, "t/p/1": [0.0, 0.25, 0.0], "t/p/2": [0.0, 0.75], "t/p/3": None}
 
 
 def test_returns_to_go() -> None:
