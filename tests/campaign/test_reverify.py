@@ -20,8 +20,8 @@ import yaml
 
 from megaflow_hpc.campaign.judge_servers import JudgeServers
 from megaflow_hpc.cli import main
-from megaflow_hpc.cli.runs.reverify import Reverified
-from megaflow_hpc.config import Policy, resolved
+from megaflow_hpc.cli.runs.reverify import Reverified, _tasks_of_today
+from megaflow_hpc.config import Policy, parse, resolved
 from megaflow_hpc.config.sections import AgentConfig, Method
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, UnscoredError
@@ -320,6 +320,16 @@ def test_a_judge_of_an_engine_pool_that_is_down_is_an_error(tmp_path: Path) -> N
     planned: Any = SimpleNamespace(servers=[])
     with pytest.raises(ModelServiceError, match="judge grader: its engine pool has no server now"):
         JudgeServers(RunDir(tmp_path), planned, ["grader"])
+
+
+def test_tasks_have_the_campaigns_services(tmp_path: Path) -> None:
+    """Without them, tests would fail instead of being refused."""
+    write_task(tmp_path)
+    services = {"db": {"image": "postgres", "ports": [5432]}}
+    config = parse({"name": "a", "tasks": [str(tmp_path / "*")], "agent": "oracle", "services": services})
+    planned: Any = SimpleNamespace(config=config, beside="")
+    (task,) = _tasks_of_today(planned).values()
+    assert [service.name for service in task.services] == ["db"]
 
 
 def test_rubrics_ask_the_judges(run: RunDir) -> None:

@@ -410,7 +410,7 @@ def _tasks_of_today(planned: RunRecord) -> dict[str, Task]:
     sources = [*config.tasks]
     if config.training and config.training.evaluate:
         sources += config.training.evaluate.tasks
-    tasks = load_tasks([source.model_dump() for source in sources], planned.beside or ".")
+    tasks = load_tasks([one.model_dump() for one in sources], planned.beside or ".", services=config.services)
     return {task.id: task for task in fixed(tasks)}
 
 
