@@ -20,7 +20,7 @@ import yaml
 
 from megaflow_hpc.campaign.judge_servers import JudgeServers
 from megaflow_hpc.cli import main
-from megaflow_hpc.cli.runs.reverify import Reverified, _tasks_of_today
+from megaflow_hpc.cli.runs.reverify import MAX_ERROR_CHARS, Reverified, _tasks_of_today
 from megaflow_hpc.config import Policy, parse, resolved
 from megaflow_hpc.config.sections import AgentConfig, Method
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
@@ -256,6 +256,7 @@ def test_what_one_rollout_breaks_costs_no_other_its_reward(
     """Neither an error of the scorer, nor one of this package."""
     result = reverify(run, "--with", "scorers.py:one_breaks", "--name", "breaks", status=1)
     assert (result["scored"], list(result["unscored"])) == (3, ["Out/default/0"])
+    assert len(result["unscored"]["Out/default/0"]) == MAX_ERROR_CHARS
     by_scorer = Rescoring.by_scorer
 
     async def broken(rescoring: Rescoring, scorer: Scorer, task: Task, trajectory: Trajectory) -> NewScore:
@@ -267,7 +268,7 @@ def test_what_one_rollout_breaks_costs_no_other_its_reward(
     assert main(["reverify", str(run), "--with", "scorers.py:turns", "--name", "broken", "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["scored"] == 3
-    assert result["failed"]["Fix/default/0"].startswith("KeyError('no such thing') at ")
+    assert result["failed"]["Fix/default/0"].endswith(": KeyError('no such thing')")
 
 
 def test_files_that_change_meanwhile_give_no_reward(run: RunDir, beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,8 @@ JOBS, JOBS_WITH = 2, 16
 MAX_BATCH = 64
 """Number of rollouts that a function with the parameter ``rollouts`` gets at once, as in training."""
 POLL_S = 1.0
-MAX_ERROR_CHARS = 10_000
-"""Maximum length of a stored error, which may quote what an agent wrote. Readers skip lines above 1 MiB."""
+MAX_ERROR_CHARS = 2_000
+"""Maximum length of an error, which may quote what an agent wrote. Readers of stored rewards skip lines above 1 MiB."""
 SHOWN = 10
 """Number of rollouts to list for each reason."""
 
@@ -293,11 +293,12 @@ class _Work:
                     what = f"the files of task {task.id} were changed while they verified it"
                     raise ConfigError(f"{what}; restore them, or give --name another name")
         except UnscoredError as error:
-            self._outcome.unscored[rollout] = str(error)
+            self._outcome.unscored[rollout] = str(error)[:MAX_ERROR_CHARS]
         except MegaflowError as error:
-            self._outcome.failed[rollout] = str(error)
+            self._outcome.failed[rollout] = str(error)[:MAX_ERROR_CHARS]
         except Exception as error:  # a bug that the record triggers may cost one rollout, but not the others
-            self._outcome.failed[rollout] = f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}"
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            self._outcome.failed[rollout] = f"{last.filename}:{last.lineno}: {error!r}"[:MAX_ERROR_CHARS]
         else:
             self._store_score(rollout, row.task_id, row.reward, score)
         self._show()
