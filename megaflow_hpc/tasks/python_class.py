@@ -82,6 +82,8 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
 
 IN_SANDBOX = frozenset({"workdir", "user", "env", "network", "memory_mb", "cpus", "disk_mb", "processes"})
 """Settings that apply only to tasks with a sandbox."""
+MAX_ERROR_CHARS = 2_000
+"""Maximum length of an exception of a task's code, which may quote what an agent wrote."""
 NONE = "none"
 """Value of ``image`` that declares a task without a sandbox."""
 EXTRAS = frozenset({"messages", "roles", "patch", "artifacts", "task", "judge"})
@@ -403,7 +405,8 @@ async def call(
             raise UserCodeError(
                 f"{code_of(method)}: {method.__name__} of task {task.id} ran longer than its {timeout_s:g} s"
             ) from None
-        raise UserCodeError(f"{origin(error)}: {method.__name__} of task {task.id} raised {error!r}") from error
+        what = f"{method.__name__} of task {task.id}"
+        raise UserCodeError(f"{origin(error)}: {what} raised {error!r:.{MAX_ERROR_CHARS}}") from error
 
 
 async def _in_thread(call: Callable[[], Any], name: str) -> Any:

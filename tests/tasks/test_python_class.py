@@ -15,10 +15,10 @@ import pytest
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, UserCodeError
 from megaflow_hpc.tasks.formats import VerificationContext
 from megaflow_hpc.tasks.loading import load_tasks
-from megaflow_hpc.tasks.python_class import solve
+from megaflow_hpc.tasks.python_class import MAX_ERROR_CHARS, call, solve
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Task, Verdict
 
@@ -212,6 +212,15 @@ def test_what_user_code_does_wrong_is_named_by_file_and_line(
     verdict = run(scratch, rootfs, task, idle)
     assert (verdict.reward, verdict.rewards) == (0.0, {"reward": 0.0})
     assert re.search(said.format(file=re.escape(str(tmp_path / f"{module}.py"))), verdict.error), verdict.error
+
+
+def test_an_exception_that_quotes_a_long_answer_is_shortened() -> None:
+    def score() -> float:
+        return float("x" * 1_000_000)
+
+    with pytest.raises(UserCodeError, match="raised ValueError") as raised:
+        asyncio.run(call(Task("t", "Do it.", "", "/nowhere"), score, None, 5))
+    assert len(str(raised.value)) < 2 * MAX_ERROR_CHARS
 
 
 def test_a_judge_that_is_away_is_asked_again_and_the_same_instance_scores(
