@@ -98,6 +98,7 @@ class RemoteService:
         """
         deadline = asyncio.get_running_loop().time() + WAIT_S
         problem = "it is not running"
+        await asyncio.sleep(0)  # a process that has just begun to run the service forgets earlier failures first
         while True:
             if cause := self._services.failed(self.name):
                 raise ServiceError(f"service {self.name}: {cause}")

@@ -132,3 +132,19 @@ def test_the_janitor_keeps_no_lock_of_a_directory_that_is_in_use(tmp_path: Path)
     os.close(held)
     sweep(tmp_path)
     assert not directory.exists()
+
+
+async def test_a_failure_that_a_killed_process_left_is_forgotten(tmp_path: Path) -> None:
+    class Slow(NoSandboxes):
+        async def start(self, spec: SandboxSpec) -> ApptainerSandbox:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+    left = tmp_path / "services" / "campaign"
+    left.mkdir(parents=True)
+    (left / "echo.failed").write_text("no disk")
+    services = NodeServices(cast(ApptainerProvider, Slow(tmp_path)), "campaign")
+    services.prepare(planned("none", echo_service()))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(RemoteService("echo", (7000,), services).begin(), 0.2)
+    await services.close()
