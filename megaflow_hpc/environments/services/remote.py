@@ -151,7 +151,7 @@ class RemoteService:
     async def _check(self) -> None:
         """Connects to the service, and ends the connection, even if the service would keep its side open."""
         _, writer = await self._connect(self._port)
-        writer.transport.abort()
+        _abort(writer)
 
     async def _connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._address is None:
@@ -166,7 +166,7 @@ class RemoteService:
         """Closes all connections."""
         for task, writer in self._carrying.items():
             task.cancel()
-            writer.transport.abort()  # the other side may never read what is still to be sent
+            _abort(writer)  # the other side may never read what is still to be sent
 
 
 async def _connect(address: Address, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -184,7 +184,7 @@ async def _connect(address: Address, port: int) -> tuple[asyncio.StreamReader, a
             if hashlib.sha256(certificate).hexdigest() != address.fingerprint:
                 raise ConnectionError("another program has taken the place of the service")
     except BaseException:
-        writer.transport.abort()
+        _abort(writer)
         raise
     return await _greet(reader, writer, address.key, port)
 
@@ -219,9 +219,15 @@ async def _greet(
         if await reader.readline() != _OK:
             raise ConnectionRefusedError(f"port {port} accepts no connection")
     except BaseException:
-        writer.transport.abort()
+        _abort(writer)
         raise
     return reader, writer
+
+
+def _abort(writer: asyncio.StreamWriter) -> None:
+    """Closes a connection at once, with what is still to be sent."""
+    with suppress(AttributeError):  # Python 3.11, if a TLS transport has been closed twice: it ends within 30 s
+        writer.transport.abort()
 
 
 class ServiceListener:
@@ -303,18 +309,17 @@ class ServiceListener:
         except (OSError, ValueError, SandboxError):
             pass
         finally:
-            if writer is None:
-                client.close()
-            elif task in self._waiting or task.cancelling():
-                writer.transport.abort()
-            else:
+            if writer is not None and (task in self._waiting or task.cancelling()):
+                _abort(writer)
+            elif writer is not None:
                 writer.close()
 
 
 async def _streams_of(
     client: socket.socket, context: ssl.SSLContext | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Returns the streams of an accepted connection, after a TLS handshake if there is a context."""
+    """Returns the streams of an accepted connection, after a TLS handshake if there is a context. If it fails, asyncio
+    closes the connection."""
     loop = asyncio.get_running_loop()
     client.setblocking(False)
     reader = asyncio.StreamReader()
