@@ -28,7 +28,7 @@ BUDGETS = {
     "thousand tokens of campaign": 36,
     "thousand tokens of cli": 46,
     "thousand tokens of config": 17,
-    "thousand tokens of environments": 98,
+    "thousand tokens of environments": 99,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 2,
     "thousand tokens of ledger": 19,

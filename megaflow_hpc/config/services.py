@@ -86,7 +86,7 @@ class ServiceConfig(Section):
             env=dict(self.env),
             workdir=self.workdir,
             user=self.user,
-            ports=self.ports,
+            ports=tuple(dict.fromkeys(self.ports)),
             health=HealthCheck(**self.health.model_dump()),
             after=self.after,
             per=self.per,

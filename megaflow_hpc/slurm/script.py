@@ -270,6 +270,10 @@ def server_job(
     return Job("servers", options, elements, first - base, base, run=str(run))
 
 
+SERVICE_SERVER_MB = 512
+"""Memory of the process that starts a service, watches it and carries its connections."""
+
+
 def service_job(
     config: CampaignConfig, run: RunDir, index: int, cpus: int, memory_mb: int | None, largest: int | None = None
 ) -> Job:
@@ -277,7 +281,7 @@ def service_job(
 
     Args:
         index: Index of the service in ``servers`` of ``run.json``.
-        cpus, memory_mb: Resources of the service.
+        cpus, memory_mb: Resources of the service. The job has :data:`SERVICE_SERVER_MB` more.
         largest: As in :func:`server_job`.
     """
     pods = config.slurm.pods
@@ -287,7 +291,7 @@ def service_job(
         "nodes": 1,
         "ntasks": 1,
         "cpus-per-task": cpus,
-        "mem": _megabytes(None if memory_mb is None else memory_mb / 1000),
+        "mem": _megabytes(None if memory_mb is None else (memory_mb + SERVICE_SERVER_MB) / 1000),
         "time": _walltime(pods.time),
         "signal": f"B:USR2@{WARN_S}",
         "requeue": True,

@@ -17,7 +17,7 @@ from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.tasks.formats import format_of, format_of_source
-from megaflow_hpc.tasks.services import add_services
+from megaflow_hpc.tasks.services import add_services, check_number
 from megaflow_hpc.types import Service, Task
 
 
@@ -131,9 +131,9 @@ def in_image_directories(
                 image = images.resolve(request.base, mapping, build=False)
             task = replace(task, workdir=working_directory(image))
         if task.services:
-            task = replace(
-                task, services=tuple(_startable(task, each, files, images, mapping) for each in task.services)
-            )
+            services = tuple(_startable(task, each, files, images, mapping) for each in task.services)
+            check_number(task.id, services)
+            task = replace(task, services=services)
         placed.append(task)
     return placed
 

@@ -14,6 +14,9 @@ from megaflow_hpc.environments.services.running import PlannedService
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Service, Task
 
+MAX_PORTS = 64
+"""Maximum number of ports of all services of a task, and so of its services."""
+
 
 def add_services(tasks: Sequence[Task], services: Mapping[str, ServiceConfig]) -> list[Task]:
     """Returns the tasks with the campaign's services.
@@ -53,6 +56,19 @@ def check_ports(task_id: str, services: Sequence[Service]) -> None:
                     f"task {task_id}: services {service.name} and {other} both serve port {min(both)}, so "
                     f"{service.name} cannot reach {other}; give one of them another port"
                 )
+
+
+def check_number(task_id: str, services: Sequence[Service]) -> None:
+    """Checks that the services have few ports, because this process listens at each of them in every sandbox.
+
+    Raises:
+        ConfigError: they have more than :data:`MAX_PORTS`.
+    """
+    if (number := sum(len(service.ports) for service in services)) > MAX_PORTS:
+        raise ConfigError(
+            f"task {task_id}: its services have {number} ports, of at most {MAX_PORTS}; name the ports that sandboxes "
+            "need, or leave this task out"
+        )
 
 
 def check_network(task: Task, environment: EnvironmentConfig) -> None:

@@ -165,6 +165,10 @@ def test_wrong_services_are_refused_when_planned(
     [
         ("{image: base, expose: [1]}", "task shop: service shop: its image 'base' names no program; write command:"),
         ("{image: base, command: x}", "task shop: service shop: it has no port, so nothing can reach it"),
+        (
+            f"{{image: base, command: x, expose: {list(range(2000, 2065))}}}",
+            "task shop: its services have 65 ports, of at most 64",
+        ),
         ("{image: base, command: x, expose: [80]}", "task shop: service shop serves port 80, which no user may listen"),
     ],
 )

@@ -71,6 +71,11 @@ def test_engine_arrays_beyond_the_largest_index_count_from_a_base() -> None:
     assert '--index "$((8 + SLURM_ARRAY_TASK_ID))"' in script.script(job)
 
 
+def test_a_service_job_has_memory_for_the_process_that_watches_the_service() -> None:
+    assert script.service_job(config.parse(CAMPAIGN), RunDir("/r"), 0, 2, 1000).options["mem"] == "1512M"
+    assert script.service_job(config.parse(CAMPAIGN), RunDir("/r"), 0, 2, None).options["mem"] is None
+
+
 def test_pools_say_only_what_they_have_otherwise() -> None:
     pods = {**CAMPAIGN["slurm"]["pods"], "pools": [{"account": "other", "time": 30, "count": 2}]}
     parsed = config.parse({**CAMPAIGN, "slurm": {**CAMPAIGN["slurm"], "pods": pods}})

@@ -112,6 +112,9 @@ def test_entry_points_and_commands_combine_as_in_docker(
         ("build: nowhere", r"nowhere/Dockerfile: no such file"),
         ("ports: ['8000-8010']", r":4: services\.db\.ports: '8000-8010': expected a port"),
         ("mem_limit: lots", r":4: services\.db\.mem_limit: 'lots': expected a size"),
+        (f"mem_limit: {'9' * 400}", r":4: services\.db\.mem_limit: '?9+'?: expected a size"),
+        ("cpus: -100", r":4: services\.db\.cpus: -100: expected a number from 0 on"),
+        ("cpus: .nan", r":4: services\.db\.cpus: nan: expected a number from 0 on"),
         ("healthcheck: {interval: soon}", r":4: services\.db\.healthcheck\.interval: 'soon': expected a duration"),
         ("healthcheck: {test: [ls]}", r":4: services\.db\.healthcheck\.test: .*begins with CMD"),
         ("deploy: {replicas: 3}", r":4: services\.db\.deploy: 3 replicas"),
@@ -120,6 +123,14 @@ def test_entry_points_and_commands_combine_as_in_docker(
 def test_what_needs_more_is_refused_with_its_line(tmp_path: Path, line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read(tmp_path, f"services:\n  db:\n    image: redis\n    {line}\n")
+
+
+@pytest.mark.parametrize("check", ["start_period: 9999h", "retries: 999999999", f"interval: {'9' * 400}s"])
+def test_no_service_may_take_longer_than_an_hour_to_become_healthy(tmp_path: Path, check: str) -> None:
+    text = f"services: {{db: {{image: redis, mem_limit: 0, healthcheck: {{{check}}}}}}}"
+    (service,) = read(tmp_path, text).services
+    assert service.health.ready_s == 3600
+    assert service.limits.memory_mb is None, "0 is no limit"
 
 
 @pytest.mark.parametrize(

@@ -102,17 +102,16 @@ class InsideSockets:
         for first in range(0, len(wishes), helper_python.MAX_DESCRIPTORS):
             some = wishes[first : first + helper_python.MAX_DESCRIPTORS]
             try:
-                descriptors = await self._descriptors(some, is_wanted, what)
+                made += await self._sockets(some, is_wanted, what)
             except BaseException:
                 for each in made:
                     each.close()
                 raise
-            made += [socket.socket(fileno=descriptor) for descriptor in descriptors]
         for each in made:
             each.setblocking(False)
         return made
 
-    async def _descriptors(self, wishes: Sequence[str], is_wanted: Callable[[int], bool], what: str) -> list[int]:
+    async def _sockets(self, wishes: Sequence[str], is_wanted: Callable[[int], bool], what: str) -> list[socket.socket]:
         if self._interpreter is not None:
             home = await asyncio.to_thread(self._interpreter)
             descriptors, running = await helper_python.run_and_receive(
@@ -126,8 +125,9 @@ class InsideSockets:
                 cwd="/",
                 count=len(wishes),
             )
+            sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
             await running
-            return descriptors
+            return sockets
         if self._container.init is None:
             raise SandboxError("the container's first process cannot be found below /proc; use network 'host'")
         return await asyncio.to_thread(_from_outside, self._container.init.pid, wishes, is_wanted, what)
@@ -155,8 +155,8 @@ def listen_on_host(addresses: Sequence[Address]) -> list[socket.socket]:
     return listeners
 
 
-def _from_outside(pid: int, wishes: Sequence[str], is_wanted: Callable[[int], bool], what: str) -> list[int]:
-    """Returns the descriptors of sockets in the network namespace of process ``pid``."""
+def _from_outside(pid: int, wishes: Sequence[str], is_wanted: Callable[[int], bool], what: str) -> list[socket.socket]:
+    """Returns sockets in the network namespace of process ``pid``. They close themselves if nobody waits for them."""
     nsenter = shutil.which("nsenter")
     if nsenter is None:
         raise SandboxError(
@@ -184,7 +184,7 @@ def _from_outside(pid: int, wishes: Sequence[str], is_wanted: Callable[[int], bo
     if not descriptors:
         lines = errors.decode("utf-8", "replace").strip().splitlines()
         raise SandboxError(f"no {what} in the sandbox: {lines[-1] if lines else 'no answer'}")
-    return descriptors
+    return [socket.socket(fileno=descriptor) for descriptor in descriptors]
 
 
 def _is_tcp(descriptor: int) -> bool:

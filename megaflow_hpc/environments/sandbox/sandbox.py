@@ -132,10 +132,14 @@ class ApptainerSandbox:
         services, container = self.spec.services, self._dir.container
         if services is None or container is None:
             return
-        if self.spec.network == "host":
-            listeners = listen_on_host(services.addresses)
-        else:
-            listeners = await self._inside(container).listen(services.addresses)
+        try:
+            if self.spec.network == "host":
+                listeners = listen_on_host(services.addresses)
+            else:
+                listeners = await self._inside(container).listen(services.addresses)
+        except BaseException:
+            await self._dir.drop(self._watch)  # nothing may run where the services' addresses are free
+            raise
         self._leave_services = services.serve(dict(zip(services.addresses, listeners, strict=True)))
 
     async def _drop(self) -> None:

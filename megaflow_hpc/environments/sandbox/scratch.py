@@ -113,8 +113,13 @@ def _sweep_services(services: Path) -> None:
     for directory in services.iterdir():
         locks: list[int] = []
         try:
-            locks += [lock_file(path, timeout_s=0) for path in directory.glob("*.lock")]
-            remove_tree(directory)
+            entries = sorted(directory.iterdir())
+            for path in entries:
+                if path.suffix == ".lock":
+                    locks.append(lock_file(path, timeout_s=0))
+            for path in entries:
+                path.unlink(missing_ok=True)
+            directory.rmdir()  # fails if a process has just started to use it
         except (TimeoutError, OSError):
             continue
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
@@ -15,7 +15,8 @@ CHUNK_BYTES = 1 << 16
 BATCH = 16
 """Number of sockets to make in a service's network at a time. Making them starts a process."""
 MAX_CONNECTIONS = 256
-"""Maximum number of open connections of a sandbox to its services. Others wait."""
+"""Maximum number of open connections of the agent's sandbox, and of all services of a rollout to one another. Others
+wait."""
 CONNECT_TIMEOUT_S = 10.0
 
 Dial = Callable[[], Awaitable[socket.socket]]
@@ -56,10 +57,16 @@ class Dialer:
 
 
 class Forwarding:
-    """Accepts the connections of listening sockets, and carries each to a service until :meth:`close`."""
+    """Accepts the connections of listening sockets, and carries each to a service until :meth:`close`.
 
-    def __init__(self, listeners: Mapping[Address, socket.socket], dials: Mapping[Address, Dial]) -> None:
-        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+    Args:
+        slots: Limits the number of connections that are carried at a time. Others may share it.
+    """
+
+    def __init__(
+        self, listeners: Mapping[Address, socket.socket], dials: Mapping[Address, Dial], slots: asyncio.Semaphore
+    ) -> None:
+        self._slots = slots
         self._connections: set[asyncio.Task[None]] = set()
         self._accepting = [
             asyncio.create_task(self._accept(listener, dials[address])) for address, listener in listeners.items()
@@ -73,17 +80,17 @@ class Forwarding:
     async def _accept(self, listener: socket.socket, dial: Dial) -> None:
         with listener:
             while True:
-                await self._slots.acquire()
                 try:
                     connection, _ = await asyncio.get_running_loop().sock_accept(listener)
                 except OSError:  # the connection was closed meanwhile, or this process has too many open files
-                    self._slots.release()
                     await asyncio.sleep(0.1)
                     continue
-                except BaseException:
-                    self._slots.release()
-                    raise
                 connection.setblocking(False)
+                try:
+                    await self._slots.acquire()
+                except BaseException:
+                    connection.close()
+                    raise
                 task = asyncio.create_task(_carry(connection, dial))
                 self._connections.add(task)
                 task.add_done_callback(self._ended)
@@ -101,16 +108,23 @@ async def _carry(connection: socket.socket, dial: Dial) -> None:
         except (OSError, SandboxError, TimeoutError):
             return
         with there, suppress(OSError):
-            ways = [asyncio.ensure_future(_copy(connection, there)), asyncio.ensure_future(_copy(there, connection))]
+            ways = [asyncio.create_task(_copy(connection, there)), asyncio.create_task(_copy(there, connection))]
             try:
                 await asyncio.gather(*ways)
             finally:
-                for way in ways:
-                    way.cancel()
+                await end(ways)
+
+
+async def end(ways: Sequence[asyncio.Task[None]]) -> None:
+    """Cancels the tasks that use a socket, and waits until the event loop has forgotten its descriptor."""
+    for way in ways:
+        way.cancel()
+    await asyncio.wait(ways)
 
 
 async def _copy(source: socket.socket, target: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     while data := await loop.sock_recv(source, CHUNK_BYTES):
         await loop.sock_sendall(target, data)
+        await asyncio.sleep(0)  # neither call waits while there is data and room, however long that is
     target.shutdown(socket.SHUT_WR)

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import Address, SandboxSpec
-from megaflow_hpc.environments.services.forwarding import Dial, Forwarding
+from megaflow_hpc.environments.services.forwarding import MAX_CONNECTIONS, Dial, Forwarding
 from megaflow_hpc.environments.services.remote import RemoteService
 from megaflow_hpc.environments.services.running import PlannedService, RunningService
-from megaflow_hpc.errors import ServiceError
+from megaflow_hpc.errors import ModelServiceError, SandboxError, ServiceError
 
 T = TypeVar("T")
 Start = Callable[[SandboxSpec], Awaitable[ApptainerSandbox]]
@@ -54,7 +54,8 @@ class _View:
         dials: dict[Address, Dial] = {
             (address, port): partial(self._group.dial, names[address], port) for address, port in listeners
         }
-        return Forwarding(listeners, dials).close
+        slots = self._group.slots if self._own else asyncio.Semaphore(MAX_CONNECTIONS)
+        return Forwarding(listeners, dials, slots).close
 
 
 class ServiceGroup:
@@ -83,6 +84,8 @@ class ServiceGroup:
         net = f"127.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}"
         self.addresses = {service.name: f"{net}.{number}" for number, service in enumerate(self.services, 1)}
         """Name → loopback address in every sandbox. Differs between groups, for networks that sandboxes share."""
+        self.slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        """Limits the connections of the services to one another."""
         self._running: dict[str, RunningService] = {}
 
     @property
@@ -142,8 +145,10 @@ class ServiceGroup:
                     if why := await service.problem():
                         raise ServiceError(f"service {service.name}: {why}, while the rollout ran")
             except ServiceError:
-                if running.done() and not running.cancelled() and running.exception() is not None:
-                    await running
+                if running.done() and not running.cancelled():
+                    error = running.exception()  # code of the task may fail because of the service
+                    if isinstance(error, SandboxError | ModelServiceError):
+                        raise error from None
                 raise
             return await running
         finally:

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from typing import Any
 from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.services.remote import Address, RemoteServices, ServiceListener
 from megaflow_hpc.environments.services.running import PlannedService, RunningService
-from megaflow_hpc.errors import SandboxError
+from megaflow_hpc.errors import MegaflowError, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.locks import lock_file
 from megaflow_hpc.host.private import private_directory
+from megaflow_hpc.texts import printable
 
 LOCK_POLL_S = 1.0
 MAX_STARTS = 3
@@ -87,12 +89,15 @@ class NodeServices(RemoteServices):
             try:
                 private_directory(self._directory)  # the janitor may have removed it
                 lock = lock_file(self._directory / f"{name}.lock", timeout_s=0)
-            except (TimeoutError, OSError):
+            except (SiteError, OSError):
                 await asyncio.sleep(LOCK_POLL_S)
                 continue
             try:
                 self._forget(name)  # what a killed process left
                 await self._keep_running(planned)
+            except OSError as error:  # scratch is full, or the janitor has removed the directory
+                print(printable(f"service {name}: {error}"), file=sys.stderr)
+                await asyncio.sleep(LOCK_POLL_S)
             finally:
                 self._forget(name)
                 with contextlib.suppress(OSError):
@@ -105,7 +110,7 @@ class NodeServices(RemoteServices):
             began = asyncio.get_running_loop().time()
             try:
                 await self._serve(planned)
-            except (SandboxError, OSError) as error:
+            except (MegaflowError, OSError) as error:
                 self._forget(planned.service.name)
                 steady = asyncio.get_running_loop().time() - began > MAX_PAUSE_S
                 failures = 1 if steady else failures + 1

@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megaflow_hpc.environments.services.forwarding import CHUNK_BYTES, Dialer
+from megaflow_hpc.environments.services.forwarding import CHUNK_BYTES, Dialer, end
 from megaflow_hpc.environments.services.running import PlannedService
 from megaflow_hpc.errors import SandboxError, ServiceError
 
 CONNECT_TIMEOUT_S = 20.0
+BACKLOG = 1024
+MAX_WAITING = 256
+"""Maximum number of clients that have not shown the key. For each further one, the oldest is closed."""
 WAIT_S = 600.0
 """Seconds for which a rollout waits until a service can be reached. Its job may just be requeued."""
 POLL_S = 0.5
@@ -85,7 +88,7 @@ class RemoteService:
     def __init__(self, name: str, ports: tuple[int, ...], services: RemoteServices) -> None:
         self.name, self._port, self._services = name, ports[0], services
         self._address: Address | None = None
-        self._carrying: set[asyncio.Task[None]] = set()
+        self._carrying: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def begin(self) -> None:
         """Waits until the service can be reached.
@@ -94,14 +97,15 @@ class RemoteService:
             ServiceError: it has failed for good, or cannot be reached in time.
         """
         deadline = asyncio.get_running_loop().time() + WAIT_S
-        problem = "no job of it is running"
+        problem = "it is not running"
+        await asyncio.sleep(0)  # a process that has just begun to run the service forgets earlier failures first
         while True:
             if cause := self._services.failed(self.name):
                 raise ServiceError(f"service {self.name}: {cause}")
             self._address = self._services.address(self.name)
             if self._address is not None:
                 try:
-                    (await self.dial(self._port)).close()
+                    await self._check()
                     return
                 except (OSError, ValueError) as error:
                     problem = str(error) or type(error).__name__
@@ -124,7 +128,7 @@ class RemoteService:
         if self._services.address(self.name) not in (None, self._address):
             return "it was started anew"
         try:
-            (await self.dial(self._port)).close()
+            await self._check()
         except (OSError, ValueError) as error:
             return f"it does not answer ({error or type(error).__name__})"
         return ""
@@ -135,25 +139,34 @@ class RemoteService:
         Raises:
             OSError: the service cannot be reached, or is another start of it.
         """
-        if self._address is None:
-            raise ConnectionRefusedError(f"service {self.name} is not running")
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await _connect(self._address, port)
-        except TimeoutError:
-            raise ConnectionError(f"no answer within {CONNECT_TIMEOUT_S:g} s") from None
+        reader, writer = await self._connect(port)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         theirs.setblocking(False)
         task = asyncio.create_task(_carry(theirs, reader, writer))
-        self._carrying.add(task)
-        task.add_done_callback(self._carrying.discard)
+        self._carrying[task] = writer
+        task.add_done_callback(self._carrying.pop)
         return ours
+
+    async def _check(self) -> None:
+        """Connects to the service, and ends the connection, even if the service would keep its side open."""
+        _, writer = await self._connect(self._port)
+        _abort(writer)
+
+    async def _connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._address is None:
+            raise ConnectionRefusedError(f"service {self.name} is not running")
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                return await _connect(self._address, port)
+        except TimeoutError:
+            raise ConnectionError(f"no answer within {CONNECT_TIMEOUT_S:g} s") from None
 
     def close(self) -> None:
         """Closes all connections."""
-        for task in self._carrying:
+        for task, writer in self._carrying.items():
             task.cancel()
+            _abort(writer)  # the other side may never read what is still to be sent
 
 
 async def _connect(address: Address, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -171,7 +184,7 @@ async def _connect(address: Address, port: int) -> tuple[asyncio.StreamReader, a
             if hashlib.sha256(certificate).hexdigest() != address.fingerprint:
                 raise ConnectionError("another program has taken the place of the service")
     except BaseException:
-        writer.transport.abort()
+        _abort(writer)
         raise
     return await _greet(reader, writer, address.key, port)
 
@@ -206,9 +219,15 @@ async def _greet(
         if await reader.readline() != _OK:
             raise ConnectionRefusedError(f"port {port} accepts no connection")
     except BaseException:
-        writer.transport.abort()
+        _abort(writer)
         raise
     return reader, writer
+
+
+def _abort(writer: asyncio.StreamWriter) -> None:
+    """Closes a connection at once, with what is still to be sent."""
+    with suppress(AttributeError):  # Python 3.11, if a TLS transport has been closed twice: it ends within 30 s
+        writer.transport.abort()
 
 
 class ServiceListener:
@@ -223,57 +242,100 @@ class ServiceListener:
     def __init__(self, key: str, ports: tuple[int, ...], dialer: Dialer) -> None:
         self._key, self._ports, self._dialer = key.encode(), ports, dialer
         self._clients: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._waiting: dict[asyncio.Task[None], None] = {}
+        """Clients that have not shown the key, oldest first."""
+        self._accepting: asyncio.Task[None] | None = None
         self.port = 0
 
     async def start(self, context: ssl.SSLContext | None) -> None:
         """Listens on a port of the node that the kernel chooses."""
-        self._server = await asyncio.start_server(self._serve, None, 0, ssl=context, family=socket.AF_INET)
-        self.port = self._server.sockets[0].getsockname()[1]
+        server = socket.create_server(("", 0), backlog=BACKLOG)
+        self.port = server.getsockname()[1]
+        self._accepting = asyncio.create_task(self._accept(server, context))
 
     async def start_on_socket(self, path: Path) -> str:
         """Listens on a Unix socket in a private directory. Returns its URL."""
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with _short(path) as short:
             server.bind(short)
-        self._server = await asyncio.start_unix_server(self._serve, sock=server)
+        server.listen(BACKLOG)
+        self._accepting = asyncio.create_task(self._accept(server, None))
         return f"unix://{path}"
 
     def stop(self) -> None:
         """Closes the port and all connections."""
-        if self._server is not None:
-            self._server.close()
+        if self._accepting is not None:
+            self._accepting.cancel()
         for task in self._clients:
             task.cancel()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, server: socket.socket, context: ssl.SSLContext | None) -> None:
+        server.setblocking(False)
+        with server:
+            while True:
+                try:
+                    client, _ = await asyncio.get_running_loop().sock_accept(server)
+                except OSError:  # the client has left, or this process has too many open files
+                    await asyncio.sleep(0.1)
+                    continue
+                task = asyncio.create_task(self._serve(client, context))
+                self._clients.add(task)
+                self._waiting[task] = None
+                task.add_done_callback(self._ended)
+                if len(self._waiting) > MAX_WAITING:
+                    oldest = next(iter(self._waiting))
+                    del self._waiting[oldest]
+                    oldest.cancel()
+                await asyncio.sleep(0)  # let others proceed during a flood of clients
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._clients.discard(task)
+        self._waiting.pop(task, None)
+
+    async def _serve(self, client: socket.socket, context: ssl.SSLContext | None) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._clients.add(task)
+        writer = None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                reader, writer = await _streams_of(client, context)
                 key, _, port = (await reader.readline()).strip().partition(b" ")
                 if not hmac.compare_digest(key, self._key) or int(port) not in self._ports:
                     return
+                self._waiting.pop(task, None)
                 there = await self._dialer.connect(int(port))
             writer.write(_OK)
             await _carry(there, reader, writer)
-        except (OSError, ValueError, TimeoutError, SandboxError):
+        except (OSError, ValueError, SandboxError):
             pass
         finally:
-            self._clients.discard(task)
-            writer.close()
+            if writer is not None and (task in self._waiting or task.cancelling()):
+                _abort(writer)
+            elif writer is not None:
+                writer.close()
+
+
+async def _streams_of(
+    client: socket.socket, context: ssl.SSLContext | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Returns the streams of an accepted connection, after a TLS handshake if there is a context. If it fails, asyncio
+    closes the connection."""
+    loop = asyncio.get_running_loop()
+    client.setblocking(False)
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, client, ssl=context)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 async def _carry(plain: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Carries bytes between a socket and a connection of chunks until both directions have ended."""
-    ways = [asyncio.ensure_future(_to_chunks(plain, writer)), asyncio.ensure_future(_from_chunks(reader, plain))]
+    ways = [asyncio.create_task(_to_chunks(plain, writer)), asyncio.create_task(_from_chunks(reader, plain))]
     with plain, suppress(OSError, asyncio.IncompleteReadError):
         try:
             await asyncio.gather(*ways)
         finally:
-            for way in ways:
-                way.cancel()
+            await end(ways)
             writer.close()  # after what is still to be sent
 
 
@@ -283,6 +345,7 @@ async def _to_chunks(plain: socket.socket, writer: asyncio.StreamWriter) -> None
         data = await loop.sock_recv(plain, CHUNK_BYTES)
         writer.write(len(data).to_bytes(_LENGTH_BYTES) + data)
         await writer.drain()
+        await asyncio.sleep(0)  # drain does not wait while there is room
         if not data:
             return
 

@@ -127,7 +127,8 @@ class Pod:
         pack = self.scheduling.pack
         if not pack:
             return NOTHING
-        limits = [each.get("limits", {}) for each in (planned.task, *planned.task.get("services", ()))]
+        own = [each for each in planned.task.get("services", ()) if each.get("per", "rollout") == "rollout"]
+        limits = [each.get("limits", {}) for each in (planned.task, *own)]
         return Demand(
             sum(float(each.get("cpus") or 0.0) for each in limits) if "cpus" in pack else 0.0,
             sum(int(each.get("memory_mb") or 0) for each in limits) if "memory" in pack else 0,

@@ -7,6 +7,7 @@ sandbox can give are rejected, with their line.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -56,6 +57,8 @@ _VARIABLE = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)(?:(:?[-?+])([^}]*))?\}|([A-Z
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+(?:\.\d+)?)s)?(?:(\d+)ms)?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([bkmg]?)b?", re.IGNORECASE)
 _MEGABYTES = {"": 1e-6, "b": 1e-6, "k": 1024e-6, "m": 1024**2 / 1e6, "g": 1024**3 / 1e6}
+_MAX_READY_S = 3600.0
+"""Greatest time for a service to become healthy, during which the rollout takes a slot."""
 _MIN_READY_S = 60.0
 """Least time for a service to become healthy. Containers of a cluster start later than those of a laptop."""
 
@@ -170,16 +173,17 @@ class _Part:
         if not match or not match[0]:
             raise self.error(key, f"{part.value!r}: expected a duration such as 1m30s")
         hours, minutes, seconds, thousandths = (float(number or 0) for number in match.groups())
-        return 3600 * hours + 60 * minutes + seconds + thousandths / 1000
+        return min(_MAX_READY_S, 3600 * hours + 60 * minutes + seconds + thousandths / 1000)
 
     def megabytes(self, key: str) -> int | None:
         part = self.part(key)
         if part.value is None:
             return None
         match = _SIZE.fullmatch(part.text())
-        if not match:
+        size = float(match[1]) * _MEGABYTES[match[2].lower()] if match else math.inf
+        if size == math.inf:
             raise self.error(key, f"{part.value!r}: expected a size such as 512m")
-        return max(1, int(float(match[1]) * _MEGABYTES[match[2].lower()]))
+        return max(1, int(size)) if size else None
 
 
 def _check_keys(part: _Part, known: set[str]) -> None:
@@ -234,8 +238,10 @@ def _read_service(name: str, part: _Part, root: Path, dockerfiles: Dockerfiles) 
     cpus = part.part("cpus") if part.part("cpus").value is not None else limits.part("cpus")
     try:
         cpus_wanted = float(cpus.text()) if cpus.value is not None else None
+        if cpus_wanted is not None and not 0 <= cpus_wanted < math.inf:
+            raise ValueError(cpus_wanted)
     except ValueError:
-        raise part.error("cpus", f"{cpus.value!r}: expected a number") from None
+        raise part.error("cpus", f"{cpus.value!r}: expected a number from 0 on") from None
     return Service(
         name=name,
         image=name_of_image,
@@ -307,7 +313,8 @@ def _health(part: _Part) -> HealthCheck:
     retries = part.mapping().get("retries", 3)
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise part.error("retries", f"{retries!r}: expected a whole number")
-    ready_s = max(_MIN_READY_S, part.seconds("start_period", 0.0) + (retries or 3) * (interval_s + timeout_s))
+    wanted_s = part.seconds("start_period", 0.0) + min(retries or 3, _MAX_READY_S) * (interval_s + timeout_s)
+    ready_s = min(_MAX_READY_S, max(_MIN_READY_S, wanted_s))
     command: tuple[str, ...] = ()
     if test.value is not None and not part.mapping().get("disable"):
         words = tuple(map(test.text, test.value)) if isinstance(test.value, list) else ("CMD-SHELL", test.text())

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megaflow_hpc.environments.sandbox import network
+from megaflow_hpc.environments.sandbox.network import InsideSockets
 from megaflow_hpc.environments.services.forwarding import MAX_CONNECTIONS
-from megaflow_hpc.errors import SandboxError, ServiceError
+from megaflow_hpc.errors import SandboxError, ServiceError, UserCodeError
 from megaflow_hpc.types import HealthCheck, Network, Service
 from tests.support.sandboxes import Start
 from tests.support.services import ask, echo_service, group_of
+from tests.support.waiting import until_async
 
 MANY = """
 import socket, sys
@@ -240,6 +245,56 @@ async def test_a_service_that_is_killed_as_the_work_ends_takes_the_result_along(
 
         with pytest.raises(ServiceError):
             await group.guard(work())
+
+
+async def test_an_error_of_the_tasks_code_counts_as_that_of_the_service_that_has_ended(start: Start) -> None:
+    async with group_of(start, echo_service()) as group:
+        (service,) = group._running.values()
+
+        async def work() -> None:
+            assert service.sandbox.pid is not None
+            os.kill(service.sandbox.pid, signal.SIGKILL)
+            raise UserCodeError("no answer")
+
+        with pytest.raises(ServiceError):
+            await group.guard(work())
+
+
+async def test_a_container_without_its_services_is_not_used(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with group_of(start, echo_service()) as group:
+        sandbox = await start(services=group.reachable)
+
+        async def fails(*_: object) -> None:
+            raise SandboxError("no listener")
+
+        with monkeypatch.context() as change:
+            change.setattr(InsideSockets, "listen", fails)
+            with pytest.raises(SandboxError, match="no listener"):
+                await sandbox.restart()
+        with pytest.raises(SandboxError, match="its last start failed"):
+            await sandbox.exec("true")
+        await sandbox.reset()
+        assert (await sandbox.exec(ask("echo", 7000, "x"))).stdout == "echo x\n"
+
+
+async def test_sockets_for_a_caller_that_is_cancelled_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    make = network._from_outside
+
+    def recorded(*arguments: Any) -> list[socket.socket]:
+        sockets = make(*arguments)
+        made.append(len(sockets))
+        return sockets
+
+    monkeypatch.setattr(network, "_from_outside", recorded)
+    sandbox = await start(network="gateway")
+    before = len(os.listdir("/proc/self/fd"))
+    making = asyncio.create_task(sandbox.unconnected(16))
+    await asyncio.sleep(0.01)
+    making.cancel()
+    await asyncio.wait([making])
+    await until_async(lambda: made == [16], "the sockets are made")
+    await until_async(lambda: len(os.listdir("/proc/self/fd")) <= before, "they are closed", 10)
 
 
 async def test_the_result_and_the_error_of_the_work_are_passed_on(start: Start) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.environments.sandbox.scratch import sweep
 from megaflow_hpc.environments.services import remote
-from megaflow_hpc.environments.services.node import NodeServices
+from megaflow_hpc.environments.services.node import MAX_STARTS, NodeServices
 from megaflow_hpc.environments.services.remote import RemoteService
 from megaflow_hpc.environments.services.running import PlannedService
-from megaflow_hpc.errors import ServiceError
+from megaflow_hpc.errors import ConfigError, ServiceError
+from megaflow_hpc.host.locks import lock_file
 from megaflow_hpc.types import HealthCheck, Service
 from tests.support.services import echo_service
 from tests.support.waiting import until_async
@@ -87,3 +91,60 @@ async def test_a_service_that_never_becomes_healthy_is_named_and_the_janitor_rem
     (left / "echo.json").write_text("{")
     sweep(scratch)
     assert not left.exists()
+
+
+class NoSandboxes:
+    """Starts no sandbox. At first, the janitor removes the directory meanwhile."""
+
+    starts = 0
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+
+    async def start(self, spec: SandboxSpec) -> ApptainerSandbox:
+        self.starts += 1
+        if self.starts <= MAX_STARTS:
+            shutil.rmtree(self.scratch / "services" / "campaign")
+        raise ConfigError("no such image")
+
+
+async def test_the_process_that_runs_a_service_tries_again_whatever_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaflow_hpc.environments.services.node.MAX_PAUSE_S", 0.1)
+    monkeypatch.setattr(remote, "WAIT_S", 10.0)
+    services = NodeServices(cast(ApptainerProvider, NoSandboxes(tmp_path)), "campaign")
+    services.prepare(planned("none", echo_service()))
+    with pytest.raises(ServiceError, match="service echo: no such image"):
+        await RemoteService("echo", (7000,), services).begin()
+    await services.close()
+
+
+def test_the_janitor_keeps_no_lock_of_a_directory_that_is_in_use(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    directory = tmp_path / "services" / "campaign"
+    directory.mkdir(parents=True)
+    directory.parent.chmod(0o700)
+    (directory / "a.lock").touch()
+    held = lock_file(directory / "b.lock")
+    sweep(tmp_path)
+    os.close(lock_file(directory / "a.lock", timeout_s=0))
+    os.close(held)
+    sweep(tmp_path)
+    assert not directory.exists()
+
+
+async def test_a_failure_that_a_killed_process_left_is_forgotten(tmp_path: Path) -> None:
+    class Slow(NoSandboxes):
+        async def start(self, spec: SandboxSpec) -> ApptainerSandbox:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+    left = tmp_path / "services" / "campaign"
+    left.mkdir(parents=True)
+    (left / "echo.failed").write_text("no disk")
+    services = NodeServices(cast(ApptainerProvider, Slow(tmp_path)), "campaign")
+    services.prepare(planned("none", echo_service()))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(RemoteService("echo", (7000,), services).begin(), 0.2)
+    await services.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from megaflow_hpc.environments.services.forwarding import Dialer
 from megaflow_hpc.environments.services.remote import Address, RemoteService, RemoteServices, ServiceListener
 from megaflow_hpc.errors import ServiceError
 from megaflow_hpc.model.server.proxy import make_context
+from tests.support.waiting import until_async
 
 PORT = 7000
 
@@ -120,6 +122,75 @@ async def test_another_start_and_an_end_are_noticed(tmp_path: Path, monkeypatch:
         assert "it does not answer" in await asyncio.wait_for(used.ended(), 10)
 
 
+async def test_a_check_leaves_no_connection_to_a_service_that_keeps_its_side_open(tmp_path: Path) -> None:
+    kept: list[asyncio.StreamWriter] = []
+
+    async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        kept.append(writer)
+
+    server = await asyncio.start_server(keep, "127.0.0.1", 0)
+    dialer = cast(Dialer, LocalDialer(server.sockets[0].getsockname()[1]))
+    context, fingerprint = make_context(tmp_path)
+    listener = ServiceListener("k" * 64, (PORT,), dialer)
+    await listener.start(context)
+    used = RemoteService("words", (PORT,), known(Address(f"https://127.0.0.1:{listener.port}", "k" * 64, fingerprint)))
+    await used.begin()
+    assert await used.problem() == ""
+    await until_async(lambda: len(kept) == 2 and not listener._clients, "the listener has closed them", 10)
+    assert not used._carrying
+    listener.stop()
+    for each in kept:
+        each.close()
+    server.close()
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["TLS", "plain"])
+async def test_clients_without_a_key_wait_in_a_queue_of_fixed_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: bool
+) -> None:
+    monkeypatch.setattr(remote, "MAX_WAITING", 4)
+    async with service(tmp_path, tls) as (address, listener):
+        used = RemoteService("words", (PORT,), known(address))
+        await used.begin()
+        connection = await used.dial(PORT)
+        idle = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(10)]
+        for reader, _ in idle[:6]:
+            assert await asyncio.wait_for(reader.read(), 10) == b"", "older ones are closed"
+        assert len(listener._waiting) == 4
+        assert await used.problem() == ""
+        connection.shutdown(socket.SHUT_WR)
+        assert await asyncio.get_running_loop().sock_recv(connection, 100) == b"0", "those with the key stay"
+        connection.close()
+        used.close()
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_the_end_of_a_rollout_does_not_wait_for_a_side_that_reads_nothing() -> None:
+    kept: list[asyncio.StreamWriter] = []
+
+    async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        kept.append(writer)
+        writer.write(b"ok\n")
+
+    server = await asyncio.start_server(deaf, "127.0.0.1", 0)
+    used = RemoteService("words", (PORT,), known(None))
+    used._address = Address(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "k" * 64, "")
+    with await used.dial(PORT) as full, pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(full, bytes(50_000_000)), 1)
+    just_opened = await used.dial(PORT)
+    writers = list(used._carrying.values())
+    assert len(writers) == 2
+    used.close()
+    for writer in writers:
+        with contextlib.suppress(OSError):
+            await asyncio.wait_for(writer.wait_closed(), 10)
+    just_opened.close()
+    for each in kept:
+        each.close()
+    server.close()
+
+
 async def test_a_rollout_waits_for_a_service_but_not_for_one_that_gave_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -132,5 +203,5 @@ async def test_a_rollout_waits_for_a_service_but_not_for_one_that_gave_up(
         services.update({"words": {"url": address.url, "key": address.key, "tls_fingerprint": address.fingerprint}})
         await asyncio.wait_for(waiting, 10)
     monkeypatch.setattr(remote, "WAIT_S", 0.2)
-    with pytest.raises(ServiceError, match=r"service words: not reached within 0\.2 s: no job of it is running"):
+    with pytest.raises(ServiceError, match=r"service words: not reached within 0\.2 s: it is not running"):
         await RemoteService("words", (PORT,), known(None)).begin()
