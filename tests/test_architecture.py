@@ -19,7 +19,7 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
     "campaign keys": 236,
-    "environment variables": 28,
+    "environment variables": 30,
     "modules": 476,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 5,

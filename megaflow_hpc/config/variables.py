@@ -162,6 +162,8 @@ INTERNAL: Mapping[str, str] = {
     "CALL_S": "agent → its program: seconds that a model call may take",
     "INSTRUCTION_FILE": "agent → its program: the file with the task's instruction",
     "SKILLS_DIR": "task → agent: the directory of its skills in the sandbox",
+    "MCP_SERVERS": "task → an agent's program: its MCP servers, as JSON",
+    "JUDGE": "verifier → the task's tests: name of the first judge",
     "CLONE": "launcher → itself, as another user: where the clone is",
     "FUSE": "launchers/test → tests of the ledger: a /dev/fuse for the user",
     "TEST_BASE_SIF": "launchers → tests, demo, learn: the base image that launchers/setup made",

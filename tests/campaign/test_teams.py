@@ -140,7 +140,7 @@ def test_a_writer_and_a_checker_from_the_file_to_the_record(tmp_path: Path) -> N
     result, done = run_local(tmp_path / "campaign.yaml")
     assert done.returncode == 0, done.stderr
     with open_trajectories(result["run"]) as store:
-        rows = list(store)
+        rows = sorted(store, key=lambda row: row.id)
         assert [row.id for row in rows] == ["Sum/author/0", "Sum/author/1"]
         for row in rows:
             trajectory = row.trajectory()

@@ -48,6 +48,7 @@ WRONG = {
     "diff": ("/no/run 0 1", "/no/run", NO_STORE),
     "export": ("/no/run --format jsonl", "/no/run", NO_STORE),
     "import": ("/no/x.jsonl --output /no/file.h5", "/no/x.jsonl", "expected JSON lines of megaflow-hpc export"),
+    "reverify": ("/no/run", "/no/run", NO_RUN),
     "verify": ("/no/file.h5", "/no/file.h5", NO_STORE),
     "compact": ("/no/file.h5", "/no/file.h5", NO_STORE),
     "anonymise": ("/no/file.h5 -o /no/copy.h5", "/no/file.h5", NO_STORE),

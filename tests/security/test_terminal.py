@@ -118,6 +118,7 @@ def test_the_status_of_a_run_is_printed_harmlessly():
         "failures": {EVIL: 1},
         "first_failures": [{"kind": EVIL, "count": 1, "id": EVIL, "error": f"{EVIL}\nfake row", "log": "/run/log"}],
         "retries": {},
+        "models": {EVIL: {"calls": 1, "usd": 0.5}},
         "failed_at": {f"{EVIL}\nfake row": {f"{EVIL}\nfake row": 1}},
         "tokens_per_s": 1.0,
         "eta_s": None,

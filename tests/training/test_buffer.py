@@ -201,7 +201,7 @@ def test_the_state_of_a_turn_is_the_message_that_it_answered() -> None:
         messages = [{"role": "user", "content": "go"}, message, {"role": "assistant", "content": "done"}]
         one = sampled(Rollout("t", "p", 0, "a"), 1.0)
         one.messages, one.parents, one.turns = messages, [-1, 0, 1], [Turn(0, 0, 1, message=2)]
-        return _turns(one, one.sequences)[0].state
+        return _turns(one, "p", one.sequences)[0].state
 
     output = state(role="tool", tool_call_id="call_1", content="a\nb \ud83e")
     assert output == state(role="tool", tool_call_id="call_2", content="a\nb \ud83e")

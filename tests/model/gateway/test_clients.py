@@ -170,10 +170,10 @@ async def test_each_client_raises_its_own_errors(servers: Servers) -> None:
         claude(model) as an,
     ):
         async with open_ai(model, "wrong") as wrong:
-            with pytest.raises(openai.AuthenticationError, match="not its key"):
+            with pytest.raises(openai.AuthenticationError, match="wrong key"):
                 await wrong.responses.create(model="m", input="a")
         async with claude(model, "wrong") as wrong_too:
-            with pytest.raises(anthropic.AuthenticationError, match="not its key"):
+            with pytest.raises(anthropic.AuthenticationError, match="wrong key"):
                 await wrong_too.messages.create(model="m", messages=user, max_tokens=1)
         with pytest.raises(openai.BadRequestError, match="send the whole conversation"):
             await ai.responses.create(model="m", input="a", previous_response_id="resp_1")

@@ -83,7 +83,7 @@ BROKEN = {
     "1 without a log-probability": token("logprob", sampled, np.nan),
     "/tokens/weight_version: row": token("weight_version", sampled, -1),
     "not -1 without a log-probability": token("weight_version", unsampled, 4),
-    "/messages: message 0: no JSON": put("messages/json", 0, ord("x")),
+    "/messages: message 0: not JSON": put("messages/json", 0, ord("x")),
     "/experts/bytes: without /sequences/expert_offset": remove("sequences/expert_offset"),
     "/sequences/expert_offset: row 1: ": put("sequences/expert_layers", 1, 4),
     "/artifacts/trajectory: row 0: 99": put("artifacts/trajectory", 0, 99),
