@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaflow_hpc.errors import ModelServiceError, UserCodeError
+from megaflow_hpc.errors import UserCodeError
+from megaflow_hpc.host.chat import post_chat
 from megaflow_hpc.types import CALL_HEADER, STARTED_BY_HEADER, ModelEndpoint
 
 
@@ -50,25 +51,13 @@ async def ask(
             is used up, the rollout is truncated but still verified.
         UserCodeError: the request is invalid.
     """
-    import aiohttp  # imported late because planning imports this module too, and must stay fast
-
     if options.get("stream"):
         raise UserCodeError("model call: ask takes no stream; leave it out")
-    conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-    body = {"model": role or model.model_name, "messages": conversation, **options}
-    headers = {"Authorization": f"Bearer {model.api_key}"}
-    if started_by is not None:
-        headers[STARTED_BY_HEADER] = str(started_by.call)
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-            session.post(f"{model.base_url}/chat/completions", json=body, headers=headers) as response,
-        ):
-            answer = await response.json(content_type=None)
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise ModelServiceError(f"model call: {error!r}") from error
-    if response.status != 200:
-        kind = UserCodeError if response.status in (400, 413, 422) else ModelServiceError
-        raise kind(f"model call: HTTP {response.status}: {answer}")
+    headers = {} if started_by is None else {STARTED_BY_HEADER: str(started_by.call)}
+    status, answered, answer = await post_chat(
+        model, role or model.model_name, messages, options, "model call", headers
+    )
+    if status != 200:
+        raise UserCodeError(f"model call: HTTP {status}: {answer}")
     choice = answer["choices"][0]
-    return ModelAnswer(choice["message"], int(response.headers[CALL_HEADER]), str(choice.get("finish_reason") or ""))
+    return ModelAnswer(choice["message"], int(answered[CALL_HEADER]), str(choice.get("finish_reason") or ""))

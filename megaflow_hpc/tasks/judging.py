@@ -21,6 +21,7 @@ import msgspec
 import yaml
 
 from megaflow_hpc.errors import ConfigError, ModelServiceError, UserCodeError
+from megaflow_hpc.host.chat import post_chat
 from megaflow_hpc.host.loop import blocking
 from megaflow_hpc.types import ModelEndpoint
 
@@ -31,9 +32,6 @@ MAX_VOTES_AT_ONCE = 16
 """Maximum number of concurrent calls for a rubric. The gateway also serves other rollouts."""
 MAX_ANSWER_TOKENS = 1024
 """Default ``max_tokens`` of a judge's answer to a rubric. Otherwise a conversation could provoke an endless one."""
-REFUSED = (400, 413, 422)
-"""HTTP statuses that mean the request is at fault. For any other failure, the judge is at fault."""
-
 
 _rubric_files: dict[str, None] = {}
 """Absolute paths of the rubrics that this process has read, in order."""
@@ -90,13 +88,12 @@ class Judge:
         """
         if options.get("stream"):
             raise UserCodeError("judge: stream is not possible; leave it out")
-        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         if not (model or self.models):
             raise UserCodeError("judge.ask: no judge of the campaign answers in words; add one with judge: true")
         model = model or self.models[0]
         self._pending += 1  # not decremented if the call is cancelled
         try:
-            status, answer = await self._post({"model": model, "messages": conversation, **options})
+            status, _, answer = await post_chat(self.endpoint, model, messages, options, "judge")
         except ModelServiceError as error:
             self._failed[model] = str(error)
             raise
@@ -125,27 +122,6 @@ class Judge:
         if not (model or self.reward_models):
             raise UserCodeError("judge.reward: no judge of the campaign is a reward model; add one with judge: reward")
         return float(await self.ask(messages, model or self.reward_models[0]))
-
-    async def _post(self, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Sends a request. Returns the HTTP status and the decoded answer, unless the judge is at fault.
-
-        Raises:
-            ModelServiceError: The judge did not answer, or answered with an error that is not in :data:`REFUSED`.
-        """
-        import aiohttp  # only pods need it
-
-        headers = {"Authorization": f"Bearer {self.api_key}"}
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-                session.post(f"{self.base_url}/chat/completions", json=body, headers=headers) as response,
-            ):
-                answer = await response.json(content_type=None)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ModelServiceError(f"judge: {error!r}") from error
-        if response.status != 200 and response.status not in REFUSED:
-            raise ModelServiceError(f"judge: HTTP {response.status}: {answer}")
-        return response.status, answer
 
 
 class WaitingJudge:

@@ -39,6 +39,7 @@ from aiohttp import web
 
 from megaflow_hpc.errors import MegaflowError, ModelServiceError
 from megaflow_hpc.host.address import LOOPBACK
+from megaflow_hpc.host.chat import REFUSED
 from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS
 from megaflow_hpc.model.gateway import protocols
 from megaflow_hpc.model.gateway.canonical import conversation_digest
@@ -72,8 +73,6 @@ from megaflow_hpc.types import CALL_HEADER, STARTED_BY_HEADER, CallBudget, Model
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-REFUSED = (400, 413, 422)
-"""HTTP statuses by which an engine blames the request. Others, such as 402 and 429, are failures of a judge."""
 MAX_CONNECTIONS = 256
 """Maximum number of connections from one rollout to its gateway."""
 

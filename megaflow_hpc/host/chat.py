@@ -1,0 +1,55 @@
+"""The client of agents and judges in Python: one chat completion at a rollout's address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megaflow_hpc.errors import ModelServiceError
+from megaflow_hpc.types import ModelEndpoint
+
+REFUSED = (400, 413, 422)
+"""HTTP statuses that mean the request is at fault. For any other failure, the model service is at fault."""
+
+
+async def post_chat(
+    endpoint: ModelEndpoint,
+    model: str,
+    messages: str | Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    who: str,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, Mapping[str, str], Any]:
+    """Sends a request, and waits as long as the gateway does for an engine.
+
+    Args:
+        messages: a conversation in OpenAI format, or the text of its only message.
+        options: other fields of the request.
+        who: the caller, for messages.
+        headers: further headers of the request.
+
+    Returns:
+        The HTTP status, 200 or one of :data:`REFUSED`; the headers of the answer; and the decoded answer.
+
+    Raises:
+        ModelServiceError: there was no answer, or one with another status.
+    """
+    import aiohttp  # imported late because planning imports agents and tasks too, and must stay fast
+
+    conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    body = {"model": model, "messages": conversation, **options}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+            session.post(
+                f"{endpoint.base_url}/chat/completions",
+                json=body,
+                headers={"Authorization": f"Bearer {endpoint.api_key}", **(headers or {})},
+            ) as response,
+        ):
+            answer = await response.json(content_type=None)
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise ModelServiceError(f"{who}: {error!r}") from error
+    if response.status != 200 and response.status not in REFUSED:
+        raise ModelServiceError(f"{who}: HTTP {response.status}: {answer}")
+    return response.status, response.headers, answer
