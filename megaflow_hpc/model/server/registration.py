@@ -86,39 +86,35 @@ class Registration:
     async def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:
         """Collects the fields that :meth:`beat` publishes. Returns the address and template behaviour, for the log."""
         template = await probe(proxy.ask, launch, parses_thoughts(self.what.model))
-        url = f"{'https' if fingerprint else 'http'}://{host_of_url(address())}:{proxy.port}"
-        self._endpoint = Endpoint(
-            server=self.what.name,
-            policy=self.what.policy,
-            url=url,
-            key=proxy.key,
-            model_name=launch.model_name,
+        url = self._collect(
+            proxy.port,
+            proxy.key,
+            fingerprint,
             protocol=launch.protocol,
+            model_name=launch.model_name,
             template=template,
             weight=float(self.what.model.get("weight") or 1.0),
-            tls_fingerprint=fingerprint,
-            node=node_name(),
-            job_id=job_id(),
-            start=self.start,
-            started_at=time.time(),
         )
-        self._files.withdraw_failed(self.what.name)
         return f"{url}; its chat template: {template}" if template else url
 
     def register_service(self, port: int, key: str, fingerprint: str) -> str:
         """Collects the fields that :meth:`beat` publishes, for a service of the campaign. Returns its address."""
+        return self._collect(port, key, fingerprint, protocol="service")
+
+    def _collect(self, port: int, key: str, fingerprint: str, **more: Any) -> str:
+        """Collects the fields of the endpoint file, and withdraws an earlier failure. Returns the address."""
         url = f"{'https' if fingerprint else 'http'}://{host_of_url(address())}:{port}"
         self._endpoint = Endpoint(
             server=self.what.name,
             policy=self.what.policy,
             url=url,
             key=key,
-            protocol="service",
             tls_fingerprint=fingerprint,
             node=node_name(),
             job_id=job_id(),
             start=self.start,
             started_at=time.time(),
+            **more,
         )
         self._files.withdraw_failed(self.what.name)
         return url
