@@ -34,7 +34,8 @@ class ConfigError(MegaflowError):
 class Mistakes(ConfigError):
     """All errors in a file. Each message names its location.
 
-    Args: found: The messages, at least one.
+    Args:
+        found: The messages, at least one.
     """
 
     MAX_SHOWN = 20

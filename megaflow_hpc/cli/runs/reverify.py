@@ -41,8 +41,6 @@ OWN = "verifier"
 """Default name of the rewards of the tasks' own verification."""
 JOBS, JOBS_WITH = 2, 16
 """Default number of rollouts that are scored at once, in sandboxes and by ``--with``."""
-MAX_BATCH = 64
-"""Number of rollouts that a function with the parameter ``rollouts`` gets at once, as in training."""
 POLL_S = 1.0
 MAX_ERROR_CHARS = 2_000
 """Maximum length of an error, which may quote what an agent wrote. Readers of stored rewards skip lines above 1 MiB."""
@@ -322,14 +320,14 @@ class _Work:
         from megaflow_hpc.pod.rollout.rescoring import NewScore
         from megaflow_hpc.training.algorithms.rewards import scores
         from megaflow_hpc.training.algorithms.samples import SCORE
-        from megaflow_hpc.training.buffer import stored_rollout
+        from megaflow_hpc.training.buffer import MAX_SCORED_AT_ONCE, stored_rollout
 
         assert self._scorer is not None
         function = self._scorer.target
         method = Method(name=f"{function.__module__}:{function.__name__}")
         self._watch.step(f"scoring {self._total} rollouts")
-        for first in range(0, len(rows), MAX_BATCH):
-            some = rows[first : first + MAX_BATCH]
+        for first in range(0, len(rows), MAX_SCORED_AT_ONCE):
+            some = rows[first : first + MAX_SCORED_AT_ONCE]
             found = await asyncio.to_thread(scores, method, [stored_rollout(row.trajectory()) for row in some])
             for row in some:
                 named = found[row.id]
