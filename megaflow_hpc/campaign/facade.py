@@ -111,6 +111,7 @@ class Campaign:
             site=check,
             most=self.max_rollouts,
         )
+        made.file = os.path.abspath(self.file) if self.file else ""
         self.notices += made.warnings
         mpi = site.mpi_attempts() if slurm else "pmi2 pmix"
         window_s = job_requests.drain_window_s(made.config) if slurm else 0

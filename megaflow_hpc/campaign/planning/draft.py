@@ -89,6 +89,8 @@ class Draft:
     """Image name in the tasks → SIF file or directory. Empty until images are resolved."""
     source: str = ""
     """Text of the campaign file."""
+    file: str = ""
+    """Path of the campaign file. Empty if the campaign has none."""
     mistakes: list[str] = field(default_factory=list)
     """Mistakes in the campaign file, each with its location."""
     warnings: list[str] = field(default_factory=list)

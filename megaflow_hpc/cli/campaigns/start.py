@@ -135,7 +135,7 @@ def _init(arguments: argparse.Namespace) -> int:
         print_json({"campaign": str(path), "slurm": starter.slurm, "tasks": starter.tasks, "model": starter.model})
         return 0
     say(path)
-    note(f"next: megaflow-hpc check {path}; then megaflow-hpc run {path}")
+    note(f"next: {'; then '.join(starter.next_steps(path))}")
     return 0
 
 
@@ -166,7 +166,8 @@ def _check(arguments: argparse.Namespace) -> int:
         if not result.file and any(not line.startswith(arguments.campaign) for line in result.site):
             note("the file itself has no errors; --no-site checks it alone, and run --launcher local needs no Slurm")
         if not result.file and not result.site:
-            say(f"{arguments.campaign}: ok: {result.tasks} tasks, {result.rollouts} rollouts")
+            counts = f"{_count(result.tasks, 'task')}, {_count(result.rollouts, 'rollout')}"
+            say(f"{arguments.campaign}: ok: {counts}")
     if result.file:
         return ConfigError.exit_status
     return SiteError.exit_status if result.site else 0

@@ -126,7 +126,10 @@ def find_tasks(source: str, base: Path) -> list[str]:
                 f"harbor task migrate -i {match} -o OUTPUT"
             )
     if not directories:
-        raise ConfigError(f"tasks: {pattern}: contains no Harbor task directory (with task.toml); correct the path")
+        raise ConfigError(
+            f"tasks: {pattern}: contains no Harbor task directory (with task.toml); correct the path, or begin a task "
+            "with: megaflow-hpc tasks new NAME"
+        )
     if len(directories) == 1 and not _is_task(directories[0]):
         inner = sorted(entry.path for entry in os.scandir(directories[0]) if entry.is_dir() and _is_task(entry.path))
         if inner:
@@ -153,6 +156,8 @@ def _image(task: Task) -> ImageRequest:
 # --- new tasks --------------------------------------------------------------------------------------------------------
 
 TEMPLATE = Path(__file__).parent / "template"
+BASE = "docker://debian:12"
+"""Source of the template's image ``base``. No registry has an image of this name."""
 
 
 def write_template(name: str, directory: Path) -> Path:
