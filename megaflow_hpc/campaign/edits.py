@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,8 @@ class Edits:
             verb = f"extend {self._run}" if key in EXTENDABLE else BY_RESUME.get(key, "")
             remedies.setdefault(verb, []).append(key)
         return [
-            f"{file}: {', '.join(changed[:5])}{', …' if len(changed) > 5 else ''}: edited after planning, which does not "
-            f"change the run; "
+            f"{file}: {', '.join(changed[:5])}{', …' if len(changed) > 5 else ''}: edited after planning, which does "
+            "not change the run; "
             + (f"change it with: megaflow-hpc {verb}" if verb else "undo the edit, or plan a new run")
             for verb, changed in remedies.items()
         ]
@@ -121,15 +122,14 @@ class Edits:
         """Returns the campaign file as it was planned.
 
         Raises:
-            ConfigError: The run's copy was edited.
+            ConfigError: Both the file and the run's copy were edited.
         """
-        try:
-            text = read_regular(self._run.campaign_yaml).decode()
-        except (OSError, UnicodeDecodeError):
-            text = ""
-        if digest(text) != self._planned.source:
-            raise ConfigError(f"{self._run.campaign_yaml}: not as it was planned; restore it, or plan a new run")
-        return text
+        for path in (self._run.campaign_yaml, Path(self._planned.file)):
+            with suppress(OSError, UnicodeDecodeError):
+                text = read_regular(path).decode()
+                if digest(text) == self._planned.source:
+                    return text
+        raise ConfigError(f"{self._run.campaign_yaml}: not as it was planned; restore it, or plan a new run")
 
     def _campaign_file(self) -> list[str]:
         file = self._run.campaign_yaml

@@ -16,11 +16,12 @@ from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.ledger import read_blocks, write_blocks
 from megaflow_hpc.ledger.tasks import append_tasks, planned_tasks
 from megaflow_hpc.rundir.record import check_version, write_run
+from megaflow_hpc.tasks.digests import fixed
 
 
 @dataclass(frozen=True)
-class Added:
-    """What :func:`extend` added."""
+class Extension:
+    """Tasks and rollouts that :func:`extend` added."""
 
     tasks: list[str]
     rollouts: int
@@ -28,7 +29,7 @@ class Added:
 
 def extend(
     run: Run, file: str | Path | None = None, watch: PlanWatch = SILENT, max_rollouts: int = MAX_ROLLOUTS
-) -> Added:
+) -> Extension:
     """Adds the tasks and samples of an edited campaign file that the run lacks. :meth:`Run.resume` then runs them.
 
     Nothing is removed: rollouts of tasks that left the file, or of a lower number of samples, stay in the run. A call
@@ -56,12 +57,12 @@ def extend(
     keys = [key for key in differing_keys(run.edits.planned_text(), campaign.text) if key not in EXTENDABLE]
     if keys:
         raise ConfigError(
-            f"{campaign.where(keys[0])}: {keys[0]}: not as it was planned for {run.path}; extend adds tasks and samples "
-            "only: undo the edit, or plan a new run"
+            f"{campaign.where(keys[0])}: {keys[0]}: not as it was planned for {run.path}; extend adds tasks and "
+            "samples only: undo the edit, or plan a new run"
         )
     _check_stopped(run)
     draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, watch=watch, most=max_rollouts)
-    draft.tasks = plan.fixed(draft.tasks)
+    draft.tasks = fixed(draft.tasks)
     known = set(planned_tasks(run.dir, record))
     new = [planned for planned in plan.planned_tasks(draft) if planned.task["id"] not in known]
     if new:
@@ -73,7 +74,6 @@ def extend(
     rollouts = [rollout for rollout in draft.rollouts if rollout.id not in there]
     if rollouts:
         write_blocks(run.dir, rollouts, run.config.slurm.pods.total, whole=whole_groups(run.config))
-    write_atomic(run.dir.campaign_yaml, campaign.text)
     planned = draft.config.model_dump(mode="json")
     record.campaign |= {key: planned[key] for key in ("tasks", "samples")}
     record.campaign["environment"] = {**record.campaign["environment"], "images": planned["environment"]["images"]}
@@ -84,7 +84,8 @@ def extend(
     )
     record.source, record.file = digest(campaign.text), str(file.absolute())
     write_run(run.dir, record)
-    return Added([planned.task["id"] for planned in new], len(rollouts))
+    write_atomic(run.dir.campaign_yaml, campaign.text)
+    return Extension([planned.task["id"] for planned in new], len(rollouts))
 
 
 def _check_stopped(run: Run) -> None:

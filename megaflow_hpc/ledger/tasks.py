@@ -10,9 +10,9 @@
     RUN/ledger/tasks.json    task id → :class:`AcceptedTask`, for tasks with accepted changes
 
 The first two files are written before ``run.json``, which contains the number of tasks and the size of tasks.jsonl.
-``extend`` appends lines while no pod is left, and then writes ``run.json`` again. If the index is missing or damaged, readers rebuild it from the lines. If a task's files
-have changed, a user may accept the change (``resume --accept-changes``). Readers then use the new digests of the task's
-files. Instructions and settings stay as planned.
+``extend`` appends lines while no pod is left, and then writes ``run.json`` again. If the index is missing or damaged,
+readers rebuild it from the lines. If a task's files have changed, a user may accept the change (``resume
+--accept-changes``). Readers then use the new digests of the task's files. Instructions and settings stay as planned.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.campaign import extension
-from megaflow_hpc.campaign.extension import Added, extend
+from megaflow_hpc.campaign.extension import Extension, extend
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.cli import main
 from megaflow_hpc.errors import ConfigError
@@ -30,7 +30,7 @@ def test_tasks_and_samples_of_an_edited_file_are_added_to_a_finished_run_and_not
 ) -> None:
     campaign = make_campaign(2, agent="oracle")
     run = planned(campaign)
-    assert extend(run) == Added([], 0)
+    assert extend(run) == Extension([], 0)
     run.start("local")
     assert run.wait(timeout_s=120)["rollouts"]["completed"] == 2
     write_solved_task(campaign.parent / "tasks", "task9")
@@ -48,7 +48,7 @@ def test_tasks_and_samples_of_an_edited_file_are_added_to_a_finished_run_and_not
     assert (summary["state"], summary["rollouts"]["completed"]) == ("finished", 9)
     names = {f"{task}/oracle/{sample}" for task in ("task0", "task1", "task9") for sample in range(3)}
     assert rows(run.path) == dict.fromkeys(names, ("completed", 1))
-    assert extend(Run(run.path)) == Added([], 0)
+    assert extend(Run(run.path)) == Extension([], 0)
 
 
 @pytest.mark.parametrize("step", ["append_tasks", "write_run", "write_blocks", "write_atomic"])
@@ -66,9 +66,10 @@ def test_an_extension_that_is_killed_can_be_repeated(
         real(*arguments, **options)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(extension, step, killed)
-        extend(run)
+        with pytest.raises(KeyboardInterrupt):
+            extend(run)
     halfway = Run(run.path)
     assert set(planned_tasks(halfway.dir, halfway.record)) >= {"task0", "task1"}
     assert halfway.status()["state"] == "planned"
@@ -76,7 +77,7 @@ def test_an_extension_that_is_killed_can_be_repeated(
     final = Run(run.path)
     assert set(planned_tasks(final.dir, final.record)) == {"task0", "task1", "task9"}
     assert final.status()["rollouts"]["total"] == 6
-    assert extend(final) == Added([], 0)
+    assert extend(final) == Extension([], 0)
 
 
 def test_other_edits_are_refused_with_their_line_and_change_nothing(make_campaign: Make) -> None:
@@ -115,8 +116,12 @@ def test_resume_names_the_edited_keys_and_what_to_do(
     assert run.edits.campaign_keys() == []
     with open(campaign, "a") as file:
         file.write("samples: 2\nlimits: {wall: 3}\nseed: 3\nslurm: {pods: {time: 60, count: 2}}\n")
-    monkeypatch.setattr(Run, "resume", lambda *_, **__: False)
-    assert main(["resume", str(run.path)]) == 0
+
+    def refuse(*_: object, **__: object) -> bool:
+        raise ConfigError("not started")
+
+    monkeypatch.setattr(Run, "resume", refuse)
+    assert main(["resume", str(run.path)]) == 2
     said = capsys.readouterr().err
     unchanged = "edited after planning, which does not change the run"
     assert f"{campaign}: samples: {unchanged}; change it with: megaflow-hpc extend {run.path}\n" in said

@@ -22,6 +22,7 @@ from megaflow_hpc.environments.images.build_progress import BuildProgress, make_
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
 from megaflow_hpc.environments.images.pull import pull
+from megaflow_hpc.environments.images.sif import system_partition
 from megaflow_hpc.environments.images.sources import (
     BUILD_S,
     ImageMapping,
@@ -31,7 +32,7 @@ from megaflow_hpc.environments.images.sources import (
     match_name,
 )
 from megaflow_hpc.environments.images.store import ImageStore, LayerStore, digest_in
-from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
+from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 MAX_BUILD_S = 6 * 3600.0
@@ -269,13 +270,18 @@ class Images:
                 build=build,
             )
         path = Path(mapping.base_dir, source).absolute()
+        prefix = "" if name == source else f"{name}: "
         if path.is_dir():
             return path
         if not path.is_file():
-            prefix = "" if name == source else f"{name}: "
             raise ConfigError(
                 f"{where}: {prefix}{path}: no such file; expected a SIF, a .def file, a directory or docker://…"
             )
+        if path.suffix == ".sif":
+            try:
+                system_partition(path)
+            except SandboxError as error:
+                raise ConfigError(f"{where}: {prefix}{error}") from None
         if path.suffix != ".def":
             return path
         return self._find_or_make(

@@ -26,7 +26,8 @@ SCRIPT = "solve.sh"
 
 
 async def solve(task: Task, sandbox: Sandbox) -> ExecResult:
-    """Uploads the solution of a task or step and runs it in the working directory.
+    """Uploads the solution of a task or step and runs it in the working directory, by the interpreter of its first
+    line, or else by bash.
 
     Raises:
         ConfigError: The task has no solution.
@@ -39,9 +40,14 @@ async def solve(task: Task, sandbox: Sandbox) -> ExecResult:
     files.require(solution / SCRIPT)
     with tempfile.TemporaryDirectory() as scratch:
         files.copy(solution, Path(scratch, "solution"))
+        copy = Path(scratch, "solution", SCRIPT)
+        copy.chmod(copy.stat().st_mode | 0o755)
         await sandbox.upload(str(Path(scratch, "solution")), "/solution")
     env = {"DEBIAN_FRONTEND": "noninteractive", **data.solution_env}
-    return await sandbox.exec(["bash", f"/solution/{SCRIPT}"], cwd=task.workdir, env=env)
+    command = ["bash", f"/solution/{SCRIPT}"]
+    if verifier.names_interpreter(solution / SCRIPT):
+        command = [f"/solution/{SCRIPT}"]
+    return await sandbox.exec(command, cwd=task.workdir, env=env)
 
 
 class HarborFormat(OneStep):
