@@ -259,7 +259,8 @@ def _hours(amounts: Sequence[tuple[JobEstimate, int]], time_s: float) -> Hours:
         if amount and job.walltime_s is None:
             bounded = False
         elif amount and job.walltime_s is not None:
-            starts = 1 if job.held else math.ceil(job.at_once * time_s / (job.elements * job.walltime_s))
+            runs = not job.held and job.role != "gather"
+            starts = math.ceil(job.at_once * time_s / (job.elements * job.walltime_s)) if runs else 1
             by_walltime += amount * job.elements * job.walltime_s * max(1, starts) / 3600
     return Hours(expected, by_walltime if bounded else None)
 
