@@ -247,7 +247,7 @@ class TrajectoryStore:
         Raises:
             ConfigError: The table is unknown, the expression is invalid, or pyarrow is not installed.
         """
-        return tables.table(self, table, self._chosen(rows))
+        return tables.table(self.source, self.column, self.reward_names, table, self._chosen(rows))
 
     def to_pandas(self, table: Table = "rollouts", rows: Iterable[int | str] | str | None = None) -> pandas.DataFrame:
         """Returns a table of :meth:`to_arrow` as a data frame. Needs pandas and pyarrow.

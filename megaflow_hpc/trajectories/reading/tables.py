@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories.hdf5.columns import Integers, text
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, text
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, ROW_COLUMNS
-from megaflow_hpc.trajectories.reading.sources import items_of
-
-if TYPE_CHECKING:
-    from megaflow_hpc.trajectories.reading.store import TrajectoryStore
+from megaflow_hpc.trajectories.reading.sources import Source, items_of
 
 Table = Literal["rollouts", "turns", "sequences"]
+Column = Callable[[str], Array]
 
+_ROLLOUT_COLUMNS = (*(column.name for column in ROW_COLUMNS), "tokens", "sampled_tokens", "duration_s")
 _TURN_COLUMNS = tuple(column.name for column in COLUMNS.values() if column.group == "turns")
 
 
-def table(store: TrajectoryStore, name: Table, rows: Integers) -> Any:
+def table(source: Source, column: Column, rewards: Sequence[str], name: Table, rows: Integers) -> Any:
     """Returns a ``pyarrow.Table``. :meth:`TrajectoryStore.to_arrow` describes it.
 
     Args:
+        column: Returns a column of the store by name.
+        rewards: Names of the rewards.
         rows: Row numbers, in the order of the table.
 
     Raises:
@@ -30,7 +32,10 @@ def table(store: TrajectoryStore, name: Table, rows: Integers) -> Any:
     """
     if name not in get_args(Table):
         raise ConfigError(f"table {name!r}: expected one of {', '.join(get_args(Table))}")
-    return _MAKE[name](installed("pyarrow"), store, rows)
+    pa = installed("pyarrow")
+    if name == "rollouts":
+        return pa.table({one: column(one)[rows] for one in (*_ROLLOUT_COLUMNS, *(f"rewards/{r}" for r in rewards))})
+    return (_turns if name == "turns" else _sequences)(pa, source, column("id"), rows)
 
 
 def installed(package: str) -> Any:
@@ -45,17 +50,10 @@ def installed(package: str) -> Any:
         raise ConfigError(f"{package}: not installed; pip install {package}") from None
 
 
-def _rollouts(pa: Any, store: TrajectoryStore, rows: Integers) -> Any:
-    columns = {column.name: store.column(column.name)[rows] for column in ROW_COLUMNS}
-    columns |= {name: store.column(name)[rows] for name in ("tokens", "sampled_tokens", "duration_s")}
-    columns |= {f"rewards/{name}": store.column(f"rewards/{name}")[rows] for name in store.reward_names}
-    return pa.table(columns)
-
-
-def _turns(pa: Any, store: TrajectoryStore, rows: Integers) -> Any:
-    column = store.source.column
+def _turns(pa: Any, source: Source, ids: Array, rows: Integers) -> Any:
+    column = source.column
     turns, counts = items_of(column("trajectories/turn_offset"), rows)
-    columns: dict[str, Any] = {"rollout": store.column("id")[np.repeat(rows, counts)]}
+    columns: dict[str, Any] = {"rollout": ids[np.repeat(rows, counts)]}
     starts = np.repeat(np.cumsum(counts) - counts, counts)
     columns["turn"] = np.arange(len(turns)) - starts
     for name in _TURN_COLUMNS:
@@ -72,13 +70,10 @@ def _turns(pa: Any, store: TrajectoryStore, rows: Integers) -> Any:
     return pa.table(columns)
 
 
-def _sequences(pa: Any, store: TrajectoryStore, rows: Integers) -> Any:
-    flat = store.source.flat(rows)
+def _sequences(pa: Any, source: Source, ids: Array, rows: Integers) -> Any:
+    flat = source.flat(rows)
     offsets = pa.array(flat.offsets, pa.int64())
-    columns: dict[str, Any] = {"rollout": store.column("id")[flat.row], "policy": flat.policy}
+    columns: dict[str, Any] = {"rollout": ids[flat.row], "policy": flat.policy}
     for name in ("tokens", "logprobs", "loss_mask", "weight_versions"):
         columns[name] = pa.LargeListArray.from_arrays(offsets, pa.array(getattr(flat, name)))
     return pa.table(columns)
-
-
-_MAKE = {"rollouts": _rollouts, "turns": _turns, "sequences": _sequences}
