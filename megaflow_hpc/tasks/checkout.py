@@ -203,8 +203,10 @@ async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
 
 
 def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
-    """Converts a patch to artifacts: ``patch``, which is empty if there are no changes, and ``patch.error`` if there was
-    an error. Without a checkout there is neither."""
+    """Converts a patch to artifacts: ``patch``, which is empty without changes, and ``patch.error`` if there was an error.
+
+    Without a checkout there is neither.
+    """
     if patch is None:
         return []
     error = patch.error.encode("utf-8", "surrogateescape")

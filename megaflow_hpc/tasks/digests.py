@@ -73,7 +73,9 @@ def definition_digest(task: Task) -> str:
     definition = task.to_dict()
     files = task.metadata.get(KEY, {}).get("content", "")
     definition["metadata"] = {name: value for name, value in task.metadata.items() if name != KEY}
-    text = json.dumps(_without_secrets(definition), sort_keys=True, default=str).replace(json.dumps(task.path)[1:-1], ".")
+    text = json.dumps(_without_secrets(definition), sort_keys=True, default=str).replace(
+        json.dumps(task.path)[1:-1], "."
+    )
     return hashlib.sha256(f"{files}\n{text}".encode()).hexdigest()[:32]
 
 

@@ -153,9 +153,7 @@ class Sampler(Pods):
         self.first.setdefault(version, []).append(rights[0])
         reward = sum(rights) / len(rights)
         rewards = {"reward": reward, **{f"turn.{n}": float(right) / len(rights) for n, right in enumerate(rights)}}
-        return Trajectory.begin(
-            rollout, 0, "completed", reward=reward, rewards=rewards, sequences=[one], turns=turns
-        )
+        return Trajectory.begin(rollout, 0, "completed", reward=reward, rewards=rewards, sequences=[one], turns=turns)
 
 
 def learn(folder: Path, base: Path, game: Game, advantage: dict[str, Any], lr: float, most: int) -> tuple[int, int]:

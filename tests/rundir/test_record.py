@@ -10,7 +10,15 @@ import pytest
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerGroup, ServerRecord, read_head, read_run, write_run
+from megaflow_hpc.rundir.record import (
+    PolicyRecord,
+    RunRecord,
+    ServerGroup,
+    ServerRecord,
+    read_head,
+    read_run,
+    write_run,
+)
 
 RECORD = RunRecord(
     version="0.1.0",
@@ -52,7 +60,10 @@ def test_a_run_whose_policies_have_one_agent_each_is_read(tmp_path: Path) -> Non
     agent, model = {"name": "oracle"}, {"engine": "scripted", "script": "answers.yaml"}
     content["format_version"] = 2
     content["policies"] = {"one": {"agent": agent, "model": {**model, "agent": agent}}, "two": {"agent": agent}}
-    content["campaign"] |= {"agent": [agent], "models": {"one": {**model, "agent": agent}, "two": {**model, "agent": None}}}
+    content["campaign"] |= {
+        "agent": [agent],
+        "models": {"one": {**model, "agent": agent}, "two": {**model, "agent": None}},
+    }
     run = RunDir(tmp_path)
     run.run_json.write_text(json.dumps(content))
     record = read_run(run)

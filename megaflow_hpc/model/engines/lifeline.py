@@ -79,7 +79,7 @@ def _guard(mark: str) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):  # whoever reads the lifeline's output must see its end
+        for stream in (0, 1, 2):  # readers of the lifeline's output must see its end
             os.dup2(null, stream)
         os.read(read, 1)
         quiet = 0

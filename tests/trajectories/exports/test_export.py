@@ -289,7 +289,9 @@ def test_trainers_read_one_role_of_a_team_with_its_own_reward(tmp_path):
         chosen = [{**row, reward: row["named_rewards"]["right"]} for row in rows if row["role"] == "checker"]
         batch = pad(chosen)
         for line, one in enumerate(own):
-            assert batch["input_ids"][line][batch["attention_mask"][line] == 1].tolist() == list(one.sequences[1].tokens)
+            assert batch["input_ids"][line][batch["attention_mask"][line] == 1].tolist() == list(
+                one.sequences[1].tokens
+            )
         scores = batch["rm_scores"].sum(axis=1) if name == "verl" else batch["rewards"]
         assert scores.tolist() == [one.rewards["right"] for one in own]
 
