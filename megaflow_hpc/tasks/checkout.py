@@ -203,7 +203,7 @@ async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
 
 
 def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
-    """Converts a patch to artifacts: ``patch``, which is empty without changes, and ``patch.error`` if there was an error.
+    """Converts a patch to artifacts: ``patch``, empty without changes, and ``patch.error`` if there was an error.
 
     Without a checkout there is neither.
     """

@@ -207,7 +207,8 @@ def main() -> int:
     torch.set_num_threads(1)
     to_go = {"name": "megaflow_hpc.training.recipes:returns_to_go", "args": {"discount": 0.0}}
     kinds = {
-        "credit for turns": ({"kind": to_go, "rewards": {"reward": 0.0}}, given.lr),
+        # No rollout has a reward called whole, so that nothing is added to the rewards of turns.
+        "credit for turns": ({"kind": to_go, "rewards": {"whole": 1.0}}, given.lr),
         "one number": ({"kind": "dr_grpo"}, given.plain_lr),
     }
     found: dict[str, list[tuple[int, int]]] = {name: [] for name in kinds}
