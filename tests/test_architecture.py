@@ -42,7 +42,7 @@ BUDGETS = {
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 46,
     "thousand tokens of training": 66,
-    "thousand tokens of trajectories": 47,
+    "thousand tokens of trajectories": 48,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 
