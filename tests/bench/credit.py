@@ -152,7 +152,7 @@ class Sampler(Pods):
             rights.append(answer == self._game.right(question))
         self.first.setdefault(version, []).append(rights[0])
         reward = sum(rights) / len(rights)
-        rewards = {"reward": reward, **{f"turn.{n}": float(right) / len(rights) for n, right in enumerate(rights)}}
+        rewards = {"reward": reward, "beyond_turns": 0.0, **{f"turn.{n}": float(right) / len(rights) for n, right in enumerate(rights)}}
         return Trajectory.begin(rollout, 0, "completed", reward=reward, rewards=rewards, sequences=[one], turns=turns)
 
 
@@ -207,8 +207,8 @@ def main() -> int:
     torch.set_num_threads(1)
     to_go = {"name": "megaflow_hpc.training.recipes:returns_to_go", "args": {"discount": 0.0}}
     kinds = {
-        # No rollout has a reward called whole, so that nothing is added to the rewards of turns.
-        "credit for turns": ({"kind": to_go, "rewards": {"whole": 1.0}}, given.lr),
+        # The rollout's reward is the sum of its turns' rewards, so it is not added to the last turn once more.
+        "credit for turns": ({"kind": to_go, "rewards": {"beyond_turns": 1.0}}, given.lr),
         "one number": ({"kind": "dr_grpo"}, given.plain_lr),
     }
     found: dict[str, list[tuple[int, int]]] = {name: [] for name in kinds}
