@@ -431,6 +431,12 @@ class Row:
         return self._source.sequences(self.index)
 
     @property
+    def sequence_roles(self) -> list[str]:
+        """The role that sampled each token sequence. Empty texts without a team."""
+        roles = {turn.sequence: turn.role for turn in self.turns}
+        return [roles.get(number, "") for number in range(len(self.sequences))]
+
+    @property
     def turns(self) -> list[Turn]:
         """The model calls. Sequence numbers and token spans are relative to this trajectory, unlike in the file."""
         return self._source.turns(self.index)
