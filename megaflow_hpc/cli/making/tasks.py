@@ -275,6 +275,7 @@ def task_directories(directory: str) -> list[Path]:
     if not directories:
         raise ConfigError(
             f"{root}: no Harbor task directory (one with task.toml) there; build some with: megaflow-hpc tasks build"
+            ", or begin one with: megaflow-hpc tasks new NAME"
         )
     return directories
 

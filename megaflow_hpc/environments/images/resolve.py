@@ -48,6 +48,10 @@ def is_built(path: Path) -> bool:
     return not path.name.startswith(_NOT_BUILT)
 
 
+_REPOSITORY = re.compile(r"(?!.*\.(sif|def|tar)$)[a-z0-9]+([._/-][a-z0-9]+)*(:[\w.-]+)?")
+"""Matches the name of an image in a registry, such as ``ubuntu:22.04``, but no name of an image file."""
+
+
 class DockerfileBuilder(Protocol):
     """Interface for building images from Dockerfiles. :class:`megaflow_hpc.environments.builds.builder.Builder`
     implements it."""
@@ -276,13 +280,13 @@ class Images:
         if not path.is_file():
             raise ConfigError(
                 f"{where}: {prefix}{path}: no such file; expected a SIF, a .def file, a directory or docker://…"
+                + (f"; did you mean docker://{source}?" if _REPOSITORY.fullmatch(source) else "")
             )
-        if path.suffix == ".sif":
+        if path.suffix != ".def":
             try:
                 system_partition(path)
             except SandboxError as error:
                 raise ConfigError(f"{where}: {prefix}{error}") from None
-        if path.suffix != ".def":
             return path
         return self._find_or_make(
             definition_digest(path),
