@@ -160,7 +160,7 @@ def recipes() -> Iterator[str]:
             expected = recipe.expected[number : number + 1]
             measured = recipe.measured[number : number + 1]
             groups = [*((e.figure, e.source) for e in expected)] or [("", "")]
-            groups += [(m.figure, f"{m.on}, {m.date}", m.took) for m in measured] or [("", "", "")]
+            groups += [(m.figure, f"{m.on}, {m.date}", m.took) for m in measured] or [("" if number else "not measured yet", "", "")]
             name = f"`{recipe.name}`" if not number else ""
             yield f"| {' | '.join([name, *(cell for group in groups for cell in group)])} |"
     yield ""
