@@ -144,3 +144,20 @@ def test_synthesis_keeps_right_answers_once(made: Path, recipes_python: Path) ->
     assert len(lines) == 9, "one of each kind, although each was answered twice"
     assert all([message["role"] for message in line["messages"]] == ["user", "assistant"] for line in lines)
     assert all("<answer>" in line["messages"][1]["content"] for line in lines)
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm")
+def test_a_recipe_gets_the_partitions_and_the_account_of_the_site(tmp_path: Path) -> None:
+    written = tmp_path / "own"
+    assert cli("init", written.parent / "own.yaml").returncode == 0
+    expected = yaml.safe_load((tmp_path / "own.yaml").read_text())["slurm"]
+    assert cli("init", "--recipe", "reasoning", written).returncode == 0
+    for file, roles in {"campaign.yaml": ("pods", "servers"), "training.yaml": ("pods", "servers", "trainer")}.items():
+        found = yaml.safe_load((written / file).read_text())["slurm"]
+        assert found.get("account") == expected.get("account")
+        assert {role: found[role]["partition"] for role in roles} == {
+            role: expected["servers" if role == "trainer" else role]["partition"] for role in roles
+        }
+    assert found["pods"]["slots_per_rank"] == 256, "what the recipe sets stays"

@@ -2,8 +2,8 @@
 
 usage: python sft.py EXPORTED OUT.jsonl [--per-task N]
 
-EXPORTED is the directory of megaflow-hpc export --format jsonl. Each line of OUT is {"messages": […]}. Equal answers to a
-task count once, and a task gives at most N answers (4), so that easy tasks do not prevail.
+EXPORTED is the directory of megaflow-hpc export --format jsonl. Each line of OUT is {"messages": […]}. Equal answers to
+a task count once, and a task gives at most N answers (4), so that easy tasks do not prevail.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The puzzles of the recipe reasoning, with a reward for the checker: 1 if it is right about the writer's last answer."""
+"""The puzzles of the recipe reasoning, with a reward for the checker if it is right about the last answer."""
 
 import re
 
