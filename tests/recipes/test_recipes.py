@@ -30,7 +30,7 @@ def made(recipes_python: Path, base_sif: Path, tmp_path: Path, request: pytest.F
 def initialised(name: str, directory: Path, python: Path) -> Path:
     done = typed(python, directory, f"megaflow-hpc init --recipe {name} --json .")
     for command in json.loads(done.stdout)["commands"]:
-        if not command.startswith("megaflow-hpc"):
+        if not command.startswith("megaflow-hpc run"):
             typed(python, directory, command)
     return directory
 
