@@ -77,7 +77,9 @@ def test_a_rehearsal_gives_its_rewards(made: Path, name: str, recipes_python: Pa
             done = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False, timeout=400)
             wrong = json.loads(done.stdout)["mistakes"]
             # The user's model is not here, nor are the data that users bring.
-            assert all("model" in line or re.search(r"tasks: .*(no such file|no Harbor task)", line) for line in wrong), wrong
+            assert all(
+                "model" in line or re.search(r"tasks: .*(no such file|no Harbor task)", line) for line in wrong
+            ), wrong
 
 
 @pytest.mark.parametrize("name", recipe_names())

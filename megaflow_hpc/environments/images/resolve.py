@@ -230,7 +230,9 @@ class Images:
             ConfigError: The Dockerfile is built onto itself.
         """
         if dockerfile.path in above:
-            raise ConfigError(f"{mapping.where}: {dockerfile.path}: its FROM is mapped to itself; map it to another image")
+            raise ConfigError(
+                f"{mapping.where}: {dockerfile.path}: its FROM is mapped to itself; map it to another image"
+            )
         above = (*above, dockerfile.path)
         bases = {
             name: self.resolve(name, mapping, build=build, task_path=task_path, above=above)

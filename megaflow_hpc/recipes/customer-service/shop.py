@@ -24,7 +24,7 @@ class ToolError(Exception):
 
 
 class Shop:
-    """The database, and one method for each tool. Tools check whether a call is possible, not whether the rules allow it."""
+    """The database, with a method for each tool. Tools check if a call is possible, not if the rules allow it."""
 
     def __init__(self, data):
         self.data = copy.deepcopy(data)

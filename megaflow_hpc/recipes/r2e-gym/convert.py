@@ -2,8 +2,8 @@
 
 usage: python convert.py FILE... -o DIRECTORY [--limit N]     (parquet files or JSON lines; parquet needs pyarrow)
 
-The tests come from the row, and their helpers from the image. The reward is 1 if every test has exactly the outcome that the
-data set expects, and no other test ran.
+The tests come from the row, and their helpers from the image. The reward is 1 if every test has exactly the outcome that
+the data set expects, and no other test ran.
 """
 
 import argparse
@@ -42,7 +42,7 @@ cp /tests/r2e_tests/* r2e_tests/
 COMMAND > /logs/verifier/output.txt 2>&1
 "$(command -v python3 || echo .venv/bin/python)" /tests/grade.py
 """
-GRADE = '''\
+GRADE = """\
 import json
 import re
 
@@ -59,7 +59,7 @@ for name in sorted(found.keys() | expected.keys()):
         print(f"{name}: {found.get(name)}, expected {expected.get(name)}")
 with open("/logs/verifier/reward.txt", "w") as reward:
     reward.write(str(int(found == expected)))
-'''
+"""
 SOLVE = "#!/bin/bash\ncd /testbed && git -c safe.directory='*' apply --whitespace=nowarn /solution/fix.patch\n"
 WARNINGS = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning'"
 COLOUR = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
@@ -129,7 +129,7 @@ def write(row, directory):
         "solution/solve.sh": SOLVE,
         "solution/fix.patch": patch(json.loads(row["parsed_commit_content"])),
     }
-    for name, code in zip(tests["test_file_names"], tests["test_file_codes"]):
+    for name, code in zip(tests["test_file_names"], tests["test_file_codes"], strict=True):
         texts[f"tests/r2e_tests/{Path(name).name}"] = code
     if directory.exists():
         shutil.rmtree(directory)

@@ -12,11 +12,41 @@ import random
 from pathlib import Path
 
 HERE = Path(__file__).parent
-STARTS = ("Bra", "Cel", "Dor", "Fen", "Gal", "Hol", "Ker", "Lum", "Mor", "Nar", "Pel", "Ros", "Sel", "Tam", "Vol", "Wes")
+STARTS = (
+    "Bra",
+    "Cel",
+    "Dor",
+    "Fen",
+    "Gal",
+    "Hol",
+    "Ker",
+    "Lum",
+    "Mor",
+    "Nar",
+    "Pel",
+    "Ros",
+    "Sel",
+    "Tam",
+    "Vol",
+    "Wes",
+)
 MIDDLES = ("an", "el", "ib", "or", "und", "ast", "im", "oth")
 ENDS = ("burg", "mere", "wick", "ford", "stad", "holm", "dale", "port")
 FIRST = ("Anra", "Belto", "Cira", "Dunel", "Esmo", "Farin", "Gelia", "Horst", "Ilka", "Jorun", "Kesta", "Lodo")
-PRODUCTS = ("violins", "sail cloth", "clocks", "paper", "tiles", "bells", "lenses", "ropes", "candles", "skis", "tea", "ink")
+PRODUCTS = (
+    "violins",
+    "sail cloth",
+    "clocks",
+    "paper",
+    "tiles",
+    "bells",
+    "lenses",
+    "ropes",
+    "candles",
+    "skis",
+    "tea",
+    "ink",
+)
 
 
 def distinct(chance, make, number):
@@ -37,7 +67,7 @@ def world(towns, seed):
     firms = distinct(chance, lambda c: f"{c.choice(STARTS)}{c.choice(MIDDLES)} & Daughters", towns // 2)
     passages, questions = [], []
     river_of = {place: pick(rivers) for place in places}
-    mayor_of = dict(zip(places, people))
+    mayor_of = dict(zip(places, people[:towns], strict=True))
     made_by = {firm: (pick(PRODUCTS), pick(places), chance.randrange(1700, 1990)) for firm in firms}
     lives = {person: (pick(places), pick(firms), chance.randrange(1930, 2000)) for person in people}
     for place in places:

@@ -42,7 +42,7 @@ class Question:
         self.instruction = PROMPT + question
         self.found = None
 
-    async def solve(self, sandbox):  # what the agent `oracle` does: are the passages found, and do they hold the answer?
+    async def solve(self, sandbox):  # what the agent `oracle` does: the answer must be in the last passage found
         texts = [(await search(sandbox, title))[0]["text"] for title in self.titles]
         self.found = self.answer if self.answer in texts[-1] else None
 

@@ -1,7 +1,8 @@
 """Writes the lines of a carried SWE-rebench V2 that can be judged here as JSON lines, which a campaign reads.
 
-usage: python convert.py FILE... -o OUTPUT.jsonl [--language NAME]     (parquet files or JSON lines; parquet needs pyarrow)
+usage: python convert.py FILE... -o OUTPUT.jsonl [--language NAME]
 
+FILE is a parquet file, which needs pyarrow, or has JSON lines.
 Lines whose log parser the swebench package does not have are left out and counted.
 """
 

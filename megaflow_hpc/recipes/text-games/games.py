@@ -7,6 +7,7 @@ model and no state of the player can change the reward.
 import json
 import random
 import re
+import threading
 from pathlib import Path
 
 from megaflow_hpc.agents import ask
@@ -14,6 +15,8 @@ from megaflow_hpc.types import AgentResult
 
 HERE = Path(__file__).parent
 MAX_COMMANDS = 100
+SCORING = threading.Lock()
+"""TextWorld parses with global state, and ``score`` runs in threads. Agents of a process take turns anyway."""
 COMMAND = re.compile(r"^> *(.+)$", re.MULTILINE)
 RULES = """\
 You play a text game. Answer with one command per turn, on a line of its own that begins with >, for example:
@@ -46,7 +49,7 @@ class CookingGame:
 
     def score(self, sandbox, messages):
         commands = self.commands or [command_of(m) for m in messages if m["role"] == "assistant"]
-        with Game(self.file) as game:
+        with SCORING, Game(self.file) as game:
             for command in commands[:MAX_COMMANDS]:
                 game.play(command)
             return {"reward": game.points / game.max_points, "won": float(game.won)}

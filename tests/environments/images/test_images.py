@@ -171,7 +171,7 @@ def test_a_name_is_mapped_to_a_dockerfile_whose_base_is_mapped_too(tmp_path: Pat
     first = key(base="base.sif")
     (tmp_path / "a").write_text("second")
     assert key(base="base.sif") != first
-    with pytest.raises(ConfigError, match="image 'base'.* is not mapped"):
+    with pytest.raises(ConfigError, match=r"image 'base'.* is not mapped"):
         key()
     with pytest.raises(ConfigError, match="Dockerfile: its FROM is mapped to itself; map it to another image"):
         key(base="Dockerfile")
