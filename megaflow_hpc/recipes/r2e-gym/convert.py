@@ -1,9 +1,9 @@
 """Writes the rows of a carried R2E-Gym as Harbor tasks.
 
-usage: python convert.py FILE... -o DIRECTORY [--limit N]     (parquet files or JSON lines; parquet needs pyarrow)
+usage: python convert.py FILE... -o DIRECTORY [--limit N]
 
-The tests come from the row, and their helpers from the image. The reward is 1 if every test has exactly the outcome that
-the data set expects, and no other test ran.
+FILE is a parquet file, which needs pyarrow, or has JSON lines. The tests come from the row, and their helpers from the
+image. The reward is 1 if every test has exactly the outcome that the data set expects, and no other test ran.
 """
 
 import argparse

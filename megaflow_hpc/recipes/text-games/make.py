@@ -2,8 +2,8 @@
 
 usage: python make.py [--games N] [--seed S]
 
-Writes games/NAME.z8, games/games.json and the scripted answers of the rehearsal. The same version and seed make the same
-games. A game takes some seconds.
+Writes games/NAME.z8, games/games.json and the scripted answers of the rehearsal. The same version and seed make the
+same games. A game takes some seconds.
 """
 
 import argparse
