@@ -50,7 +50,7 @@ PRODUCTS = (
 
 
 def distinct(chance, make, number):
-    """Returns so many different names."""
+    """Returns ``number`` different names."""
     found = {}
     while len(found) < number:
         found[make(chance)] = None
