@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import glob
-import json
 import os
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,14 @@ from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.progress import PlanProgress, under_way
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, whole
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.resources import docs
 
 IMPORT = """\
 Reads JSON lines of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, and reports how each
 instance is tested: script (the command of the line or of the swebench package, which parses the log) or named (pytest
-with the test ids). Skips and counts lines without a problem statement. With --output, writes the instances to
-DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads such files directly, imported or
-not: tasks: [{path: X.jsonl}].
+with the test ids). Leaves out lines that cannot be read or tested, and reports their number and reasons. With --output,
+writes the instances to DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads such files
+directly, imported or not: tasks: [{path: X.jsonl}].
 """
 
 BUILD = f"""\
@@ -127,10 +124,13 @@ def register(subparsers: Subparsers) -> None:
         "list",
         run_list,
         "print the tasks of a directory",
-        examples=["tasks list tasks/bugs"],
-        description="Lists the valid tasks, and reports invalid ones on stderr. Exit status 2 if any is invalid.",
+        examples=["tasks list tasks/bugs", "tasks list swe-bench-verified.jsonl"],
+        description='Lists the valid tasks of a directory or of another source that a campaign\'s "tasks:" can name, '
+        "and reports each task that cannot be read or tested on stderr. Exit status 2 if there is one.",
     )
-    listing.add_argument("directory", metavar="DIR", help="a task directory, a directory of tasks, or a quoted pattern")
+    listing.add_argument(
+        "source", metavar="SOURCE", help="a task directory, a directory of tasks, a quoted pattern, or a JSONL file"
+    )
 
 
 def _add_import(verbs: Subparsers) -> None:
@@ -164,12 +164,13 @@ def _add_import(verbs: Subparsers) -> None:
     parser.add_argument(
         "--runner", choices=("script", "named"), default="", help="how to test instances whose line does not say"
     )
+    parser.add_argument("--strict", action="store_true", help="exit status 2 if a line is left out")
 
 
 def run_import(arguments: argparse.Namespace) -> int:
     """Checks task files, and writes them if requested. Returns the exit status."""
-    from megaflow_hpc.tasks.swebench.instances import Line, read_instances
-    from megaflow_hpc.tasks.swebench.plan import LineSource, read_tasks, settle, to_task
+    from megaflow_hpc.tasks.loading import summarise
+    from megaflow_hpc.tasks.swebench.importing import import_file
 
     names = [Path(file).name for file in arguments.files]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -180,49 +181,32 @@ def run_import(arguments: argparse.Namespace) -> int:
     options = {"test_cmd": arguments.test_cmd, "log_parser": arguments.log_parser, "runner": arguments.runner}
     if arguments.workdir:
         options["workdir"] = arguments.workdir
-    changed = bool(arguments.image) or any(options.values())
+    change = None
+    if arguments.image or any(options.values()):
+        change = lambda instance: instance.fill_in(arguments.image, **options)  # noqa: E731
     rows: list[dict[str, Any]] = []
+    left_out: list[str] = []
     for file in arguments.files:
         source = Path(file).absolute()
         if source.suffix != ".jsonl":
             raise ConfigError(f"{source}: expected a .jsonl file")
-        with under_way(f"reading {source}"), tempfile.TemporaryDirectory() as scratch:
-            skipped: list[Line] = []
-            read = list(read_instances(source, skipped=skipped))
-            instances = [instance.fill_in(arguments.image, **options) for _, instance in read]
-            text = "".join(json.dumps(instance.record(), ensure_ascii=False) + "\n" for instance in instances)
-            if changed:  # check the tasks in the form that will be written
-                copy = Path(scratch, source.name)
-                copy.write_text(text, encoding="utf-8", errors="surrogatepass")
-                tasks = settle(read_tasks(copy))
-            else:
-                tasks = settle([to_task(line, instance) for line, instance in read])
-        if skipped:
-            note(f"{skipped[0]}: has no problem_statement; left out {len(skipped)} such lines")
         target = Path(arguments.output).absolute() / source.name if arguments.output else None
+        with under_way(f"reading {source}"):
+            imported = import_file(source, target, change)
         if target is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(target, text.encode("utf-8", "surrogatepass"), mode=0o644)
-            note(f"{target}: {len(tasks)} instances")
-        rows += [
-            {
-                "id": task.id,
-                "repo": instance.repo,
-                "tested_by": LineSource.of(task).runner,
-                "fail_to_pass": len(instance.FAIL_TO_PASS),
-                "pass_to_pass": len(instance.PASS_TO_PASS),
-                "image": task.image,
-                "path": str(target or source),
-            }
-            for task, instance in zip(tasks, instances, strict=True)
-        ]
+            note(f"{target}: {len(imported.rows)} instances")
+        rows += imported.rows
+        left_out += imported.left_out
+    for line in summarise(left_out):
+        note(f"left out: {line}")
     if arguments.json:
         print_json(rows)
     else:
         say(table(("id", "repo", "tested by", "fail", "pass", "image"), [tuple(row.values())[:6] for row in rows]))
         counts = Counter(row["tested_by"] for row in rows)
-        say(f"{len(rows)} instances, tested by " + ", ".join(f"{name}: {count}" for name, count in counts.items()))
-    return 0
+        less = f"; {len(left_out)} left out" if left_out else ""
+        say(f"{len(rows)} instances, tested by " + ", ".join(f"{n}: {count}" for n, count in counts.items()) + less)
+    return ConfigError.exit_status if left_out and arguments.strict else 0
 
 
 def run_build(arguments: argparse.Namespace) -> int:
@@ -382,23 +366,28 @@ RELEASE = ("package", "buggy", "fixed", "kind", "changelog")
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Prints the valid tasks in a directory. Returns 2 if it also contains invalid tasks."""
-    from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+    """Prints the valid tasks of a source. Returns 2 if it also contains invalid tasks."""
+    from megaflow_hpc.tasks.formats import format_of_source
+    from megaflow_hpc.tasks.harbor.format import FORMAT as HARBOR
+    from megaflow_hpc.tasks.loading import load_tasks
 
-    tasks, status = [], 0
-    for path in task_directories(arguments.directory):
-        try:
-            tasks.append(read_harbor_task(path))
-        except ConfigError as error:
-            note(str(error))
-            status = 2
+    source: str = arguments.source
+    if format_of_source(source) is HARBOR:
+        directories = task_directories(source)
+        if Path(source).is_dir():
+            source = glob.escape(source) if directories == [Path(source).absolute()] else f"{glob.escape(source)}/*"
+    left_out: list[str] = []
+    tasks = load_tasks([source], Path.cwd(), left_out=left_out)
+    status = ConfigError.exit_status if left_out else 0
+    for line in left_out:
+        note(line)
     release_keys = [key for key in RELEASE if any(task.metadata.get(key) for task in tasks)]
     rows = [
         {
             "id": task.id,
             "image": task.image,
             "agent_timeout_s": task.agent_timeout_s,
-            "solution": any(Path(task.path).glob("**/solution/*")),
+            "solution": task.kind == "harbor" and any(Path(task.path).glob("**/solution/*")),
             **{key: task.metadata.get(key, "") for key in release_keys},
             "instruction": next((line.strip() for line in task.instruction.splitlines() if line.strip()), ""),
         }
@@ -406,8 +395,6 @@ def run_list(arguments: argparse.Namespace) -> int:
     ]
     if arguments.json:
         print_json([{**row, "path": task.path} for row, task in zip(rows, tasks, strict=True)])
-        return status
-    if not rows:
         return status
     shown = [
         {**row, "solution": "yes" if row["solution"] else "no", "instruction": str(row["instruction"])[:60]}
