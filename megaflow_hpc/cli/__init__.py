@@ -42,6 +42,7 @@ GROUPS = {
     "runs.diff": ("diff",),
     "files.export": ("export", "import"),
     "files.store": ("validate", "verify", "compact", "anonymise", "du"),
+    "making.recipes": ("recipes",),
     "making.tasks": ("tasks",),
     "making.agents": ("agents",),
     "making.images": ("images",),
@@ -52,7 +53,7 @@ GROUPS = {
 }
 """Module in this package → verbs that it adds. The ``help`` module needs the parser of every verb."""
 SECTIONS = {
-    "start a campaign": ("init", "check", "plan", "run", "submit"),
+    "start a campaign": ("recipes", "init", "check", "plan", "run", "submit"),
     "inspect it": ("list", "status", "watch", "usage", "show", "diff", "logs", "shell"),
     "continue or end it": ("resume", "scale", "weights", "training", "cancel"),
     "results": ("gather", "reverify", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),

@@ -29,6 +29,7 @@ NO_TASK = "build some with: megaflow-hpc tasks build"
 
 WRONG = {
     "init": ("/no/campaign.yaml", "/no/campaign.yaml", "create it, or name another file"),
+    "recipes": ("nothing", "nothing", "no such recipe; the recipes are: "),
     "check": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "plan": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "run": ("/no/campaign.yaml --launcher local", "/no/campaign.yaml", NO_CAMPAIGN),
