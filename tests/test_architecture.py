@@ -88,6 +88,7 @@ DOORS: dict[str, str] = {
     "tasks/harbor": "tasks config environments/images environments/images/dockerfile environments/sandbox "
     "environments/sandbox/rootfs",
     "tasks/releases": "tasks config environments/builds environments/images environments/images/dockerfile",
+    "tasks/sets": "tasks tasks/releases tasks/swebench",
     "tasks/swebench": "tasks environments/images/dockerfile environments/sandbox",
     # Gateway and engine server communicate only over HTTP and the endpoint files.
     "model": "",
@@ -132,7 +133,7 @@ DOORS: dict[str, str] = {
     "tasks training training/algorithms trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
-    "cli/making": "cli config recipes tasks tasks/harbor tasks/releases tasks/swebench agents "
+    "cli/making": "cli config recipes tasks tasks/harbor tasks/releases tasks/sets tasks/swebench agents "
     "environments/builds environments/images environments/images/cache environments/sandbox",
 }
 """Room → rooms from which it may import, in addition to :data:`EVERYBODYS`."""

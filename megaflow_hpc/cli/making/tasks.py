@@ -17,11 +17,15 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import docs
 
 IMPORT = """\
-Reads JSON lines of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, and reports how each
-instance is tested: script (the command of the line or of the swebench package, which parses the log) or named (pytest
-with the test ids). Leaves out lines that cannot be read or tested, and reports their number and reasons. With --output,
-writes the instances to DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads such files
-directly, imported or not: tasks: [{path: X.jsonl}].
+NAME[@VERSION] is a task set of --list. Its files come from the Hugging Face Hub or a git archive, or from the directory
+--from DIR. A download that broke off continues when the command is repeated, and each file's SHA-256 is recorded in
+DIR/NAME.source.json. HF_ENDPOINT and HF_TOKEN are honoured. Parquet files need pip install 'megaflow-hpc[export]'.
+
+X.jsonl: reads JSON lines of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, and reports
+how each instance is tested: script (the command of the line or of the swebench package, which parses the log) or named
+(pytest with the test ids). Leaves out lines that cannot be read or tested, and reports their number and reasons. With
+--output, writes the instances to DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads
+such files directly, imported or not: tasks: [{path: X.jsonl}].
 """
 
 BUILD = f"""\
@@ -138,16 +142,25 @@ def _add_import(verbs: Subparsers) -> None:
         verbs,
         "import",
         run_import,
-        "check SWE-bench style JSONL files, and write them in a uniform format",
+        "import a task set by name, or check SWE-bench style JSONL files",
         examples=[
-            "tasks import swe-bench-verified.jsonl",
+            "tasks import --list",
+            "tasks import swe-bench-verified -o tasks",
+            "tasks import swe-smith@main -o tasks --from /data/swe-smith",
+            "tasks import instances.jsonl",
             "tasks import swe-gym.jsonl -o tasks --image 'xingyaoww/sweb.eval.x86_64.{id_s}:latest' --runner named",
             "tasks import mine.jsonl -o tasks --test-cmd 'pytest -rA' --log-parser parse_log_pytest",
         ],
         description=IMPORT,
     )
-    parser.add_argument("files", metavar="X.jsonl", nargs="+", help="files to read")
-    add_output(parser, "write DIR/NAME.jsonl; without it the files are only checked", metavar="DIR")
+    parser.add_argument("sources", metavar="NAME|X.jsonl", nargs="*", help="sets to import, or files to read")
+    parser.add_argument("--list", action="store_true", help="list the sets that have a name")
+    add_output(
+        parser, "where to write the tasks; default: tasks, and for files: nothing, they are only checked", metavar="DIR"
+    )
+    parser.add_argument("--from", dest="origin", metavar="DIR", help="directory with the set's files; no download")
+    parser.add_argument("--mirror", metavar="URL", default="", help="server with the same paths as the set's own")
+    parser.add_argument("--accept-licence", action="store_true", help="accept the licence of the set")
     parser.add_argument(
         "--image",
         metavar="NAME",
@@ -168,15 +181,21 @@ def _add_import(verbs: Subparsers) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Checks task files, and writes them if requested. Returns the exit status."""
+    """Imports task sets, or checks task files and writes them if requested. Returns the exit status."""
     from megaflow_hpc.tasks.loading import summarise
+    from megaflow_hpc.tasks.sets.importing import import_set
+    from megaflow_hpc.tasks.sets.registry import task_sets
     from megaflow_hpc.tasks.swebench.importing import import_file
 
-    names = [Path(file).name for file in arguments.files]
+    if arguments.list:
+        return _list_sets(arguments.json)
+    if not arguments.sources:
+        raise ConfigError("name a task set or a .jsonl file; see: megaflow-hpc tasks import --list")
+    names = [Path(file).name for file in arguments.sources]
     twice = next((name for name in names if names.count(name) > 1), None)
     if arguments.output and twice:
         raise ConfigError(
-            f"--output {arguments.output}: two files are called {twice}; import them into different directories"
+            f"--output {arguments.output}: two sources are called {twice}; import them into different directories"
         )
     options = {"test_cmd": arguments.test_cmd, "log_parser": arguments.log_parser, "runner": arguments.runner}
     if arguments.workdir:
@@ -186,10 +205,25 @@ def run_import(arguments: argparse.Namespace) -> int:
         change = lambda instance: instance.fill_in(arguments.image, **options)  # noqa: E731
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
-    for file in arguments.files:
-        source = Path(file).absolute()
+    for argument in arguments.sources:
+        source = Path(argument).absolute()
         if source.suffix != ".jsonl":
-            raise ConfigError(f"{source}: expected a .jsonl file")
+            if (os.sep in argument or source.exists()) and argument.partition("@")[0] not in task_sets():
+                raise ConfigError(f"{source}: expected a .jsonl file, or the name of a task set")
+            result = import_set(
+                argument,
+                Path(arguments.output or "tasks").absolute(),
+                origin=Path(arguments.origin).absolute() if arguments.origin else None,
+                mirror=arguments.mirror,
+                accepted=arguments.accept_licence,
+                change=change,
+                say=note,
+            )
+            note(f"{result.path}: {len(result.rows)} tasks, version {result.revision}")
+            note(f"in a campaign file: tasks: [{{path: {result.pattern}}}]")
+            rows += result.rows
+            left_out += result.left_out
+            continue
         target = Path(arguments.output).absolute() / source.name if arguments.output else None
         with under_way(f"reading {source}"):
             imported = import_file(source, target, change)
@@ -202,11 +236,31 @@ def run_import(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
     else:
-        say(table(("id", "repo", "tested by", "fail", "pass", "image"), [tuple(row.values())[:6] for row in rows]))
-        counts = Counter(row["tested_by"] for row in rows)
+        head = ("id", "repo", "tested by", "fail", "pass", "image")
+        if arguments.sources and all("tested_by" in row for row in rows):
+            say(table(head, [tuple(row.values())[:6] for row in rows]))
+        counts = Counter(row.get("tested_by", "test.sh") for row in rows)
         less = f"; {len(left_out)} left out" if left_out else ""
         say(f"{len(rows)} instances, tested by " + ", ".join(f"{n}: {count}" for n, count in counts.items()) + less)
     return ConfigError.exit_status if left_out and arguments.strict else 0
+
+
+def _list_sets(as_json: bool) -> int:
+    """Prints the sets that have a name, with the facts about them."""
+    import msgspec
+
+    from megaflow_hpc.tasks.sets.registry import task_sets
+
+    sets = task_sets()
+    if as_json:
+        print_json([{"name": name, "page": each.page, **msgspec.to_builtins(each)} for name, each in sets.items()])
+        return 0
+    rows = [
+        (name, each.tasks, each.bytes, each.licence, each.images, each.format or f"not read: {each.unread}")
+        for name, each in sets.items()
+    ]
+    say(table(("name", "tasks", "bytes", "licence", "images", "format"), rows))
+    return 0
 
 
 def run_build(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from megaflow_hpc.types import Task
 
 
 @dataclass
-class Imported:
+class ImportedFile:
     """The instances of a file that can be tested, and the errors of the others."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -25,18 +25,18 @@ class Imported:
     left_out: list[str] = field(default_factory=list)
 
 
-def import_file(source: Path, target: Path | None, change: Callable[[Instance], Instance] | None) -> Imported:
+def import_file(source: Path, target: Path | None, change: Callable[[Instance], Instance] | None) -> ImportedFile:
     """Reads a file once, keeping only tasks in memory, and writes its instances to ``target``.
 
     Args:
         source: The JSONL file.
-        target: File to write. ``None`` only checks the instances.
+        target: File to write. If ``None``, the instances are only checked.
         change: Returns an instance with the values that the user gives for all lines. ``None`` if there are none.
 
     Raises:
         ConfigError: The file cannot be read, or none of its instances can be tested.
     """
-    imported = Imported()
+    imported = ImportedFile()
     refused: list[ConfigError] = []
     tasks: list[Task] = []
     counts: dict[str, tuple[str, int, int]] = {}
