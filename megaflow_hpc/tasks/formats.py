@@ -40,6 +40,12 @@ Refuse = Callable[[ConfigError], None]
 """Receives the error of a task that cannot be read or tested. The task is then left out."""
 
 
+def refuse_into(messages: list[str]) -> Refuse:
+    """Returns a function that appends the message of each error, but not the error, which refers to the data of its
+    task."""
+    return lambda error: messages.append(str(error))
+
+
 def raise_error(error: ConfigError) -> None:
     """Raises the error, so that one invalid task refuses its source."""
     raise error

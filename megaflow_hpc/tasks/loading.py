@@ -16,7 +16,7 @@ from megaflow_hpc.environments.images.layered import ImageStart
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
 from megaflow_hpc.errors import ConfigError, Mistakes
-from megaflow_hpc.tasks.formats import format_of, format_of_source
+from megaflow_hpc.tasks.formats import format_of, format_of_source, refuse_into
 from megaflow_hpc.tasks.services import add_services, check_number
 from megaflow_hpc.types import Service, Task
 
@@ -47,14 +47,14 @@ def load_tasks(
     mistakes: list[str] = []
     for source in sources:
         options: Mapping[str, Any] = {"path": source} if isinstance(source, str) else source
-        refused: list[ConfigError] = []
+        refused: list[str] = []
         try:
             loaded = _of_source(options, base_dir, dockerfiles, refused)
         except ConfigError as error:
-            mistakes += [*map(str, refused), *(error.found if isinstance(error, Mistakes) else [str(error)])]
+            mistakes += [*refused, *(error.found if isinstance(error, Mistakes) else [str(error)])]
             continue
         strict = left_out is None or options.get("strict") or not loaded
-        (mistakes if strict or left_out is None else left_out).extend(map(str, refused))
+        (mistakes if strict or left_out is None else left_out).extend(refused)
         for task in loaded:
             other = tasks.get(task.id)
             if other is not None and other.path != task.path:
@@ -68,7 +68,7 @@ def load_tasks(
 
 
 def _of_source(
-    options: Mapping[str, Any], base_dir: str | os.PathLike[str], dockerfiles: Dockerfiles, refused: list[ConfigError]
+    options: Mapping[str, Any], base_dir: str | os.PathLike[str], dockerfiles: Dockerfiles, refused: list[str]
 ) -> Sequence[Task]:
     path = str(options["path"])
     source_format = format_of_source(path)
@@ -77,14 +77,14 @@ def _of_source(
     def wanted(name: str) -> bool:
         return _matches(name, include) and not _matches(name, exclude)
 
-    tasks = source_format.read(path, base_dir, dockerfiles, wanted, refused.append)
+    tasks = source_format.read(path, base_dir, dockerfiles, wanted, refuse_into(refused))
     kept = [task for task in sorted(tasks, key=lambda task: task.id) if wanted(task.id)]
     if not kept and not refused:
         example = f"; an example of an id is {tasks[0].id}" if tasks else ""
         raise ConfigError(
             f"tasks: {path}: include {list(include)} and exclude {list(exclude)} leave no valid task{example}"
         )
-    return source_format.settle(kept[: options.get("limit") or None], refused.append)
+    return source_format.settle(kept[: options.get("limit") or None], refuse_into(refused))
 
 
 MAX_REASONS = 10

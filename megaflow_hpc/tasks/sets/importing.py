@@ -11,6 +11,7 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.tasks.formats import refuse_into
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.releases.sdists import cache_directory
 from megaflow_hpc.tasks.sets.converters import DIRECTORIES, to_lines, unpack
@@ -25,7 +26,7 @@ class ImportedSet:
     """Result of :func:`import_set`."""
 
     path: Path
-    """What a campaign names under ``tasks:``: a JSONL file, or the directory of the task directories."""
+    """JSONL file, or directory of the task directories. A campaign names it under ``tasks:``."""
     revision: str
     files: list[dict[str, Any]]
     """Path and SHA-256 of each file that was read."""
@@ -53,7 +54,7 @@ def import_set(
     Args:
         origin: Directory with the set's files. Nothing is downloaded.
         mirror: Server to download from, instead of the set's own.
-        accepted: Whether the user accepts the licence.
+        accepted: True if the user accepts the licence.
         change: Returns an instance with the values that the user gives for all lines.
         say: Reports progress.
 
@@ -139,7 +140,7 @@ def _instances(
 
 def _directories(name: str, task_set: TaskSet, file: Path, output: Path, scratch: Path) -> ImportedSet:
     source, made, target = file, scratch / "made", output / name
-    refused: list[ConfigError] = []
+    left_out: list[str] = []
     made.mkdir()
     if task_set.archive:
         source = scratch / "unpacked"
@@ -147,8 +148,7 @@ def _directories(name: str, task_set: TaskSet, file: Path, output: Path, scratch
             shutil.copytree(file, source, symlinks=True)
         else:
             source = unpack(file, source)
-    DIRECTORIES[task_set.format](source, made, refused.append)
-    left_out = [str(error) for error in refused]
+    DIRECTORIES[task_set.format](source, made, refuse_into(left_out))
     tasks = load_tasks([f"{made}/*"], "/", left_out=left_out)
     if target.exists():
         target.rename(scratch / "earlier")

@@ -38,7 +38,7 @@ class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     unread: str = ""
     """Why the set is not read."""
     accept: bool = False
-    """Whether the user must accept the licence."""
+    """True if the user must accept the licence."""
     image: str = ""
     runner: str = ""
 
@@ -57,7 +57,7 @@ def find(name: str) -> TaskSet:
     """Returns the set of this name.
 
     Raises:
-        ConfigError: There is none, or it is not read.
+        ConfigError: The name is unknown, or the set is not read.
     """
     sets = task_sets()
     if name not in sets:

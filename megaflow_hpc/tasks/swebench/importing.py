@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.errors import ConfigError, Mistakes
+from megaflow_hpc.errors import Mistakes
 from megaflow_hpc.host.atomic import new_file
+from megaflow_hpc.tasks.formats import refuse_into
 from megaflow_hpc.tasks.swebench.instances import Instance, Line, read_instances
 from megaflow_hpc.tasks.swebench.plan import LineSource, settle, to_task
 from megaflow_hpc.types import Task
@@ -30,14 +31,14 @@ def import_file(source: Path, target: Path | None, change: Callable[[Instance], 
 
     Args:
         source: The JSONL file.
-        target: File to write. If ``None``, the instances are only checked.
-        change: Returns an instance with the values that the user gives for all lines. ``None`` if there are none.
+        target: File to write, or ``None`` to check the instances only.
+        change: Returns an instance with the values that the user gives for all lines. ``None`` changes nothing.
 
     Raises:
-        ConfigError: The file cannot be read, or none of its instances can be tested.
+        ConfigError: The file cannot be read, or it has no instance that can be tested.
     """
     imported = ImportedFile()
-    refused: list[ConfigError] = []
+    refused: list[str] = []
     tasks: list[Task] = []
     counts: dict[str, tuple[str, int, int]] = {}
     if target is not None:
@@ -45,7 +46,7 @@ def import_file(source: Path, target: Path | None, change: Callable[[Instance], 
     with tempfile.TemporaryDirectory(prefix=".import-", dir=target.parent if target else None) as scratch:
         copy = Path(scratch, source.name)
         with copy.open("wb") as stream:
-            for line, instance in read_instances(source, refuse=refused.append):
+            for line, instance in read_instances(source, refuse=refuse_into(refused)):
                 if change is not None or target is not None:  # check the instances in the form that is written
                     instance = change(instance) if change else instance
                     text = json.dumps(instance.record(), ensure_ascii=False) + "\n"
@@ -54,8 +55,8 @@ def import_file(source: Path, target: Path | None, change: Callable[[Instance], 
                     stream.write(line.data)
                 tasks.append(to_task(line, instance))
                 counts[instance.task_id] = (instance.repo, len(instance.FAIL_TO_PASS), len(instance.PASS_TO_PASS))
-        kept = settle(tasks, refused.append)
-        imported.left_out = [str(error).replace(f"{copy}:", f"{source}:", 1) for error in refused]
+        kept = settle(tasks, refuse_into(refused))
+        imported.left_out = [message.replace(f"{copy}:", f"{source}:", 1) for message in refused]
         if not kept:
             raise Mistakes(imported.left_out)
         for task in kept:
