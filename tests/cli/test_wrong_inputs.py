@@ -79,7 +79,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     ),
     "an image that is not there": (
         GOOD.replace("base: image", "base: image.sif"),
-        "image.sif: no such file; expected a SIF, a .def file, a directory or docker://…",
+        "image.sif: no such file; expected a SIF, a .def file, a Dockerfile, a directory or docker://…",
     ),
     "a damaged image": (
         GOOD.replace("base: image", "base: broken.sif"),
@@ -88,7 +88,8 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "a text for an image": (GOOD.replace("base: image", "base: file"), "/file: cannot be read as an image"),
     "an image without docker://": (
         GOOD.replace("base: image", "base: ubuntu:22.04"),
-        "c.yaml:4: base: {here}/ubuntu:22.04: no such file; expected a SIF, a .def file, a directory or docker://…; "
+        "c.yaml:4: base: {here}/ubuntu:22.04: no such file; expected a SIF, a .def file, a Dockerfile, a directory or "
+        "docker://…; "
         "did you mean docker://ubuntu:22.04?",
     ),
     "no image": (

@@ -192,6 +192,7 @@ def _check(arguments: argparse.Namespace) -> int:
                 "mistakes": result.file,
                 "site": result.site,
                 "warnings": result.warnings,
+                "left_out": result.left_out,
                 "tasks": result.tasks,
                 "rollouts": result.rollouts,
             }
@@ -207,7 +208,8 @@ def _check(arguments: argparse.Namespace) -> int:
         if not result.file and any(not line.startswith(arguments.campaign) for line in result.site):
             note("the file itself has no errors; --no-site checks it alone, and run --launcher local needs no Slurm")
         if not result.file and not result.site:
-            counts = f"{_count(result.tasks, 'task')}, {_count(result.rollouts, 'rollout')}"
+            less = f"; {_count(len(result.left_out), 'task')} left out" if result.left_out else ""
+            counts = f"{_count(result.tasks, 'task')}, {_count(result.rollouts, 'rollout')}{less}"
             say(f"{arguments.campaign}: ok: {counts}")
     if result.file:
         return ConfigError.exit_status
