@@ -63,6 +63,13 @@ SECTIONS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Title of a section → (source file, names) in the order of the page."""
 
+HIDDEN = {
+    "Campaign": "where site_mistakes start",
+    "Run": "jobs live_jobs tended job_uses pods_live over follow conclude stored_rollouts",
+    "Dataflow": "amend again check try_plan committed ordinal sequences",
+    "Trajectory": "to_record from_record",
+}
+"""Class → methods that only this package calls."""
 HEADINGS = ("Args", "Returns", "Yields", "Raises", "Attributes")
 NOT_RUN = "<!-- not run: an example of a docstring; the pages of tutorials and how-tos are run -->"
 
@@ -93,7 +100,8 @@ def _entry(node: ast.AST, module: str) -> Iterator[str]:
     yield from (f"### `{node.name}`", "", f"`{module}.{made}`{kind}", "", *_document(node), "")
     yield from _fields(node)
     for one in node.body:
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and not one.name.startswith("_"):
+        hidden = HIDDEN.get(node.name, "").split()
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and one.name[0] != "_" and one.name not in hidden:
             marks = {ast.unparse(mark).rpartition(".")[2] for mark in one.decorator_list}
             if marks & {"property", "cached_property"}:
                 kind = f": {_type(one.returns)}" if one.returns else ""
@@ -136,14 +144,16 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str = "") -> 
 def _document(node: ast.AST) -> Iterator[str]:
     """Yields a docstring as Markdown: sections as lists, examples and literal blocks as code."""
     lines = (ast.get_docstring(node) or "").splitlines()  # type: ignore[arg-type]
-    listed = False
+    listed = prose = False
     place = 0
     while place < len(lines):
         line = lines[place]
         place += 1
         if line.rstrip(":") in HEADINGS and line.endswith(":"):
             yield from ("", f"{line.rstrip(':')}:", "")
-            listed = True
+            listed, prose = True, line in ("Returns:", "Yields:")
+        elif prose and line.startswith("    "):
+            yield _inline(line.strip())
         elif line.startswith(">>>"):
             block = [line]
             while place < len(lines) and lines[place].strip():

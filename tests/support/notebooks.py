@@ -1,6 +1,6 @@
 """Executes the cells of a notebook in a process of its own, without a kernel.
 
-``python -m tests.support.notebooks NOTEBOOK DIRECTORY`` executes it there and stores the outputs in it, as Jupyter does.
+``python -m tests.support.notebooks NOTEBOOK DIRECTORY`` executes it there and stores the outputs in it, like Jupyter.
 """
 
 from __future__ import annotations
