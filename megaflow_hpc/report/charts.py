@@ -178,11 +178,11 @@ def mean_differences(of_runs: Sequence[Difference]) -> Chart | None:
     x = channel("low", title="difference of mean reward")
     tip = tooltip(series="N", difference="+.3f", low="+.3f", high="+.3f", p=".3f", tasks="")
     spec = _intervals(values, x, "difference", tip)
-    zero = {"mark": {"type": "rule", "strokeDash": [4, 4], "opacity": 0.5}, "encoding": {"x": {"datum": 0}}}
+    zero = {"mark": {"type": "rule", "strokeDash": [4, 4], "color": "#8A8A8A"}, "encoding": {"x": {"datum": 0}}}
     spec["layer"].insert(0, zero)
     note = "Paired by task, with the 95 % interval of the mean difference over tasks."
     for layer in spec["layer"][1:]:
-        layer["encoding"]["y"]["axis"] = {"labelLimit": 480}
+        layer["encoding"]["y"] |= {"axis": {"labelLimit": 480}, "sort": None}
     return Chart(name="difference", title="Difference", note=note, spec=spec, wide=True)
 
 
