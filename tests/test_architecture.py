@@ -125,7 +125,7 @@ DOORS: dict[str, str] = {
     "prove": "agents campaign environments/sandbox rundir slurm trajectories",
     "cli": "agents campaign config environments/images environments/sandbox prove rundir slurm",
     "cli/campaigns": "cli campaign campaign/planning slurm",
-    "report": "config ledger monitor rundir trajectories/hdf5 trajectories/reading",
+    "report": "config ledger monitor rundir trajectories/hdf5 trajectories/journal trajectories/reading",
     "cli/runs": "cli cli/view campaign campaign/planning config environments ledger monitor pod/rollout report rundir "
     "tasks training training/algorithms trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",

@@ -36,6 +36,7 @@ GROUPS = {
     "prove": ("prove",),
     "runs.logs": ("logs",),
     "runs.report": ("report",),
+    "runs.track": ("track",),
     "runs.shell": ("shell",),
     "runs.show": ("show",),
     "runs.reverify": ("reverify",),
@@ -55,7 +56,10 @@ SECTIONS = {
     "start a campaign": ("init", "check", "plan", "run", "submit"),
     "inspect it": ("list", "status", "watch", "usage", "show", "diff", "logs", "shell"),
     "continue or end it": ("resume", "scale", "weights", "training", "cancel"),
-    "results": ("gather", "reverify", "report", "export", "import", "validate", "verify", "compact", "anonymise", "du"),
+    "results": (
+        *("gather", "reverify", "report", "track", "export", "import"),
+        *("validate", "verify", "compact", "anonymise", "du"),
+    ),
     "tasks, agents and images": ("tasks", "agents", "images"),
     "the site and this program": ("doctor", "prove", "janitor", "completion", "help"),
 }
