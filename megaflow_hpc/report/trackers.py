@@ -15,6 +15,7 @@ import os
 import re
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,8 +90,8 @@ class TensorBoardTracker:
     def __init__(self, points: PointLog, project: str, online: bool) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        folder = points.folder / "tensorboard"
-        self.place = str(folder)
+        folder = points.folder / "tensorboard" / points.run.path.name
+        self.place = str(folder.parent)
         self._has = set(self._stored(folder))
         self._writer = EventFileWriter(str(folder))
         self._sent = 0
@@ -191,9 +192,14 @@ class WandbTracker:
 
         self._folder, self._project, self._online = points.folder, project, online
         self._id = re.sub(r"[^A-Za-z0-9_-]", "-", points.run.path.name)[:100]
-        self._run = self._open(points) if online else None
-        self.place = str(self._run.url) if online else str(self._folder / "wandb")
-        self._sent = max(0, self._run.step - 1) if online else max(self._stored(), default=0)
+        self._run: Any = None
+        if online:
+            self._run = self._open(points)
+            self.place = str(self._run.url)
+            self._sent = max(0, self._run.step - 1)
+        else:
+            self.place = str(self._folder / "wandb")
+            self._sent = max(self._stored(), default=0)
         self._axes: set[str] = set()
 
     def _open(self, points: PointLog) -> Any:
@@ -288,12 +294,18 @@ class TrackioTracker:
             return 0
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         with contextlib.redirect_stdout(io.StringIO()):  # it prints six lines for each batch
-            run = self._trackio.init(self._project, name=self._name, resume="allow", **quiet)
-            stored = run._next_step - 1
-            new = [point for point in new if point.number > stored]
-            for point in new:
-                run.log(point.named(), step=point.number)
-            run.finish()
+            with warnings.catch_warnings(record=True) as caught:  # it warns of what other libraries raise
+                warnings.simplefilter("always")
+                run = self._trackio.init(self._project, name=self._name, resume="allow", **quiet)
+            try:
+                if caught:
+                    raise ConnectionError("; ".join(str(warning.message) for warning in caught))
+                stored = run._next_step - 1
+                new = [point for point in new if point.number > stored]
+                for point in new:
+                    run.log(point.named(), step=point.number)
+            finally:
+                self._trackio.finish()
         self._sent = max([stored, *(point.number for point in new)])
         return len(new)
 

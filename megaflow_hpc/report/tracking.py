@@ -41,8 +41,8 @@ from megaflow_hpc.trajectories.reading.store import Row, open_trajectories
 from megaflow_hpc.types import VERIFIED
 
 WINDOWS = 500
-"""A window is one rollout until an arm has this many, then 1/500 of its rollouts. A million rollouts are about 4,300
-points."""
+"""A window is one rollout until an arm has twice this many, then 1/500 of its rollouts. A million rollouts are about
+4,400 points."""
 MAX_STEPS = 1_000_000
 
 

@@ -46,23 +46,27 @@ def write(job: ExportJob) -> list[Path]:
         folder = temporary / safe_name(campaign)
         folder.mkdir(mode=0o700)
         job_id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"megaflow-hpc/{campaign}"))
-        evals: dict[str, _Evaluation] = {}
+        evals: dict[tuple[str, str], _Evaluation] = {}
         times: list[float] = []
         for row in job.rows():
             trial = _trial(row, campaign, job_id)
             _write_trial(folder / trial["trial_name"], trial, row, campaign)
-            evals.setdefault(f"{row.agent or 'unknown'}__{row.policy}__{campaign}", _Evaluation()).add(row)
+            evals.setdefault((as_text(row.agent or "unknown"), as_text(row.policy)), _Evaluation()).add(row)
             times = [min([row.started_at, *times[:1]]), max([row.finished_at, *times[1:]])]
         count = len(job.numbers)
         started, finished = iso_time(times[0]), iso_time(times[1])
         stats = {
             "n_completed_trials": count,
             "n_errored_trials": sum(found.errors for found in evals.values()),
-            "evals": {as_text(name): found.stats() for name, found in evals.items()},
+            "evals": {
+                f"{agent}__{policy}__{as_text(campaign)}": found.stats() for (agent, policy), found in evals.items()
+            },
         }
         result = {"id": job_id, "started_at": started, "finished_at": finished, "n_total_trials": count, "stats": stats}
         _put(folder / "result.json", result)
-        _put(folder / "config.json", {"job_name": campaign, "jobs_dir": "harbor"})
+        agents = [{"name": agent, "model_name": policy} for agent, policy in evals]
+        datasets = [{"path": as_text(campaign)}]
+        _put(folder / "config.json", {"job_name": as_text(campaign), "agents": agents, "datasets": datasets})
     return [directory]
 
 

@@ -1,8 +1,8 @@
 """Exports to Inspect logs, which ``inspect view`` opens, with one log per policy.
 
 Files are named ``inspect/POLICY.eval``, or ``inspect/POLICY+AGENT.eval`` if a policy has several agents. A sample is a
-rollout: its id is the task's, its epoch the number of the sample, counted from 1. The sample's messages are the main
-conversation; other conversations are in its metadata. Scores are the rewards by name.
+rollout: its id is the task's, its epoch the number of the sample, counted from 1. The sample's messages and events are
+the main conversation; other conversations are in its metadata. Scores are the rewards by name.
 
 Follows the log schema of version 2 (Inspect 0.3): a ZIP file with a JSON document for each sample, their summaries, and
 a header.
@@ -14,7 +14,7 @@ import json
 import math
 import uuid
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -70,6 +70,7 @@ class _Log:
         self._spool: IO[str] = self._spool_path.open("x", encoding="utf-8")
         self._sums: dict[str, list[float]] = {}
         self._count = self._errors = self._epochs = 0
+        self._tasks: set[str] = set()
         self._tokens = [0, 0]
         self._times = [math.inf, 0.0]
         self._campaign, self._policy, self._agent = as_text(campaign), as_text(row.policy), as_text(row.agent)
@@ -80,6 +81,7 @@ class _Log:
         self._spool.write("," if self._count else "[")
         self._spool.write(_encode(_summary(sample)))
         self._count += 1
+        self._tasks.add(sample["id"])
         self._errors += "error" in sample
         self._epochs = max(self._epochs, sample["epoch"])
         self._times = [min(self._times[0], row.started_at), max(self._times[1], row.finished_at)]
@@ -132,7 +134,10 @@ class _Log:
             "task": self._campaign,
             "task_id": _short_id(f"{name}/task"),
             "solver": self._agent or None,
-            "dataset": {"name": self._campaign, "samples": self._count},
+            "dataset": {"name": self._campaign, "samples": len(self._tasks)},
+            "scorers": [
+                {"name": name, "metrics": [{"name": "mean"}, {"name": "stderr"}]} for name in sorted(self._sums)
+            ],
             "model": self._policy,
             "config": {"epochs": self._epochs},
             "packages": {"megaflow_hpc": __version__},
@@ -214,10 +219,43 @@ def _sample(row: Row) -> dict[str, Any]:
         "uuid": _short_id(row.id),
         "turn_count": len(turns),
     }
+    if conversations:
+        sample["events"] = list(_events(row, conversations[first], messages))
+        sample["events_data"] = {"messages": messages, "calls": []}
     if row.error_kind or row.error:
         text = as_text(f"{row.error_kind}: {row.error}" if row.error_kind else row.error)
         sample["error"] = {"message": text, "traceback": text, "traceback_ansi": text}
     return sample
+
+
+def _events(row: Row, talk: Conversation, messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields an event for each model call of a conversation. Its input refers to the first messages."""
+    turns = row.turns
+    seconds = 0.0
+    for place, call in enumerate(talk.turns):
+        if call is None:
+            continue
+        turn = turns[call]
+        stop = _STOPS.get(turn.finish_reason, "unknown")
+        yield {
+            "event": "model",
+            "uuid": _short_id(f"{row.id}/{call}"),
+            "timestamp": iso_time(row.started_at + seconds),
+            "working_start": seconds,
+            "model": as_text(talk.policy),
+            "input": [],
+            "input_refs": [[0, place]],
+            "tools": [],
+            "tool_choice": "auto",
+            "config": {},
+            "output": {
+                "model": as_text(talk.policy),
+                "choices": [{"message": messages[place], "stop_reason": stop}],
+                "usage": _usage(turn.token_start, turn.token_end - turn.token_start),
+                "time": turn.model_s,
+            },
+        }
+        seconds += turn.model_s + turn.sandbox_s + turn.agent_s + turn.wait_s
 
 
 def _messages(talk: Conversation) -> list[dict[str, Any]]:
