@@ -21,6 +21,7 @@ pytest_plugins = [
     "tests.support.engines",
     "tests.support.harbor_environment",
     "tests.support.viewers_environment",
+    "tests.support.recipe_environment",
     "tests.support.sandboxes",
     "tests.support.second_user",
     "tests.support.serving",
