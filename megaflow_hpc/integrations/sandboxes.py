@@ -1,4 +1,4 @@
-"""What the integrations share: images by name or Dockerfile, and one provider per event loop."""
+"""Resolves images by name or Dockerfile, and shares one provider per event loop, for all integrations."""
 
 from __future__ import annotations
 

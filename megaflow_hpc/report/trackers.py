@@ -1,6 +1,6 @@
 """Sends points to experiment trackers: Weights & Biases, MLflow, Trackio and TensorBoard.
 
-Each tracker stores locally unless it is told to go online. It then uses its own configuration (``WANDB_API_KEY``,
+Each tracker stores locally by default. With ``online``, it uses its own configuration (``WANDB_API_KEY``,
 ``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID`` …). A tracker's library is imported when its class is created.
 
 No point is sent twice. A tracker is asked which points it has: by the numbers under which points are logged (Weights &

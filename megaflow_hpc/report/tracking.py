@@ -92,7 +92,7 @@ class Sums(msgspec.Struct):
         self.seconds += max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
-class Arm(msgspec.Struct):
+class TrackedArm(msgspec.Struct):
     """A policy, or one of its agents."""
 
     total: Sums = msgspec.field(default_factory=Sums)
@@ -145,7 +145,7 @@ class Position(msgspec.Struct):
     """True if the rollouts were read from ``trajectories.h5``, because the run has no journals."""
     steps: dict[str, int] = {}
     """Policy → last training step that was read."""
-    arms: dict[str, Arm] = {}
+    arms: dict[str, TrackedArm] = {}
 
 
 class PointLog:
@@ -155,9 +155,8 @@ class PointLog:
         folder: Directory of ``points.jsonl`` and ``position.json``.
     """
 
-    def __init__(self, run: RunDir, folder: Path) -> None:
-        self.run, self.folder = run, folder
-        self.record: RunRecord = read_run(run)
+    def __init__(self, run: RunDir, record: RunRecord, folder: Path) -> None:
+        self.run, self.record, self.folder = run, record, folder
         self.path = folder / "points.jsonl"
         self._position_file = folder / "position.json"
         self.position = self._read_position()
@@ -213,7 +212,7 @@ class PointLog:
         arms = self.position.arms
         for row in self._new_rows():
             name = self._arm_of(row)
-            arm = arms.setdefault(name, Arm())
+            arm = arms.setdefault(name, TrackedArm())
             arm.add(row, self._threshold)
             if arm.is_due:
                 yield f"rollouts/{name}", arm.total.rollouts, arm.at, arm.values()
@@ -267,13 +266,14 @@ def open_points(run: RunDir, folder: Path) -> Iterator[PointLog]:
     Raises:
         ConfigError: ``folder`` cannot be written, holds another run's points, or another process extends it.
     """
+    record = read_run(run)
     try:
         if folder.is_symlink():
             raise ConfigError(f"{folder}: is a symbolic link, which is not followed; name another directory with -o")
         folder.parent.mkdir(parents=True, exist_ok=True)
         make_directory(folder)
         with locked(folder / "lock", timeout_s=0):
-            yield PointLog(run, folder)
+            yield PointLog(run, record, folder)
     except TimeoutError:
         raise ConfigError(f"{folder}: another megaflow-hpc track extends it; end that one first") from None
     except PermissionError as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
-from megaflow_hpc.trajectories.exports.messages import ToolCall, as_text, iso_time, reasoning_of, tool_calls
+from megaflow_hpc.trajectories.exports.messages import RecordedToolCall, as_text, iso_time, reasoning_of, tool_calls
 from megaflow_hpc.trajectories.reading.conversations import Conversation, main
 from megaflow_hpc.trajectories.reading.sources import SequenceView
 from megaflow_hpc.trajectory import Turn
@@ -198,7 +198,7 @@ def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
     owner.setdefault("observation", {"results": []})["results"].append(result)
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
+def _tool_call(call: RecordedToolCall) -> dict[str, Any]:
     result: dict[str, Any] = {"tool_call_id": call.id, "function_name": call.name, "arguments": call.arguments}
     if call.unparsed:
         result["extra"] = {"arguments": call.unparsed}

@@ -31,12 +31,12 @@ def as_json(value: Any) -> Any:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Returns the reasoning of an assistant's message. Empty if there is none."""
+    """Returns the reasoning of an assistant's message. Empty if it has no reasoning."""
     return as_text(message.get("reasoning_content") or message.get("reasoning"))
 
 
 @dataclass
-class ToolCall:
+class RecordedToolCall:
     """A tool call of a message."""
 
     id: str
@@ -47,13 +47,13 @@ class ToolCall:
     """The arguments as written, if they are not a JSON object. Otherwise empty."""
 
 
-def tool_calls(message: Mapping[str, Any]) -> list[ToolCall]:
+def tool_calls(message: Mapping[str, Any]) -> list[RecordedToolCall]:
     """Returns the tool calls of a message."""
     calls = message.get("tool_calls")
     return [_tool_call(call, number) for number, call in enumerate(calls if isinstance(calls, list) else ())]
 
 
-def _tool_call(call: Any, number: int) -> ToolCall:
+def _tool_call(call: Any, number: int) -> RecordedToolCall:
     call = call if isinstance(call, dict) else {}
     function = call.get("function")
     if not isinstance(function, dict):
@@ -64,7 +64,7 @@ def _tool_call(call: Any, number: int) -> ToolCall:
     except ValueError:
         arguments = None
     is_object = isinstance(arguments, dict)
-    return ToolCall(
+    return RecordedToolCall(
         id=as_text(call.get("id") or f"call_{number}"),
         name=as_text(function.get("name") or "unknown"),
         arguments=as_json(arguments) if is_object else {},
