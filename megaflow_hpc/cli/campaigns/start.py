@@ -162,16 +162,16 @@ def _init_recipe(arguments: argparse.Namespace) -> int:
     with PlanProgress() as watch:
         watch.step("examining this site")
         starter = Starter.of(directory)
-    for file in recipe.files:
-        content = (recipe.folder / file).read_bytes()
-        if file.suffix == ".yaml":
+    for file, source in recipe.files.items():
+        content = source.read_bytes()
+        if source.suffix == ".yaml":
             content = starter.adapted(content.decode()).encode()
         (directory / file).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(directory / file, content)
     for line in dict.fromkeys(starter.notices):
         note(line)
     if arguments.json:
-        fields = {"directory": str(directory), "files": list(map(str, recipe.files)), "commands": recipe.commands}
+        fields = {"directory": str(directory), "files": list(recipe.files), "commands": recipe.commands}
         print_json({**fields, "slurm": starter.slurm})
         return 0
     say(directory)
