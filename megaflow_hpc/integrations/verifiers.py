@@ -33,6 +33,7 @@ from megaflow_hpc.integrations.sandboxes import (
     release_provider,
     resolve_image,
 )
+from megaflow_hpc.types import ExecResult
 
 OUTPUT_BYTES = 64 << 20
 """Maximum size of each output stream of a program, and of a file that is read without a limit."""
@@ -63,6 +64,7 @@ class MegaflowRuntime(Runtime):
         self.config = config
         self.info = config.model_copy()
         self._sandbox: ApptainerSandbox | None = None
+        self._background: list[asyncio.Future[ExecResult]] = []
 
     async def start(self) -> None:
         """Pulls the image if needed, and starts the sandbox."""
@@ -90,6 +92,7 @@ class MegaflowRuntime(Runtime):
         try:
             if sandbox is not None:
                 await sandbox.stop()
+            await asyncio.gather(*self._background, return_exceptions=True)  # they ended with the sandbox
         finally:
             await release_provider(self.info, self.config.scratch)
 
@@ -109,10 +112,9 @@ class MegaflowRuntime(Runtime):
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Starts a program that runs until the sandbox stops. Its output goes to ``log`` in the workspace."""
-        command = f"nohup {shlex.join(argv)} >{shlex.quote(log)} 2>&1 </dev/null &"
-        result = await self.run(["/bin/sh", "-c", command], env)
-        if result.exit_code:
-            raise RuntimeLost(f"{argv[0]}: not started: {result.stderr.strip()[-500:]}")
+        command = f"exec {shlex.join(argv)} >{shlex.quote(log)} 2>&1"
+        running = self._running().exec(command, env=self.process_env(env))
+        self._background.append(asyncio.ensure_future(running))
 
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
         limit = OUTPUT_BYTES if max_bytes is None else max_bytes

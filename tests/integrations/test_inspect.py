@@ -21,7 +21,7 @@ from inspect_ai.model import ModelOutput, ModelUsage, get_model
 def said(output):
     output.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)
     return output
-calls = [("bash", {"cmd": "pwd; ls; echo inside > mark; cat mark"}), ("submit", {"answer": "done"})]
+calls = [("bash", {"command": "pwd; ls; echo inside > mark; cat mark"}), ("submit", {"answer": "done"})]
 answers = [said(ModelOutput.for_tool_call("mockllm/model", name, arguments)) for name, arguments in calls]
 model = get_model("mockllm/model", custom_outputs=answers)
 (log,) = eval("inspect_evals/ipi_coding_agent", model=model, sandbox="megaflow_hpc", limit=1, log_dir=sys.argv[1])
@@ -40,7 +40,7 @@ def test_inspects_own_checks_of_a_sandbox_provider_pass(tmp_path: Path, viewers_
     variables = environment(MEGAFLOW_TEST_BASE_SIF=str(base_sif), MEGAFLOW_SCRATCH=str(tmp_path / "scratch"))
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed, 5 xfailed" in done.stdout
+    assert "76 passed, 7 deselected, 5 xfailed" in done.stdout
 
 
 def test_an_evaluation_of_inspect_evals_runs_in_these_sandboxes(
