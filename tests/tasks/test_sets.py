@@ -156,6 +156,8 @@ def test_a_carried_directory_replaces_the_network(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     (first, _) = load_tasks([str(tmp_path / "out" / "swe-gym.jsonl")], "/")
     assert first.image == "me/org_1776_lib-1:1"
+    (file,) = json.loads((tmp_path / "out" / "swe-gym.source.json").read_text())["files"]
+    assert (file["path"], len(file["sha256"])) == ("any.jsonl", 64)
     assert imports("swe-gym", "-o", tmp_path / "out", "--from", tmp_path / "none") == 2
     assert "none: no such directory" in capsys.readouterr().err
 
