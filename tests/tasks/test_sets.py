@@ -209,7 +209,8 @@ POLYGLOT = {
     ".meta/e.py": "def add(a, b):\n    return a + b\n",
     ".docs/instructions.md": "# Instructions\n\nAdd.\n",
     "add.py": "def add(a, b):\n    pass\n",
-    "add_test.py": "from add import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+    "add_test.py": "import unittest\nfrom add import add\n\n\nclass AddTest(unittest.TestCase):\n"
+    "    def test_add(self):\n        self.assertEqual(add(1, 2), 3)\n",
 }
 FIX = {
     "task_id": "Python/0",
@@ -236,7 +237,7 @@ def test_exercises_and_bugs_become_tasks_whose_tests_tell_right_from_wrong(
     assert "Object missing required field `declaration`" in capsys.readouterr().err
     tasks = load_tasks([f"{out}/aider-polyglot/*", f"{out}/humanevalfix/*"], "/")
     assert [(task.id, task.image, task.workdir) for task in tasks] == [
-        ("add", "python-pytest", "/work"),
+        ("add", "python", "/work"),
         ("Python-0", "python", "/work"),
     ]
     assert "Add." in tasks[0].instruction
