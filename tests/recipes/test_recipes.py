@@ -149,7 +149,8 @@ def test_a_recipe_gets_the_partitions_and_the_account_of_the_site(tmp_path: Path
     assert cli("init", "--recipe", "reasoning", written).returncode == 0
     for file, roles in {"campaign.yaml": ("pods", "servers"), "training.yaml": ("pods", "servers", "trainer")}.items():
         found = yaml.safe_load((written / file).read_text())["slurm"]
-        assert found.get("account") == expected.get("account")
+        assert found["account"] == expected["account"]
+        assert "# also: " in (written / file).read_text(), "the lab has partitions for pods other than cpu"
         assert {role: found[role]["partition"] for role in roles} == {
             role: expected["servers" if role == "trainer" else role]["partition"] for role in roles
         }
