@@ -22,6 +22,7 @@ from megaflow_hpc.environments.images.build_progress import BuildProgress, make_
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
 from megaflow_hpc.environments.images.pull import pull
+from megaflow_hpc.environments.images.sif import system_partition
 from megaflow_hpc.environments.images.sources import (
     BUILD_S,
     ImageMapping,
@@ -31,7 +32,7 @@ from megaflow_hpc.environments.images.sources import (
     match_name,
 )
 from megaflow_hpc.environments.images.store import ImageStore, LayerStore, digest_in
-from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
+from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 MAX_BUILD_S = 6 * 3600.0
@@ -45,6 +46,10 @@ def is_built(path: Path) -> bool:
     """Returns whether a path from :class:`Images` is an image. With ``build=False``, missing images have placeholder
     paths."""
     return not path.name.startswith(_NOT_BUILT)
+
+
+_REPOSITORY = re.compile(r"(?!.*\.(sif|def|tar)$)[a-z0-9]+([._/-][a-z0-9]+)*(:[\w.-]+)?")
+"""Matches the name of an image in a registry, such as ``ubuntu:22.04``, but no name of an image file."""
 
 
 class DockerfileBuilder(Protocol):
@@ -219,9 +224,25 @@ class Images:
         build: bool = True,
         task_path: str = "",
         timeout_s: float = BUILD_S,
+        above: tuple[Path, ...] = (),
     ) -> Path:
-        """Returns the image built from a Dockerfile. Its ``FROM`` images are resolved through ``mapping``."""
-        bases = {name: self.resolve(name, mapping, build=build, task_path=task_path) for name in dockerfile.bases}
+        """Returns the image built from a Dockerfile. Its ``FROM`` images are resolved through ``mapping``.
+
+        Args:
+            above: Dockerfiles of images that are built onto this one.
+
+        Raises:
+            ConfigError: The Dockerfile is built onto itself.
+        """
+        if dockerfile.path in above:
+            raise ConfigError(
+                f"{mapping.where}: {dockerfile.path}: its FROM is mapped to itself; map it to another image"
+            )
+        above = (*above, dockerfile.path)
+        bases = {
+            name: self.resolve(name, mapping, build=build, task_path=task_path, above=above)
+            for name in dockerfile.bases
+        }
         key = context_digest(dockerfile, "\0".join(map(_base_key, bases.values())))
 
         def make(target: Path) -> LayeredImage:
@@ -240,8 +261,19 @@ class Images:
         """
         return self.resolve(source, ImageMapping({source: source}, Path.cwd(), where))
 
-    def resolve(self, name: str, mapping: ImageMapping, *, build: bool = True, task_path: str = "") -> Path:
+    def resolve(
+        self,
+        name: str,
+        mapping: ImageMapping,
+        *,
+        build: bool = True,
+        task_path: str = "",
+        above: tuple[Path, ...] = (),
+    ) -> Path:
         """Resolves ``name`` to an image file through ``mapping``.
+
+        Args:
+            above: Dockerfiles of images that are built onto this one.
 
         Raises:
             ConfigError: The name is not mapped, or is mapped to a missing file.
@@ -257,7 +289,7 @@ class Images:
             requested = f", which {requester} asks for," if requester else ""
             raise ConfigError(
                 f"{where}: image {name!r}{requested} is not mapped; add {name!r}: followed by a SIF file, a definition "
-                "file, a directory or a docker:// address"
+                "file, a Dockerfile, a directory or a docker:// address"
             )
         if is_remote(source):
             return self._find_or_make(
@@ -269,14 +301,23 @@ class Images:
                 build=build,
             )
         path = Path(mapping.base_dir, source).absolute()
+        prefix = "" if name == source else f"{name}: "
         if path.is_dir():
             return path
         if not path.is_file():
-            prefix = "" if name == source else f"{name}: "
             raise ConfigError(
-                f"{where}: {prefix}{path}: no such file; expected a SIF, a .def file, a directory or docker://…"
+                f"{where}: {prefix}{path}: no such file; expected a SIF, a .def file, a Dockerfile, a directory "
+                "or docker://…" + (f"; did you mean docker://{source}?" if _REPOSITORY.fullmatch(source) else "")
+            )
+        if path.name.startswith("Dockerfile"):
+            return self.resolve_dockerfile(
+                self.dockerfiles.read(path), mapping, build=build, task_path=task_path, above=above
             )
         if path.suffix != ".def":
+            try:
+                system_partition(path)
+            except SandboxError as error:
+                raise ConfigError(f"{where}: {prefix}{error}") from None
             return path
         return self._find_or_make(
             definition_digest(path),
