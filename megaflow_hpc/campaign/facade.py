@@ -23,7 +23,7 @@ from megaflow_hpc.campaign.planning.draft import (
     try_sandboxes,
     within_caps,
 )
-from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
+from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate, spending
 from megaflow_hpc.campaign.planning.preflight import check_packages, warnings
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.config import CampaignConfig
@@ -240,6 +240,8 @@ class Findings:
     site: list[str] = field(default_factory=list)
     """Missing resources and refused requests at this site."""
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What a limit means for each rollout."""
     tasks: int = 0
     rollouts: int = 0
 
@@ -273,6 +275,7 @@ def check(
             campaign.notices.append(f"checked without Slurm: {error}")
         findings.site = campaign.site_mistakes(draft, watch)
     findings.warnings = [*draft.warnings, *campaign.notices]
+    findings.notes = spending(draft)
     return findings
 
 

@@ -94,6 +94,7 @@ class ModelGateway:
         keep_thoughts: Policies whose prompts keep earlier answers as they were sampled, even if the chat template
             changes them.
         sampling: Sampling settings by policy. Default: neutral settings.
+        prices: Policy → US dollars for a prompt token and for a sampled token. Default: calls cost nothing.
     """
 
     def __init__(
@@ -111,15 +112,19 @@ class ModelGateway:
         media_domains: Mapping[str, Collection[str]] | None = None,
         keep_thoughts: Collection[str] = (),
         sampling: Mapping[str, Sampling] | None = None,
+        prices: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         self.port = 0
         self.tokens = 0
         """Number of tokens that engines have sampled so far."""
+        self.usd = 0.0
+        """Price of all answered calls so far in US dollars, including those of rollouts that failed."""
         self._caller = Caller(wait_s, request_timeout_s, limits)
         self._roles, self._owner = dict(roles or {}), owner
         self._policies, self._judges, self._learners = frozenset(policies), frozenset(judges), frozenset(learners)
         self._replays, self._keep_thoughts = replays or {}, frozenset(keep_thoughts)
         self._media_domains, self._sampling = media_domains or {}, sampling or {}
+        self._prices = prices or {}
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}
         self._server: HttpServer | None = None
@@ -371,6 +376,7 @@ class ModelGateway:
         request = self._engine_request(rollout, CHAT, asked, size)
         async with rollout.quota.large_answer() as gate:
             answered = await self._call(rollout, request._replace(gate=gate), protocols.count)
+        self._spend(request.policy, answered.answer, 1)
         return json_response({"input_tokens": answered.answer})
 
     def _convert(
@@ -446,20 +452,25 @@ class ModelGateway:
         if request.policy in self._replays:
             return self._replayed(rollout, request, conversation, digest)
         answer, server, model_s, wait_s = await self._call_unless_suspended(rollout, request)
+        sampled = sum(len(sample.tokens) if sample.counted is None else sample.counted for sample in answer.samples)
+        self._spend(request.policy, answer.total_tokens - sampled, sampled)
         if rollout.ended:
             raise CallError(401, "the rollout has ended", "authentication_error")
         rollout.servers[request.policy] = server.name
         rollout.failed("")
         rollout.unanswered.pop(request.policy, None)
-        sampled = rollout.recorder.sampled
         for number, sample in enumerate(answer.samples):
             sample.policy, sample.role, sample.free = request.policy, request.role, request.free
             times = {} if number else {"model_s": model_s, "wait_s": wait_s}
             rollout.recorder.add(sample, conversation, digest, **times)
         rollout.recorder.count(answer.protocol, server.degraded, request.free)
         self._caller.limits.charge(answer.total_tokens)
-        self.tokens += rollout.recorder.sampled - sampled
+        self.tokens += sampled
         return answer
+
+    def _spend(self, policy: str, prompt_tokens: int, sampled_tokens: int) -> None:
+        prompt_usd, sampled_usd = self._prices.get(policy, (0.0, 0.0))
+        self.usd += prompt_usd * prompt_tokens + sampled_usd * sampled_tokens
 
     async def _call_unless_suspended(self, rollout: OpenRollout, request: EngineRequest) -> Answered[protocols.Answer]:
         task = asyncio.current_task()
