@@ -241,7 +241,7 @@ class Findings:
     """Missing resources and refused requests at this site."""
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What a limit means for each rollout."""
+    """Explanations of limits."""
     tasks: int = 0
     rollouts: int = 0
 

@@ -122,6 +122,7 @@ def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         {"HF_HUB_OFFLINE": "1"},
         base_url=f"http://{LOOPBACK}:{port}",
         model_name=policy,
+        protocol="sglang",
         reload="sglang",
         metrics=True,
         slots=int(options.get("max-running-requests") or 0),

@@ -31,8 +31,8 @@ class Launch:
     model_name: str = ""
     """Name under which the engine serves the model."""
     protocol: str = "text"
-    """The highest gateway protocol that the engine supports: ``text``, ``plain`` or ``split``. Of a reward model,
-    ``reward``."""
+    """The highest gateway protocol that the engine supports: ``text``, ``plain``, ``split`` or ``sglang``. Of
+    a reward model, ``reward``."""
     reload: str = ""
     """API for loading weights in place: ``vllm`` or ``sglang``. If empty, new weights require a restart."""
     metrics: bool = False

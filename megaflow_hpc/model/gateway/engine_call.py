@@ -237,6 +237,8 @@ class EngineRequest(NamedTuple):
     """Called and awaited before a large response is read. If ``None``, large responses are read immediately."""
     role: str = ""
     """Role that the agent called; empty without a team."""
+    api: str = ""
+    """Path below ``/v1`` at which the agent made the call."""
     started_by: int | None = None
     """Number of the call that caused this one, if the agent named it."""
 

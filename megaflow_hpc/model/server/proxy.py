@@ -33,7 +33,18 @@ from aiohttp import web
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import listen_everywhere
-from megaflow_hpc.model.engine_api import CHAT, CLASSIFY, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
+from megaflow_hpc.model.engine_api import (
+    CHAT,
+    CLASSIFY,
+    COMPLETIONS,
+    DERENDER,
+    DETOKENIZE,
+    GENERATE,
+    RENDER,
+    TEXTS,
+    TOKENIZE,
+    WEIGHT_VERSION,
+)
 from megaflow_hpc.model.engines import upstream
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.http_server import BadBody, HttpServer, bearer_key, read_body
@@ -45,7 +56,7 @@ from megaflow_hpc.rundir.weights import Version
 
 SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS, CLASSIFY))
 MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models")}
-MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS)}
+MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS, TOKENIZE, DETOKENIZE)}
 """Paths that gateways use. Other engine APIs are blocked, because they accept options that no gateway has checked."""
 PASSED = ("accept", "content-type", "x-request-id", "traceparent", "tracestate", "anthropic-version")
 """Request headers forwarded to the engine."""
