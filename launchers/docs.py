@@ -2,9 +2,10 @@
 
 usage: python launchers/docs.py pages [--check] | site [DIRECTORY]
 
-``pages`` writes campaign-file.md, commands.md, request-options.md and variables.md in docs/reference, and the man page
-in share/man. With ``--check`` it lists stale pages instead. ``site`` builds the whole site with MkDocs (``pip install
-'megaflow-hpc[docs]'``) into DIRECTORY, build/site by default, and fails at a broken link.
+``pages`` writes campaign-file.md, commands.md, request-options.md and variables.md in docs/reference, recipes.md in
+docs/how-to, and the man page in share/man. With ``--check`` it lists stale pages instead. ``site`` builds the whole
+site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into DIRECTORY, build/site by default, and fails at a broken
+link.
 """
 
 from __future__ import annotations
@@ -65,6 +66,29 @@ that submitted them.
 
 """
 
+RECIPES = """\
+# Recipes
+
+A recipe is a complete campaign to start from: tasks, an agent, a rehearsal and figures to compare with.
+
+<!-- not run: tests/recipes runs every recipe -->
+```bash
+megaflow-hpc recipes                       # the list
+megaflow-hpc recipes reasoning             # what one needs, and its figures
+megaflow-hpc init --recipe reasoning       # writes its files into the directory reasoning
+cd reasoning && python make.py
+megaflow-hpc run rehearsal.yaml --launcher local
+megaflow-hpc run campaign.yaml
+```
+
+`init` writes this site's partitions, account and walltimes into the campaign files, and prints the commands that
+follow. The rehearsal takes seconds and no model. It shows that right solutions get reward 1, and that doing nothing
+gets 0. Then set `model.path` in `campaign.yaml`. The files are yours to change.
+
+## All recipes
+
+"""
+
 OPTIONS = """\
 # Options of a model call
 
@@ -115,7 +139,34 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield ROOT / "docs/reference/commands.md", COMMANDS + "\n".join(commands())
     yield ROOT / "docs/reference/request-options.md", OPTIONS + "\n".join(options())
     yield ROOT / "docs/reference/variables.md", VARIABLES + variables.markdown()
+    yield ROOT / "docs/how-to/recipes.md", RECIPES + "\n".join(recipes())
     yield ROOT / "share/man/man1/megaflow-hpc.1", manpage.page()
+
+
+def recipes() -> Iterator[str]:
+    """Yields the lines of the page on recipes."""
+    from megaflow_hpc.recipes import find_recipe, recipe_names
+    from megaflow_hpc.resources import PROJECT
+
+    found = [find_recipe(name) for name in recipe_names()]
+    yield from ("| recipe | what it is | image | GPU | packages |", "| --- | --- | --- | --- | --- |")
+    for recipe in found:
+        packages = ", ".join(f"{p.name} {p.version} ({p.licence})" for p in recipe.needs.packages) or "none"
+        readme = f"{PROJECT}/blob/main/megaflow_hpc/recipes/{recipe.name}/README.md"
+        cells = (f"[`{recipe.name}`]({readme})", recipe.summary, recipe.needs.image, recipe.needs.gpu, packages)
+        yield f"| {' | '.join(cells)} |"
+    yield from ("", "## Figures", "")
+    yield "Published figures, and what these recipes gave here. Models and hardware differ: compare with care."
+    yield from ("", "| recipe | expected | source | measured | on | took |", "| --- | --- | --- | --- | --- | --- |")
+    for recipe in found:
+        for number in range(max(len(recipe.expected), len(recipe.measured))):
+            expected = recipe.expected[number : number + 1]
+            measured = recipe.measured[number : number + 1]
+            groups = [*((e.figure, e.source) for e in expected)] or [("", "")]
+            groups += [(m.figure, f"{m.on}, {m.date}", m.took) for m in measured] or [("", "", "")]
+            name = f"`{recipe.name}`" if not number else ""
+            yield f"| {' | '.join([name, *(cell for group in groups for cell in group)])} |"
+    yield ""
 
 
 def options() -> Iterator[str]:

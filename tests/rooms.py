@@ -29,9 +29,14 @@ Graph = Mapping[str, set[str]]
 
 @functools.cache
 def modules(root: Path = ROOT) -> dict[str, Path]:
-    """Return dotted name → file of every module of the package. A package stands for its ``__init__``."""
+    """Return dotted name → file of every module of the package. A package stands for its ``__init__``.
+
+    The files of recipes are no modules: they are copied to users.
+    """
     found = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
+        if path.parent.parent == root / PACKAGE / "recipes":
+            continue
         parts = path.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found

@@ -11,37 +11,38 @@ from pathlib import Path
 import pytest
 
 import megaflow_hpc
-from tests.rooms import circles_of_levels, imported, module_graph, room_graph, room_of
+from tests.rooms import circles_of_levels, imported, module_graph, modules, room_graph, room_of
 from tests.support.budgets import counts
 from tests.support.places import ROOT
 
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 236,
+    "campaign keys": 238,
     "environment variables": 30,
-    "modules": 477,
+    "modules": 482,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 5,
     "thousand tokens of agents": 16,
     "thousand tokens of at the top": 5,
     "thousand tokens of campaign": 36,
-    "thousand tokens of cli": 46,
+    "thousand tokens of cli": 48,
     "thousand tokens of config": 17,
     "thousand tokens of environments": 99,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 2,
     "thousand tokens of ledger": 19,
-    "thousand tokens of model": 68,
+    "thousand tokens of model": 70,
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 38,
     "thousand tokens of prove": 8,
-    "thousand tokens of report": 20,
+    "thousand tokens of recipes": 1,
+    "thousand tokens of report": 21,
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 46,
     "thousand tokens of training": 66,
-    "thousand tokens of trajectories": 47,
+    "thousand tokens of trajectories": 48,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 
@@ -57,6 +58,7 @@ DOORS: dict[str, str] = {
     "version": "",
     "texts": "",
     "resources": "",
+    "recipes": "",
     "host": "",
     # The campaign file, and all files of a run directory.
     "config": "",
@@ -124,13 +126,13 @@ DOORS: dict[str, str] = {
     # A site is proved by its own jobs and by campaigns.
     "prove": "agents campaign environments/sandbox rundir slurm trajectories",
     "cli": "agents campaign config environments/images environments/sandbox prove rundir slurm",
-    "cli/campaigns": "cli campaign campaign/planning slurm",
+    "cli/campaigns": "cli campaign campaign/planning recipes slurm",
     "report": "config ledger monitor rundir trajectories/hdf5 trajectories/reading",
     "cli/runs": "cli cli/view campaign campaign/planning config environments ledger monitor pod/rollout report rundir "
     "tasks training training/algorithms trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
-    "cli/making": "cli config tasks tasks/harbor tasks/releases tasks/swebench agents "
+    "cli/making": "cli config recipes tasks tasks/harbor tasks/releases tasks/swebench agents "
     "environments/builds environments/images environments/images/cache environments/sandbox",
 }
 """Room → rooms from which it may import, in addition to :data:`EVERYBODYS`."""
@@ -159,7 +161,7 @@ HEAVY = {
 """Heavy libraries, and the only files that may import them."""
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted(modules().values())
 
 
 def test_scheduling_knows_only_types_and_itself_and_has_no_clock_and_no_files() -> None:

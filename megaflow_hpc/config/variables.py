@@ -153,6 +153,7 @@ INTERNAL: Mapping[str, str] = {
     "START": "batch script → pod: number of this start",
     "END": "batch script → pod: when its walltime ends, in Unix seconds",
     "ELASTIC": "env.sh → batch script: engine servers start and stop on demand",
+    "LIFELINE": "lifeline → engine's processes: a random text that identifies them",
     "SERVER": "batch script → rank: the engine server that it runs",
     "TRAINER_SHARE": "env.sh → batch script: whether the trainer's job holds the engine server too",
     "TRAINER_REQUEUES": "env.sh → batch script: consecutive starts without a commit after which a trainer is given up",

@@ -203,11 +203,15 @@ async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
 
 
 def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
-    """Converts a patch to artifacts: ``patch`` if there are changes, and ``patch.error`` if there was an error."""
+    """Converts a patch to artifacts: ``patch``, empty without changes, and ``patch.error`` if there was an error.
+
+    Without a checkout there is neither.
+    """
     if patch is None:
         return []
-    parts = {"patch": patch.data, "patch.error": patch.error.encode("utf-8", "surrogateescape")}
-    return [Artifact(prefix + name, data) for name, data in parts.items() if data]
+    error = patch.error.encode("utf-8", "surrogateescape")
+    parts = {"patch": patch.data if patch.data or not error else None, "patch.error": error or None}
+    return [Artifact(prefix + name, data) for name, data in parts.items() if data is not None]
 
 
 def _recorded_start(sandbox: ApptainerSandbox) -> Start | None:

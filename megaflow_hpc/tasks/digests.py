@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -63,6 +65,24 @@ def _fixed(task: Task) -> Task:
     except OSError as error:
         raise ConfigError(f"task {task.id}: {error.filename}: cannot be read ({error.strerror})") from None
     return replace(task, metadata={**task.metadata, KEY: msgspec.to_builtins(fixed)})
+
+
+def definition_digest(task: Task) -> str:
+    """Returns a digest of a task's settings, instruction and files. It is independent of the task's directory and of
+    the values of the user's variables."""
+    definition = task.to_dict()
+    files = task.metadata.get(KEY, {}).get("content", "")
+    definition["metadata"] = {name: value for name, value in task.metadata.items() if name != KEY}
+    text = json.dumps(_without_secrets(definition), sort_keys=True, default=str).replace(
+        json.dumps(task.path)[1:-1], "."
+    )
+    return hashlib.sha256(f"{files}\n{text}".encode()).hexdigest()[:32]
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_secrets(item) for name, item in value.items() if name != "secrets"}
+    return [_without_secrets(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def changed(tasks: Sequence[Task]) -> list[str]:

@@ -169,6 +169,8 @@ async def test_roles_that_continue_one_conversation_each_have_their_own_latest_o
     trajectory.turns = team.recording.turns
     said = {role: [message["content"] for message in own] for role, own in by_role(trajectory).items()}
     assert said == {"left": ["Say it.", "a"], "right": ["Say it.", "a", "b"]}
+    (both,) = team.conversations
+    assert heading(0, both) == "conversation 0: 2 calls, by left (policy one) and right (policy two), the first one"
 
 
 @in_loop

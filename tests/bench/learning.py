@@ -190,7 +190,8 @@ def _campaign(asked: argparse.Namespace, staleness: str) -> dict[str, Any]:
     """Returns the campaign of ``learn.py``. Changes to its working directory."""
     os.chdir(asked.folder)
     learn = _settings(asked.folder)
-    words = learn.read(["--local", "--steps", str(asked.steps), "--staleness", asked.staleness or staleness])
+    options = ["--steps", str(asked.steps), "--staleness", asked.staleness or staleness, "--seed", str(asked.seed)]
+    words = learn.read(["--local", *options])
     fields = learn.fields(words, Path("campaign.yaml").read_text(), os.environ["MEGAFLOW_TEST_BASE_SIF"], {})
     return dict(fields)
 
@@ -316,6 +317,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", choices=MODES)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int, default=0, help="of agents, two and team")
     parser.add_argument("--staleness", help="of killed (2) and two (1)")
     parser.add_argument("--folder", type=Path, help="working directory, made if it is missing")
     parser.add_argument("--lasting", type=float, default=0.0, metavar="SECONDS", help="of two: mean of a rollout")

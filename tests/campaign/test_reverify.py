@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +25,14 @@ from megaflow_hpc.cli.runs.reverify import MAX_ERROR_CHARS, Reverified, _tasks_o
 from megaflow_hpc.config import Policy, parse, resolved
 from megaflow_hpc.config.sections import AgentConfig, Method
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.errors import ConfigError, ModelServiceError, UnscoredError
+from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError, UnscoredError
 from megaflow_hpc.ledger.tasks import planned_tasks
-from megaflow_hpc.pod.rollout.rescoring import NewScore, Rescoring
+from megaflow_hpc.pod.rollout.rescoring import NewScore, Rescoring, _restore
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.rewards import GivenReward, RewardLog, check_name, given_as, given_rewards
+from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.tasks.harbor.artifacts import collect, to_artifacts
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
@@ -408,6 +410,33 @@ def test_a_killed_call_is_continued(run: RunDir) -> None:
     assert {rollout: after[rollout] for rollout in before} == before
 
 
+def test_shares_side_by_side_of_which_one_is_killed_equal_one_call(run: RunDir) -> None:
+    beside = Path(json.loads(run.run_json.read_text())["beside"])
+    assert reverify(run, "--with", "scorers.py:slowly", "--name", "whole", "--jobs", "4")["scored"] == 4
+    with open_trajectories(run.path) as store:
+        of_first = {one for one in store.ids if zlib.crc32(one.encode()) % 2 == 0}
+    assert 1 <= len(of_first) <= 3
+    command = ["reverify", str(run), "--with", "scorers.py:slowly", "--name", "parts", "--jobs", "1", "--share"]
+    shares = [
+        subprocess.Popen([sys.executable, "-m", "megaflow_hpc", *command, f"{number}/2"], cwd=beside)
+        for number in (1, 2)
+    ]
+    longer = 0 if len(of_first) > 1 else 1
+    until(lambda: len(given_as(run, "parts")) >= 1, "a reward")
+    shares[longer].send_signal(signal.SIGKILL)
+    assert [share.wait(120) for share in shares].count(0) >= 1
+    before = given_as(run, "parts")
+    again = [reverify(run, *command[2:], f"{number}/2") for number in (1, 2)]
+    assert [one["already"] + one["scored"] for one in again] == [len(of_first), 4 - len(of_first)]
+    whole, parts = given_as(run, "whole"), given_as(run, "parts")
+    assert {name: (one.reward, one.rewards, one.digest) for name, one in parts.items()} == {
+        name: (one.reward, one.rewards, one.digest) for name, one in whole.items()
+    }
+    assert {name: parts[name] for name in before} == before, "nothing that was stored is scored again"
+    lines = b"".join(path.read_bytes() for path in (run.rewards / "parts").iterdir()).count(b"\n")
+    assert lines == 4
+
+
 def test_an_unknown_or_damaged_line_is_skipped_and_the_earliest_counts(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for at, reward in ((2.0, 0.25), (1.0, 0.75)):
@@ -461,3 +490,34 @@ def test_artifacts_are_restored_with_their_programs_or_not_at_all(rootfs: str, s
                 return alone, seen.stdout
 
     assert asyncio.run(main()) == (True, "x\nlog\nran\n")
+
+
+def test_no_changes_are_a_patch_too_and_a_record_without_one_is_left_alone(
+    rootfs: str, scratch: Path, tmp_path: Path
+) -> None:
+    task = read_harbor_task(write_task(tmp_path, toml='[environment]\ndocker_image = "base"\nworkdir = "/repo"\n'))
+    make = "git init -q && echo a >a && git add a && git -c user.name=a -c user.email=a@b commit -qm one"
+
+    async def main() -> list[str]:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(rootfs, workdir="/repo")) as sandbox:
+                await sandbox.exec(f"mkdir -p /repo && cd /repo && {make}", cwd="/")
+                await checkout.remember(sandbox, "/repo")
+                unchanged = checkout.to_artifacts(await checkout.difference(sandbox, "/repo"))
+                assert [(one.name, one.data) for one in unchanged] == [("patch", b"")]
+                said = []
+                context: Any = SimpleNamespace(fresh=True)
+                for stored in ({"patch": b""}, {}):
+                    try:
+                        await _restore(task, sandbox, stored, context)
+                        said.append("")
+                    except MegaflowError as error:
+                        said.append(str(error))
+                return said
+
+    assert asyncio.run(main()) == [
+        "",
+        "the record has no patch, not even an empty one: the agent's sandbox had no checkout or no git",
+    ]
+    failed = checkout.to_artifacts(checkout.Patch(b"", "git took too long"))
+    assert [one.name for one in failed] == ["patch.error"]

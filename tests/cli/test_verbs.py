@@ -29,6 +29,7 @@ NO_TASK = "build some with: megaflow-hpc tasks build"
 
 WRONG = {
     "init": ("/no/campaign.yaml", "/no/campaign.yaml", "create it, or name another file"),
+    "recipes": ("nothing", "nothing", "no such recipe; the recipes are: "),
     "check": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "plan": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "run": ("/no/campaign.yaml --launcher local", "/no/campaign.yaml", NO_CAMPAIGN),
@@ -67,6 +68,7 @@ WRONG = {
     "images list": ("--stagd", "--stagd", "no such option"),
     "images export": ("nothing -o /no/out.sif", "nothing", "see: megaflow-hpc images list"),
     "images prune": ("deadbeef", "deadbeef", "see: megaflow-hpc images list"),
+    "compare": ("/no/run", "/no/run", NO_STORE),
     "report": ("/no/run -o /no/page.html", "/no/run", NO_STORE),
     "shell": ("/no/run 0", "/no/run", NO_RUN),
     "usage": ("/no/run", "/no/run", NO_RUN),

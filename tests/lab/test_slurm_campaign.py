@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.rewards import given_as
 from megaflow_hpc.slurm import accounting
-from tests.support.campaigns import Make, cli, rows, small_rows
+from tests.support.campaigns import Make, cli, rows, run_local, small_rows
 from tests.support.labs import pods
 from tests.support.places import ROOT
 from tests.support.waiting import until
@@ -33,6 +36,36 @@ def test_a_script_by_hand_runs_the_same_though_its_jobs_inherit_nothing(tmp_path
     )
     assert cli("gather", run).returncode == 0
     assert rows(run) == small_rows(2)
+
+
+def test_a_job_array_shares_the_scoring_of_stored_rollouts(
+    tmp_path: Path, make_campaign: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of docs/how-to/judges.md. One element is requeued while it scores."""
+    result, done = run_local(make_campaign(6, pods()))
+    assert result["state"] == "finished", done.stderr
+    (tmp_path / "score.py").write_text("import time\n\ndef score(reward):\n    time.sleep(2)\n    return reward / 2\n")
+    page = (ROOT / "docs" / "how-to" / "judges.md").read_text()
+    block = page[page.index("sbatch --array=1-3") :].partition("```")[0]
+    command = block.replace("RUN ", f"{result['run']} ").replace("sbatch ", "sbatch --parsable ", 1)
+    monkeypatch.chdir(tmp_path)
+    job = subprocess.check_output(["bash", "-c", command], text=True).strip()
+    run = RunDir(result["run"])
+    until(lambda: len(given_as(run, "score")) >= 1, "a reward", 120)
+    subprocess.run(["scancel", "--signal=KILL", "--full", f"{job}_1"], check=True)
+    ended = {"COMPLETED", "FAILED", "CANCELLED"}
+    until(
+        lambda: len(states := accounting.finished_jobs([job])) == 3 and {one.state for one in states.values()} <= ended,
+        "all elements have ended",
+        180,
+    )
+    before = given_as(run, "score")
+    last = cli("reverify", run, "--with", "score.py", "--json")
+    assert last.returncode == 0, last.stderr
+    assert json.loads(last.stdout)["already"] == len(before)
+    assert {id: one.reward for id, one in given_as(run, "score").items()} == {
+        id: reward / 2 for id, (_, reward) in rows(run.path).items()
+    }
 
 
 def test_dry_run_prints_every_script_and_touches_nothing(tmp_path: Path, make_campaign: Make) -> None:

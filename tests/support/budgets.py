@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import megaflow_hpc
+from tests.rooms import modules
 
 PACKAGE = Path(megaflow_hpc.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted(modules(PACKAGE.parent).values())
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 HARD_PHRASES = (
     r"^(What|Whether|Of|Who|Whose|As|That|How many|By what|From which)\b(?!.*\?$)",

@@ -14,7 +14,7 @@ from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger.tasks import planned_tasks
-from megaflow_hpc.tasks.digests import changed, check_unchanged, fixed
+from megaflow_hpc.tasks.digests import changed, check_unchanged, definition_digest, fixed
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.types import Task
 from tests.support.campaigns import Make, cli, rows
@@ -39,6 +39,25 @@ def test_what_rollouts_do_not_read_may_change_and_a_copy_is_no_change(task: Task
     shutil.copytree(tmp_path / "away", tmp_path / "tasks", symlinks=True)
     check_unchanged(task)
     assert changed([task]) == []
+
+
+def test_a_tasks_definition_has_its_settings_and_instruction_wherever_it_is_stored(task: Task, tmp_path: Path) -> None:
+    def today(folder: str = "tasks") -> str:
+        [one] = fixed(load_tasks([f"{folder}/*"], tmp_path))
+        return definition_digest(one)
+
+    before, toml = today(), tmp_path / "tasks" / "one" / "task.toml"
+    shutil.copytree(tmp_path / "tasks", tmp_path / "copied")
+    assert today() == today("copied") == before
+    settings = toml.read_text()
+    toml.write_text("# a comment changes nothing\n" + settings)
+    assert today() == before
+    toml.write_text(settings + "\n[solution.env]\nA = 'b'\n")
+    assert today() != before
+    assert changed([task]) == [], "rollouts read the settings from the plan"
+    toml.write_text(settings)
+    (tmp_path / "tasks" / "one" / "instruction.md").write_text("another one")
+    assert today() != before
 
 
 @pytest.mark.parametrize("edit", ["bytes", "mode", "more", "gone", "link"])

@@ -25,6 +25,10 @@ from megaflow_hpc.slurm.site import Partition
 WALLTIME_S = 4 * 3600
 """Walltime of jobs in seconds, if the partition allows it."""
 RANKS = 4
+REQUEST = re.compile(
+    r"(?P<head>  (?P<role>\w+): \{)partition: (?P<kind>cpu|gpu)(?P<rest>, .*?)(?:, time: (?P<time>\d+:\d\d:\d\d))?\}"
+)
+"""Line of a recipe's campaign file that requests jobs in the partition ``cpu`` or ``gpu``."""
 
 
 @dataclass
@@ -101,6 +105,40 @@ class Starter:
     def text(self) -> str:
         """Returns the campaign file: at most 40 lines, valid for :func:`megaflow_hpc.config.load`."""
         return "\n".join([*self._head(), *self._agent(), *self._environment(), *self._slurm(), *self._limits()]) + "\n"
+
+    def adapted(self, text: str) -> str:
+        """Returns a recipe's campaign file with this site's profile, account, image, partitions and walltimes."""
+        lines: list[str] = []
+        profile = self.profiles[0] if self.profiles else None
+        for line in text.replace('"docker://debian:12"', json.dumps(self.base)).splitlines():
+            if request := REQUEST.match(line):
+                line = self._request(request, profile)
+            lines.append(line)
+            if line.startswith("name: ") and profile and "\nslurm:" in text:
+                lines.append(f"site: {_quoted(profile.name)}{_others([each.name for each in self.profiles])}")
+            if line.startswith("slurm:") and self.accounts:
+                lines.append(f"  account: {_quoted(self.accounts[0])}{_others(self.accounts)}")
+        if not self.slurm and "\nslurm:" in text:
+            self.notices.append("no Slurm here: the campaign files name partitions cpu and gpu; correct them at a site")
+        return "\n".join(lines) + "\n"
+
+    def _request(self, request: re.Match[str], profile: Profile | None) -> str:
+        choice = [p for p in self.partitions if bool(p.gpus) == (request["kind"] == "gpu")]
+        choice = choice or (self.partitions if request["kind"] == "cpu" else [])
+        if profile and request["role"] in (profile.fields.get("slurm") or {}):
+            return f"{request['head']}{request['rest'].removeprefix(', ')}}}  # the profile sets partition and walltime"
+        if not choice:
+            if self.slurm:
+                self.notices.append(f"no partition with GPUs here: correct slurm.{request['role']}.partition")
+            return request.string
+        first = _first(choice)
+        time = ""
+        if request["time"]:
+            hours, minutes, seconds = map(int, request["time"].split(":"))
+            longest = min(fits.longest_s({"partition": first.name}), hours * 3600 + minutes * 60 + seconds)
+            time = f", time: {max(1, int(longest // 60)) // 60}:{max(1, int(longest // 60)) % 60:02d}:00"
+        names = [first.name, *(partition.name for partition in choice if partition is not first)]
+        return f"{request['head']}partition: {_quoted(first.name)}{request['rest']}{time}}}{_others(names)}"
 
     def _head(self) -> list[str]:
         profile = []

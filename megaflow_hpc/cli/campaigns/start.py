@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,15 +29,20 @@ def register(subparsers: Subparsers) -> None:
         "init",
         _init,
         "write a campaign file for this site",
-        examples=["init", "init experiments/first.yaml", "init --force"],
+        examples=["init", "init experiments/first.yaml", "init --force", "init --recipe reasoning first"],
         description="Writes a commented campaign file of at most 40 lines. It contains this site's partitions, "
         "accounts and walltimes, the tasks next to it, and a model if one is available. Asks no questions. Values that "
-        "it cannot determine are comments.",
+        "it cannot determine are comments. With --recipe it writes all files of a recipe, whose campaign gets this "
+        "site's partitions, account and walltimes.",
     )
     init.add_argument(
-        "path", metavar="PATH", nargs="?", default="campaign.yaml", help="file or directory; default: campaign.yaml"
+        "path",
+        metavar="PATH",
+        nargs="?",
+        help="file or directory; default: campaign.yaml, or with --recipe a directory NAME",
     )
-    init.add_argument("--force", action="store_true", help="replace an existing file")
+    init.add_argument("--recipe", metavar="NAME", help="write the files of this recipe; megaflow-hpc recipes lists all")
+    init.add_argument("--force", action="store_true", help="replace existing files")
 
     check = add_verb(
         subparsers,
@@ -119,7 +125,9 @@ def _init(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.planning.starter import Starter
     from megaflow_hpc.host.atomic import write_atomic
 
-    path = Path(arguments.path)
+    if arguments.recipe is not None:
+        return _init_recipe(arguments)
+    path = Path(arguments.path or "campaign.yaml")
     path = path / "campaign.yaml" if path.is_dir() else path
     if path.exists() and not arguments.force:
         raise ConfigError(f"{path}: exists already; name another file, or replace it with --force")
@@ -136,6 +144,39 @@ def _init(arguments: argparse.Namespace) -> int:
         return 0
     say(path)
     note(f"next: megaflow-hpc check {path}; then megaflow-hpc run {path}")
+    return 0
+
+
+def _init_recipe(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.planning.starter import Starter
+    from megaflow_hpc.host.atomic import write_atomic
+    from megaflow_hpc.recipes import find_recipe
+
+    recipe = find_recipe(arguments.recipe)
+    directory = Path(arguments.path or recipe.name)
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory}: is a file; --recipe needs a directory, which it creates if it is missing")
+    existing = [directory / file for file in recipe.files if (directory / file).exists()]
+    if existing and not arguments.force:
+        raise ConfigError(f"{existing[0]}: exists already; name another directory, or replace its files with --force")
+    with PlanProgress() as watch:
+        watch.step("examining this site")
+        starter = Starter.of(directory)
+    for file in recipe.files:
+        content = (recipe.folder / file).read_bytes()
+        if file.suffix == ".yaml":
+            content = starter.adapted(content.decode()).encode()
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(directory / file, content)
+    for line in dict.fromkeys(starter.notices):
+        note(line)
+    if arguments.json:
+        fields = {"directory": str(directory), "files": list(map(str, recipe.files)), "commands": recipe.commands}
+        print_json({**fields, "slurm": starter.slurm})
+        return 0
+    say(directory)
+    first, *others = recipe.commands
+    note("\n".join([f"next: cd {shlex.quote(str(directory))} && {first}", *(f"then: {each}" for each in others)]))
     return 0
 
 
@@ -292,7 +333,7 @@ def _lines(estimate: Estimate) -> list[str]:
         if hours.expected or hours.by_walltime:
             most = "no walltime bounds it"
             if hours.by_walltime is not None:
-                most = f"at most {hours.by_walltime:,.1f} by walltime, and the same again for each requeue"
+                most = f"at most {hours.by_walltime:,.1f} by walltime, more if jobs are requeued"
             lines.append(f"{name}: {hours.expected:,.1f} expected, {most}")
     for job in estimate.jobs:
         end = "no known end" if job.walltime_s is None else seconds(job.walltime_s)

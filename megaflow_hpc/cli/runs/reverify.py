@@ -251,18 +251,20 @@ class _Work:
 
     def _check_digest(self, given: GivenReward, task_id: str) -> None:
         if given.digest != self._digest(task_id):
-            what = f"--with {self._scorer.title}" if self._scorer else f"the files of task {task_id}"
+            what = f"--with {self._scorer.title}" if self._scorer else f"task {task_id}"
             raise ConfigError(
                 f"{self._run.rewards / self._name}: its rewards were given before {what} was changed, so they are not "
                 "comparable with new ones; give --name another name"
             )
 
     def _digest(self, task_id: str) -> str:
+        from megaflow_hpc.tasks.digests import definition_digest
+
         if self._scorer:
             return self._scorer.digest
         assert self._today is not None
         task = self._today.get(task_id)
-        return str(task.metadata.get("files", {}).get("content", "")) if task else ""
+        return definition_digest(task) if task else ""
 
     def _judges(self) -> Sequence[str]:
         from megaflow_hpc.tasks.formats import format_of

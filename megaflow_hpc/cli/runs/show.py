@@ -157,14 +157,15 @@ def print_lines(lines: Iterable[tuple[str, str] | Text]) -> None:
 
 def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
     yield from _head(row)
-    conversations = row.conversations
+    conversations, turns = row.conversations, row.turns
     for number, conversation in enumerate(conversations):
-        if len(conversations) > 1:
+        if len(conversations) > 1 or len(conversation.speakers) > 1:
             yield f"\n{heading(number, conversation)}", "bold reverse"
         for index in range(conversation.shared, len(conversation.messages)):
             message, call = conversation.messages[index], conversation.turns[index]
             role = str(message.get("role", "?"))
-            by = "" if call is None else f"  (call {call})"
+            speaker = "" if call is None or not turns[call].role else f", {turns[call].role}"
+            by = "" if call is None else f"  (call {call}{speaker})"
             yield f"\n[{index}] {role}{by}", f"bold {ROLE_COLOURS.get(role, 'cyan')}"
             yield from ((line, "") for line in _fold(content_of(message), full))
     yield from _calls(row)
@@ -187,7 +188,7 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
     yield f"  when      {_utc(row.started_at)}, {row.finished_at - row.started_at:.1f} s", ""
     if usage := used(row.cpu_s, row.memory_peak_mb, row.disk_peak_mb):
         yield f"  used      {usage}", ""
-    yield f"  attempt   {row.attempt}, epoch {row.epoch}", ""
+    yield f"  attempt   {row.attempt + 1}, epoch {row.epoch}", ""
     sampled = sum(int((sequence.weight_versions >= 0).sum()) for sequence in row.sequences)
     counted = sum(int(sequence.loss_mask.sum()) for sequence in row.sequences)
     masked = f", {sampled - counted} of these with loss mask 0" if counted < sampled else ""
@@ -209,13 +210,16 @@ def _calls(row: Row) -> Iterator[tuple[str, str]]:
         times = "  ".join(f"{s:8.3f}" for s in (turn.model_s, turn.sandbox_s, turn.agent_s, turn.wait_s))
         has_tokens = turn.sequence >= 0  # otherwise the engine reported no tokens
         where = f"sequence {turn.sequence} [{turn.token_start}, {turn.token_end})" if has_tokens else "no token ids"
-        yield f"  {number:3}  {times}  {where}  {turn.finish_reason}  {turn.server}", ""
+        team = f"  role {turn.role}" if turn.role else ""
+        if turn.started_by >= 0:
+            team += f"  started by call {turn.started_by}"
+        yield f"  {number:3}  {times}  {where}  {turn.finish_reason}  {turn.server}{team}", ""
     attempts = row.attempts
     if len(attempts) > 1 or any(attempt.error for attempt in attempts):
         yield f"\n{len(attempts)} attempts", "bold"
         for attempt in attempts:
             cause = f"  {attempt.error_kind}: {attempt.error}" if attempt.error else ""
-            yield f"  {attempt.attempt}  {attempt.status}  node {attempt.node or '-'}{cause}", ""
+            yield f"  {attempt.attempt + 1}  {attempt.status}  node {attempt.node or '-'}{cause}", ""
 
 
 def _fold(text: str, full: bool) -> list[str]:

@@ -1,7 +1,8 @@
 """Services of other processes: connections to their ports over TLS or a Unix socket, with a key.
 
-A client sends ``KEY PORT`` and a line feed, and the server answers ``ok`` once the service accepts the connection. Then
-both sides send chunks, each after its length in four bytes. Length 0 ends one direction, as TLS itself cannot.
+A client sends ``KEY PORT`` and a line feed. The server answers ``ok`` once the service accepts the connection, or
+``busy`` if the service does not accept it in time. After ``ok``, both sides send chunks, each after its length in four bytes.
+Length 0 ends one direction, as TLS itself cannot.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ WAIT_S = 600.0
 POLL_S = 0.5
 CHECK_S = 10.0
 """Seconds between two checks that a service still answers while a rollout runs."""
+BUSY_S = 300.0
+"""A service that does not answer a check may be busy. After this many seconds without an answer, it counts as ended."""
+MAX_PAUSE_S = 10.0
+"""Maximum seconds between two checks of a busy service. The pause doubles from :data:`POLL_S`."""
 _LENGTH_BYTES = 4
-_OK = b"ok\n"
+_OK, _BUSY = b"ok\n", b"busy\n"
 
 
 @dataclass(frozen=True)
@@ -124,14 +129,23 @@ class RemoteService:
                 return why
 
     async def problem(self) -> str:
-        """Returns why the service is not the one that the rollout began with; empty if it is, and answers."""
-        if self._services.address(self.name) not in (None, self._address):
-            return "it was started anew"
-        try:
-            await self._check()
-        except (OSError, ValueError) as error:
-            return f"it does not answer ({error or type(error).__name__})"
-        return ""
+        """Returns why the service is not the one that the rollout began with; empty if it is, and answers.
+
+        A refused connection is a problem at once. A service under load may only be slow, so it is asked again.
+        """
+        loop = asyncio.get_running_loop()
+        deadline, pause_s = loop.time() + BUSY_S, POLL_S
+        while True:
+            if self._services.address(self.name) not in (None, self._address):
+                return "it was started anew"
+            try:
+                await self._check()
+                return ""
+            except (OSError, ValueError) as error:
+                if not isinstance(error, TimeoutError) or loop.time() > deadline:
+                    return f"it does not answer ({error or type(error).__name__})"
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def dial(self, port: int) -> socket.socket:
         """Returns a socket whose bytes go to a port of the service.
@@ -160,7 +174,7 @@ class RemoteService:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 return await _connect(self._address, port)
         except TimeoutError:
-            raise ConnectionError(f"no answer within {CONNECT_TIMEOUT_S:g} s") from None
+            raise TimeoutError(f"no answer within {CONNECT_TIMEOUT_S:g} s") from None
 
     def close(self) -> None:
         """Closes all connections."""
@@ -216,7 +230,10 @@ async def _greet(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     try:
         writer.write(f"{key} {port}\n".encode())
-        if await reader.readline() != _OK:
+        answer = await reader.readline()
+        if answer == _BUSY:
+            raise TimeoutError
+        if answer != _OK:
             raise ConnectionRefusedError(f"port {port} accepts no connection")
     except BaseException:
         _abort(writer)
@@ -300,10 +317,14 @@ class ServiceListener:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reader, writer = await _streams_of(client, context)
                 key, _, port = (await reader.readline()).strip().partition(b" ")
-                if not hmac.compare_digest(key, self._key) or int(port) not in self._ports:
-                    return
-                self._waiting.pop(task, None)
+            if not hmac.compare_digest(key, self._key) or int(port) not in self._ports:
+                return
+            self._waiting.pop(task, None)
+            try:
                 there = await self._dialer.connect(int(port))
+            except TimeoutError:
+                writer.write(_BUSY)
+                return
             writer.write(_OK)
             await _carry(there, reader, writer)
         except (OSError, ValueError, SandboxError):

@@ -6,13 +6,20 @@ the session. After :data:`GRACE_S` seconds, it sends SIGKILL to all remaining pr
 other sessions, because the lifeline is a subreaper and inherits orphans. The exit code is the command's, or 128+n for
 signal n. The command's standard input is closed first, so that lifelines on other nodes, started by ``srun``, stop too.
 
+SIGKILL ends the lifeline without a chance to stop anything. The kernel then kills the command itself (its parent-death
+signal), but not the processes that the command has started: vLLM's EngineCore, for instance, waits for requests for
+ever. So a guardian, forked before the command, waits for the lifeline's end. It kills every process whose environment
+has the lifeline's mark, in whatever session and under whatever parent it is by then.
+
 Engines pass tensors through files in ``/dev/shm``, which outlive killed processes and occupy the node's memory. The
 lifeline removes the files that any of its processes had mapped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -21,7 +28,7 @@ import time
 from collections.abc import Sequence
 
 from megaflow_hpc.host.child import adopt_orphans, die_with_parent
-from megaflow_hpc.host.process import descendants, kill_each, mapped_files
+from megaflow_hpc.host.process import descendants, environment, kill_each, mapped_files, processes
 
 GRACE_S = 8.0
 """Seconds that an engine gets to release its GPU memory and shared memory."""
@@ -30,6 +37,12 @@ SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 POLL_INTERVAL_S = 5.0
 """Seconds between polls of the files that the processes have mapped."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+MARK = "MEGAFLOW_LIFELINE"
+"""Variable that the engine's processes inherit: a random text that identifies their lifeline."""
+ROUND_S = 0.05
+"""Seconds between two rounds of killing. A process may start another one before it is killed."""
+QUIET_ROUNDS = 3
+"""The guardian ends after this many rounds in a row without a process to kill."""
 
 
 def _mapped() -> set[str]:
@@ -50,6 +63,39 @@ def _kill_all() -> None:
         time.sleep(0.02)
 
 
+def _marked(mark: bytes) -> list[int]:
+    return [pid for pid in processes() if pid != os.getpid() and mark in environment(pid)]
+
+
+def _guard(mark: str) -> None:
+    """Forks the guardian. It holds the read end of a pipe, whose write end the kernel closes with this process."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    if os.fork():
+        os.close(read)
+        return
+    try:
+        os.setsid()
+        os.close(write)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):  # readers of the lifeline's output must see its end
+            os.dup2(null, stream)
+        os.read(read, 1)
+        quiet = 0
+        while quiet < QUIET_ROUNDS:
+            found = _marked(f"{MARK}={mark}".encode())
+            shared = {path for path in set().union(*map(mapped_files, found)) if path.startswith(SHARED)}
+            kill_each(found)
+            for path in shared:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            quiet = 0 if found else quiet + 1
+            time.sleep(ROUND_S)
+    finally:
+        os._exit(0)
+
+
 def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
     """Runs the command until it exits and returns its exit status.
 
@@ -57,6 +103,8 @@ def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
         command: A program and its arguments.
         end_on: Signals that end the command. Other signals in :data:`SIGNALS` are ignored.
     """
+    mark = secrets.token_hex(16)
+    _guard(mark)
     adopt_orphans()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
@@ -75,6 +123,7 @@ def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
             stdin=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=die_with_parent,
+            env={**os.environ, MARK: mark},
         )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)

@@ -242,5 +242,9 @@ async def _restore(
     note = json.loads(checkout.read_note(sandbox) or b"null")
     if not note or not PurePosixPath(task.workdir or "/").is_relative_to(note["top"]):
         raise _NoCheckout(f"the agent's changes are not stored: {task.workdir or '/'} is in no git checkout")
+    if PATCH not in stored and PATCH_ERROR not in stored:
+        raise _NoCheckout(
+            "the record has no patch, not even an empty one: the agent's sandbox had no checkout or no git"
+        )
     if (patch := stored.get(PATCH)) and (why := await checkout.apply(sandbox, patch)):
         raise UnscoredError(f"its patch cannot be applied: {why}")

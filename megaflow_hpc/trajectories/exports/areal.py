@@ -2,7 +2,8 @@
 
 ``input_ids`` int32, ``loss_mask`` int32, ``logprobs`` float32 (0.0 if not sampled), ``versions`` int32 (-1 if not
 sampled), ``attention_mask`` bool and ``rewards`` float32 have the names of AReaL's tensors. :func:`tensors` pads rows
-into the batch that AReaL's ``concat_padded_tensors`` would produce. ``trajectory`` and ``group`` identify the row.
+into the batch that AReaL's ``concat_padded_tensors`` would produce. ``trajectory`` and ``group`` identify the row. In a
+team, select one role's sequences by ``role``, and its reward in ``named_rewards``, which has all rewards by name.
 (AReaL 1.0: ``areal/workflow/rlvr.py``, ``areal/infra/workflow_executor.py``.)
 """
 
@@ -40,7 +41,9 @@ def write(job: ExportJob) -> list[Path]:
     path = job.directory / "areal.parquet"
     fields = {name: pa.list_(pa.from_numpy_dtype(dtype)) for name, (dtype, _) in COLUMNS.items()}
     fields["rewards"] = pa.float32()
-    fields |= dict.fromkeys(("trajectory", "group", "policy"), pa.string())
+    fields |= dict.fromkeys(("trajectory", "group", "policy", "role"), pa.string())
+    if names := job.store.reward_names:
+        fields["named_rewards"] = pa.struct(dict.fromkeys(names, pa.float32()))
     schema = pa.schema(fields)
     with published(path) as temporary, pa.parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for numbers in job.groups():
@@ -58,6 +61,10 @@ def write(job: ExportJob) -> list[Path]:
             columns["trajectory"] = job.store.column("id")[flat.row]
             columns["group"] = job.store.column("group")[flat.row]
             columns["policy"] = flat.policy
+            columns["role"] = [role for row in job.store.rows(numbers) for role in row.sequence_roles]
+            if names:
+                named = [pa.array(job.store.column(f"rewards/{name}")[flat.row], pa.float32()) for name in names]
+                columns["named_rewards"] = pa.StructArray.from_arrays(named, list(names))
             writer.write_table(pa.Table.from_pydict(columns, schema=schema))
     return [path]
 

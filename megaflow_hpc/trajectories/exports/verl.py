@@ -6,6 +6,8 @@ the same names contain lists: ``prompts`` (tokens before the first sampled one),
 computing advantages), ``__num_turns__``, ``min_global_steps`` and ``max_global_steps`` (weight versions). :func:`proto`
 pads rows into the tensors that ``DataProto.from_single_dict`` expects.
 
+In a team, select one role's sequences by ``role``, and its reward in ``named_rewards``, which has all rewards by name.
+
 The columns ``data_source``, ``prompt``, ``ability``, ``reward_model`` and ``extra_info`` match verl's ``RLHFDataset``,
 so the same file also serves as a prompt dataset. (verl 0.9: ``verl/experimental/agent_loop/agent_loop.py``,
 ``verl/utils/dataset/rl_dataset.py``.)
@@ -36,7 +38,7 @@ def write(job: ExportJob) -> list[Path]:
     """Writes ``verl.parquet``."""
     pa = pyarrow()
     path = job.directory / "verl.parquet"
-    schema = _schema(pa)
+    schema = _schema(pa, job.store.reward_names)
     with published(path) as temporary, pa.parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for numbers in job.groups():
             rows = list(_rows(job, job.store.flat(numbers)))
@@ -79,6 +81,8 @@ def _rows(job: ExportJob, flat: Flat) -> Iterator[dict[str, Any]]:
             "min_global_steps": int(versions.min()),
             "max_global_steps": int(versions.max()),
             "policy": str(flat.policy[i]),
+            "role": row.sequence_roles[sequence_number],
+            "named_rewards": row.rewards,
             "agent_name": row.agent,
         }
 
@@ -105,7 +109,7 @@ def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return prompt
 
 
-def _schema(pa: Any) -> Any:
+def _schema(pa: Any, rewards: tuple[str, ...]) -> Any:
     text, integer = pa.string(), pa.int64()
     return pa.schema(
         [
@@ -124,6 +128,8 @@ def _schema(pa: Any) -> Any:
             ("min_global_steps", pa.int32()),
             ("max_global_steps", pa.int32()),
             ("policy", text),
+            ("role", text),
+            *([("named_rewards", pa.struct(dict.fromkeys(rewards, pa.float32())))] if rewards else []),
             ("agent_name", text),
         ]
     )

@@ -32,9 +32,11 @@ class Conversation:
     shared: int = 0
     """Number of leading messages shared with the conversation from which this one branches off."""
     started_by: int | None = None
-    """Number of the call that started this conversation, such as a sub-agent's, and then waited for its result."""
+    """Number of the call whose answer started this conversation, such as a sub-agent's."""
     role: str = ""
     """Role that answered the last call; empty without a team."""
+    speakers: tuple[tuple[str, str], ...] = ()
+    """Role and policy of the conversation's own calls, each pair once, in order."""
     depth: int = 0
     """Number of calls above this conversation that each started another one; 0 for the agent itself."""
 
@@ -123,6 +125,7 @@ def _conversation(
         shared=shared,
         started_by=started_by,
         role=own[-1].role if own else "",
+        speakers=tuple(dict.fromkeys((turn.role, turn.policy) for turn in own)),
     )
 
 
@@ -143,14 +146,21 @@ def heading(number: int, conversation: Conversation) -> str:
     """Describes a conversation in one line: its number, its calls, and its origin."""
     calls = [call for call in conversation.turns[conversation.shared :] if call is not None]
     if conversation.started_by is not None:
-        begins = f"started while call {conversation.started_by} waited for its tools"
+        begins = f"started by call {conversation.started_by}"
     elif conversation.shared:
         begins = f"branches off conversation {conversation.parent} after [{conversation.shared - 1}]"
     else:
         begins = "starts from scratch" if number else "the first one"
     if conversation.started_by is not None and conversation.parent is not None:
-        begins += f" in conversation {conversation.parent}"
-    policy = f", policy {conversation.policy}" if conversation.policy else ""
-    policy = f", role {conversation.role}{policy}" if conversation.role else policy
+        begins += f" of conversation {conversation.parent}"
     count = f"{len(calls)} call{'s' * (len(calls) != 1)}"
-    return f"conversation {number}: {count}{policy}, {begins}"
+    return f"conversation {number}: {count}{_spoken_by(conversation)}, {begins}"
+
+
+def _spoken_by(conversation: Conversation) -> str:
+    """Returns the roles and policies that answered the conversation's own calls, such as `, role writer, policy a`."""
+    if len(conversation.speakers) == 1:
+        ((role, policy),) = conversation.speakers
+        return (f", role {role}" if role else "") + (f", policy {policy}" if policy else "")
+    named = [f"{role} (policy {policy})" if role else f"policy {policy}" for role, policy in conversation.speakers]
+    return f", by {' and '.join(named)}" if named else ""

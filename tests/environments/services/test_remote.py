@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from megaflow_hpc.environments.services import remote
+from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
+from megaflow_hpc.environments.services import forwarding, remote
 from megaflow_hpc.environments.services.forwarding import Dialer
 from megaflow_hpc.environments.services.remote import Address, RemoteService, RemoteServices, ServiceListener
 from megaflow_hpc.errors import ServiceError
@@ -34,6 +35,16 @@ class LocalDialer:
         connection.setblocking(False)
         await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self._port))
         return connection
+
+
+class LocalSandbox:
+    """A sandbox that shares this machine's loopback."""
+
+    async def unconnected(self, count: int) -> list[socket.socket]:
+        made = [socket.socket() for _ in range(count)]
+        for each in made:
+            each.setblocking(False)
+        return made
 
 
 async def size_of_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -120,6 +131,53 @@ async def test_another_start_and_an_end_are_noticed(tmp_path: Path, monkeypatch:
         services.update({})
         listener.stop()
         assert "it does not answer" in await asyncio.wait_for(used.ended(), 10)
+
+
+async def test_a_service_that_answers_slowly_under_load_has_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queue of connections is full, so that further ones wait in the kernel, until it accepts again."""
+    for name, seconds in (("CHECK_S", 0.1), ("POLL_S", 0.05), ("CONNECT_TIMEOUT_S", 0.5)):
+        monkeypatch.setattr(remote, name, seconds)
+    monkeypatch.setattr(forwarding, "CONNECT_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        server.setblocking(False)
+        sandbox = cast(ApptainerSandbox, LocalSandbox())
+        listener = ServiceListener("k" * 64, (server.getsockname()[1],), Dialer(sandbox))
+        context, fingerprint = make_context(tmp_path)
+        await listener.start(context)
+        address = Address(f"https://127.0.0.1:{listener.port}", "k" * 64, fingerprint)
+        used = RemoteService("words", (server.getsockname()[1],), known(address))
+        await used.begin()
+        clients = [socket.socket() for _ in range(8)]
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        with pytest.raises(TimeoutError):
+            await used.dial(server.getsockname()[1])
+        ended = asyncio.create_task(used.ended())
+        last = asyncio.create_task(used.problem())
+        await asyncio.sleep(2)
+        assert not ended.done()
+        assert not last.done(), "no verdict is given on a service that may have ended"
+        accepted = []
+        while not last.done():
+            with contextlib.suppress(BlockingIOError):
+                accepted.append(server.accept()[0])
+            await asyncio.sleep(0.01)
+        assert last.result() == ""
+        assert not ended.done()
+        ended.cancel()
+        monkeypatch.setattr(remote, "BUSY_S", 0.2)
+        for client in [socket.socket() for _ in range(8)]:
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+            clients.append(client)
+        assert "it does not answer (no answer within 0.5 s)" in await asyncio.wait_for(used.ended(), 20)
+        for client in (*clients, *accepted):
+            client.close()
+    assert "port" in await asyncio.wait_for(used.problem(), 10), "a port that is closed is a problem at once"
+    listener.stop()
 
 
 async def test_a_check_leaves_no_connection_to_a_service_that_keeps_its_side_open(tmp_path: Path) -> None:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from megaflow_hpc.host.process import Identity, children
+from tests.support.waiting import until
+
 ENGINE = """\
 import mmap, os, sys, time
 for path in sys.argv[1:]:
@@ -78,6 +81,46 @@ def test_shared_memory_of_a_killed_engine_is_given_back(how: str, tmp_path: Path
         lifeline.wait()
         for name in (*names, stranger):
             name.unlink(missing_ok=True)
+
+
+FAMILY = """\
+import os, subprocess, sys, time
+if len(sys.argv) > 2:
+    command = [sys.executable, __file__, sys.argv[1], *sys.argv[3:]]
+    subprocess.Popen(command, start_new_session=sys.argv[2] == "apart")
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+time.sleep(600)
+"""
+"""An engine whose children, as vLLM's EngineCore, notice neither their parent's end nor that of their input."""
+
+
+def test_no_process_of_an_engine_survives_a_sigkill_of_everything_above_it(tmp_path: Path) -> None:
+    (tmp_path / "family.py").write_text(FAMILY)
+    lines = tmp_path / "pids"
+    engine = [sys.executable, str(tmp_path / "family.py"), str(lines), "apart", "together"]
+    server = (
+        "import subprocess, sys; "
+        "one = subprocess.Popen([sys.executable, '-m', 'megaflow_hpc.model.engines.lifeline', *sys.argv[1:]], "
+        "stdin=subprocess.PIPE, start_new_session=True); print(one.pid, flush=True); one.wait()"
+    )
+    above = subprocess.Popen([sys.executable, "-c", server, *engine], stdout=subprocess.PIPE, text=True)
+    assert above.stdout is not None
+    lifeline = Identity.of(int(above.stdout.readline()))
+    assert lifeline is not None
+    until(lambda: lines.exists() and len(lines.read_text().split()) == 3, "three processes of the engine")
+    family = [Identity.of(int(pid)) for pid in lines.read_text().split()]
+    below = [*family, *map(Identity.of, children(lifeline.pid))]
+    above.send_signal(signal.SIGSTOP)  # nothing above the engine has time to stop it
+    lifeline.kill()
+    above.kill()
+    above.wait()
+    try:
+        until(lambda: not [one for one in below if one and one.alive()], "the engine and its guardian have ended", 20)
+    finally:
+        for one in below:
+            if one:
+                one.kill()
 
 
 def test_shared_memory_is_given_back_if_the_signal_comes_before_the_first_poll() -> None:

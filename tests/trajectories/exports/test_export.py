@@ -6,6 +6,7 @@ import json
 import math
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -16,6 +17,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import exports, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.exports import areal, verl
 from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
+from megaflow_hpc.trajectory import Turn
 from megaflow_hpc.types import Artifact
 from tests.support.places import LAUNCHERS
 from tests.support.samples import commit, run_dir, trajectory
@@ -261,6 +263,37 @@ def test_areal_rows_pad_to_its_batch(run, rollouts, tmp_path):
         assert batch["versions"][line][inside].tolist() == list(s.weight_versions)
         assert batch["logprobs"][line][inside].tobytes() == np.nan_to_num(np.array(s.logprobs, np.float32)).tobytes()
         assert (batch["rewards"][line], rows[line]["trajectory"], rows[line]["group"]) == (t.reward, t.id, t.group_id)
+
+
+def test_trainers_read_one_role_of_a_team_with_its_own_reward(tmp_path):
+    """Two roles of one policy and one of another, in three sequences."""
+    import pyarrow.parquet
+
+    run = run_dir(tmp_path / "run")
+    players = [("writer", "a"), ("checker", "b"), ("planner", "a")]
+    own = []
+    for number in (5, 8):
+        one = trajectory(number, rewards={"reward": 1.0, "right": 0.25 * number})
+        three = [trajectory(n).sequences[0] for n in (number, number + 6, number + 9)]
+        one.sequences = [replace(three[n], policy=policy) for n, (_, policy) in enumerate(players)]
+        one.turns = [
+            Turn(n, len(s.tokens) - 1, len(s.tokens), policy=s.policy, role=players[n][0])
+            for n, s in enumerate(one.sequences)
+        ]
+        own.append(one)
+    commit(run, "a", *((0, 0, one) for one in own))
+    written = export(run, tmp_path, "verl", "areal")
+    for name, reward, pad in (("verl", "reward_score", verl.proto), ("areal", "rewards", areal.tensors)):
+        rows = pyarrow.parquet.read_table(written[name][0]).to_pylist()
+        assert [(row["role"], row["policy"]) for row in rows] == players * 2
+        chosen = [{**row, reward: row["named_rewards"]["right"]} for row in rows if row["role"] == "checker"]
+        batch = pad(chosen)
+        for line, one in enumerate(own):
+            assert batch["input_ids"][line][batch["attention_mask"][line] == 1].tolist() == list(
+                one.sequences[1].tokens
+            )
+        scores = batch["rm_scores"].sum(axis=1) if name == "verl" else batch["rewards"]
+        assert scores.tolist() == [one.rewards["right"] for one in own]
 
 
 # --- ATIF ---

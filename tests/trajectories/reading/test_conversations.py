@@ -198,7 +198,7 @@ def test_show_and_the_report_tell_every_conversation_once(run: RunDir, capsys: p
     assert "5 conversations, the main one is 1" in shown
     for heading in (
         "conversation 1: 4 calls, policy default, starts from scratch",
-        "conversation 2: 1 call, policy default, started while call 1 waited for its tools in conversation 1",
+        "conversation 2: 1 call, policy default, started by call 1 of conversation 1",
         "conversation 3: 1 call, policy default, branches off conversation 1 after [5]",
     ):
         assert heading in shown

@@ -1,0 +1,122 @@
+"""Recipes: complete campaigns to start from, with their tasks, agents and figures.
+
+Each folder in this package is a recipe. ``recipe.toml`` describes it, ``campaign.yaml`` is the campaign,
+``rehearsal.yaml`` runs a few tasks in seconds without a model, and ``README.md`` explains both. ``megaflow-hpc init
+--recipe NAME`` copies all files except ``recipe.toml``. The Python files of a recipe are not part of this package:
+they run where the user's campaign is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from megaflow_hpc.errors import ConfigError
+
+DESCRIPTION = "recipe.toml"
+_FOLDER = Path(__file__).parent
+
+
+class RecipePackage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Python package that a recipe needs in addition to megaflow-hpc."""
+
+    name: str
+    version: str
+    licence: str
+    module: str
+    """Name by which Python imports the package."""
+
+
+class RecipeNeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Requirements of a recipe."""
+
+    image: str
+    """Container image of the tasks, or ``none``."""
+    gpu: str
+    packages: tuple[RecipePackage, ...] = ()
+
+
+class ExpectedFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A published result."""
+
+    figure: str
+    source: str
+    """Publication, with its URL."""
+
+
+class MeasuredFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A result of running the recipe."""
+
+    figure: str
+    on: str
+    """Model and hardware."""
+    took: str
+    date: str
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A recipe, as ``recipe.toml`` describes it."""
+
+    title: str
+    summary: str
+    needs: RecipeNeeds
+    expected: tuple[ExpectedFigure, ...]
+    measured: tuple[MeasuredFigure, ...]
+    rehearsal: dict[str, float]
+    """Policy or agent of ``rehearsal.yaml`` → its mean reward."""
+    make: str = ""
+    """Command that makes the tasks. Empty if the tasks need no such step."""
+    name: str = ""
+    """Name of the folder."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder with the recipe's files."""
+        return _FOLDER / self.name
+
+    @property
+    def files(self) -> list[Path]:
+        """Files to copy, relative to :attr:`folder`."""
+        found = (path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file())
+        return sorted(path for path in found if str(path) != DESCRIPTION and "__pycache__" not in path.parts)
+
+    @property
+    def missing(self) -> list[RecipePackage]:
+        """Required packages that this interpreter lacks."""
+        return [package for package in self.needs.packages if importlib.util.find_spec(package.module) is None]
+
+    @property
+    def commands(self) -> list[str]:
+        """Commands to run in the recipe's directory, in this order."""
+        run = ["megaflow-hpc run rehearsal.yaml --launcher local", "megaflow-hpc run campaign.yaml"]
+        install = f"pip install {' '.join(f'{p.name}=={p.version}' for p in self.missing)}"
+        return [*([install] if self.missing else []), *([self.make] if self.make else []), *run]
+
+    def to_builtins(self) -> dict[str, object]:
+        """Returns the recipe as JSON-compatible values, with its files, commands and missing packages."""
+        fields: dict[str, object] = msgspec.to_builtins(self)
+        missing = [package.name for package in self.missing]
+        return {**fields, "files": [str(path) for path in self.files], "missing": missing, "commands": self.commands}
+
+
+def recipe_names() -> list[str]:
+    """Returns the names of all recipes, sorted."""
+    return sorted(path.parent.name for path in _FOLDER.glob(f"*/{DESCRIPTION}"))
+
+
+def find_recipe(name: str) -> Recipe:
+    """Reads a recipe.
+
+    Raises:
+        ConfigError: There is no such recipe.
+    """
+    if name not in recipe_names():
+        raise ConfigError(f"{name}: no such recipe; the recipes are: {', '.join(recipe_names())}")
+    path = _FOLDER / name / DESCRIPTION
+    try:
+        return msgspec.convert({**tomllib.loads(path.read_text()), "name": name}, Recipe)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}; correct the recipe, or reinstall megaflow-hpc") from None

@@ -1,0 +1,234 @@
+"""Credit for turns against one number for the rollout: the steps that a tiny model needs, by the real trainer.
+
+    $MEGAFLOW_ENGINE_VENV/bin/python -m tests.bench.credit [--seeds 3] [--turns 16] [--lr 0.001] [--plain-lr 0.001]
+
+Each rollout is a conversation of many turns. Each turn asks one of 16 questions, and one of four answers is right. The
+model begins with an equal chance for each of the four. The reward is the share of right answers, known at the end.
+
+Both runs of a seed have the same tasks, start and settings but one: ``advantage`` compares either the rewards of whole
+rollouts (``dr_grpo``), or those of each turn (``returns_to_go`` with ``discount: 0``). Planner, data flow, trainer and
+published weights are the product's own. The published model itself samples all rollouts, in this process, without vLLM.
+
+Prints the number of steps until a step's mean reward is 0.8, and until 0.8 of the first turns are right. Exit status 1:
+credit for turns needed more than 0.6 of the other's steps, by the medians of either number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch  # type: ignore[import-not-found]
+from transformers import AutoModelForCausalLM  # type: ignore[import-not-found]
+
+from launchers.tiny_model import make
+from megaflow_hpc.ledger.blocks import read_blocks
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.weights import current
+from megaflow_hpc.training.dataflow import Dataflow
+from megaflow_hpc.training.trainer.loop import TrainingLoop
+from megaflow_hpc.training.trainer.model import join
+from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
+from megaflow_hpc.types import Rollout
+from tests.support.training import Pods, training_run
+
+QUESTIONS, ANSWERS, GOAL, MAX_RATIO = 16, b"abcd", 0.8, 0.6
+TASKS, SAMPLES = 8, 8
+START, NEWLINE = 257, 10
+"""Token that begins a question, and the one that ends it."""
+
+
+@dataclass(frozen=True)
+class Game:
+    """The right answers, and the questions of each task."""
+
+    seed: int
+    turns: int
+
+    def right(self, question: int) -> int:
+        """Return the token that answers a question."""
+        return random.Random(f"{self.seed} {question}").choice(ANSWERS)
+
+    def questions(self, task: str) -> list[int]:
+        """Return the questions of a task in their order."""
+        chance = random.Random(f"{self.seed} {task}")
+        return [chance.randrange(QUESTIONS) for _ in range(self.turns)]
+
+
+def asked(question: int) -> list[int]:
+    """Return the tokens of a question."""
+    return [START, ord("Q"), ord("A") + question, NEWLINE]
+
+
+def teach(base: Path, out: Path, seed: int, turns: int, batches: int = 150) -> None:
+    """Teach the random model at ``base`` to give each of the four answers with an equal chance."""
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(batches):
+        rows = [
+            [token for _ in range(turns) for token in (*asked(chance.randrange(QUESTIONS)), chance.choice(ANSWERS))]
+            for _ in range(16)
+        ]
+        tokens = torch.tensor(rows)
+        where = torch.arange(4, tokens.shape[1], 5)
+        scores = model(input_ids=tokens).logits[:, where - 1]
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, where].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(out)
+    for file in base.iterdir():
+        if not (out / file.name).exists():
+            (out / file.name).write_bytes(file.read_bytes())
+
+
+class Sampler(Pods):
+    """Samples the requested rollouts by the newest published weights."""
+
+    def __init__(self, run: RunDir, game: Game, base: Path, seed: int) -> None:
+        super().__init__(run, lambda rollout: None)
+        self._own, self._game, self._base = run, game, base
+        self._random = torch.Generator().manual_seed(seed)
+        self._model: Any = None
+        self._loaded = -1
+        self.first: dict[int, list[bool]] = {}
+        """Weight version → whether each of its rollouts began with a right answer."""
+
+    def work(self, *_: Any, **__: Any) -> int:
+        """Sample all rollouts that are missing as one batch; return their number."""
+        todo = [(block.number, r) for block in read_blocks(self._own) for r in block.rollouts if r.id not in self._done]
+        if not todo:
+            return 0
+        newest = current(self._own, "default")
+        if newest.version != self._loaded:
+            path = newest.path or self._base
+            self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            self._loaded = newest.version
+        for (block, _), trajectory in zip(todo, self._sampled([r for _, r in todo], newest.version), strict=True):
+            self.store(block, trajectory)
+        self._journal.commit()
+        return len(todo)
+
+    @torch.inference_mode()
+    def _sampled(self, rollouts: list[Rollout], version: int) -> list[Trajectory]:
+        questions = [self._game.questions(rollout.task_id) for rollout in rollouts]
+        cache, answers, logprobs = None, [], []
+        for turn in range(self._game.turns):
+            prompt = torch.tensor([asked(own[turn]) for own in questions])
+            if turn:
+                prompt = torch.cat([answers[-1], prompt], dim=1)
+            out = self._model(input_ids=prompt, past_key_values=cache, use_cache=True)
+            cache, scores = out.past_key_values, out.logits[:, -1].float().log_softmax(-1)
+            drawn = torch.multinomial(scores.exp(), 1, generator=self._random)
+            answers.append(drawn)
+            logprobs.append(scores.gather(-1, drawn))
+        drawn, told = torch.cat(answers, dim=1).tolist(), torch.cat(logprobs, dim=1).tolist()
+        return [self._trajectory(*one, version) for one in zip(rollouts, questions, drawn, told, strict=True)]
+
+    def _trajectory(
+        self, rollout: Rollout, questions: list[int], drawn: list[int], told: list[float], version: int
+    ) -> Trajectory:
+        one, turns, rights = TokenSequence(rollout.policy), [], []
+        for question, answer, logprob in zip(questions, drawn, told, strict=True):
+            one.tokens.extend([*asked(question), answer])
+            one.logprobs.extend([float("nan")] * 4 + [logprob])
+            one.loss_mask.extend([0] * 4 + [1])
+            one.weight_versions.extend([-1] * 4 + [version])
+            turns.append(Turn(0, len(one.tokens) - 1, len(one.tokens), policy=rollout.policy))
+            rights.append(answer == self._game.right(question))
+        self.first.setdefault(version, []).append(rights[0])
+        reward = sum(rights) / len(rights)
+        rewards = {"reward": reward, "beyond_turns": 0.0, **{f"turn.{n}": float(right) / len(rights) for n, right in enumerate(rights)}}
+        return Trajectory.begin(rollout, 0, "completed", reward=reward, rewards=rewards, sequences=[one], turns=turns)
+
+
+def learn(folder: Path, base: Path, game: Game, advantage: dict[str, Any], lr: float, most: int) -> tuple[int, int]:
+    """Train until both goals are reached. Return the steps to a mean reward of 0.8, and to 0.8 right first turns."""
+    policy = {
+        "loss": {"kind": "dapo", "entropy": 0.01},
+        "advantage": advantage,
+        "optimizer": {"lr": lr, "schedule": "constant", "warmup": 5},
+        "dtype": "float32",
+        "recompute": False,
+        "microbatch": 2048,
+    }
+    fields = {"policies": {"default": policy}, "batch": TASKS, "steps": most, "staleness": 0, "checkpoint_every": 1000}
+    run = training_run(folder, fields, TASKS, SAMPLES, str(base))
+    sampler, over = Sampler(run, game, base, game.seed), threading.Event()
+
+    def work() -> None:
+        while not over.wait(0.02):
+            sampler.work()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    flow = Dataflow(run, say=lambda text: None)
+    reached: dict[str, int] = {}
+    try:
+        for metrics in TrainingLoop(flow, join()).steps():
+            step = int(metrics["step"])
+            first = float(np.mean(sampler.first[step - 1]))
+            for name, value in (("reward", metrics["reward"]), ("first", first)):
+                if value >= GOAL:
+                    reached.setdefault(name, step)
+            if step % 10 == 0:
+                print(f"  step {step}: reward {metrics['reward']:.3f}, first turn {first:.3f}", file=sys.stderr)
+            if len(reached) == 2:
+                break
+    finally:
+        over.set()
+        thread.join()
+        flow.leave()
+    return reached.get("reward", most), reached.get("first", most)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate with credit for turns")
+    parser.add_argument("--plain-lr", type=float, default=1e-3, help="learning rate with one number")
+    parser.add_argument("--steps", type=int, default=200, help="maximum number of steps")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    to_go = {"name": "megaflow_hpc.training.recipes:returns_to_go", "args": {"discount": 0.0}}
+    kinds = {
+        # The rollout's reward is the sum of its turns' rewards, so it is not added to the last turn once more.
+        "credit for turns": ({"kind": to_go, "rewards": {"beyond_turns": 1.0}}, given.lr),
+        "one number": ({"kind": "dr_grpo"}, given.plain_lr),
+    }
+    found: dict[str, list[tuple[int, int]]] = {name: [] for name in kinds}
+    for seed in range(given.seeds):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            make(folder / "random", seed=seed, context=512)
+            teach(folder / "random", folder / "base", seed, given.turns)
+            for name, (advantage, lr) in kinds.items():
+                game = Game(seed, given.turns)
+                reached = learn(folder / name.replace(" ", "-"), folder / "base", game, advantage, lr, given.steps)
+                found[name].append(reached)
+                print(json.dumps({"seed": seed, "kind": name, "reward": reached[0], "first": reached[1]}), flush=True)
+    ratios = []
+    for number, what in enumerate(("mean reward", "right first turns")):
+        turns, plain = (median(one[number] for one in found[name]) for name in kinds)
+        ratios.append(turns / plain)
+        print(f"steps to {GOAL} of {what}: one number {plain:g}, credit for turns {turns:g}, ratio {turns / plain:.2f}")
+    return int(max(ratios) > MAX_RATIO)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,129 @@
+"""Every recipe from ``init --recipe`` to its report, by its rehearsal, and what the verbs say about recipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import yaml
+
+from megaflow_hpc import open_trajectories
+from megaflow_hpc.recipes import find_recipe, recipe_names
+from tests.support.campaigns import cli
+from tests.support.places import ROOT
+
+
+@pytest.fixture
+def made(recipes_python: Path, base_sif: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Write a recipe's files by ``init --recipe`` and make its tasks, in the environment of recipes."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "base.sif").symlink_to(base_sif)
+    return initialised(request.param, tmp_path, recipes_python)
+
+
+def initialised(name: str, directory: Path, python: Path) -> Path:
+    done = typed(python, directory, f"megaflow-hpc init --recipe {name} --json .")
+    for command in json.loads(done.stdout)["commands"]:
+        if not command.startswith("megaflow-hpc"):
+            typed(python, directory, command)
+    return directory
+
+
+def typed(python: Path, directory: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """Type a command of a recipe into a shell in its directory, with the environment of recipes active."""
+    first, *words = shlex.split(command)
+    program = {"megaflow-hpc": [str(python), "-m", "megaflow_hpc"], "python": [str(python)]}[first]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [*program, *words],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("made", "name"), [(name, name) for name in recipe_names()], indirect=["made"])
+def test_a_rehearsal_gives_its_rewards(made: Path, name: str, recipes_python: Path) -> None:
+    recipe = find_recipe(name)
+    result = json.loads(typed(recipes_python, made, "megaflow-hpc run rehearsal.yaml --launcher local --json").stdout)
+    rewards: dict[str, list[float]] = {}
+    with open_trajectories(result["run"]) as store:
+        for row in store:
+            assert row.status == "completed", row.trajectory().error
+            rewards.setdefault(row.id.split("/")[1], []).append(row.reward)
+        first = sorted(store.ids)[0]
+    assert {policy: round(mean(values), 3) for policy, values in rewards.items()} == recipe.rehearsal
+    assert min(map(len, rewards.values())) > 1, "a slice of one task shows little"
+    shown = typed(recipes_python, made, f"megaflow-hpc show {result['run']} {shlex.quote(first)}")
+    assert first in shown.stdout
+    typed(recipes_python, made, f"megaflow-hpc report {result['run']} --no-pictures -o page")
+    assert (made / "page" / "index.html").stat().st_size > 10_000
+    for file in sorted(made.glob("*.yaml")):
+        if "slurm" in yaml.safe_load(file.read_text()):
+            command = [str(recipes_python), "-m", "megaflow_hpc", "check", file.name, "--no-site", "--json"]
+            done = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False, timeout=400)
+            wrong = json.loads(done.stdout)["mistakes"]
+            assert all("model" in line for line in wrong), wrong  # the user's model is not here
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_is_complete(name: str) -> None:
+    recipe = find_recipe(name)
+    assert {"README.md", "campaign.yaml", "rehearsal.yaml"} <= {str(path) for path in recipe.files}
+    assert recipe.expected, "an expected figure with its source"
+    assert recipe.measured, "a measured figure"
+    assert all("arxiv" in e.source.lower() or "https://" in e.source for e in recipe.expected)
+    assert set(recipe.rehearsal.values()) >= {0.0, 1.0}, "the reward of a solution and of nothing"
+    assert recipe.make or not (recipe.folder / "make.py").exists()
+    assert len(recipe.summary) < 150
+    text = (recipe.folder / "README.md").read_text()
+    assert all(command in text for command in ("run rehearsal.yaml --launcher local", "run campaign.yaml"))
+    assert all(f"{p.name}=={p.version}" in text for p in recipe.needs.packages)
+
+
+def test_the_verb_lists_and_shows_recipes() -> None:
+    listed = cli("recipes")
+    assert all(name in listed.stdout for name in recipe_names())
+    [shown] = json.loads(cli("recipes", "reasoning", "--json").stdout)
+    assert shown["needs"]["packages"][0]["name"] == "reasoning-gym"
+    assert shown["commands"][-1] == "megaflow-hpc run campaign.yaml"
+    assert "recipe.toml" not in shown["files"]
+    assert "megaflow-hpc init --recipe reasoning && cd reasoning" in cli("recipes", "reasoning").stdout
+
+
+def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path) -> None:
+    """The environment of the tests has no reasoning-gym."""
+    done = cli("init", "--recipe", "reasoning", tmp_path / "mine")
+    assert done.returncode == 0
+    assert "next: cd " in done.stderr
+    assert "pip install reasoning-gym==0.1.25" in done.stderr
+    made = subprocess.run(
+        [sys.executable, "make.py"], cwd=tmp_path / "mine", capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 1
+    assert made.stderr == "error: this recipe needs reasoning-gym: pip install reasoning-gym==0.1.25\n"
+    checked = cli("check", tmp_path / "mine" / "campaign.yaml", "--no-site")
+    assert checked.returncode == 2
+    assert "test.jsonl: make it with: python " in checked.stdout + checked.stderr
+
+
+def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "campaign.yaml").write_text("mine")
+    done = cli("init", "--recipe", "reasoning", tmp_path)
+    assert done.returncode == 2
+    assert "campaign.yaml: exists already; name another directory" in done.stderr
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "campaign.yaml"], "nothing was written"
+    assert cli("init", "--recipe", "reasoning", tmp_path, "--force").returncode == 0
+    assert cli("init", "--recipe", "reasoning", tmp_path / "README.md").returncode == 2
