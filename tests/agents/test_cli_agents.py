@@ -14,7 +14,7 @@ import yaml
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents import create
-from megaflow_hpc.agents.command import PACKAGES
+from megaflow_hpc.agents.command import MCP_FILES, PACKAGES
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.gateway.dialects import TABLES
 from megaflow_hpc.model.gateway.replay import ARTIFACT
@@ -108,7 +108,7 @@ def test_each_program_calls_a_tool_of_the_tasks_mcp_server(tmp_path: Path, base_
         tmp_path / "tasks", "vault", compose.replace("SERVER", server), {}, "true", "true", toml=MCP_TASK
     )
     models = {}
-    for agent in PACKAGES:
+    for agent in MCP_FILES:
         call = {"text": "I ask.", "tool": "mcp__vault__secret", "arguments": {}}
         script = {"default": [call, {"text": "Done."}]}
         (tmp_path / f"{agent}.yaml").write_text(yaml.safe_dump(script))
