@@ -266,6 +266,8 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Explanations of limits."""
+    left_out: list[str] = field(default_factory=list)
+    """Errors of the tasks that are left out."""
     tasks: int = 0
     rollouts: int = 0
 
@@ -298,6 +300,7 @@ def check(
         except SiteError as error:
             campaign.notices.append(f"checked without Slurm: {error}")
         findings.site = campaign.site_mistakes(draft, watch)
+    findings.left_out = draft.left_out
     findings.warnings = [*draft.warnings, *campaign.notices]
     findings.notes = spending(draft)
     return findings

@@ -110,6 +110,9 @@ class TaskSource(Section):
     """Shell patterns of the task ids to exclude, applied after ``include``. Default: none."""
     limit: int | None = Field(None, ge=1)
     """Maximum number of tasks, in id order. Useful for a trial run. Default: no limit."""
+    strict: bool = False
+    """Refuse the campaign if one of these tasks cannot be read or tested. By default, such tasks are left out and
+    counted."""
 
     @model_validator(mode="before")
     @classmethod

@@ -152,7 +152,11 @@ class Sampler(Pods):
             rights.append(answer == self._game.right(question))
         self.first.setdefault(version, []).append(rights[0])
         reward = sum(rights) / len(rights)
-        rewards = {"reward": reward, "beyond_turns": 0.0, **{f"turn.{n}": float(right) / len(rights) for n, right in enumerate(rights)}}
+        rewards = {
+            "reward": reward,
+            "beyond_turns": 0.0,
+            **{f"turn.{n}": float(right) / len(rights) for n, right in enumerate(rights)},
+        }
         return Trajectory.begin(rollout, 0, "completed", reward=reward, rewards=rewards, sequences=[one], turns=turns)
 
 
