@@ -194,7 +194,7 @@ class EnvironmentConfig(Section):
     """Network access of sandboxes. ``none``: no network. ``gateway``: only the model. ``host``: everything that the
     node can reach. A task can restrict it further. Default: ``gateway``."""
     images: dict[str, str] = {}
-    """Image name in the tasks → SIF file, definition file, directory or ``docker://`` reference."""
+    """Image name in the tasks → SIF file, definition file, Dockerfile, directory or ``docker://`` reference."""
     image_store: str | None = None
     """Directories that store images, separated by colons. New images are written to the first.
     ``MEGAFLOW_IMAGE_STORE`` overrides it. Default: a scratch or work directory of the site with enough space, else
