@@ -250,7 +250,18 @@ class Run:
         progress: Callable[[dict[str, Any]], None] | None = None,
         interrupted: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Follows the campaign to its end (:meth:`follow`). Returns its results (:meth:`conclude`)."""
+        """Follows the campaign to its end, gathers, and returns the status with the results of each policy.
+
+        >>> run.wait(progress=lambda status: print(status["rollouts"]))   # doctest: +SKIP
+
+        Args:
+            timeout_s: Seconds to wait. Default: no limit.
+            progress: Called with the status at each poll, about once a second.
+            interrupted: Called on Ctrl-C, before a local pod drains.
+
+        Raises:
+            TimeoutError: The campaign did not end within ``timeout_s``. It continues to run.
+        """
         self.follow(timeout_s, progress, interrupted)
         result = self.conclude()
         if progress:
@@ -375,6 +386,9 @@ class Run:
 
     def stream(self, after: Iterable[str] | None = None) -> Iterator[Row]:
         """Yields trajectories as they become durable, until the campaign ends. ``after`` lists ids to skip.
+
+        >>> for trajectory in run.stream():                           # doctest: +SKIP
+        ...     print(trajectory.id, trajectory.reward)
 
         Yields each id once, or twice if it first failed or was cancelled and later succeeded. To continue in another
         process, use :class:`~megaflow_hpc.trajectories.reading.follow.Follower`.
