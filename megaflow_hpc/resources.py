@@ -40,6 +40,9 @@ EXTRAS = {
 }
 """Maps each module to the extra in ``pyproject.toml`` that installs it."""
 
+INSTALL = 'pip install "megaflow-hpc[mpi]"'
+"""Command that installs what a first campaign and its report need. README, documentation and verbs name this one."""
+
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -73,7 +76,7 @@ def require_running(what: str) -> None:
     if missing:
         raise SiteError(
             f"{what}: {sys.executable} lacks {', '.join(missing)}; rollouts need them: "
-            'pip install "megaflow-hpc[mpi]", or "megaflow-hpc[run]" with an MPI that the site provides'
+            f'{INSTALL}, or "megaflow-hpc[run]" with an MPI that the site provides'
         )
 
 
@@ -83,4 +86,9 @@ def missing_package(error: ModuleNotFoundError) -> SiteError | None:
     extra = EXTRAS.get(name)
     if extra is None:
         return None
-    return SiteError(f'{name}: not installed for {sys.executable}; pip install "megaflow-hpc[{extra}]"')
+    return SiteError(f"{name}: not installed for {sys.executable}; {install(extra)}")
+
+
+def install(extra: str) -> str:
+    """Returns the command that installs an extra."""
+    return f'pip install "megaflow-hpc[{extra}]"'

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from megaflow_hpc.resources import INSTALL
 from megaflow_hpc.trajectories import gather
-from tests.support.campaigns import Make, rows, small_rows
+from megaflow_hpc.version import __version__
+from tests.support.campaigns import Make, rows
 from tests.support.places import LAUNCHERS, ROOT
 from tests.support.requirements import required
 from tests.support.samples import commit, run_dir, trajectory
@@ -23,6 +25,8 @@ from tests.support.samples import commit, run_dir, trajectory
 pytestmark = pytest.mark.slow  # packages are installed: some 15 s for each interpreter
 
 
+FIRST = {"count-words/oracle/0": ("completed", 1.0), "count-words/nop/0": ("completed", 0.0)}
+"""The rows of README's first campaign, run with the agents oracle and nop."""
 LOCALLY = ("--launcher", "local", "--ranks", "2", "--json")
 
 
@@ -89,13 +93,12 @@ def python(version: str) -> str:
     ).stdout.strip()
 
 
-def first_campaign(environment: Environment, wheel: Path, make_task: Make, image: Path) -> dict[str, tuple[str, float]]:
-    """Types what the README says of the first campaign, with this wheel and one task; returns the rows stored."""
+def first_campaign(environment: Environment, wheel: Path, image: Path) -> dict[str, tuple[str, float]]:
+    """Types what the README says of the first campaign, with this wheel; returns the rows stored."""
     chapter = (ROOT / "README.md").read_text().partition("## Your first campaign")[2].partition("## ")[0]
     typed = chapter.partition("```bash\n")[2].partition("```")[0].splitlines()
-    assert typed[0] == 'pip install "megaflow-hpc[mpi]"'
+    assert typed[0] == INSTALL
     environment.install(f"{wheel}[mpi]")
-    make_task(environment.place / "tasks", "task0")
     campaign = environment.place / "campaign.yaml"
     result: dict[str, Any] = {}
     for program, verb, *words in (shlex.split(line, comments=True) for line in typed[1:]):
@@ -121,7 +124,7 @@ def first_campaign(environment: Environment, wheel: Path, make_task: Make, image
 
 
 def test_the_core_install_reads_and_plans_and_names_the_extra_that_runs(
-    tmp_path: Path, wheel: Path, make_campaign: Make, make_task: Make, base_sif: Path
+    tmp_path: Path, wheel: Path, make_campaign: Make, base_sif: Path
 ) -> None:
     run = run_dir(tmp_path)
     commit(run, "pod", *((number, 0, trajectory(number)) for number in range(3)))
@@ -165,14 +168,12 @@ def test_the_core_install_reads_and_plans_and_names_the_extra_that_runs(
     # It knows the versions, and finds them installed by the set-up.
     assert here.say("bash", agents, "claude-code").strip() == required("MEGAFLOW_AGENTS")
 
-    assert first_campaign(here, wheel, make_task, base_sif) == small_rows(1)
+    assert first_campaign(here, wheel, base_sif) == FIRST
 
 
-def test_the_first_campaign_runs_in_the_newest_python(
-    tmp_path: Path, wheel: Path, make_task: Make, base_sif: Path
-) -> None:
+def test_the_first_campaign_runs_in_the_newest_python(tmp_path: Path, wheel: Path, base_sif: Path) -> None:
     here = Environment(python("3.13"), tmp_path / "new")
-    assert first_campaign(here, wheel, make_task, base_sif) == small_rows(1)
+    assert first_campaign(here, wheel, base_sif) == FIRST
     assert here.say("python", "-c", "import sys; print(sys.version_info[:2])").strip() == "(3, 13)"
 
 
@@ -184,6 +185,8 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
         licence = archive.read(next(name for name in names if name.endswith("LICENSE"))).decode()
     assert licence == (ROOT / "LICENSE").read_text()
     assert "License-Expression: Apache-2.0\n" in metadata
+    assert f"Version: {__version__}\n" in metadata
+    assert f"**Version {__version__}, beta.**" in metadata  # the README
     for minor in (11, 12, 13):
         assert f"Classifier: Programming Language :: Python :: 3.{minor}\n" in metadata
     assert not [name for name in names if not name.startswith(("megaflow_hpc/", "megaflow_hpc-"))]

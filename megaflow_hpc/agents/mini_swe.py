@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError
 from megaflow_hpc.host.loop import blocking
+from megaflow_hpc.resources import install
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 if TYPE_CHECKING:
@@ -263,9 +264,7 @@ def _package() -> SimpleNamespace:
         from minisweagent.exceptions import FormatError, Submitted
         from minisweagent.models.utils.actions_text import format_observation_messages, parse_regex_actions
     except ImportError as error:
-        raise ConfigError(
-            f"agent mini-swe-agent: {error}; install it with: pip install 'megaflow-hpc[agents]'"
-        ) from error
+        raise ConfigError(f"agent mini-swe-agent: {error}; install it with: {install('agents')}") from error
     finally:
         os.rmdir(folder)
 

@@ -170,7 +170,10 @@ def _find(name: str) -> Callable[..., Agent]:
         raise ConfigError(f"agent {name!r} cannot be imported: {error!r}{_at(error)}{hint}") from error
     agent = getattr(module, attribute, None)
     if agent is None:
-        raise ConfigError(f"agent {name!r}: {module.__file__ or module_name} has no {attribute}")
+        public = [each for each in vars(module) if not each.startswith("_")]
+        near = "".join(f"; did you mean {close}?" for close in difflib.get_close_matches(attribute, public, 1))
+        near = near or "; name a class of that file"
+        raise ConfigError(f"agent {name!r}: {module.__file__ or module_name} has no {attribute}{near}")
     if not callable(agent):
         raise ConfigError(f"agent {name!r}: {attribute} is not a class or function")
     factory: Callable[..., Agent] = agent

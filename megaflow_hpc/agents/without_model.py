@@ -11,6 +11,7 @@ from typing import Any, cast
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import format_of
+from megaflow_hpc.tasks.no_network import network_hint
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 MAX_OUTPUT_CHARACTERS = 2000
@@ -33,9 +34,11 @@ class OracleAgent:
         if result.exit_code == 0:
             return AgentResult()
         output = (result.stdout + result.stderr).strip()[-MAX_OUTPUT_CHARACTERS:]
+        spec = getattr(sandbox, "spec", None)  # tasks without a sandbox have none
+        hint = network_hint(output, spec.network) if spec else ""
         return AgentResult(
             exit_code=result.exit_code,
-            error=f"the task's solution ended with exit code {result.exit_code}: {output}",
+            error=f"the task's solution ended with exit code {result.exit_code}: {output}{hint}",
         )
 
 

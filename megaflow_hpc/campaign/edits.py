@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import read_regular
@@ -17,6 +23,41 @@ from megaflow_hpc.types import Task
 def digest(text: str | bytes) -> str:
     """Returns the hexadecimal SHA-256 of a file's content."""
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+
+
+EXTENDABLE = ("tasks", "samples", "environment.images")
+"""Keys whose changes ``extend`` adds to a run."""
+BY_RESUME = {
+    **{
+        f"slurm.{jobs}.{key}": "resume --time, --mem or --partition"
+        for jobs in ("pods", "servers", "trainer", "gather")
+        for key in ("time", "mem_gb", "partition")
+    },
+    **{f"limits.{name}": "resume --limit" for name in ("core_hours", "gpu_hours", "wall")},
+    "slurm.pods.count": "scale --pods",
+}
+"""Maps each key that a verb can change in a run to that verb."""
+
+
+def differing_keys(before: str, after: str) -> list[str]:
+    """Returns the dotted keys whose values differ between two campaign files. Lists are compared as a whole.
+
+    Raises:
+        ConfigError: A file is not valid YAML.
+    """
+    try:
+        old, new = (dict(_flat(yaml.safe_load(text) or {})) for text in (before, after))
+    except (yaml.YAMLError, RecursionError):
+        raise ConfigError("not valid YAML; see: megaflow-hpc check FILE") from None
+    return [key for key in {**old, **new} if old.get(key) != new.get(key) or (key in old) != (key in new)]
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value and key not in EXTENDABLE:
+        for name, below in value.items():
+            yield from _flat(below, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
 
 
 class Edits:
@@ -49,8 +90,46 @@ class Edits:
         return [*files]
 
     def warnings(self) -> list[str]:
-        """Returns a warning for each edit without effect, and a warning about accepted changes of tasks."""
+        """Returns a warning for an edit of the run's copy of the campaign file, which has no effect, and a warning
+        about accepted changes of tasks."""
         return [*self._campaign_file(), *filter(None, [accepted_line(self._run)])]
+
+    def campaign_keys(self) -> list[str]:
+        """Compares the campaign file with the run. Returns one line for each remedy, with the keys that differ.
+
+        The file is the one from which the run was planned, wherever it is. If it is gone, returns an empty list.
+        """
+        file = Path(self._planned.file)
+        try:
+            text = read_regular(file).decode() if self._planned.file else ""
+            if not text or digest(text) == self._planned.source:
+                return []
+            keys = differing_keys(self.planned_text(), text)
+        except (OSError, UnicodeDecodeError, ConfigError):
+            return []
+        remedies: dict[str, list[str]] = {}
+        for key in keys:
+            verb = f"extend {self._run}" if key in EXTENDABLE else BY_RESUME.get(key, "")
+            remedies.setdefault(verb, []).append(key)
+        return [
+            f"{file}: {', '.join(changed[:5])}{', …' if len(changed) > 5 else ''}: edited after planning, which does "
+            "not change the run; "
+            + (f"change it with: megaflow-hpc {verb}" if verb else "undo the edit, or plan a new run")
+            for verb, changed in remedies.items()
+        ]
+
+    def planned_text(self) -> str:
+        """Returns the campaign file as it was planned.
+
+        Raises:
+            ConfigError: Both the file and the run's copy were edited.
+        """
+        for path in (self._run.campaign_yaml, Path(self._planned.file)):
+            with suppress(OSError, UnicodeDecodeError):
+                text = read_regular(path).decode()
+                if digest(text) == self._planned.source:
+                    return text
+        raise ConfigError(f"{self._run.campaign_yaml}: not as it was planned; restore it, or plan a new run")
 
     def _campaign_file(self) -> list[str]:
         file = self._run.campaign_yaml

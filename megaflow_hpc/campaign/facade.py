@@ -86,7 +86,19 @@ class Campaign:
     def _run_dir(self, run_dir: str | Path | None) -> RunDir:
         if run_dir is not None:
             return RunDir(run_dir)
-        return RunDir(self.base / self.config.run_dir / new_run_name(self.config.name))
+        return RunDir(self.runs / new_run_name(self.config.name))
+
+    @property
+    def runs(self) -> Path:
+        """The directory of the campaign's runs.
+
+        Raises:
+            ConfigError: ``run_dir`` names a variable that is not set.
+        """
+        path = os.path.expanduser(os.path.expandvars(self.config.run_dir))
+        if "$" in path:
+            raise ConfigError(f"{self.where('run_dir')}: run_dir {path!r}: a variable that is not set; export it first")
+        return self.base / path
 
     def plan(
         self,
@@ -125,6 +137,7 @@ class Campaign:
             site=check,
             most=self.max_rollouts,
         )
+        made.file = os.path.abspath(self.file) if self.file else ""
         self.notices += made.warnings
         mpi = site.mpi_attempts() if slurm else "pmi2 pmix"
         window_s = job_requests.drain_window_s(made.config) if slurm else 0

@@ -188,12 +188,13 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s
             site=profile.record() if profile else {},
             campaign=draft.config.model_dump(mode="json"),
             source=edits.digest(source),
+            file=draft.file,
             beside=str(draft.base) if draft.own_code else "",
             policies={
                 name: msgspec.convert(policy.model_dump(mode="json"), PolicyRecord)
                 for name, policy in draft.policies.items()
             },
-            packed=write_tasks(run, _planned_tasks(draft)) if draft.tasks else None,
+            packed=write_tasks(run, planned_tasks(draft)) if draft.tasks else None,
             sandboxes=any(task.image for task in draft.tasks),
             left_out=len(draft.left_out),
             held_out=list(draft.held_out),
@@ -206,7 +207,8 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s
     )
 
 
-def _planned_tasks(draft: Draft) -> Iterator[PlannedTask]:
+def planned_tasks(draft: Draft) -> Iterator[PlannedTask]:
+    """Yields the tasks of a complete draft with the files of their images."""
     alike = Counter(task.image for task in draft.tasks)
     for task in draft.tasks:
         wanted = {task.image, *(request.name for request in images_of(task))}

@@ -29,7 +29,7 @@ from megaflow_hpc.version import __version__
 
 GROUPS = {
     "campaigns.start": ("init", "check", "plan", "run", "submit"),
-    "campaigns.control": ("resume", "scale", "cancel", "gather"),
+    "campaigns.control": ("resume", "extend", "scale", "cancel", "gather"),
     "runs.status": ("list", "status", "usage"),
     "runs.watch": ("watch",),
     "doctor": ("doctor",),
@@ -55,7 +55,7 @@ GROUPS = {
 SECTIONS = {
     "start a campaign": ("recipes", "init", "check", "plan", "run", "submit"),
     "inspect it": ("list", "status", "watch", "usage", "show", "diff", "logs", "shell"),
-    "continue or end it": ("resume", "scale", "weights", "training", "cancel"),
+    "continue or end it": ("resume", "extend", "scale", "weights", "training", "cancel"),
     "results": (
         "gather",
         "reverify",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -18,7 +19,7 @@ from megaflow_hpc.cli.output import print_json, say
 from megaflow_hpc.cli.verb import Subparsers, add_verb
 from megaflow_hpc.errors import MegaflowError, SiteError
 from megaflow_hpc.prove.report import Finding
-from megaflow_hpc.resources import RUNNING
+from megaflow_hpc.resources import INSTALL, RUNNING, install
 
 if TYPE_CHECKING:
     from megaflow_hpc.slurm.health import AbsentNodes
@@ -91,13 +92,15 @@ def _python() -> Iterator[Finding]:
         try:
             yield Finding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, "FAIL", "not installed; rollouts need it", 'pip install "megaflow-hpc[mpi]"')
+            yield Finding(name, "FAIL", "not installed; rollouts need it", INSTALL)
     # Planning uses the same probe. It imports the agent's dependencies too.
     (made,), _ = probe([AgentConfig(name="mini-swe-agent")])
     if made.error:
-        yield Finding("agents", "warn", made.error.partition("; install")[0], "pip install 'megaflow-hpc[agents]'")
+        yield Finding("agents", "warn", made.error.partition("; install")[0], install("agents"))
     else:
         yield Finding("agents", "ok", f"mini-swe-agent {importlib.metadata.version('mini-swe-agent')}")
+    if lacking := [name for name in ("jinja2", "vl_convert") if importlib.util.find_spec(name) is None]:
+        yield Finding("report", "warn", f"{', '.join(lacking)}: not installed; reports need it", install("report"))
 
 
 def _slurm() -> Iterator[Finding]:
@@ -373,7 +376,7 @@ def _trainer() -> Iterator[Finding]:
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=ASK_S, check=False)
     missing = done.stdout.split() if done.returncode == 0 else [done.stderr.strip()[-200:]]
     if missing:
-        remedy = "set MEGAFLOW_TRAINER_PYTHON, or pip install 'megaflow-hpc[train]' there, if you train"
+        remedy = f"if you train: set MEGAFLOW_TRAINER_PYTHON, or there: {install('train')}"
         yield Finding("trainer", "warn", f"{python} lacks {' '.join(missing)}", remedy)
     else:
         yield Finding("trainer", "ok", python)

@@ -71,8 +71,9 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         parsed, unknown = super().parse_known_args(words if verbs_of(self) else self._options_first(words), namespace)
         if unknown:
-            what = "no such option" if unknown[0].startswith("-") else "one argument too many"
-            self.error(f"{unknown[0]}: {what}")
+            word = next((word for word in unknown if word != "--"), "--")
+            what = "no such option" if word.startswith("-") else "one argument too many"
+            self.error(f"{word}: {what}")
         return parsed, []
 
     def _own_words(self, words: Sequence[str]) -> Iterable[str]:

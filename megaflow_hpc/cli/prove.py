@@ -64,7 +64,7 @@ def _prove(arguments: argparse.Namespace) -> int:
     if not site.has_slurm():
         raise SiteError("sbatch is not on PATH: prove submits jobs; load the site's Slurm module")
     image = trials.check_image(arguments.image and str(Path(arguments.image).absolute()), campaign)
-    folder = campaign.base / campaign.config.run_dir / time.strftime("prove-%Y%m%dT%H%M%SZ", time.gmtime())
+    folder = campaign.runs / time.strftime("prove-%Y%m%dT%H%M%SZ", time.gmtime())
     folder.mkdir(parents=True, mode=0o700)
     slurm = campaign.config.slurm
     accounts = [name for name in (slurm.account, *(pool.account for pool in slurm.pods.pools)) if name]

@@ -100,6 +100,12 @@ class CampaignConfig(Section):
         check_services(value)
         return value
 
+    @field_validator("agent")
+    @classmethod
+    def _distinct(cls, agents: tuple[AgentConfig, ...]) -> tuple[AgentConfig, ...]:
+        _check_distinct(agents)
+        return agents
+
     @model_validator(mode="after")
     def _policies(self) -> CampaignConfig:
         if self.is_pool:
@@ -135,8 +141,8 @@ class CampaignConfig(Section):
         for name in self.models:
             if not NAME.match(name):
                 raise ValueError(f"policy {name!r} must be letters, digits, dot, dash or underscore")
-        for agents in (self.agent, *(model.agent for model in self.models.values())):
-            _check_distinct(agents)
+        for model in self.models.values():
+            _check_distinct(model.agent)
         for name, policy in self.policies().items():
             if policy.samples and name not in self.requested and any(agent.share != 1 for agent in policy.agents):
                 raise ValueError(

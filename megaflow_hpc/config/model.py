@@ -213,7 +213,7 @@ class ModelConfig(Section):
     def _complete(self) -> ModelConfig:
         field = "pool" if self.pool else {"scripted": "script", "external": "base_url"}.get(self.engine, "path")
         if getattr(self, field) is None:
-            raise ValueError(f"engine {self.engine} needs {field!r}")
+            raise ValueError(f"engine {self.engine} needs {field!r}; add model.{field}")
         if self.nodes > 1 and self.engine not in ("vllm", "scripted"):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
         if self.judge and (self.samples or self.agent or self.include):

@@ -81,6 +81,25 @@ _Loader.add_implicit_resolver(
 )
 
 
+YAML_REMEDIES = {
+    "'\\t'": "indent with spaces",
+    "mapping values are not allowed here": "write a space after each colon, and one key on each line",
+    "<block mapping start>": "start all keys of one level in the same column",
+}
+"""Maps part of a YAML parser's message to what the user should do."""
+
+
+def _instead_of(directory: Path) -> str:
+    """Returns what to do if a directory was given where a campaign file is expected."""
+    if (directory / "run.json").exists():
+        return f"it is a run: continue it with megaflow-hpc resume {directory}"
+    if (directory / "campaign.yaml").exists():
+        return f"name the file in it: {directory / 'campaign.yaml'}"
+    if (directory / "task.toml").exists():
+        return "it is a task: name it in tasks: of a campaign file, which megaflow-hpc init writes"
+    return "name a campaign file, which megaflow-hpc init writes"
+
+
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
     """Returns the value of a YAML file, and its nodes, which have line numbers.
 
@@ -90,7 +109,12 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); correct the path") from None
+        remedy = "correct the path"
+        if isinstance(error, IsADirectoryError):
+            remedy = _instead_of(Path(path))
+        elif isinstance(error, PermissionError):
+            remedy = f"ask its owner, or: chmod u+r {path}"
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
     except UnicodeDecodeError as error:
         problem = f"cannot be read as UTF-8 text ({error.reason} at byte {error.start})"
         raise ConfigError(f"{path}: {problem}; expected YAML in UTF-8") from None
@@ -117,7 +141,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        problem += "; indent with spaces" if "'\\t'" in problem else ""
+        problem += next((f"; {remedy}" for part, remedy in YAML_REMEDIES.items() if part in problem), "")
         raise ConfigError(f"{path}{line}: not valid YAML: {problem}") from None
     finally:
         loader.dispose()

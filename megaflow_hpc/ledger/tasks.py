@@ -9,10 +9,10 @@
 
     RUN/ledger/tasks.json    task id → :class:`AcceptedTask`, for tasks with accepted changes
 
-The first two files are written once, before ``run.json``, and never change. ``run.json`` contains the number of tasks
-and the size of tasks.jsonl. If the index is missing or damaged, readers rebuild it from the lines. If a task's files
-have changed, a user may accept the change (``resume --accept-changes``). Readers then use the new digests of the task's
-files. Instructions and settings stay as planned.
+The first two files are written before ``run.json``, which contains the number of tasks and the size of tasks.jsonl.
+``extend`` appends lines while no pod is left, and then writes ``run.json`` again. If the index is missing or damaged,
+readers rebuild it from the lines. If a task's files have changed, a user may accept the change (``resume
+--accept-changes``). Readers then use the new digests of the task's files. Instructions and settings stay as planned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, NamedTuple
 
 import msgspec
@@ -143,13 +143,32 @@ def write_tasks(run: RunDir, tasks: Iterable[PlannedTask]) -> PackedTasks:
     end = 0
     with new_file(run.packed_tasks) as file:
         for planned in tasks:
-            content = msgspec.to_builtins(planned, enc_hook=str)
-            line = json.dumps(content, sort_keys=True, default=str, separators=(",", ":")).encode() + b"\n"
+            line = _line(planned)
             file.write(line)
             lines.append((_hash(planned.task["id"]), end, len(line)))
             end += len(line)
     write_atomic(run.tasks_index, _pack(lines, end))
     return PackedTasks(len(lines), end)
+
+
+def append_tasks(run: RunDir, packed: PackedTasks, tasks: Sequence[PlannedTask]) -> PackedTasks:
+    """Appends tasks to the file of a run that no pod reads. The caller then writes the result to ``run.json``.
+
+    Readers ignore lines beyond the size in ``run.json``, so a call that is killed changes nothing.
+    """
+    lines = [_line(planned) for planned in tasks]
+    with open(run.packed_tasks, "r+b") as file:
+        file.truncate(packed.bytes)
+        file.seek(packed.bytes)
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    return PackedTasks(packed.count + len(lines), packed.bytes + sum(map(len, lines)))
+
+
+def _line(planned: PlannedTask) -> bytes:
+    content = msgspec.to_builtins(planned, enc_hook=str)
+    return json.dumps(content, sort_keys=True, default=str, separators=(",", ":")).encode() + b"\n"
 
 
 def planned_tasks(run: RunDir, record: RunRecord) -> Mapping[str, PlannedTask]:
@@ -207,8 +226,11 @@ class TaskFile(Mapping[str, PlannedTask]):
 
     def _lines(self) -> Iterator[bytes]:
         self._open()
+        left = self._packed.bytes
         with open_regular(self._run.packed_tasks) as file:
-            yield from file
+            while left > 0 and (line := file.readline()):
+                left -= len(line)
+                yield line
 
     def _read(self, offset: int, length: int) -> PlannedTask:
         try:
@@ -236,7 +258,7 @@ class TaskFile(Mapping[str, PlannedTask]):
                     self._descriptor = os.dup(file.fileno())
             except FileNotFoundError:
                 raise self._damaged("it is gone") from None
-            if (size := os.fstat(self._descriptor).st_size) != self._packed.bytes:
+            if (size := os.fstat(self._descriptor).st_size) < self._packed.bytes:
                 self._close()
                 raise self._damaged(f"it has {size} bytes where run.json says {self._packed.bytes}")
         return self._descriptor

@@ -22,6 +22,7 @@ from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.prove import work
 from megaflow_hpc.prove.node import NAMES, RENAMES, STEPS
 from megaflow_hpc.prove.report import Finding, ProofReport
+from megaflow_hpc.resources import INSTALL
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.slurm import accounting, script, site, submission
@@ -236,7 +237,7 @@ def _node(facts: Mapping[str, Any]) -> Iterator[Finding]:
     node = facts["node"]
     if facts["packages"]:
         missing = ", ".join(facts["packages"])
-        remedy = 'pip install "megaflow-hpc[mpi]" for the interpreter of compute nodes, or fix slurm.setup'
+        remedy = f"{INSTALL} for the interpreter of compute nodes, or fix slurm.setup"
         yield Finding("packages", "FAIL", f"{node}: {missing} cannot be imported", remedy)
     if facts["scratch_warning"]:
         remedy = "name a local directory that exists on every node: export MEGAFLOW_SCRATCH=… in slurm.setup"

@@ -152,6 +152,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """The resolved campaign file. Use :attr:`config` to get the typed form."""
     source: str = ""
     """SHA-256 of the campaign file, which is copied to ``RUN/campaign.yaml``."""
+    file: str = ""
+    """Path of the campaign file. Empty if the run has none."""
     beside: str = ""
     """Directory of the campaign file, from which agents are imported that are not in ``RUN/code``. Empty if the run has
     no campaign file."""

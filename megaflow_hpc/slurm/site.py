@@ -48,6 +48,10 @@ class Partition:
     gpu_types: Mapping[str, int] = field(default_factory=dict)
 
 
+SILENT = re.compile("Unable to contact slurm controller|configuration source|DNS SRV lookup failed")
+"""Matches messages of Slurm's programs on machines without a controller."""
+
+
 def ask(*command: str, epoch: bool = False) -> str:
     """Runs a Slurm command and returns its output.
 
@@ -71,6 +75,11 @@ def ask(*command: str, epoch: bool = False) -> str:
         ) from None
     if done.returncode:
         message = joined((done.stderr.strip() or done.stdout.strip() or "no message").splitlines())
+        if SILENT.search(message):
+            message += (
+                "; check that this is a node of the cluster (scontrol ping) and that SLURM_CONF is right; "
+                "run --launcher local needs no Slurm"
+            )
         raise SiteError(f"{' '.join(command[:3])}: {message}")
     return done.stdout
 

@@ -21,6 +21,7 @@ from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
 from megaflow_hpc.tasks.formats import format_of
+from megaflow_hpc.tasks.no_network import network_hint
 from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.tasks.sandboxes import sandbox_spec, verification_context
 from megaflow_hpc.tasks.services import services_of
@@ -34,11 +35,13 @@ class ValidationRun:
 
     reward: float | None = None
     error: str = ""
-    failing: dict[str, str] = field(default_factory=dict)
-    passing: dict[str, str] = field(default_factory=dict)
     output: str = ""
+    hint: str = ""
+    """Addition to a message about a wrong reward: the network that the tests may have missed."""
     duration_s: float = 0.0
     """Seconds in the sandbox, excluding the time to wait for it and to stage its image."""
+    failing: dict[str, str] = field(default_factory=dict)
+    passing: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -77,7 +80,7 @@ def judge(before: ValidationRun, after: ValidationRun) -> list[str]:
         if run.error:
             problems.append(f"{name}: {run.error}")
         elif run.reward != reward:
-            problems.append(f"{name}: reward {run.reward}, expected {reward}")
+            problems.append(f"{name}: reward {run.reward}, expected {reward}{run.hint}")
     for test in dict.fromkeys([*before.failing, *after.failing]):
         outcomes = before.failing.get(test, "not run"), after.failing.get(test, "not run")
         if outcomes != ("failed", "passed"):
@@ -166,7 +169,8 @@ async def _run(
         return ValidationRun(error=str(error))
     except TimeoutError:
         return ValidationRun(error=f"the solution ran longer than its {task.agent_timeout_s:g} s")
-    run = ValidationRun(verdict.reward, verdict.error, output=verdict.output, duration_s=duration_s)
+    hint = network_hint(verdict.output, spec.network)
+    run = ValidationRun(verdict.reward, verdict.error, verdict.output, hint, duration_s)
     for artifact in verdict.artifacts:
         if artifact.name == "verifier/results.json":
             results = json.loads(artifact.data)

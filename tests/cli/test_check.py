@@ -677,7 +677,7 @@ def test_a_missing_package_of_pods_is_found_before_anything_is_made(
     before = files(campaign)
     done = own_check(verb, campaign, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 3
-    assert f"No module named '{package}'; pip install 'megaflow-hpc[run]'" in done.stderr
+    assert f"No module named '{package}'; pip install \"megaflow-hpc[run]\"" in done.stderr
     assert files(campaign) == before
 
 

@@ -59,7 +59,7 @@ def test_an_agent_that_lacks_a_dependency_is_not_ok(
     assert found["level"] == "warn"
     assert "No module named 'jinja2'" in found["found"]
     assert "pip install" not in found["found"]
-    assert found["remedy"] == "pip install 'megaflow-hpc[agents]'"
+    assert found["remedy"] == 'pip install "megaflow-hpc[agents]"'
 
 
 def findings(check: str, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str, str]]:

@@ -35,6 +35,7 @@ WRONG = {
     "run": ("/no/campaign.yaml --launcher local", "/no/campaign.yaml", NO_CAMPAIGN),
     "submit": ("/no/campaign.yaml --dry-run", "/no/campaign.yaml", NO_CAMPAIGN),
     "resume": ("/no/run", "/no/run", NO_RUN),
+    "extend": ("/no/run", "/no/run", NO_RUN),
     "scale": ("/no/run --pods 1", "/no/run", NO_RUN),
     "cancel": ("/no/run", "/no/run", NO_RUN),
     "gather": ("/no/run", "/no/run", NO_RUN),

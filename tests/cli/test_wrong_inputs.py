@@ -81,8 +81,83 @@ FILES: dict[str, tuple[str | bytes, str]] = {
         GOOD.replace("base: image", "base: image.sif"),
         "image.sif: no such file; expected a SIF, a .def file, a Dockerfile, a directory or docker://…",
     ),
+    "a damaged image": (
+        GOOD.replace("base: image", "base: broken.sif"),
+        "broken.sif: 40000 bytes, but its header requires",
+    ),
+    "a text for an image": (GOOD.replace("base: image", "base: file"), "/file: cannot be read as an image"),
+    "an image without docker://": (
+        GOOD.replace("base: image", "base: ubuntu:22.04"),
+        "c.yaml:4: base: {here}/ubuntu:22.04: no such file; expected a SIF, a .def file, a Dockerfile, a directory or "
+        "docker://…; "
+        "did you mean docker://ubuntu:22.04?",
+    ),
+    "no image": (
+        "name: a\ntasks: tasks/*\nagent: nop\n",
+        "image 'base', which {here}/tasks/task0/task.toml asks for, is not mapped; add 'base': followed by a SIF file",
+    ),
+    "a script with CRLF": (
+        GOOD.replace("tasks/*", "crlf/*"),
+        "{here}/crlf/task9/tests/test.sh:1: lines end in CRLF, which no shell reads; convert it: sed -i",
+    ),
+    "a solution with CRLF": (
+        GOOD.replace("tasks/*", "crlf-solution/*"),
+        "{here}/crlf-solution/task9/solution/solve.sh:1: lines end in CRLF",
+    ),
+    "a directory of tasks": (
+        GOOD.replace("tasks/*", "tasks"),
+        "c.yaml:2: tasks: tasks: not a task, but contains 2; write",
+    ),
+    "an id that no task has": (
+        GOOD.replace("tasks/*", "{path: tasks/*, include: [nosuch]}"),
+        "c.yaml:2: tasks: tasks/*: 2 tasks, but include ['nosuch'] and exclude [] leave none; an example of an id is",
+    ),
+    "two agents alike": (
+        GOOD.replace("[oracle, nop]", "[nop, nop]"),
+        "c.yaml:3: agent: agents ['nop', 'nop'] are not distinct, but results are identified by these names; give each "
+        "its own name, such as {{as: careful, name: nop}}",
+    ),
+    "a mistyped class": (
+        GOOD.replace("[oracle, nop]", "my_agent:MyAgnt"),
+        "c.yaml:3: agent 'my_agent:MyAgnt': {here}/my_agent.py has no MyAgnt; did you mean MyAgent?",
+    ),
+    "a module that is not there": (
+        GOOD.replace("[oracle, nop]", "elsewhere:MyAgent"),
+        "put elsewhere.py next to the campaign file, or its directory on PYTHONPATH",
+    ),
+    "a name of two words": (GOOD.replace("name: small", "name: my campaign"), "c.yaml:1: name 'my campaign': "),
+    "an engine without its file": (
+        f"{GOOD}model: {{engine: scripted}}\n",
+        "c.yaml:5: model: engine scripted needs 'script'; add model.script",
+    ),
+    "answers that are not there": (
+        f"{GOOD}model: {{engine: scripted, script: no.yaml}}\n",
+        "c.yaml:5: model.script: 'no.yaml' does not exist (looked for {here}/no.yaml); give an existing path",
+    ),
+    "an endpoint without http": (
+        f"{GOOD}model: {{engine: external, path: m, base_url: llm.site.edu}}\n",
+        "c.yaml:5: model.base_url 'llm.site.edu'",
+    ),
+    "a key that is not there": (
+        f"{GOOD}model: {{engine: external, path: m, base_url: 'http://h/v1', api_key_file: nokey}}\n",
+        "c.yaml:5: model.api_key_file: 'nokey' does not exist",
+    ),
+    "a model that is not there": (
+        f"{GOOD}model: {{path: /no/model}}\n",
+        "c.yaml:5: model.path: '/no/model' does not exist",
+    ),
+    "a site that nobody knows": (f"{GOOD}site: perlmuter\n", "c.yaml:5: site 'perlmuter': no such profile"),
+    "a variable that is not set": (
+        f"{GOOD}run_dir: $NOWHERE_AT_ALL/runs\n",
+        "c.yaml:5: run_dir '$NOWHERE_AT_ALL/runs': a variable that is not set; export it first",
+    ),
+    "a colon without a space": (
+        GOOD.replace("name: small", "name:small"),
+        "c.yaml:2: not valid YAML: mapping values are not allowed here; write a space after each colon",
+    ),
+    "a key further to the right": (GOOD.replace("name:", "  name:"), "start all keys of one level in the same column"),
 }
-"""Mistake → the campaign file and the message."""
+"""Mistake → the campaign file and the message, in which ``{here}`` is its directory."""
 
 VALUES = {
     "samples: [1]": "samples: expected a whole number of at least 1, found a list",
@@ -120,10 +195,56 @@ VALUES = {
 NO_RUN = "not a run directory (no run.json); create one with: megaflow-hpc plan CAMPAIGN"
 A_FILE = "file: a file, expected a run directory; list run directories with: megaflow-hpc list"
 NO_STORE = "expected a trajectories.h5"
+NO_H5 = f"file: not an HDF5 file; {NO_STORE}"
 
 WORDS = {
+    "rnu good.yaml": "rnu: no such verb; did you mean run?",
+    "run": "run: missing: CAMPAIGN; see: megaflow-hpc run --help",
+    "run dir": "dir: cannot be read (Is a directory); name a campaign file, which megaflow-hpc init writes",
+    "run tasks/task0": "tasks/task0: cannot be read (Is a directory); it is a task: name it in tasks: of a",
+    "run {run}": "cannot be read (Is a directory); it is a run: continue it with megaflow-hpc resume {run}",
+    "run project": "(Is a directory); name the file in it: project/campaign.yaml",
+    "run secret.yaml": "secret.yaml: cannot be read (Permission denied); ask its owner, or: chmod u+r secret.yaml",
+    "run good.yaml --ranks 0": "--ranks: 0: give a whole number of at least 1",
+    "run good.yaml --launcher loacl": "--launcher: loacl: expected auto, local or slurm; did you mean local?",
+    "plan good.yaml --run-dir {run}": "{run}: is a run directory already; continue it with: megaflow-hpc resume {run}",
+    "plan good.yaml --max-rollouts 1": "good.yaml:1: 4 rollouts (tasks x policies x samples), expected at most 1",
+    "check good.yaml extra": "extra: one argument too many",
+    "submit dir --dry-run": "dir: cannot be read (Is a directory); name a campaign file",
+    "prove dir": "dir: cannot be read (Is a directory); name a campaign file",
+    "init project": "campaign.yaml: exists already; name another file, or replace it with --force",
+    "init nowhere/c.yaml": "nowhere/c.yaml: there is no directory nowhere; create it, or name another file",
+    "init --recipe nosuch": "nosuch: no such recipe; the recipes are: ",
+    "extend {run} nowhere.yaml": "nowhere.yaml: cannot be read (No such file or directory); correct the path",
+    "extend file": A_FILE,
+    "scale file --pods 1": A_FILE,
+    "gather file": A_FILE,
+    "watch file": A_FILE,
+    "cancel dir": f"dir: {NO_RUN}",
+    "usage dir": f"dir: {NO_RUN}",
+    "logs {run} nosuch": "logs: there is no log, because no job of this run has started",
+    "diff {run} a b": "no trajectory 'a' among 0",
+    "report file": NO_H5,
+    "validate file": NO_H5,
+    "compact file": NO_H5,
+    "anonymise file -o new.h5": NO_H5,
+    "training fit good.yaml": "good.yaml: has no section training; add one, or name another file",
+    "training skip {run} 3": "its campaign trains nothing; name a run of a campaign with a section training",
+    "tasks new task0": "tasks/task0: exists already; choose another name",
+    "tasks new 'my task'": "'my task': expected the id of a task: letters, digits, dot, dash and underscore",
+    "tasks list file": "file: no Harbor task directory (one with task.toml) there; build some with: megaflow-hpc tasks "
+    "build, or begin one with: megaflow-hpc tasks new NAME",
+    "tasks validate tasks": "its image 'base' is not at {here}/images/base.sif; name it with --image FILE.sif",
+    "tasks validate tasks --image no.sif": "--image: base: {here}/no.sif: no such file; expected a SIF",
+    "tasks validate tasks --jobs 0": "--jobs: 0: give a whole number of at least 1",
+    "agents new my_agent": "my_agent.py: exists already; choose another name",
+    "agents new 3x": "'3x': expected the name of a Python module, such as my_agent",
+    "images manifest dir": "dir: cannot be read (Is a directory)",
+    "completion fish": "SHELL: fish: expected bash, zsh or tcsh",
+    "help rnu": "rnu: no such verb; did you mean run?",
+    "janitor extra": "extra: one argument too many",
     "plan nowhere.yaml": "nowhere.yaml: cannot be read (No such file or directory); correct the path",
-    "plan dir": "dir: cannot be read (Is a directory); correct the path",
+    "plan dir": "dir: cannot be read (Is a directory); name a campaign file, which megaflow-hpc init writes",
     "plan good.yaml --only nosuch": "good.yaml:2: no rollout is left by --only nosuch; ids look like",
     "plan good.yaml --run-dir file": "file: File exists; correct the path",
     "status nowhere": f"nowhere: {NO_RUN}",
@@ -155,7 +276,7 @@ WORDS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, base_sif: Path) -> Path:
     """Make a directory with a run, a valid campaign file, an irrelevant file and directory, and two JSONL files."""
     folder = tmp_path_factory.mktemp("wrong")
     for number in range(2):
@@ -166,6 +287,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "file").write_text("x")
     (folder / "empty.jsonl").write_text("")
     (folder / "other.jsonl").write_text('{"a": 1}\n')
+    (folder / "my_agent.py").write_text("class MyAgent:\n    async def run(self, task, sandbox, model): ...\n")
+    (folder / "broken.sif").write_bytes(base_sif.read_bytes()[:40000])
+    (folder / "secret.yaml").write_text(GOOD)
+    (folder / "secret.yaml").chmod(0)
+    (folder / "project").mkdir()
+    (folder / "project" / "campaign.yaml").write_text(GOOD)
+    for directory, script in (("crlf", "tests/test.sh"), ("crlf-solution", "solution/solve.sh")):
+        (write_solved_task(folder / directory, "task9") / script).write_bytes(b"#!/bin/bash\r\nexit 0\r\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(folder / "programs"))
         patch.setattr(probe, "require", lambda *_, **__: None)  # there is no Apptainer
@@ -194,6 +323,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("wrong", FILES)
 def test_a_wrong_campaign_file(wrong: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content, said = FILES[wrong]
+    said = said.format(here=here) if "{here}" in said or "{{" in said else said
     (here / "c.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert said in refused(["plan", "c.yaml"], capsys)
     assert not (here / "runs").exists()  # no files remain
@@ -210,8 +340,10 @@ def test_a_wrong_value_is_told_what_is_expected(line: str, here: Path, capsys: p
 
 @pytest.mark.parametrize("words", WORDS)
 def test_wrong_words(words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert WORDS[words] in refused(shlex.split(words.format(run=here / "run")), capsys)
-    assert not (here / "new.h5").exists()
+    before = sorted(path for path in here.rglob("*") if "__pycache__" not in path.parts)
+    said = refused(shlex.split(words.format(run=here / "run")), capsys)
+    assert WORDS[words].format(run=here / "run", here=here) in said
+    assert sorted(path for path in here.rglob("*") if "__pycache__" not in path.parts) == before
 
 
 def test_a_mistake_of_the_file_is_said_before_one_of_the_site(

@@ -156,6 +156,8 @@ def test_a_carried_directory_replaces_the_network(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     (first, _) = load_tasks([str(tmp_path / "out" / "swe-gym.jsonl")], "/")
     assert first.image == "me/org_1776_lib-1:1"
+    (file,) = json.loads((tmp_path / "out" / "swe-gym.source.json").read_text())["files"]
+    assert (file["path"], len(file["sha256"])) == ("any.jsonl", 64)
     assert imports("swe-gym", "-o", tmp_path / "out", "--from", tmp_path / "none") == 2
     assert "none: no such directory" in capsys.readouterr().err
 
@@ -207,7 +209,8 @@ POLYGLOT = {
     ".meta/e.py": "def add(a, b):\n    return a + b\n",
     ".docs/instructions.md": "# Instructions\n\nAdd.\n",
     "add.py": "def add(a, b):\n    pass\n",
-    "add_test.py": "from add import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+    "add_test.py": "import unittest\nfrom add import add\n\n\nclass AddTest(unittest.TestCase):\n"
+    "    def test_add(self):\n        self.assertEqual(add(1, 2), 3)\n",
 }
 FIX = {
     "task_id": "Python/0",
@@ -234,7 +237,7 @@ def test_exercises_and_bugs_become_tasks_whose_tests_tell_right_from_wrong(
     assert "Object missing required field `declaration`" in capsys.readouterr().err
     tasks = load_tasks([f"{out}/aider-polyglot/*", f"{out}/humanevalfix/*"], "/")
     assert [(task.id, task.image, task.workdir) for task in tasks] == [
-        ("add", "python-pytest", "/work"),
+        ("add", "python", "/work"),
         ("Python-0", "python", "/work"),
     ]
     assert "Add." in tasks[0].instruction

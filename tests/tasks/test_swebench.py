@@ -190,7 +190,7 @@ def test_without_the_swebench_package_the_extra_is_named_and_named_tests_still_r
     refused = run(write_lines(tmp_path / "x.jsonl", PLAIN))
     assert refused.returncode == 1
     assert "x.jsonl:1: org__lib-1: " in refused.stderr
-    assert "pip install 'megaflow-hpc[swebench]'" in refused.stderr
+    assert 'pip install "megaflow-hpc[swebench]"' in refused.stderr
     assert run(write_lines(tmp_path / "y.jsonl", {**PLAIN, "runner": "named"})).stdout == "named\n"
 
 

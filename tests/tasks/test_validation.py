@@ -136,3 +136,25 @@ def test_tasks_validate_takes_whatever_a_campaign_names(
     assert main(["tasks", "validate", "tasks/*", "--only", "c", "--image", rootfs]) == 2
     assert "--only c: no such task in tasks/*; see: megaflow-hpc tasks list" in capsys.readouterr().err
     remove_tree(tmp_path / "scratch")
+
+
+def test_a_solution_runs_by_its_own_first_line_and_a_missing_network_is_named(
+    rootfs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGAFLOW_SCRATCH", str(tmp_path / "scratch"))
+    tasks = tmp_path / "tasks"
+    for name in ("awk", "fetching", "fetching-tests"):
+        assert main(["tasks", "new", name, str(tasks)]) == 0
+    (tasks / "awk/solution/solve.sh").write_text("#!/usr/bin/awk -f\nBEGIN { print 3 > \"count.txt\" }\n")
+    fetch = "getent hosts example.org || { echo 'curl: (6) Could not resolve host: example.org'; exit 6; }\n"
+    (tasks / "fetching/solution/solve.sh").write_text(f"#!/bin/bash\n{fetch}")
+    judging = tasks / "fetching-tests/tests/test.sh"
+    judging.write_text(f"#!/bin/bash\n({fetch})\necho 0 > /logs/verifier/reward.txt\n")
+    capsys.readouterr()
+    assert main(["tasks", "validate", str(tasks), "--image", rootfs, "--json"]) == 1
+    found = {task["task"]: task["problems"] for task in json.loads(capsys.readouterr().out)["tasks"]}
+    assert found["awk"] == []
+    hint = "it printed 'Could not resolve host', and its sandbox has network: none; set environment: {network: host}"
+    assert [hint in problem for problem in found["fetching"]] == [True]
+    assert [hint in problem for problem in found["fetching-tests"]] == [True]
+    remove_tree(tmp_path / "scratch")

@@ -89,6 +89,8 @@ class Draft:
     """Image name in the tasks → SIF file or directory. Empty until images are resolved."""
     source: str = ""
     """Text of the campaign file."""
+    file: str = ""
+    """Path of the campaign file. Empty if the campaign has none."""
     left_out: list[str] = field(default_factory=list)
     """Errors of the tasks that cannot be read or tested."""
     mistakes: list[str] = field(default_factory=list)

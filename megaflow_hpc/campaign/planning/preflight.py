@@ -13,6 +13,7 @@ from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.mpi import LIBRARY_PROGRAM
 from megaflow_hpc.ledger.blocks import count_blocks
+from megaflow_hpc.resources import install
 from megaflow_hpc.types import Task
 
 PACKAGES_S = 60.0
@@ -38,8 +39,8 @@ def check_packages(config: CampaignConfig, slurm: bool) -> None:
     why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
     if done.returncode and ("No module named" in why or not config.slurm.setup):
         raise SiteError(
-            f"{sys.executable}: pods cannot run with this Python: {why}; pip install 'megaflow-hpc[run]' there, load "
-            "the MPI module that mpi4py was built with, or write slurm.check: false if only the nodes of the "
+            f"{sys.executable}: pods cannot run with this Python: {why}; {install('run')} there, load the "
+            "MPI module that mpi4py was built with, or write slurm.check: false if only the nodes of the "
             "jobs have it"
         )
 

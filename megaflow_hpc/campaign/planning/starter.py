@@ -18,9 +18,10 @@ from megaflow_hpc.config.sections import NAME
 from megaflow_hpc.config.site_profile import Profile
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.model.engines.offline import cached_models, why_no_engine
-from megaflow_hpc.resources import docs
+from megaflow_hpc.resources import docs, install
 from megaflow_hpc.slurm import fits, site
 from megaflow_hpc.slurm.site import Partition
+from megaflow_hpc.tasks.harbor.format import BASE
 
 WALLTIME_S = 4 * 3600
 """Walltime of jobs in seconds, if the partition allows it."""
@@ -39,8 +40,8 @@ class Starter:
     tasks: str = ""
     """Source of tasks in the directory. Empty if no tasks were detected."""
     model: str = ""
-    base: str = "docker://debian:12"
-    """Source of the image ``base``, which tasks made by ``tasks new`` use. No registry has an image of this name."""
+    base: str = BASE
+    """Source of the image ``base``."""
     engine: bool = False
     agent: bool = False
     """True if mini-swe-agent is installed."""
@@ -49,6 +50,8 @@ class Starter:
     recognised: str = ""
     """Rule by which the first profile matched this machine. Empty if the profile has no rule."""
     slurm: bool = False
+    silent: bool = False
+    """True if Slurm's programs are installed here but no controller answers."""
     accounts: list[str] = field(default_factory=list)
     """Slurm accounts, with the default account first."""
     partitions: list[Partition] = field(default_factory=list)
@@ -77,6 +80,7 @@ class Starter:
                 starter.whole_nodes = site.whole_nodes()
                 starter.slurm = True
             except SiteError as error:
+                starter.silent = True
                 starter.notices.append(f"{error}; written without partitions and accounts")
         if starter.slurm:
             starter.accounts = site.accounts()
@@ -101,6 +105,16 @@ class Starter:
                 self.profiles.append(profile)
                 matches.append(match)
         self.recognised = matches[0] if matches else ""
+
+    def next_steps(self, path: Path) -> list[str]:
+        """Returns the commands that a user types next.
+
+        Args:
+            path: The campaign file.
+        """
+        new = [] if self.tasks else ["megaflow-hpc tasks new NAME"]
+        local = " --launcher local" if self.silent else ""
+        return [*new, f"megaflow-hpc check {path}", f"megaflow-hpc run {path}{local}"]
 
     def text(self) -> str:
         """Returns the campaign file: at most 40 lines, valid for :func:`megaflow_hpc.config.load`."""
@@ -174,7 +188,7 @@ class Starter:
         lacking = [
             *([] if self.model else ["a model: a directory, or a name in Hugging Face's cache"]),
             *([] if self.engine else ["vLLM: MEGAFLOW_ENGINE_VENV names the virtual environment that has it"]),
-            *([] if self.agent else ["mini-swe-agent: pip install mini-swe-agent"]),
+            *([] if self.agent else [f"mini-swe-agent: {install('agents')}"]),
         ]
         return [
             "agent: oracle  # carries out each task's own solution; needs no model. With one:",
@@ -194,7 +208,9 @@ class Starter:
 
     def _slurm(self) -> list[str]:
         if not self.slurm:
-            return ["# No Slurm answered here: megaflow-hpc run takes this machine."]
+            if self.silent:
+                return ["# Slurm did not answer: until it does, run with --launcher local takes this machine."]
+            return ["# There is no Slurm here: megaflow-hpc run takes this machine."]
         account = [f"  account: {_quoted(self.accounts[0])}{_others(self.accounts)}"] if self.accounts else []
         if self.profiles and "pods" in (self.profiles[0].fields.get("slurm") or {}):
             unknown = [] if account else ["  # account: PROJECT  # many sites demand one"]

@@ -1,4 +1,4 @@
-"""Verbs for an existing run: ``resume``, ``scale``, ``cancel`` and ``gather``."""
+"""Verbs for an existing run: ``resume``, ``extend``, ``scale``, ``cancel`` and ``gather``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
 from megaflow_hpc.cli.output import note, print_json, say, unstarted_lines
-from megaflow_hpc.cli.progress import under_way
+from megaflow_hpc.cli.progress import PlanProgress, under_way
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, limit, request, whole
 from megaflow_hpc.errors import ConfigError
 
@@ -20,7 +20,7 @@ STOPPED = 75
 
 
 def register(subparsers: Subparsers) -> None:
-    """Registers the verbs ``resume``, ``scale``, ``cancel`` and ``gather``."""
+    """Registers the verbs ``resume``, ``extend``, ``scale``, ``cancel`` and ``gather``."""
     resume = add_verb(
         subparsers,
         "resume",
@@ -70,6 +70,21 @@ def register(subparsers: Subparsers) -> None:
         )
     resume.add_argument("--no-wait", action="store_true", help="submit and return")
     add_launcher(resume)
+
+    extend = add_verb(
+        subparsers,
+        "extend",
+        _extend,
+        "add the new tasks and samples of an edited campaign file to a run",
+        examples=["extend RUN", "extend latest more-tasks.yaml", "resume RUN"],
+        description="Edit tasks, samples or environment.images in the campaign file, then extend the run: it gets the "
+        "rollouts that it lacks, and megaflow-hpc resume runs them. Removes nothing. Other edits are refused, because "
+        "they would make the rollouts of one run differ. Pods must have ended.",
+    )
+    add_run(extend)
+    extend.add_argument(
+        "campaign", metavar="CAMPAIGN", nargs="?", help="campaign file; default: the one that the run was planned from"
+    )
 
     scale = add_verb(
         subparsers,
@@ -123,11 +138,19 @@ def _resume(arguments: argparse.Namespace) -> int:
         status = run.status()
     for line in [*unstarted_lines(status), *status["warnings"]]:
         note(line)
+    for line in run.edits.campaign_keys():
+        note(line)
     if edited := run.edits.tasks():
         shown = f"{', '.join(edited[:3])}{', …' if len(edited) > 3 else ''}"
         changed = f"{len(edited)} tasks were changed after the run was planned"
         if arguments.accept_changes:
             note(f"{changed} and are accepted as they are: {shown}")
+        elif not status["rollouts"]["pending"] + status["rollouts"]["running"] + status["rollouts"]["failed"]:
+            note(
+                f"{changed}, and its rollouts keep the rewards of the earlier tests: {shown}; score them again with: "
+                f"megaflow-hpc reverify {run.path}; or run them again in a new run: megaflow-hpc run "
+                f"{run.record.file or 'CAMPAIGN'} --only {' '.join(edited[:3])}"
+            )
         else:
             note(
                 f"{changed}, so their rollouts fail: {shown}; restore their files, accept them with --accept-changes, "
@@ -161,6 +184,23 @@ def _resume(arguments: argparse.Namespace) -> int:
         return True
 
     return start_and_follow(run, arguments, start)
+
+
+def _extend(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.campaign.extension import extend
+    from megaflow_hpc.campaign.facade import Run
+
+    run = Run(arguments.run_dir)
+    with PlanProgress() as watch:
+        added = extend(run, arguments.campaign, watch)
+    if arguments.json:
+        print_json({"run": str(run.path), "tasks": added.tasks, "rollouts": added.rollouts})
+    elif added.rollouts:
+        say(f"added {len(added.tasks)} tasks and {added.rollouts} rollouts")
+        note(f"run them: megaflow-hpc resume {run.path}")
+    else:
+        say("nothing to add: the run has every rollout of the file")
+    return 0
 
 
 def _scale(arguments: argparse.Namespace) -> int:

@@ -143,7 +143,7 @@ def _init(arguments: argparse.Namespace) -> int:
         print_json({"campaign": str(path), "slurm": starter.slurm, "tasks": starter.tasks, "model": starter.model})
         return 0
     say(path)
-    note(f"next: megaflow-hpc check {path}; then megaflow-hpc run {path}")
+    note(f"next: {'; then '.join(starter.next_steps(path))}")
     return 0
 
 
@@ -208,8 +208,9 @@ def _check(arguments: argparse.Namespace) -> int:
         if not result.file and any(not line.startswith(arguments.campaign) for line in result.site):
             note("the file itself has no errors; --no-site checks it alone, and run --launcher local needs no Slurm")
         if not result.file and not result.site:
-            less = f"; {len(result.left_out)} tasks left out" if result.left_out else ""
-            say(f"{arguments.campaign}: ok: {result.tasks} tasks, {result.rollouts} rollouts{less}")
+            less = f"; {_count(len(result.left_out), 'task')} left out" if result.left_out else ""
+            counts = f"{_count(result.tasks, 'task')}, {_count(result.rollouts, 'rollout')}{less}"
+            say(f"{arguments.campaign}: ok: {counts}")
     if result.file:
         return ConfigError.exit_status
     return SiteError.exit_status if result.site else 0

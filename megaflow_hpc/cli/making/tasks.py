@@ -95,7 +95,9 @@ def register(subparsers: Subparsers) -> None:
     )
     validate.add_argument("source", metavar="SOURCE", help="the tasks, as described above")
     validate.add_argument(
-        "--image", metavar="SIF", help="the tasks' image; default: images/NAME.sif next to the tasks' directory"
+        "--image",
+        metavar="SIF",
+        help="the tasks' image, a file or docker://NAME; default: images/NAME.sif next to the tasks' directory",
     )
     validate.add_argument("--only", metavar="ID", action="extend", nargs="+", default=[], help="only these tasks")
     validate.add_argument(
@@ -311,6 +313,7 @@ def task_directories(directory: str) -> list[Path]:
     if not directories:
         raise ConfigError(
             f"{root}: no Harbor task directory (one with task.toml) there; build some with: megaflow-hpc tasks build"
+            ", or begin one with: megaflow-hpc tasks new NAME"
         )
     return directories
 
@@ -355,6 +358,12 @@ def run_validate(arguments: argparse.Namespace) -> int:
     else:
         names = {request.base or request.name: Path(request.path) for request in requests}
         files_by_name = {name: arguments.image or _image_beside(path, name) for name, path in names.items()}
+        for name, path in names.items():
+            if not arguments.image and not Path(files_by_name[name]).exists():
+                raise ConfigError(
+                    f"{path}: its image {name!r} is not at {files_by_name[name]}; name it with --image FILE.sif or "
+                    "--image docker://NAME, such as docker://debian:12, or name a campaign file with --campaign"
+                )
         mapping = ImageMapping(files_by_name, Path.cwd(), "--image")
     with PlanProgress() as watch:
         images.say, images.show = watch.say, watch.show
@@ -405,13 +414,14 @@ def _image_beside(task: Path, name: str) -> str:
 
 def run_new(arguments: argparse.Namespace) -> int:
     """Writes the template of a new task. Returns the exit status."""
-    from megaflow_hpc.tasks.harbor.format import write_template
+    from megaflow_hpc.tasks.harbor.format import BASE, write_template
 
     path = write_template(arguments.name, Path(arguments.directory))
     if arguments.json:
         print_json({"path": str(path), "id": path.name})
     else:
-        say(f"{path}\nprove it: megaflow-hpc tasks validate {path} --image IMAGE.sif")
+        image = "" if Path(_image_beside(path, "base")).exists() else f" --image {BASE}"
+        say(f"{path}\nprove it: megaflow-hpc tasks validate {path}{image}")
     return 0
 
 

@@ -198,8 +198,10 @@ def _training(arguments: argparse.Namespace) -> tuple[RunDir, str]:
     trained = list(training.policies) if training else []
     policy = arguments.policy or (trained[0] if len(trained) == 1 else None)
     if policy not in trained:
-        reason = f"policy {policy!r} is not trained" if policy or not trained else "several policies are trained"
-        raise ConfigError(f"{run}: {reason}; give --policy: {', '.join(trained) or 'the campaign trains none'}")
+        if not trained:
+            raise ConfigError(f"{run}: its campaign trains nothing; name a run of a campaign with a section training")
+        reason = f"policy {policy!r} is not trained" if policy else "several policies are trained"
+        raise ConfigError(f"{run}: {reason}; give --policy: {', '.join(trained)}")
     if Marks(run).finished:
         raise ConfigError(f"{run}: is finished, so no trainer will start; train its weights in a new campaign")
     assert policy is not None

@@ -22,6 +22,7 @@ from megaflow_hpc.environments.images.build_progress import BuildProgress, make_
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
 from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
 from megaflow_hpc.environments.images.pull import pull
+from megaflow_hpc.environments.images.sif import system_partition
 from megaflow_hpc.environments.images.sources import (
     BUILD_S,
     ImageMapping,
@@ -31,7 +32,7 @@ from megaflow_hpc.environments.images.sources import (
     match_name,
 )
 from megaflow_hpc.environments.images.store import ImageStore, LayerStore, digest_in
-from megaflow_hpc.errors import ConfigError, MegaflowError, SiteError
+from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError, SiteError
 from megaflow_hpc.host.apptainer import find_apptainer
 
 MAX_BUILD_S = 6 * 3600.0
@@ -45,6 +46,10 @@ def is_built(path: Path) -> bool:
     """Returns whether a path from :class:`Images` is an image. With ``build=False``, missing images have placeholder
     paths."""
     return not path.name.startswith(_NOT_BUILT)
+
+
+_REPOSITORY = re.compile(r"(?!.*\.(sif|def|tar)$)[a-z0-9]+([._/-][a-z0-9]+)*(:[\w.-]+)?")
+"""Matches the name of an image in a registry, such as ``ubuntu:22.04``, but no name of an image file."""
 
 
 class DockerfileBuilder(Protocol):
@@ -297,19 +302,23 @@ class Images:
                 build=build,
             )
         path = Path(mapping.base_dir, source).absolute()
+        prefix = "" if name == source else f"{name}: "
         if path.is_dir():
             return path
         if not path.is_file():
-            prefix = "" if name == source else f"{name}: "
             raise ConfigError(
                 f"{where}: {prefix}{path}: no such file; expected a SIF, a .def file, a Dockerfile, a directory "
-                "or docker://…"
+                "or docker://…" + (f"; did you mean docker://{source}?" if _REPOSITORY.fullmatch(source) else "")
             )
         if path.name.startswith("Dockerfile"):
             return self.resolve_dockerfile(
                 self.dockerfiles.read(path), mapping, build=build, task_path=task_path, above=above
             )
         if path.suffix != ".def":
+            try:
+                system_partition(path)
+            except SandboxError as error:
+                raise ConfigError(f"{where}: {prefix}{error}") from None
             return path
         return self._find_or_make(
             definition_digest(path),

@@ -26,7 +26,8 @@ SCRIPT = "solve.sh"
 
 
 async def solve(task: Task, sandbox: Sandbox) -> ExecResult:
-    """Uploads the solution of a task or step and runs it in the working directory.
+    """Uploads the solution of a task or step and runs it in the working directory, by the interpreter of its first
+    line, or else by bash.
 
     Raises:
         ConfigError: The task has no solution.
@@ -39,9 +40,14 @@ async def solve(task: Task, sandbox: Sandbox) -> ExecResult:
     files.require(solution / SCRIPT)
     with tempfile.TemporaryDirectory() as scratch:
         files.copy(solution, Path(scratch, "solution"))
+        copy = Path(scratch, "solution", SCRIPT)
+        copy.chmod(copy.stat().st_mode | 0o755)
         await sandbox.upload(str(Path(scratch, "solution")), "/solution")
     env = {"DEBIAN_FRONTEND": "noninteractive", **data.solution_env}
-    return await sandbox.exec(["bash", f"/solution/{SCRIPT}"], cwd=task.workdir, env=env)
+    command = ["bash", f"/solution/{SCRIPT}"]
+    if verifier.names_interpreter(solution / SCRIPT):
+        command = [f"/solution/{SCRIPT}"]
+    return await sandbox.exec(command, cwd=task.workdir, env=env)
 
 
 class HarborFormat(OneStep):
@@ -129,7 +135,10 @@ def find_tasks(source: str, base: Path) -> list[str]:
                 f"harbor task migrate -i {match} -o OUTPUT"
             )
     if not directories:
-        raise ConfigError(f"tasks: {pattern}: contains no Harbor task directory (with task.toml); correct the path")
+        raise ConfigError(
+            f"tasks: {pattern}: contains no Harbor task directory (with task.toml); correct the path, or begin a task "
+            "with: megaflow-hpc tasks new NAME"
+        )
     if len(directories) == 1 and not _is_task(directories[0]):
         inner = sorted(entry.path for entry in os.scandir(directories[0]) if entry.is_dir() and _is_task(entry.path))
         if inner:
@@ -156,6 +165,8 @@ def _image(task: Task) -> ImageRequest:
 # --- new tasks --------------------------------------------------------------------------------------------------------
 
 TEMPLATE = Path(__file__).parent / "template"
+BASE = "docker://debian:12"
+"""Source of the template's image ``base``. No registry has an image of this name."""
 
 
 def write_template(name: str, directory: Path) -> Path:

@@ -342,6 +342,21 @@ def _read_mcp_server(table: TomlTable) -> McpServer:
 # --- verification -----------------------------------------------------------------------------------------------------
 
 SCRIPT = "test.sh"
+SOLUTION = "solve.sh"
+
+
+def _check_lines(script: Path) -> None:
+    """Checks that the first line of a script does not end in CRLF, which Linux takes for part of a program's name.
+
+    Raises:
+        ConfigError: It does.
+    """
+    with open(script, "rb") as file:
+        first = file.readline(4096)
+    if first.endswith(b"\r\n"):
+        raise ConfigError(
+            f"{script}:1: lines end in CRLF, which no shell reads; convert it: sed -i 's/\\r$//' {script}"
+        )
 
 
 def read_judging(
@@ -374,11 +389,13 @@ def read_judging(
         rules = msgspec.structs.replace(rules, environment=own, bundled=separate.bundled, secrets=sorted(passed))
     script = next((directory / SCRIPT for directory in reversed(tests) if (directory / SCRIPT).is_file()), None)
     if script is not None and not rules.bundled:
-        TaskFiles(root).require(script)
+        _check_lines(TaskFiles(root).require(script))
     elif script is None and not rules.bundled:
         raise ConfigError(
             f"{homes[-1] / 'tests' / SCRIPT}: missing; a Harbor task needs tests for its reward: add tests/test.sh"
         )
+    if (solution / SOLUTION).is_file():
+        _check_lines(solution / SOLUTION)
     return Judging(
         tests=[str(directory) for directory in tests],
         solution=str(inside(root, solution)),

@@ -38,6 +38,7 @@ from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.rewards import read_logs, read_rewards
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
 from megaflow_hpc.tasks.masking import Mask
+from megaflow_hpc.tasks.no_network import network_hint
 from megaflow_hpc.types import Network, Task, Verdict
 
 _SHELL = (
@@ -154,7 +155,7 @@ async def _judge(
         try:
             rewards = await asyncio.to_thread(read_rewards, logs)
         except ValueError as wrong:
-            error = f"{wrong} (tests/test.sh ended with {result.exit_code})"
+            error = f"{wrong} (tests/test.sh ended with {result.exit_code}){network_hint(output, sandbox.spec.network)}"
             return Verdict(output=output, error=error, artifacts=artifacts)
         return Verdict.of(rewards, output, artifacts)
     finally:
@@ -207,16 +208,20 @@ def _command(sources: Sequence[Path]) -> list[str]:
     their shebang line.
     """
     script = next((path / "test.sh" for path in reversed(sources) if (path / "test.sh").is_file()), None)
-    if script is not None:
-        with open(script, "rb") as file:
-            first = file.readline(256)
-        words = first[2:].split() if first.startswith(b"#!") else []
-        names = [os.path.basename(word) for word in words if not word.startswith(b"-")]
-        if names[:1] == [b"env"]:
-            names = names[1:]
-        if names and not re.fullmatch(rb"(ba|da|a)?sh", names[0]):
-            return ["/tests/test.sh"]
+    if script is not None and names_interpreter(script):
+        return ["/tests/test.sh"]
     return ["/bin/sh", "-c", _SHELL]
+
+
+def names_interpreter(script: Path) -> bool:
+    """Returns whether the first line of a script names another program than a shell to run it."""
+    with open(script, "rb") as file:
+        first = file.readline(256)
+    words = first[2:].split() if first.startswith(b"#!") else []
+    names = [os.path.basename(word) for word in words if not word.startswith(b"-")]
+    if names[:1] == [b"env"]:
+        names = names[1:]
+    return bool(names) and not re.fullmatch(rb"(ba|da|a)?sh", names[0])
 
 
 def _create_directories(home: Path, sources: Sequence[Path], files: TaskFiles) -> None:

@@ -132,7 +132,7 @@ mkdir -p /logs/verifier
 cp /tests/*_test.py /work/
 cd /work
 reward=0
-python3 -m pytest -q -p no:cacheprovider *_test.py && reward=1
+python3 -m unittest *_test.py && reward=1
 echo $reward > /logs/verifier/reward.txt
 """
 POLYGLOT_TASK = """
@@ -164,7 +164,7 @@ def aider_polyglot(source: Path, target: Path, refuse: Refuse) -> None:
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             refuse(ConfigError(f"{exercise.relative_to(source)}: {error}"))
             continue
-        _write(target / exercise.name, written, "python-pytest", f"aider-polyglot python/{exercise.name}")
+        _write(target / exercise.name, written, "python", f"aider-polyglot python/{exercise.name}")
 
 
 def _read(directory: Path, name: str) -> str:

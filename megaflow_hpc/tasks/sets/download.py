@@ -150,7 +150,7 @@ def fetch(source: SetSource, remote: Remote, directory: Path, say: Callable[[str
         SiteError: The download breaks off again and again, or the file has another checksum.
     """
     target = directory / remote.path
-    if target.is_file() and remote.sha256 in ("", digest := _digest(target)):
+    if target.is_file() and remote.sha256 in ("", digest := digest_of(target)):
         return target, digest
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
@@ -175,7 +175,7 @@ def fetch(source: SetSource, remote: Remote, directory: Path, say: Callable[[str
         if tries >= MAX_TRIES:
             raise source.explain(remote.url, failure) from None
         time.sleep(FIRST_PAUSE_S * 2**tries)
-    digest = _digest(part)
+    digest = digest_of(part)
     if remote.sha256 not in ("", digest):
         part.unlink()
         raise SiteError(
@@ -202,6 +202,7 @@ def _continue(remote: Remote, part: Path, start: int) -> bool:
     return size == (remote.size if remote.size is not None else expected if expected is not None else size)
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,7 +15,7 @@ from megaflow_hpc.tasks.formats import refuse_into
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.releases.sdists import cache_directory
 from megaflow_hpc.tasks.sets.converters import DIRECTORIES, to_lines, unpack
-from megaflow_hpc.tasks.sets.download import SetSource, fetch
+from megaflow_hpc.tasks.sets.download import SetSource, digest_of, fetch
 from megaflow_hpc.tasks.sets.registry import TaskSet, find
 from megaflow_hpc.tasks.swebench.importing import import_file
 from megaflow_hpc.tasks.swebench.instances import IMAGE, Instance, image_name
@@ -73,7 +73,7 @@ def import_set(
     revision, files = version or task_set.revision, list[tuple[Path, str]]()
     if origin is not None:
         paths, root = _local(base, task_set, origin), origin
-        files = [(path, "") for path in paths]
+        files = [(path, digest_of(path) if path.is_file() else "") for path in paths]
     else:
         source = SetSource(base, task_set, revision, mirror)
         revision, remotes = source.files()

@@ -28,12 +28,13 @@ import msgspec
 from msgspec import Struct
 
 from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.resources import install
 from megaflow_hpc.tasks.formats import Refuse, raise_error
 from megaflow_hpc.tasks.swebench import package
 from megaflow_hpc.tasks.swebench.instances import Instance, Line, parse, read_instances
 from megaflow_hpc.types import Task
 
-INSTALL = "pip install 'megaflow-hpc[swebench]' (or only the used packages: pip install --no-deps swebench unidiff)"
+INSTALL = f"{install('swebench')} (or only the used packages: pip install --no-deps swebench unidiff)"
 PARSER_TIMEOUT_S = 120.0
 """Timeout of a log parser in seconds. After a timeout, the tests count as failed."""
 

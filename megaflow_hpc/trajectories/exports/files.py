@@ -15,6 +15,7 @@ from typing import IO, Any
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import fsync
 from megaflow_hpc.host.files import open_regular, remove_tree
+from megaflow_hpc.resources import install
 
 
 @contextlib.contextmanager
@@ -49,9 +50,7 @@ def zstandard() -> Any:
     try:
         import zstandard as module
     except ImportError:
-        raise ConfigError(
-            "zst: the package zstandard is missing; pip install 'megaflow-hpc[export]', or use --compress gz"
-        ) from None
+        raise ConfigError(f"zst: the package zstandard is missing; {install('export')}, or use --compress gz") from None
     return module
 
 

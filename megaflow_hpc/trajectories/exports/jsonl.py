@@ -164,7 +164,10 @@ def import_jsonl(
                 try:
                     trajectory = checked(parse(parse_object(line)))
                 except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-                    raise ConfigError(f"{source}:{number}: no trajectory of ours ({_fault(error)})") from None
+                    raise ConfigError(
+                        f"{source}:{number}: no trajectory of ours ({_fault(error)}); expected JSON lines of "
+                        "megaflow-hpc export"
+                    ) from None
                 if trajectory.id in ids:
                     raise ConfigError(f"{source}:{number}: {trajectory.id} was there before; ids are unique")
                 ids.add(trajectory.id)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.resources import install
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS, STRING, TEXT
 from megaflow_hpc.trajectories.reading.sources import Flat
@@ -38,7 +39,7 @@ def pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError("parquet: the package pyarrow is missing; pip install 'megaflow-hpc[export]'") from None
+        raise ConfigError(f"parquet: the package pyarrow is missing; {install('export')}") from None
     return pyarrow
 
 

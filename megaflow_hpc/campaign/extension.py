@@ -1,0 +1,103 @@
+"""Adds tasks and samples to a run that was planned before (``megaflow-hpc extend``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaflow_hpc.campaign import plan
+from megaflow_hpc.campaign.edits import EXTENDABLE, differing_keys, digest
+from megaflow_hpc.campaign.facade import Campaign
+from megaflow_hpc.campaign.local import living_pods
+from megaflow_hpc.campaign.planning.draft import MAX_ROLLOUTS, SILENT, PlanWatch, whole_groups
+from megaflow_hpc.campaign.run import Run
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.atomic import write_atomic
+from megaflow_hpc.ledger import read_blocks, write_blocks
+from megaflow_hpc.ledger.tasks import append_tasks, planned_tasks
+from megaflow_hpc.rundir.record import check_version, write_run
+from megaflow_hpc.tasks.digests import fixed
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Tasks and rollouts that :func:`extend` added."""
+
+    tasks: list[str]
+    rollouts: int
+
+
+def extend(
+    run: Run, file: str | Path | None = None, watch: PlanWatch = SILENT, max_rollouts: int = MAX_ROLLOUTS
+) -> Extension:
+    """Adds the tasks and samples of an edited campaign file that the run lacks. :meth:`Run.resume` then runs them.
+
+    Nothing is removed: rollouts of tasks that left the file, or of a lower number of samples, stay in the run. A call
+    that is killed may be repeated.
+
+    Args:
+        file: The edited campaign file. Default: the file from which the run was planned.
+
+    Raises:
+        ConfigError: Other keys differ too, the run trains or serves, or its pods are running.
+        SiteError: Slurm does not report which pods exist.
+    """
+    run.dir.check_ours(to_run=True)
+    check_version(run.record, run.dir)
+    record = run.record
+    if run.config.training or run.config.is_pool:
+        raise ConfigError(f"{run.path}: a campaign that trains or serves cannot be extended; plan a new run")
+    file = Path(file or record.file)
+    if not file.name:
+        raise ConfigError(
+            f"{run.path}: was planned without a campaign file; name one: megaflow-hpc extend RUN CAMPAIGN"
+        )
+    campaign = Campaign.from_yaml(file)
+    campaign.max_rollouts = max_rollouts
+    keys = [key for key in differing_keys(run.edits.planned_text(), campaign.text) if key not in EXTENDABLE]
+    if keys:
+        raise ConfigError(
+            f"{campaign.where(keys[0])}: {keys[0]}: not as it was planned for {run.path}; extend adds tasks and "
+            "samples only: undo the edit, or plan a new run"
+        )
+    _check_stopped(run)
+    draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, watch=watch, most=max_rollouts)
+    draft.tasks = fixed(draft.tasks)
+    known = set(planned_tasks(run.dir, record))
+    new = [planned for planned in plan.planned_tasks(draft) if planned.task["id"] not in known]
+    if new:
+        assert record.packed is not None
+        record.packed = append_tasks(run.dir, record.packed, new)
+        record.sandboxes = record.sandboxes or any(planned.task.get("image") for planned in new)
+        write_run(run.dir, record)
+    there = {rollout.id for block in read_blocks(run.dir) for rollout in block.rollouts}
+    rollouts = [rollout for rollout in draft.rollouts if rollout.id not in there]
+    if rollouts:
+        write_blocks(run.dir, rollouts, run.config.slurm.pods.total, whole=whole_groups(run.config))
+    planned = draft.config.model_dump(mode="json")
+    record.campaign |= {key: planned[key] for key in ("tasks", "samples")}
+    record.campaign["environment"] = {**record.campaign["environment"], "images": planned["environment"]["images"]}
+    for name, policy in record.policies.items():
+        policy.samples = draft.policies[name].samples
+    record.total = len({*there, *(rollout.id for rollout in rollouts)}) - sum(
+        run.ledger.rollouts_added(added) for added in run.ledger.added()
+    )
+    record.source, record.file = digest(campaign.text), str(file.absolute())
+    write_run(run.dir, record)
+    write_atomic(run.dir.campaign_yaml, campaign.text)
+    return Extension([planned.task["id"] for planned in new], len(rollouts))
+
+
+def _check_stopped(run: Run) -> None:
+    """Checks that no pod of the run is queued or running, because pods read the tasks only once."""
+    pods = sorted(living_pods(run.ledger.leases().values()))
+    if not pods and run.job_ids():
+        live = run.slurm_jobs.live_pods(0)
+        if live is None:
+            raise SiteError(f"{run.path}: Slurm does not say which pods there are; nothing was added")
+        pods = [pod.id for pod in live]
+    if pods:
+        raise ConfigError(
+            f"{run.path}: {len(pods)} pods are queued or running (among them {pods[0]}), which know the earlier tasks "
+            f"only; wait for them, or stop them first (megaflow-hpc cancel {run.path}), which loses no stored results"
+        )
