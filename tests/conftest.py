@@ -20,6 +20,7 @@ pytest_plugins = [
     "tests.docs.group",
     "tests.support.engines",
     "tests.support.harbor_environment",
+    "tests.support.viewers_environment",
     "tests.support.recipe_environment",
     "tests.support.sandboxes",
     "tests.support.second_user",

@@ -80,6 +80,12 @@ _IMAGES = (
         "images, planning, pods",
     ),
     Variable(
+        "IMAGES",
+        "images of Inspect's samples: NAME=TARGET, separated by commas, with patterns",
+        "docker://NAME for each NAME",
+        "inspect eval --sandbox megaflow_hpc",
+    ),
+    Variable(
         "CACHE_GB",
         "size limit of a node's image cache, in GB (10^9 bytes)",
         "four fifths of the free space of scratch",

@@ -24,22 +24,24 @@ import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 
-from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
-from megaflow_hpc.environments.builds.builder import Builder
-from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, last_workdir
-from megaflow_hpc.environments.images.resolve import Images
-from megaflow_hpc.environments.images.sources import ImageMapping, match_name
-from megaflow_hpc.environments.images.store import ImageStore
+from megaflow_hpc.environments import ApptainerSandbox, SandboxSpec
 from megaflow_hpc.errors import ConfigError, MegaflowError, SandboxError
 from megaflow_hpc.host.apptainer import find_apptainer
+from megaflow_hpc.integrations.sandboxes import (
+    OpenNetwork,
+    ResolvedImage,
+    acquire_provider,
+    parse_images,
+    release_provider,
+    resolve_image,
+)
 
-_providers: dict[tuple[asyncio.AbstractEventLoop, str], tuple[ApptainerProvider, list[ApptainerEnvironment]]] = {}
-"""Maps (event loop, scratch directory) to a provider and the environments that currently use it."""
+IMAGES = "environment kwarg images"
 
 
 class ApptainerEnvironment(BaseEnvironment):
@@ -53,11 +55,11 @@ class ApptainerEnvironment(BaseEnvironment):
         network: str = "host",
         **keywords: Any,
     ) -> None:
-        self._images = parse_images(images)
+        self._images = parse_images(images, IMAGES)
         self._scratch = os.path.abspath(scratch) if scratch else ""
         if network not in ("host", "none"):
             raise ConfigError(f"environment kwarg network {network!r}: expected host or none")
-        self._public: Literal["none", "host"] = "host" if network == "host" else "none"
+        self._public: OpenNetwork = "host" if network == "host" else "none"
         self._sandbox: ApptainerSandbox | None = None
         self._as: str | None = None
         super().__init__(*arguments, **keywords)
@@ -102,14 +104,14 @@ class ApptainerEnvironment(BaseEnvironment):
 
     async def start(self, force_build: bool) -> None:
         """Resolves the image (built or pulled on first use) and starts the sandbox."""
-        image, workdir, env, user = await asyncio.to_thread(self._image)
+        image = await asyncio.to_thread(self._image)
         memory_mb = self._resource_limit_value("memory", auto_mode=_limit())
         cpus = self._resource_limit_value("cpu", auto_mode=_limit())
         spec = SandboxSpec(
-            image=image,
-            env={**env, **self._startup_env()},
-            workdir=self.task_env_config.workdir or workdir,
-            user=user,
+            image=image.file,
+            env={**image.env, **self._startup_env()},
+            workdir=self.task_env_config.workdir or image.workdir,
+            user=image.user,
             binds=tuple(
                 f"{mount['source']}:{mount['target']}{':ro' if mount.get('read_only') else ''}"
                 for mount in self._host_mounts
@@ -119,40 +121,22 @@ class ApptainerEnvironment(BaseEnvironment):
             cpus=cpus,
             disk_mb=self._effective_storage_mb,
         )
-        self._as = user
-        self._sandbox = await self._provider().start(spec)
+        self._as = image.user
+        self._sandbox = await acquire_provider(self, self._scratch).start(spec)
         await self.ensure_dirs(self._mount_targets(writable_only=True))
         await self._upload_environment_dir_after_start()
 
-    def _image(self) -> tuple[str, str | None, dict[str, str], str | None]:
-        """Returns the image file, working directory, variables and user from the task's definition."""
+    def _image(self) -> ResolvedImage:
+        """Returns the image of the task's definition."""
         dockerfile = self.environment_dir / "Dockerfile"
-        named = self.task_env_config.docker_image
-        parsed = None if named else Dockerfile(dockerfile)
-        name, bases = (parsed.base, parsed.bases) if parsed else (str(named), [str(named)])
-        mapping = dict(self._images)
-        for base in bases:
-            if match_name(base, self._images) is None:
-                mapping[base] = f"docker://{base}"
-        images = Images(ImageStore(), builder=Builder(self._public, scratch=self._scratch or None))
-        path = str(self.environment_dir.parent)
-        names = ImageMapping(mapping, Path.cwd(), "environment kwarg images")
-        if parsed is not None and parsed.needs_build:
-            file = images.resolve_dockerfile(parsed, names, task_path=path)
-        else:
-            file = images.resolve(name, names, task_path=path)
-        image = str(file)
-        if parsed is not None:
-            return image, parsed.workdir, dict(parsed.environment), parsed.user
-        return image, last_workdir(dockerfile) if dockerfile.is_file() else None, {}, None
-
-    def _provider(self) -> ApptainerProvider:
-        key = (asyncio.get_running_loop(), self._scratch)
-        if key not in _providers:
-            _providers[key] = (ApptainerProvider(self._scratch or None), [])
-        provider, users = _providers[key]
-        users.append(self)
-        return provider
+        return resolve_image(
+            self.task_env_config.docker_image or "",
+            dockerfile if dockerfile.is_file() else None,
+            self._images,
+            IMAGES,
+            self._public,
+            self._scratch,
+        )
 
     async def stop(self, delete: bool) -> None:
         """Stops the sandbox, and closes the provider after its last sandbox. Removes all files, even if ``delete`` is
@@ -160,15 +144,7 @@ class ApptainerEnvironment(BaseEnvironment):
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.stop()
-        key = (asyncio.get_running_loop(), self._scratch)
-        if key not in _providers:
-            return
-        provider, users = _providers[key]
-        if self in users:
-            users.remove(self)
-        if not users:
-            del _providers[key]
-            await provider.close()
+        await release_provider(self, self._scratch)
 
     def _running(self) -> ApptainerSandbox:
         if self._sandbox is None:
@@ -228,19 +204,6 @@ class ApptainerEnvironment(BaseEnvironment):
             await self._running().download(source, str(target))
         except SandboxError as error:
             raise RuntimeError(str(error)) from error
-
-
-def parse_images(value: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Parses ``NAME=TARGET,NAME=TARGET`` or a mapping. The first ``=`` of a pair separates name and target."""
-    if value is None:
-        return {}
-    if isinstance(value, Mapping):
-        return {str(name): str(target) for name, target in value.items()}
-    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
-    for name, equals, target in pairs:
-        if not (name.strip() and equals and target.strip()):
-            raise ConfigError(f"environment kwarg images {value!r}: expected NAME=TARGET, separated by commas")
-    return {name.strip(): target.strip() for name, _, target in pairs}
 
 
 def _limit() -> Any:

@@ -71,6 +71,7 @@ WRONG = {
     "images prune": ("deadbeef", "deadbeef", "see: megaflow-hpc images list"),
     "compare": ("/no/run", "/no/run", NO_STORE),
     "report": ("/no/run -o /no/page.html", "/no/run", NO_STORE),
+    "track": ("/no/run --to tensorboard", "/no/run", NO_RUN),
     "shell": ("/no/run 0", "/no/run", NO_RUN),
     "usage": ("/no/run", "/no/run", NO_RUN),
     "weights publish": ("/no/run /no/model", "/no/run", NO_RUN),

@@ -22,7 +22,7 @@ from megaflow_hpc.host.atomic import without_links
 from megaflow_hpc.trajectories.hdf5.columns import Integers
 from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
 
-FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds")
+FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds", "harbor", "inspect", "traces")
 
 GROUP_TOKENS = 1 << 20
 """Maximum number of tokens to hold in memory at once (tens of MB)."""

@@ -16,15 +16,14 @@ Follows schema ATIF-v1.7 (Harbor's RFC 0001); the output validates against Harbo
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.texts import joined_parts
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
+from megaflow_hpc.trajectories.exports.messages import RecordedToolCall, as_text, iso_time, reasoning_of, tool_calls
 from megaflow_hpc.trajectories.reading.conversations import Conversation, main
 from megaflow_hpc.trajectories.reading.sources import SequenceView
 from megaflow_hpc.trajectory import Turn
@@ -74,7 +73,7 @@ def document(row: Row, campaign: str) -> dict[str, Any]:
     else:
         reason = row.error or f"no conversation was recorded ({row.status})"
         steps = _numbered([{"source": "system", "message": reason}])
-    steps[0]["timestamp"] = _iso(row.started_at)
+    steps[0]["timestamp"] = _time(row.started_at)
     root: dict[str, Any] = {
         **_head(row),
         "session_id": row.id,
@@ -91,7 +90,7 @@ def document(row: Row, campaign: str) -> dict[str, Any]:
             "error": row.error,
             "reward": None if math.isnan(row.reward) else row.reward,
             "rewards": row.rewards,
-            "finished_at": _iso(row.finished_at),
+            "finished_at": _time(row.finished_at),
             "campaign": campaign,
             "calls_without_a_step": sum(turn.message < 0 for turn in row.turns),
         },
@@ -170,14 +169,12 @@ class _Documents:
 
 
 def _step(role: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    step: dict[str, Any] = {"source": _SOURCES.get(role, "user"), "message": _text(message.get("content"))}
+    step: dict[str, Any] = {"source": _SOURCES.get(role, "user"), "message": as_text(message.get("content"))}
     if step["source"] == "agent":
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
-        if reasoning:
-            step["reasoning_content"] = _text(reasoning)
-        tool_calls = [_tool_call(call, number) for number, call in enumerate(message.get("tool_calls") or ())]
-        if tool_calls:
-            step["tool_calls"] = tool_calls
+        if reasoning := reasoning_of(message):
+            step["reasoning_content"] = reasoning
+        if calls := tool_calls(message):
+            step["tool_calls"] = [_tool_call(call) for call in calls]
     return step
 
 
@@ -189,8 +186,8 @@ def _numbered(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
     """Adds a tool result to the step that made the call, or to the latest agent step if the call is unknown."""
-    result: dict[str, Any] = {"content": _text(message.get("content"))}
-    wanted = _text(message.get("tool_call_id"))
+    result: dict[str, Any] = {"content": as_text(message.get("content"))}
+    wanted = as_text(message.get("tool_call_id"))
     if not steps:
         steps.append({"source": "system", "message": ""})
     owner = next((step for step in reversed(steps) if step["source"] == "agent"), steps[-1])
@@ -201,23 +198,10 @@ def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
     owner.setdefault("observation", {"results": []})["results"].append(result)
 
 
-def _tool_call(call: Any, number: int) -> dict[str, Any]:
-    call = call if isinstance(call, dict) else {}
-    function = call.get("function")
-    if not isinstance(function, dict):
-        function = {}
-    given = function.get("arguments")
-    try:
-        arguments = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        arguments = None
-    result = {
-        "tool_call_id": _text(call.get("id") or f"call_{number}"),
-        "function_name": _text(function.get("name") or "unknown"),
-        "arguments": _plain(arguments) if isinstance(arguments, dict) else {},
-    }
-    if not isinstance(arguments, dict) and given:
-        result["extra"] = {"arguments": _text(given)}  # not a JSON object: keep as is
+def _tool_call(call: RecordedToolCall) -> dict[str, Any]:
+    result: dict[str, Any] = {"tool_call_id": call.id, "function_name": call.name, "arguments": call.arguments}
+    if call.unparsed:
+        result["extra"] = {"arguments": call.unparsed}
     return result
 
 
@@ -241,23 +225,5 @@ def _metrics(turn: Turn, views: list[SequenceView]) -> dict[str, Any]:
     }
 
 
-def _text(content: Any) -> str:
-    """Converts any message content to valid Unicode text."""
-    content = joined_parts(content)
-    text = "" if content is None else str(content)
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _plain(value: Any) -> Any:
-    """Makes a parsed JSON value encodable as strict UTF-8 JSON."""
-    if isinstance(value, dict):
-        return {_text(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return _text(value) if isinstance(value, str) else value
-
-
-def _iso(seconds: float) -> str | None:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat() if seconds else None
+def _time(seconds: float) -> str | None:
+    return iso_time(seconds) if seconds else None

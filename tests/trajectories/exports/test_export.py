@@ -21,6 +21,7 @@ from megaflow_hpc.trajectory import Turn
 from megaflow_hpc.types import Artifact
 from tests.support.places import LAUNCHERS
 from tests.support.samples import commit, run_dir, trajectory
+from tests.support.viewers_environment import environment
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
 TALK = [
@@ -341,6 +342,97 @@ def test_harbors_own_models_take_every_atif_document(run, tmp_path):
     found = dict(line.split() for line in result.stdout.splitlines())
     assert len(found) == 18
     assert [found[f"{task}/default/1"] for task in ("task", "nul", "lost")] == ["4", "4", "1"]
+
+
+# --- viewers: Harbor jobs, Inspect logs, traces ---
+
+
+@pytest.mark.slow  # if Harbor is not installed yet
+def test_harbors_viewer_reads_every_trial(run, tmp_path, harbor_python):
+    (folder,) = export(run, tmp_path, "harbor")["harbor"]
+    code = (
+        "import sys, json, pathlib\n"
+        "from harbor.viewer.scanner import JobScanner\n"
+        "from harbor.models.trajectories import Trajectory\n"
+        "scanner = JobScanner(pathlib.Path(sys.argv[1]))\n"
+        "(job,) = scanner.list_jobs()\n"
+        "result, config = scanner.get_job_result(job), scanner.get_job_config(job)\n"
+        "assert result and config\n"
+        "trials = [scanner.get_trial_result(job, name) for name in scanner.list_trials(job)]\n"
+        "assert all(scanner.get_trial_config(job, trial.trial_name) for trial in trials)\n"
+        "for path in pathlib.Path(sys.argv[1]).rglob('trajectory.json'):\n"
+        "    Trajectory.model_validate_json(path.read_text())\n"
+        "rewards = {t.trial_name: (t.verifier_result and t.verifier_result.rewards) for t in trials}\n"
+        "print(json.dumps([result.n_total_trials, result.stats.n_errored_trials, rewards]))\n"
+    )
+    done = subprocess.run([harbor_python, "-c", code, folder], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    count, errors, rewards = json.loads(done.stdout.splitlines()[-1])
+    with open_trajectories(run.trajectories) as store:
+        assert count == len(rewards) == len(store)
+        assert errors == sum(bool(row.error_kind) for row in store)
+        assert rewards["task__default__1"]["reward"] == store["task/default/1"].reward
+    notes = folder / "sample" / "task__default__1" / "artifacts"
+    assert sorted(path.name for path in notes.iterdir()) == ["fix.patch", "notes.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the environment may have to be made
+def test_inspect_reads_every_sample_and_its_messages(run, tmp_path, viewers_python):
+    (folder,) = export(run, tmp_path, "inspect")["inspect"]
+    assert [path.name for path in folder.iterdir()] == ["default.eval"]
+    code = (
+        "import sys, json\n"
+        "from inspect_ai.log import read_eval_log, read_eval_log_sample_summaries\n"
+        "log = read_eval_log(sys.argv[1])\n"
+        "assert len(read_eval_log_sample_summaries(sys.argv[1])) == len(log.samples)\n"
+        "sample = next(s for s in log.samples if (s.id, s.epoch) == ('task', 2))\n"
+        "event = sample.events[-1]\n"
+        "print(json.dumps([log.status, log.eval.dataset.samples, len(log.samples), log.results.total_samples,\n"
+        "  [m.role for m in sample.messages], sample.messages[2].tool_calls[0].arguments,\n"
+        "  sample.scores['reward'].value, len(event.input), event.output.completion]))\n"
+    )
+    command = [viewers_python, "-c", code, folder / "default.eval"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    status, tasks, samples, total, roles, arguments, reward, asked, answer = json.loads(done.stdout.splitlines()[-1])
+    assert (status, tasks, samples, total) == ("success", 3, 18, 18)
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert arguments == {"command": "ls"}
+    with open_trajectories(run.trajectories) as store:
+        assert reward == store["task/default/1"].reward
+    assert (asked, answer) in ((2, ""), (4, "done"))
+
+
+def test_traces_have_the_shape_of_the_hubs_session_format(run, tmp_path):
+    """Check the fields that the page on the Session Trace Simple Format requires, and that datasets takes the files for
+    traces."""
+    (folder,) = export(run, tmp_path, "traces")["traces"]
+    assert (folder / "README.md").read_text().startswith("---\n")
+    paths = sorted(folder.glob("*.jsonl"))
+    for path in paths:
+        session, *messages = [json.loads(line) for line in path.read_text().splitlines()]
+        assert session["type"] == "session"
+        assert session["harness"]
+        assert session["id"]
+        for line in messages:
+            assert line["type"] == "message"
+            message = line["message"]
+            assert message["role"] in ("user", "assistant", "system", "tool")
+            assert isinstance(message["content"], str)
+            for call in message.get("toolCalls", ()):
+                assert isinstance(call["function"]["arguments"], str)
+    assert len(paths) >= 18
+    import datasets
+    from datasets.packaged_modules.json.json import has_agent_traces_markers, parse_traces_info
+
+    path = folder / "task__default__1.jsonl"
+    found = datasets.load_dataset("json", data_files=[str(path)], split="train", parse_agent_traces=False)
+    assert has_agent_traces_markers(found.features)
+    _, session_id, prompt, _, prompts, _ = parse_traces_info(path.read_text().splitlines())
+    assert (session_id, prompt, prompts) == ("task/default/1", "mend it", 1)
+    calls = [call for line in found for call in (line["message"] or {}).get("toolCalls") or ()]
+    assert calls[0]["function"] == {"name": "bash", "arguments": '{"command": "ls"}'}
 
 
 # --- SWE-bench ---

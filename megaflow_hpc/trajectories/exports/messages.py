@@ -1,0 +1,78 @@
+"""Converts recorded chat messages to text and JSON that strict readers accept."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaflow_hpc.texts import joined_parts
+
+
+def as_text(content: Any) -> str:
+    """Converts any message content to valid Unicode text."""
+    content = joined_parts(content)
+    text = "" if content is None else str(content)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def as_json(value: Any) -> Any:
+    """Makes a parsed JSON value encodable as strict UTF-8 JSON."""
+    if isinstance(value, dict):
+        return {as_text(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [as_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return as_text(value) if isinstance(value, str) else value
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """Returns the reasoning of an assistant's message. Empty if it has no reasoning."""
+    return as_text(message.get("reasoning_content") or message.get("reasoning"))
+
+
+@dataclass
+class RecordedToolCall:
+    """A tool call of a message."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    """Empty if the arguments are not a JSON object."""
+    unparsed: str
+    """The arguments as written, if they are not a JSON object. Otherwise empty."""
+
+
+def tool_calls(message: Mapping[str, Any]) -> list[RecordedToolCall]:
+    """Returns the tool calls of a message."""
+    calls = message.get("tool_calls")
+    return [_tool_call(call, number) for number, call in enumerate(calls if isinstance(calls, list) else ())]
+
+
+def _tool_call(call: Any, number: int) -> RecordedToolCall:
+    call = call if isinstance(call, dict) else {}
+    function = call.get("function")
+    if not isinstance(function, dict):
+        function = {}
+    given = function.get("arguments")
+    try:
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        arguments = None
+    is_object = isinstance(arguments, dict)
+    return RecordedToolCall(
+        id=as_text(call.get("id") or f"call_{number}"),
+        name=as_text(function.get("name") or "unknown"),
+        arguments=as_json(arguments) if is_object else {},
+        unparsed="" if is_object or not given else as_text(given),
+    )
+
+
+def iso_time(seconds: float) -> str:
+    """Formats a Unix timestamp as ISO 8601 in UTC."""
+    seconds = seconds if math.isfinite(seconds) else 0.0
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
