@@ -2,10 +2,10 @@
 
 usage: python launchers/docs.py pages [--check] | site [DIRECTORY]
 
-``pages`` writes campaign-file.md, commands.md, request-options.md and variables.md in docs/reference, recipes.md in
-docs/how-to, and the man page in share/man. With ``--check`` it lists stale pages instead. ``site`` builds the whole
-site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into DIRECTORY, build/site by default, and fails at a broken
-link.
+``pages`` writes campaign-file.md, commands.md, python.md, request-options.md and variables.md in docs/reference,
+recipes.md in docs/how-to, and the man page in share/man. With ``--check`` it lists stale pages instead. ``site`` builds
+the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into DIRECTORY, build/site by default, and fails at a
+broken link.
 """
 
 from __future__ import annotations
@@ -106,6 +106,9 @@ APIS = {
     "/completions": "OpenAI's completions of a prompt. This table has only what differs from chat completions.",
     "/messages": "Anthropic's messages, and `/v1/messages/count_tokens`.",
     "/responses": "OpenAI's responses.",
+    "/models/MODEL:generateContent": "Gemini's generateContent, also below `/v1beta`, with "
+    "`:streamGenerateContent?alt=sse` and `:countTokens`. Fields of `generationConfig` are converted one by one; a "
+    "temperature, `topP`, `topK` or penalty that differs from the policy's `sampling`, and JSON, give `loss_mask` 0.",
 }
 """Path below ``/v1`` → description."""
 
@@ -129,11 +132,12 @@ def main() -> int:
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Yields each page that is made from code, and its text."""
-    from launchers import manpage
+    from launchers import manpage, python_reference
     from megaflow_hpc.config import reference, variables
 
     yield ROOT / "docs/reference/campaign-file.md", CAMPAIGN + reference.markdown()
     yield ROOT / "docs/reference/commands.md", COMMANDS + "\n".join(commands())
+    yield ROOT / "docs/reference/python.md", python_reference.page()
     yield ROOT / "docs/reference/request-options.md", OPTIONS + "\n".join(options())
     yield ROOT / "docs/reference/variables.md", VARIABLES + variables.markdown()
     yield ROOT / "docs/how-to/recipes.md", RECIPES + "\n".join(recipes())

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from megaflow_hpc.report.comparison import Difference, labels_of
+from megaflow_hpc.report.comparison import Difference, compare, labels_of
 from megaflow_hpc.report.figures import RunFigures
 from megaflow_hpc.report.policies import STAGES
 from megaflow_hpc.report.rollouts import PHASES
@@ -46,6 +46,10 @@ SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 _FONT = "system-ui, 'Segoe UI', 'Helvetica Neue', 'Liberation Sans', Arial, sans-serif"
 
 
+PICTURE_WIDTH = 720
+"""Width in pixels of a picture of a chart that fills its container. The PNG has twice as many pixels."""
+
+
 class Chart(msgspec.Struct, kw_only=True):
     """A chart of a report: a Vega-Lite specification with title and caption."""
 
@@ -56,6 +60,19 @@ class Chart(msgspec.Struct, kw_only=True):
     """Caption in one sentence."""
     spec: Spec
     wide: bool = False
+
+    def png(self) -> bytes:
+        """Renders the chart in the light theme, with an embedded engine and without network access."""
+        import vl_convert
+
+        spec = {**self.spec, "config": theme(dark=False), "title": {"text": self.title}, "padding": 16}
+        if spec.get("width") == "container":
+            spec["width"] = PICTURE_WIDTH
+        picture: bytes = vl_convert.vegalite_to_png(spec, scale=2, allowed_base_urls=[])
+        return picture
+
+    _repr_png_ = png
+    """Jupyter shows the picture."""
 
 
 def theme(dark: bool) -> Spec:
@@ -161,11 +178,11 @@ def mean_differences(of_runs: Sequence[Difference]) -> Chart | None:
     x = channel("low", title="difference of mean reward")
     tip = tooltip(series="N", difference="+.3f", low="+.3f", high="+.3f", p=".3f", tasks="")
     spec = _intervals(values, x, "difference", tip)
-    zero = {"mark": {"type": "rule", "strokeDash": [4, 4], "opacity": 0.5}, "encoding": {"x": {"datum": 0}}}
+    zero = {"mark": {"type": "rule", "strokeDash": [4, 4], "color": "#8A8A8A"}, "encoding": {"x": {"datum": 0}}}
     spec["layer"].insert(0, zero)
     note = "Paired by task, with the 95 % interval of the mean difference over tasks."
     for layer in spec["layer"][1:]:
-        layer["encoding"]["y"]["axis"] = {"labelLimit": 480}
+        layer["encoding"]["y"] |= {"axis": {"labelLimit": 480}, "sort": None}
     return Chart(name="difference", title="Difference", note=note, spec=spec, wide=True)
 
 
@@ -536,13 +553,20 @@ def efficiency(runs: Named) -> Chart | None:
 
 
 def charts_of(
-    runs: Sequence[RunFigures], bars: Sequence[Sequence[Bar]], differences: Sequence[Difference]
+    runs: Sequence[RunFigures],
+    bars: Sequence[Sequence[Bar]] | None = None,
+    differences: Sequence[Difference] | None = None,
 ) -> list[Chart]:
-    """Returns the charts for which these runs have data, in page order.
+    """Returns the charts for which these runs have data, in page order. Jupyter shows each as a picture.
+
+    >>> {chart.name: chart for chart in charts_of([figures_of("runs/fix-bugs")])}["pass-at-k"]   # doctest: +SKIP
 
     Args:
-        bars: Timeline bars of each run.
+        bars: Timeline bars of each run. Default: none, and no timeline.
+        differences: Result of :func:`compare`. Default: all differences of the runs.
     """
+    bars = [[]] * len(runs) if bars is None else bars
+    differences = compare(runs) if differences is None else differences
     labels = labels_of(runs)
     named = list(zip(labels, runs, strict=True))
     timelines = []

@@ -139,7 +139,8 @@ def matrix_of(runs: Sequence[RunFigures]) -> Matrix:
     """Returns the mean reward of every task in every arm, without the rewards of single roles."""
     rewards = {arm: means for arm, means in _rewards_of(runs).items() if not arm.role}
     varying = [axis for axis in AXES[:3] if len({_value(arm, axis) for arm in rewards}) > 1] or ["policy"]
-    tasks = {task: [means.get(task) for means in rewards.values()] for task in sorted({*_chain(rewards)})}
+    names = sorted({task for means in rewards.values() for task in means})
+    tasks = {task: [means.get(task) for means in rewards.values()] for task in names}
 
     def distance(task: str) -> float:
         means = [mean for mean in tasks[task] if mean is not None]
@@ -153,18 +154,13 @@ def matrix_of(runs: Sequence[RunFigures]) -> Matrix:
     )
 
 
-def _chain(rewards: Mapping[_Arm, Mapping[str, float]]) -> Iterator[str]:
-    for means in rewards.values():
-        yield from means
-
-
 def _value(arm: _Arm, axis: Axis) -> str:
     value: str = getattr(arm, axis)
     return value
 
 
 def _on(arm: _Arm, axis: Axis) -> bool:
-    """Tells whether an arm takes part in comparisons along an axis."""
+    """Returns whether an arm takes part in comparisons along an axis."""
     return bool(arm.role) == (axis == "role")
 
 

@@ -2,8 +2,6 @@
 
 Publishes each file by rename, with the page last. A later report replaces only the files that it writes, and leaves
 all other files alone, including PNGs of charts that it lacks.
-
-vl-convert renders the PNGs with an embedded engine, without a browser or network access.
 """
 
 from __future__ import annotations
@@ -16,16 +14,13 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import to_json, without_links, write_atomic
 from megaflow_hpc.report import prometheus
-from megaflow_hpc.report.charts import Chart, charts_of, theme
+from megaflow_hpc.report.charts import Chart, charts_of
 from megaflow_hpc.report.comparison import Difference, matrix_of
 from megaflow_hpc.report.figures import LoadedRun, RunFigures, to_builtins
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.timeline import bars_of
 from megaflow_hpc.report.transcripts import Wanted
 from megaflow_hpc.rundir.layout import RunDir
-
-PICTURE_WIDTH = 720
-"""Width in pixels of a chart that fills its container. The PNG has twice as many pixels."""
 
 Say = Callable[[str], object]
 
@@ -107,14 +102,9 @@ def check_installed() -> None:
 
 
 def pictures(charts: Sequence[Chart]) -> Iterator[tuple[str, bytes]]:
-    """Yields (file name, PNG bytes) for each chart, in the light theme."""
-    import vl_convert
-
+    """Yields (file name, PNG bytes) for each chart."""
     for chart in charts:
-        spec = {**chart.spec, "config": theme(dark=False), "title": {"text": chart.title}, "padding": 16}
-        if spec.get("width") == "container":
-            spec["width"] = PICTURE_WIDTH
-        yield f"{file_name(chart.name)}.png", vl_convert.vegalite_to_png(spec, scale=2, allowed_base_urls=[])
+        yield f"{file_name(chart.name)}.png", chart.png()
 
 
 def file_name(name: str) -> str:

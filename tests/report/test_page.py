@@ -113,7 +113,7 @@ async def _look(address: str, scratch: Path) -> None:
         await page.until(f"{rows}[2].className === 'on'")
         # A task of the matrix lists its rollouts and opens one. A slow rollout is one click from its transcript.
         await page.evaluate("[...document.querySelectorAll('.matrix a')].find(a => a.textContent === 'task4').click()")
-        await page.until(f"{rows}.length === 12 && {rows}.every(r => r.textContent.includes('task4'))")
+        await page.until(f"{rows}.length === 12 && {rows}.every(r => r.cells[0].title.includes('task4'))")
         slow = "[...document.querySelectorAll('#troubles + .cards td.id a')][1]"
         await page.evaluate(f"{slow}.click()")
         await page.until(f"document.querySelector('#reader h3').textContent === {slow}.textContent")

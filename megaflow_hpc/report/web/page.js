@@ -58,9 +58,10 @@
     value === null || value === undefined
       ? "–"
       : Number(value).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  const short = (id) => (id.length > 44 ? id.slice(0, 26) + "…" + id.slice(-17) : id); // ids differ at both ends
+  const short = (id) => (id.length > 38 ? id.slice(0, 22) + "…" + id.slice(-15) : id); // ids differ at both ends
+  const idOf = (r) => (task !== null && rows.id[r].startsWith(task) ? "…" + rows.id[r].slice(task.length) : short(rows.id[r]));
   const COLUMNS = [
-    ["rollout", (r) => rows.id[r], (r) => (rows.runs.length > 1 ? short(rows.runs[rows.run[r]]) + ": " : "") + short(rows.id[r])],
+    ["rollout", (r) => rows.id[r], (r) => (rows.runs.length > 1 ? short(rows.runs[rows.run[r]]) + ": " : "") + idOf(r)],
     ["status", (r) => rows.statuses[rows.status[r]], null],
     ["reward", (r) => rows.reward[r], (r) => figure(rows.reward[r], 2)],
     ["seconds", (r) => rows.seconds[r], (r) => figure(rows.seconds[r], 1)],

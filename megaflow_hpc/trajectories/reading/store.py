@@ -184,6 +184,10 @@ class TrajectoryStore:
     def batch(self, ids: Iterable[int | str], pad: int | None = None) -> dict[str, Array]:
         """Returns the token sequences of some trajectories as arrays for a trainer.
 
+        >>> batch = store.batch(store.select("reward == 1"), pad=0)   # doctest: +SKIP
+        >>> batch["tokens"].shape == batch["loss_mask"].shape         # doctest: +SKIP
+        True
+
         Args:
             ids: Rollout ids or row numbers, in the order of the result. Rollouts without tokens contribute no
                 sequences.
