@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Provides the tool box of command-line agents, once: Claude Code, Codex and Qwen Code in pinned versions, and Node 22;
-# OpenHands, where it is named, and a Python of its own. Prints its path.
+# Provides the tool box of command-line agents, once: Claude Code, Codex, Gemini CLI, OpenCode, Pi and Qwen Code in
+# pinned versions, and Node 22; OpenHands, where it is named, and a Python of its own. Prints its path.
 #
-# usage: launchers/agents.sh [NAME…]        claude-code codex qwen-code openhands; the first three without an argument
+# usage: launchers/agents.sh [NAME…]        claude-code codex gemini-cli opencode pi qwen-code openhands; all but the last without
+#                                            an argument
 #        launchers/agents.sh --lock [NAME…] write launchers/agents/NAME/package-lock.json for the version of command.py
 #
-# The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1 GB, OpenHands 0.5 GB) is one directory that every sandbox sees
+# The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1.7 GB, OpenHands 0.5 GB) is one directory that every sandbox sees
 # read-only, so the tasks' images stay as they are (docs/how-to/agents.md). The versions stand in megaflow_hpc/agents/command.py.
 # Node and npm come from PyPI. npm uses its configured registry, installs only what launchers/agents/NAME/package-lock.json lists
 # with hashes, and runs no script of a package. OpenHands comes from PyPI, as
@@ -94,10 +95,16 @@ install() {
     # The package's install script, which is not run, would copy this program over a placeholder.
     claude-code) program=$(cd "$BOX" && find claude-code/node_modules/@anthropic-ai/claude-code-* -name claude -type f | sed -n 1p) ;;
     codex) program=$(cd "$BOX" && find codex/node_modules/@openai -path '*/vendor/*/bin/codex' -type f | sed -n 1p) ;;
+    gemini-cli) program=gemini-cli/node_modules/.bin/gemini ;;
+    opencode)
+      rm -rf "$dir/node_modules/opencode-linux-x64" # 177 MB; the -baseline one runs on every processor
+      program=$(cd "$BOX" && find opencode/node_modules -path '*/opencode-linux-*/bin/opencode' -type f ! -path '*musl*' | sed -n 1p)
+      ;;
+    pi) program=pi/node_modules/.bin/pi ;;
     qwen-code) program=qwen-code/node_modules/.bin/qwen ;;
   esac
   [[ -x $BOX/$program ]] || die "$package: its program is not where it was: $BOX/$program"
-  case $name in *-code) ln -sfn "../$program" "$BOX/bin/${name%-code}" ;; *) ln -sfn "../$program" "$BOX/bin/$name" ;; esac
+  case $name in *-code | *-cli) ln -sfn "../$program" "$BOX/bin/${name%-c*}" ;; *) ln -sfn "../$program" "$BOX/bin/$name" ;; esac
   mark_done "$dir/.complete" "$package"
 }
 

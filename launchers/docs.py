@@ -106,6 +106,9 @@ APIS = {
     "/completions": "OpenAI's completions of a prompt. This table has only what differs from chat completions.",
     "/messages": "Anthropic's messages, and `/v1/messages/count_tokens`.",
     "/responses": "OpenAI's responses.",
+    "/models/MODEL:generateContent": "Gemini's generateContent, also below `/v1beta`, with "
+    "`:streamGenerateContent?alt=sse` and `:countTokens`. Fields of `generationConfig` are converted one by one; a "
+    "temperature, `topP`, `topK` or penalty that differs from the policy's `sampling`, and JSON, give `loss_mask` 0.",
 }
 """Path below ``/v1`` → description."""
 

@@ -122,7 +122,8 @@ class Recording:
     conversation."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """For each turn, additional data for replay: the request's ``id``, ``asked`` (a digest of the conversation), the
-    response's ``text`` if it is not a message, and the numbers of prompt and sampled ``tokens`` if no ids are known."""
+    ``api`` that the agent called, the response's ``text`` if it is not a message, and the numbers of prompt and sampled
+    ``tokens`` if no ids are known."""
     over_budget: str = ""
     """Reason why a call was refused, if the rollout exhausted its budget. Empty otherwise."""
     constrained: int = 0

@@ -18,9 +18,9 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 237,
+    "campaign keys": 239,
     "environment variables": 30,
-    "modules": 498,
+    "modules": 500,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 5,
     "thousand tokens of agents": 16,
@@ -32,12 +32,12 @@ BUDGETS = {
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 5,
     "thousand tokens of ledger": 20,
-    "thousand tokens of model": 61,
+    "thousand tokens of model": 70,
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 38,
     "thousand tokens of prove": 8,
     "thousand tokens of recipes": 1,
-    "thousand tokens of report": 25,
+    "thousand tokens of report": 26,
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 51,

@@ -1,22 +1,24 @@
 """Runs a command-line agent inside the sandbox, with the model's address in its environment.
 
 The command is a shell command line. It finds the instruction in the file ``$MEGAFLOW_INSTRUCTION_FILE``, and the model
-in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the ``ANTHROPIC_`` variables that clients read. If the
+in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and the variables that other clients read. If the
 task has MCP servers, ``$MEGAFLOW_MCP_SERVERS`` lists them as JSON. The standard input is empty. A non-zero exit code is
 the agent's own failure: the rollout is ``completed`` with that code.
 
-Instead of a command, a preset can select a known program: ``claude-code``, ``codex``, ``openhands`` or ``qwen-code``.
-These names also work as agent names.
+Instead of a command, a preset can select a known program, such as ``claude-code`` or ``opencode``. The presets' names
+(:data:`PRESETS`) also work as agent names.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import string
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import resource
@@ -69,16 +71,21 @@ class CommandAgent:
         Raises:
             ConfigError: The sandbox cannot reach the model.
         """
+        variables = {**environment(model), **mcp_variable(task.mcp_servers), **self.env}
         with tempfile.TemporaryDirectory(prefix="megaflow-") as folder:
             file = Path(folder) / "instruction.md"
             file.write_text(task.instruction)
             os.chmod(file, 0o644)
             await sandbox.upload(str(file), INSTRUCTION)
+            files = PRESETS[self._preset].files if self._preset else {}
+            for path, content in files.items():
+                settings = Path(folder) / "settings"
+                settings.write_text(json.dumps(_filled(content, variables)))
+                await sandbox.upload(str(settings), f"{HOME_PATH}/{path}")
             if task.mcp_servers and (place := MCP_FILES.get(self._preset)):
                 servers = Path(folder) / "servers"
                 servers.write_text(mcp_text(self._preset, task.mcp_servers))
                 await sandbox.upload(str(servers), f"{HOME_PATH}/{place}")
-        variables = {**environment(model), **mcp_variable(task.mcp_servers), **self.env}
         result = await sandbox.exec(self.command, cwd=task.workdir, env=variables, user_input=b"")
         error = ""
         if result.exit_code != 0:
@@ -111,27 +118,10 @@ def environment(model: ModelEndpoint | None) -> dict[str, str]:
         "ANTHROPIC_API_KEY": model.api_key,
         "ANTHROPIC_MODEL": model.model_name,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": model.model_name,
+        "GOOGLE_GEMINI_BASE_URL": model.sandbox_url.removesuffix("/v1"),
+        "GEMINI_API_KEY": model.api_key,
+        "GEMINI_MODEL": model.model_name,
     }
-
-
-def claude_code(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
-    """Runs Anthropic's Claude Code."""
-    return CommandAgent(preset="claude-code", flags=flags, toolbox=toolbox, env=env)
-
-
-def codex(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
-    """Runs OpenAI's Codex."""
-    return CommandAgent(preset="codex", flags=flags, toolbox=toolbox, env=env)
-
-
-def openhands(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
-    """Runs OpenHands' default agent through the OpenHands SDK."""
-    return CommandAgent(preset="openhands", flags=flags, toolbox=toolbox, env=env)
-
-
-def qwen_code(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
-    """Runs Qwen Code."""
-    return CommandAgent(preset="qwen-code", flags=flags, toolbox=toolbox, env=env)
 
 
 TOOLBOX_PATH = "/opt/megaflow-agents"
@@ -139,6 +129,9 @@ TOOLBOX_PATH = "/opt/megaflow-agents"
 PACKAGES: Mapping[str, str] = {
     "claude-code": "@anthropic-ai/claude-code@2.1.329",
     "codex": "@openai/codex@0.169.0",
+    "gemini-cli": "@google/gemini-cli@0.61.0",
+    "opencode": "opencode-ai@1.18.33",
+    "pi": "@mariozechner/pi-coding-agent@0.73.1",
     "qwen-code": "@qwen-code/qwen-code@0.24.4",
 }
 """Maps each agent to its npm package, with a pinned version."""
@@ -157,15 +150,20 @@ _CODEX_PROVIDER = (
 
 @dataclass(frozen=True)
 class Preset:
-    """Command and environment variables of a known agent. :func:`command_of` appends flags and the redirection of the
-    instruction to the command."""
+    """Command, environment variables and configuration of a known agent. :func:`command_of` appends flags and the
+    redirection of the instruction to the command."""
 
+    about: str
     command: str
     env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, Any] = field(default_factory=dict)
+    """File below the home directory → its content as JSON. In its strings, ``$OPENAI_BASE_URL`` and other variables of
+    :func:`environment` are replaced."""
 
 
 PRESETS: Mapping[str, Preset] = {
     "claude-code": Preset(
+        "Runs Anthropic's Claude Code.",
         "claude -p --dangerously-skip-permissions",
         {
             "IS_SANDBOX": "1",  # without it, the program refuses to run unattended as root
@@ -177,10 +175,56 @@ PRESETS: Mapping[str, Preset] = {
         },
     ),
     "codex": Preset(
+        "Runs OpenAI's Codex.",
         "codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --color never "
-        f'-m "$OPENAI_MODEL" -c model_provider=gateway -c "model_providers.gateway={{{_CODEX_PROVIDER}}}"'
+        f'-m "$OPENAI_MODEL" -c model_provider=gateway -c "model_providers.gateway={{{_CODEX_PROVIDER}}}"',
+    ),
+    "gemini-cli": Preset(
+        "Runs Google's Gemini CLI.",
+        'gemini --yolo -m "$GEMINI_MODEL"',
+        {
+            "GEMINI_SANDBOX": "false",
+            "GEMINI_CLI_TRUST_WORKSPACE": "true",
+            "GEMINI_TELEMETRY_ENABLED": "false",
+        },
+        {
+            ".gemini/settings.json": {
+                "security": {"auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": False}},
+                "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
+                "privacy": {"usageStatisticsEnabled": False},
+                "model": {"disableLoopDetection": True, "skipNextSpeakerCheck": True},
+                "modelConfigs": {"customAliases": {"chat-base": {"modelConfig": {}}}},  # the campaign samples
+            }
+        },
+    ),
+    "opencode": Preset(
+        "Runs OpenCode.",
+        "opencode run --model gateway/$OPENAI_MODEL",
+        {
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+        },
+        {
+            ".config/opencode/opencode.json": {
+                "provider": {
+                    "gateway": {
+                        "npm": "@ai-sdk/openai-compatible",
+                        "name": "gateway",
+                        "options": {"baseURL": "$OPENAI_BASE_URL", "apiKey": "$OPENAI_API_KEY", "timeout": False},
+                        "models": {"$OPENAI_MODEL": {"name": "model"}},
+                    }
+                },
+                "permission": {"*": "allow"},
+                "agent": {"title": {"disable": True}},  # a call that has nothing to do with the task
+                "small_model": "gateway/$OPENAI_MODEL",
+                "share": "disabled",
+                "autoupdate": False,
+            }
+        },
     ),
     "openhands": Preset(
+        "Runs OpenHands' default agent through the OpenHands SDK.",
         "openhands",
         {
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # avoids downloading a price list at import
@@ -189,8 +233,27 @@ PRESETS: Mapping[str, Preset] = {
             "MEGAFLOW_CALL_S": str(CALL_TIMEOUT_MS // 1000),
         },
     ),
+    "pi": Preset(
+        "Runs the Pi coding agent.",
+        'pi --print --no-session --provider gateway --model "$OPENAI_MODEL"',
+        {"PI_OFFLINE": "1", "PI_SKIP_VERSION_CHECK": "1", "PI_TELEMETRY": "0"},
+        {
+            ".pi/agent/models.json": {
+                "providers": {
+                    "gateway": {
+                        "baseUrl": "$OPENAI_BASE_URL",
+                        "api": "openai-completions",
+                        "apiKey": "OPENAI_API_KEY",
+                        "models": [{"id": "$OPENAI_MODEL", "contextWindow": 128_000, "maxTokens": 16_384}],
+                    }
+                }
+            }
+        },
+    ),
     "qwen-code": Preset(
-        "qwen --auth-type openai --yolo", {"QWEN_CODE_SUPPRESS_YOLO_WARNING": "1", "QWEN_TELEMETRY_ENABLED": "false"}
+        "Runs Qwen Code.",
+        "qwen --auth-type openai --yolo",
+        {"QWEN_CODE_SUPPRESS_YOLO_WARNING": "1", "QWEN_TELEMETRY_ENABLED": "false"},
     ),
 }
 
@@ -201,6 +264,28 @@ def command_of(name: str, flags: str) -> str:
     end = f' {flags} <"$MEGAFLOW_INSTRUCTION_FILE"'
     return f'{HOME}; export PATH={TOOLBOX_PATH}/bin:"$PATH"; exec {PRESETS[name].command}{end}'
 
+
+def _filled(content: Any, variables: Mapping[str, str]) -> Any:
+    """Replaces ``$NAME`` in all strings of a JSON value."""
+    if isinstance(content, dict):
+        return {_filled(name, variables): _filled(value, variables) for name, value in content.items()}
+    if isinstance(content, list):
+        return [_filled(value, variables) for value in content]
+    return string.Template(content).safe_substitute(variables) if isinstance(content, str) else content
+
+
+def _named(name: str) -> Callable[..., CommandAgent]:
+    """Returns the constructor of an agent that is called like its preset."""
+
+    def create(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
+        return CommandAgent(preset=name, flags=flags, toolbox=toolbox, env=env)
+
+    create.__doc__ = PRESETS[name].about
+    return create
+
+
+claude_code, codex, gemini_cli = map(_named, ("claude-code", "codex", "gemini-cli"))
+opencode, openhands, pi, qwen_code = map(_named, ("opencode", "openhands", "pi", "qwen-code"))
 
 MCP_FILES: Mapping[str, str] = {
     "claude-code": ".claude.json",

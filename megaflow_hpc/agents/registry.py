@@ -26,7 +26,10 @@ NAMES: Mapping[str, str] = {
     "command": "megaflow_hpc.agents.command:CommandAgent",
     "claude-code": "megaflow_hpc.agents.command:claude_code",
     "codex": "megaflow_hpc.agents.command:codex",
+    "gemini-cli": "megaflow_hpc.agents.command:gemini_cli",
+    "opencode": "megaflow_hpc.agents.command:opencode",
     "openhands": "megaflow_hpc.agents.command:openhands",
+    "pi": "megaflow_hpc.agents.command:pi",
     "qwen-code": "megaflow_hpc.agents.command:qwen_code",
     "replay": "megaflow_hpc.agents.without_model:ReplayAgent",
 }

@@ -23,7 +23,7 @@ from megaflow_hpc.campaign.planning.draft import (
     try_sandboxes,
     within_caps,
 )
-from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate
+from megaflow_hpc.campaign.planning.estimate import Estimate, durations_of, estimate, spending
 from megaflow_hpc.campaign.planning.preflight import check_packages, warnings
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.config import CampaignConfig
@@ -277,6 +277,8 @@ class Findings:
     site: list[str] = field(default_factory=list)
     """Missing resources and refused requests at this site."""
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Explanations of limits."""
     left_out: list[str] = field(default_factory=list)
     """Errors of the tasks that are left out."""
     tasks: int = 0
@@ -313,6 +315,7 @@ def check(
         findings.site = campaign.site_mistakes(draft, watch)
     findings.left_out = draft.left_out
     findings.warnings = [*draft.warnings, *campaign.notices]
+    findings.notes = spending(draft)
     return findings
 
 

@@ -25,7 +25,7 @@ from megaflow_hpc.monitor.status import Monitor, pool_warnings
 from megaflow_hpc.monitor.training import TrainerJob
 from megaflow_hpc.monitor.usage import JobUse, totals
 from megaflow_hpc.resources import require_running
-from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.budget import CampaignBudget, spent_usd
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
 from megaflow_hpc.rundir.layout import RunDir
@@ -145,7 +145,11 @@ class Run:
         """Returns the status from the run's files and from Slurm data of at most ``slurm_age_s`` seconds."""
         live = self.slurm_jobs.live(slurm_age_s)
         pending = [job for job, state in (live or {}).items() if state.waits]
-        return self.monitor.status(live, pending, self.slurm_jobs.asked_at, self._trainers())
+        status = self.monitor.status(live, pending, self.slurm_jobs.asked_at, self._trainers())
+        usd = CampaignBudget(self.dir, self.config.limits.model_dump()).limits()["usd"]
+        if usd is not None:
+            status["spent"] = {"usd": round(spent_usd(self.ledger.accounts()), 4), "limit": usd}
+        return status
 
     def _trainers(self) -> dict[str, TrainerJob] | None:
         """Returns the trainers that are queued or running. ``None`` if unknown."""
@@ -463,7 +467,7 @@ class Run:
         Args:
             failed: Also repeat the failed rollouts.
             only: Also repeat these rollouts if they failed (ids or shell patterns).
-            limits: New values of ``core_hours``, ``gpu_hours`` or ``wall``. ``None`` removes a limit.
+            limits: New values of ``core_hours``, ``gpu_hours``, ``wall`` or ``usd``. ``None`` removes a limit.
             requests: New ``time``, ``mem_gb`` or ``partition`` of ``pods``, ``servers``, ``trainer`` or ``gather``, for
                 jobs submitted from now on.
             accept_changes: Accept tasks whose files were changed after planning, and record the new digests.
@@ -483,7 +487,8 @@ class Run:
         budget.raise_to(limits or {})
         if (passed := budget.exceeded(self.ledger.accounts())) and not self.ledger.finished:
             name = passed.rpartition("limits.")[2].split(" ")[0]
-            raise ConfigError(f"{passed}; continue with: megaflow-hpc resume {self.dir} --limit {name}=HOURS")
+            unit = "USD" if name == "usd" else "HOURS"
+            raise ConfigError(f"{passed}; continue with: megaflow-hpc resume {self.dir} --limit {name}={unit}")
         if accept_changes:
             if self.pods_live():
                 raise ConfigError(

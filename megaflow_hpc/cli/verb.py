@@ -175,21 +175,23 @@ def share(text: str) -> tuple[int, int]:
 
 
 def limit(text: str) -> tuple[str, float | None]:
-    """Parses the value of ``--limit``, such as ``core_hours=100`` or ``wall=none``, into name and hours. ``None``:
-    no limit.
+    """Parses the value of ``--limit``, such as ``core_hours=100`` or ``wall=none``, into name and number.
+    ``None``: no limit.
 
     Raises:
-        ArgumentTypeError: The limit is unknown, or the hours are not a positive number.
+        ArgumentTypeError: The limit is unknown, or the number is not positive.
     """
-    name, _, hours = text.partition("=")
+    name, _, number = text.partition("=")
     if name not in LIMITS:
         raise argparse.ArgumentTypeError(f"{text}: expected {', '.join(LIMITS[:-1])} or {LIMITS[-1]}, as wall=24")
-    if hours == "none":
+    if number == "none":
         return name, None
     try:
-        return name, above_zero(hours)
+        return name, above_zero(number)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text}: expected hours above 0, as {name}=100, or {name}=none") from None
+        unit = "dollars" if name == "usd" else "hours"
+        message = f"{text}: expected {unit} above 0, as {name}=100, or {name}=none"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def request(key: str) -> Callable[[str], tuple[str, str, str | float | None]]:

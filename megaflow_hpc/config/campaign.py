@@ -151,6 +151,20 @@ class CampaignConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _spending(self) -> CampaignConfig:
+        if self.limits.usd is None:
+            return self
+        models = self.models or ({"default": self.model} if self.model else {})
+        unpriced = [name for name, model in models.items() if not model.price and model.is_external]
+        key = f"models.{unpriced[0]}.price" if unpriced and self.models else "model.price"
+        if unpriced or not any(model.price for model in models.values()):
+            raise ValueError(
+                f"limits.usd: without {key}, calls cost nothing and the limit is never reached; set the price, such as "
+                "price: {input: 3, output: 15} (US dollars per million tokens), or leave limits.usd out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _shared_services(self) -> CampaignConfig:
         shared = [name for name, service in self.services.items() if service.per == "campaign"]
         if self.services and self.is_pool:

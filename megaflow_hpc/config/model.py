@@ -87,7 +87,7 @@ class TokenPrice(Section):
 
 ALSO = (
     *("engine", "path", "servers", "gpus", "gpu_type", "nodes", "args", "python", "image", "binds"),
-    *("base_url", "api_key_file", "script", "weight"),
+    *("base_url", "api", "api_key_file", "script", "weight"),
 )
 """Keys that entries of ``also`` may set."""
 
@@ -139,7 +139,12 @@ class ModelConfig(Section):
     binds: tuple[str, ...] = ()
     """Additional host paths to mount in ``image``: ``SRC[:DEST[:ro]]``."""
     base_url: str | None = None
-    """URL of the ``external`` endpoint, without ``/chat/completions``. If it has no path, ``/v1`` is added."""
+    """URL of the ``external`` endpoint, without ``/chat/completions``. If it has no path, ``/v1`` is added, or
+    ``/v1beta`` with ``api: gemini``."""
+    api: Literal["openai", "anthropic", "gemini"] | None = None
+    """API of the ``external`` endpoint: OpenAI's own, whose newer models refuse ``max_tokens``; Anthropic's messages;
+    or Gemini's generateContent. Calls of any agent are converted. Default: an endpoint compatible with OpenAI's API,
+    asked as the agent asks."""
     api_key_file: str | None = None
     """File with the API key of the ``external`` endpoint. Only its owner may read it (mode 0600). Default: no key."""
     script: str | None = None
@@ -231,12 +236,19 @@ class ModelConfig(Section):
             and (lacking := kinds - {"vllm", "scripted", "external", "replay"})
         ):
             raise ValueError(f"thoughts: keep is not possible with engine {min(lacking)}; use vllm, or leave it out")
+        if self.api and not self.pool and not self.is_external:
+            raise ValueError(f"api: engine {self.engine} has an API of its own; leave api out, or use engine external")
         if self.image and self.engine in ("external", "replay"):
             raise ValueError(f"image: engine {self.engine} starts nothing that could run in one")
         for name in sorted({name for other in self.also for name in other} - set(ALSO)):
             raise ValueError(f"also: {name!r} belongs to the whole policy; further servers may have {', '.join(ALSO)}")
         self.kinds()
         return self
+
+    @property
+    def is_external(self) -> bool:
+        """True if any server of this policy is an external endpoint."""
+        return any(kind.engine == "external" for kind in self.kinds())
 
     def kinds(self) -> list[ModelConfig]:
         """Returns a section for each kind of server of this policy. Empty for ``replay``, which needs no servers."""

@@ -273,5 +273,8 @@ class LimitsConfig(Section):
     """GPU-hours allocated to all engine servers, whether used or idle. Default: no limit."""
     wall: float | None = Field(None, gt=0)
     """Hours since the first pod started. Default: no limit."""
+    usd: float | None = Field(None, gt=0)
+    """Price of all model calls in US dollars, those of judges and of failed attempts included. Needs ``price`` of the
+    models. Default: no limit."""
     failures: int | None = Field(None, ge=1)
     """Failed rollouts, after retries, in one start of a pod. Default: no limit."""

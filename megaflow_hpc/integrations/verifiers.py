@@ -112,7 +112,8 @@ class MegaflowRuntime(Runtime):
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Starts a program that runs until the sandbox stops. Its output goes to ``log`` in the workspace."""
-        command = f"exec {shlex.join(argv)} >{shlex.quote(log)} 2>&1"
+        await self.write(log, b"")  # it exists as soon as this returns
+        command = f"exec {shlex.join(argv)} >>{shlex.quote(log)} 2>&1"
         running = self._running().exec(command, env=self.process_env(env))
         self._background.append(asyncio.ensure_future(running))
 

@@ -74,8 +74,9 @@ def stored_by(run: RunDir, pod: str, lease: Mapping[str, Any]) -> int:
 
 Facts = dict[str, Any]
 """Accounting totals over pod starts. Empty before the first start. Keys: ``starts`` and ``stored`` count starts and
-stored rollouts. ``core_s`` is in core-seconds. ``began_at`` is when the first start began, in Unix seconds.
-``journals`` counts the starts that stored a rollout. ``arrays`` lists the ids of their Slurm job arrays."""
+stored rollouts. ``core_s`` is in core-seconds, ``usd`` in US dollars. ``began_at`` is when the first start
+began, in Unix seconds. ``journals`` counts the starts that stored a rollout. ``arrays`` lists the ids of their Slurm
+job arrays."""
 TOOK = "took"
 MAX_TOOK = 100
 """Maximum number of names under ``took``. Each name is needed for a few minutes only."""
@@ -91,6 +92,7 @@ def facts_of(lease: Mapping[str, Any]) -> Facts:
     return {
         "starts": 1,
         "core_s": measured(lease.get("core_s")) or 0.0,
+        "usd": measured(lease.get("usd")) or 0.0,
         "began_at": measured(lease.get("began_at")),
         "stored": stored,
         "journals": int(stored > 0),
@@ -108,7 +110,7 @@ def add_facts(several: Iterable[Mapping[str, Any]]) -> Facts:
         arrays = [each for each in _texts(facts.get("arrays")) if JOB_ID.fullmatch(each)]
         total = {
             **{key: total.get(key, 0) + _count(facts.get(key)) for key in ("starts", "stored", "journals")},
-            "core_s": total.get("core_s", 0.0) + (measured(facts.get("core_s")) or 0.0),
+            **{key: total.get(key, 0.0) + (measured(facts.get(key)) or 0.0) for key in ("core_s", "usd")},
             "began_at": min(began, default=None),
             "arrays": sorted({*total.get("arrays", ()), *arrays}),
         }

@@ -31,6 +31,8 @@ RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"
 """vLLM's endpoints that convert messages to token ids and back."""
 TEXTS = f"{COMPLETIONS}/derender"
 """vLLM's endpoint that decodes token ids to plain text."""
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+"""SGLang's endpoints that render messages to token ids, and decode ids to text."""
 WEIGHT_VERSION = "X-Megaflow-Weight-Version"
 """Response header set by the proxy: the version of the weights that sampled the response."""
 MAX_TEXT = 8 * 2**20

@@ -81,9 +81,11 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytearray:
 
 
 def bearer_key(request: web.BaseRequest) -> bytes:
-    """Returns the key from ``Authorization: Bearer`` or ``x-api-key``, or an empty string if a request has neither."""
+    """Returns the key from ``Authorization: Bearer``, ``x-api-key`` or ``x-goog-api-key``. Empty if a request has none
+    of them."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    given = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    others = request.headers.get("x-api-key"), request.headers.get("x-goog-api-key")
+    given = key if scheme.lower() == "bearer" else others[0] or others[1] or ""
     return given.encode("utf-8", "surrogateescape")  # headers may not be valid UTF-8
 
 

@@ -7,13 +7,14 @@ in the pods' leases and the GPU-seconds reported by engine servers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.monitor.usage import JobUse, Span, idled
 from megaflow_hpc.report.series import significant
-from megaflow_hpc.rundir.budget import held_before
+from megaflow_hpc.rundir.budget import held_before, spent_usd
 from megaflow_hpc.rundir.layout import RunDir
 
 HOUR = 3600.0
@@ -69,6 +70,8 @@ class Cost(HeldHours, kw_only=True):
     price_per_rollout: float | None = None
     price_per_passed: float | None = None
     currency: str = ""
+    usd: float = 0.0
+    """Price of all model calls in US dollars, including those of failed attempts."""
     cpu_efficiency: float | None = None
     """CPU efficiency over all jobs whose CPU time is known."""
     memory_efficiency: float | None = None
@@ -105,6 +108,8 @@ def cost_of(
     else:
         cost = Cost(source="none")
     cost.currency = prices.currency
+    if run:
+        cost.usd = significant(spent_usd(_accounts(run)))
     for held in (cost, *cost.roles):
         held.price = _price(held, prices)
     if cost.price is not None:
@@ -172,11 +177,7 @@ def _mean(weighted: Sequence[tuple[float | None, float]]) -> float | None:
 
 
 def _of_reports(run: RunDir) -> Cost:
-    try:
-        accounts = list(Ledger(run).accounts().values())
-    except (OSError, ValueError):
-        accounts = []
-    core_s = sum(facts["core_s"] for facts in accounts)
+    core_s = sum(facts["core_s"] for facts in _accounts(run).values())
     gpu_s = sum(held_before(server) for server in sorted(run.gpus.glob("*.json")))
     if not (core_s or gpu_s):
         return Cost(source="none")
@@ -185,3 +186,10 @@ def _of_reports(run: RunDir) -> Cost:
     if gpus:
         roles.append(RoleCost(role="servers", gpu_hours=gpus))
     return Cost(source="reports", core_hours=cores, gpu_hours=gpus, roles=roles)
+
+
+def _accounts(run: RunDir) -> dict[str, dict[str, Any]]:
+    try:
+        return Ledger(run).accounts()
+    except (OSError, ValueError):
+        return {}

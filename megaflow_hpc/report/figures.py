@@ -45,6 +45,7 @@ from megaflow_hpc.report.timeline import Concurrency, Events, PodFigures, concur
 from megaflow_hpc.report.troubles import Failure, Straggler, counted, failures_of, stragglers_of
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.model_use import Used
 from megaflow_hpc.rundir.record import RunRecord, read_jobs, read_run
 from megaflow_hpc.rundir.training import TrainingView
 from megaflow_hpc.trajectories.hdf5.file import attribute
@@ -101,6 +102,8 @@ class RunFigures(msgspec.Struct, kw_only=True):
     """Cause → number of failed attempts that were retried."""
     stragglers: list[Straggler]
     cost: Cost
+    models: Used = {}
+    """Judges, external endpoints and models with a price → their calls in stored rollouts."""
     training: list[TrainingCurve] = []
 
 
@@ -180,6 +183,7 @@ class LoadedRun:
             repeated=dict(sorted(events.repeated.items())),
             stragglers=stragglers_of(rows),
             cost=cost_of(self.run, uses, attempts, prices, len(rows), passed),
+            models=events.models,
             training=curves_of(self.run, record) if self.run else [],
         )
 

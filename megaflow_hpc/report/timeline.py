@@ -21,6 +21,7 @@ from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import AttemptEvent, PodEvent, RolloutEvent, WorkerEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.model_use import Used, total
 from megaflow_hpc.rundir.summaries import Condensed
 
 MAX_BARS = 2500
@@ -69,6 +70,8 @@ class Events:
     """Cause → number of failed attempts that were retried."""
     repeated_on: Counter[str] = field(default_factory=Counter)
     """Pod → number of failed attempts that were retried."""
+    models: Used = field(default_factory=dict)
+    """Judges, external endpoints and models with a price → their calls in stored rollouts."""
 
 
 def read_events(run: RunDir) -> Events:
@@ -77,7 +80,7 @@ def read_events(run: RunDir) -> Events:
 
     def restart() -> None:
         all_events.pods, all_events.pod_of = [], {}
-        all_events.repeated, all_events.repeated_on = Counter(), Counter()
+        all_events.repeated, all_events.repeated_on, all_events.models = Counter(), Counter(), {}
 
     for name, events in EventReader(run.events, restart=restart).read():
         if events and isinstance(events[0], Condensed):
@@ -107,6 +110,7 @@ def read_events(run: RunDir) -> Events:
                 case RolloutEvent():
                     all_events.pod_of[event.id] = name
                     pod.stored += 1
+                    all_events.models = total([all_events.models, event.models])
         for worker in workers.values():
             _add_span(pod, worker, pod.last_at)
         if pod.started_at:
@@ -117,6 +121,7 @@ def read_events(run: RunDir) -> Events:
 
 def _add_condensed(all_events: Events, name: str, condensed: Condensed) -> None:
     """Adds an entry for the condensed starts of a pod, up to ``name``."""
+    all_events.models = total([all_events.models, condensed.models])
     all_events.repeated.update(condensed.retries)
     all_events.repeated_on[name] += sum(condensed.retries.values())
     spans = [((begin, end), slots) for begin, end, slots in condensed.slots if begin < end]

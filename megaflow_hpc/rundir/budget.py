@@ -1,8 +1,8 @@
-"""A campaign's total limits: ``limits.core_hours``, ``limits.gpu_hours`` and ``limits.wall``.
+"""A campaign's total limits: ``limits.core_hours``, ``limits.gpu_hours``, ``limits.wall`` and ``limits.usd``.
 
-Every pod reports the core-seconds of its allocation in its lease. Every engine server reports its GPU-seconds in a file
-of its own. One pod sums the reports for the whole campaign. A campaign can exceed a limit by at most its usage between
-two polls. The jobs exchange no messages and do not query Slurm.
+Every pod reports the core-seconds of its allocation and the price of its model calls in its lease. Every engine server
+reports its GPU-seconds in a file of its own. One pod sums the reports for the whole campaign. A campaign can exceed a
+limit by at most its usage between two polls. The jobs exchange no messages and do not query Slurm.
 
 ::
 
@@ -28,12 +28,12 @@ from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.rundir.json_files import read_json, write_record
 from megaflow_hpc.rundir.layout import RunDir
 
-LIMITS = ("core_hours", "gpu_hours", "wall")
+LIMITS = ("core_hours", "gpu_hours", "wall", "usd")
 REPORT_INTERVAL_S = 30.0
 """Seconds between two reports of GPU time."""
 MAX_S = 1e15
 """Largest plausible number of core-seconds: a billion cores for about ten days."""
-Hours = Annotated[float, Meta(gt=0, le=MAX_S)]
+Amount = Annotated[float, Meta(gt=0, le=MAX_S)]
 _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -46,11 +46,12 @@ def cores_of(environment: Mapping[str, str] = os.environ) -> int:
 
 
 class RaisedLimits(msgspec.Struct, omit_defaults=True):
-    """Limits in hours that override those of the campaign file. ``None`` means unlimited."""
+    """Limits that override those of the campaign file. ``None`` means unlimited."""
 
-    core_hours: Hours | UnsetType | None = UNSET
-    gpu_hours: Hours | UnsetType | None = UNSET
-    wall: Hours | UnsetType | None = UNSET
+    core_hours: Amount | UnsetType | None = UNSET
+    gpu_hours: Amount | UnsetType | None = UNSET
+    wall: Amount | UnsetType | None = UNSET
+    usd: Amount | UnsetType | None = UNSET
 
 
 class GpuTime(msgspec.Struct):
@@ -74,7 +75,7 @@ class CampaignBudget:
         self._held: dict[Path, float] = {}
 
     def limits(self) -> dict[str, float | None]:
-        """Returns the current limits in hours. ``None`` means unlimited."""
+        """Returns the current limits, in hours and US dollars. ``None`` means unlimited."""
         with suppress(FileNotFoundError, ValueError):
             raised = read_json(self._run.raised_limits, RaisedLimits)
             self._raised = msgspec.to_builtins(raised)
@@ -88,7 +89,7 @@ class CampaignBudget:
         """
         for name, value in limits.items():
             if name not in LIMITS or (value is not None and not value > 0):
-                raise ConfigError(f"limit {name}={value}: expected one of {', '.join(LIMITS)}, and hours above 0")
+                raise ConfigError(f"limit {name}={value}: expected one of {', '.join(LIMITS)}, and a number above 0")
         if limits:
             write_json(self._run.raised_limits, {**self.limits(), **limits})
 
@@ -96,10 +97,10 @@ class CampaignBudget:
         """Returns a sentence that describes the first exceeded limit. Empty if none is exceeded.
 
         Args:
-            leases: The lease of each pod start, with ``core_s`` and ``began_at`` (Unix timestamp in seconds).
+            leases: The lease of each pod start, with ``core_s``, ``usd`` and ``began_at`` (Unix timestamp in seconds).
         """
         limits = self.limits()
-        core_h, gpu_h, wall = (limits[name] for name in LIMITS)
+        core_h, gpu_h, wall, usd = (limits[name] for name in LIMITS)
         if core_h is not None:
             used_h = sum(measured(lease.get("core_s")) or 0.0 for lease in leases.values()) / 3600
             if used_h >= core_h:
@@ -114,6 +115,8 @@ class CampaignBudget:
             wall_h = (time.time() - first) / 3600
             if wall_h >= wall:
                 return f"the first pod started {wall_h:.2f} hours ago, limits.wall is {wall:g}"
+        if usd is not None and (spent := spent_usd(leases)) >= usd:
+            return f"{spent:.2f} US dollars are spent on model calls, limits.usd is {usd:g}"
         return ""
 
     def _gpu_s(self) -> float:
@@ -166,6 +169,11 @@ def held_before(file: Path) -> float:
         return 0.0
 
 
+def spent_usd(leases: Mapping[str, Mapping[str, Any]]) -> float:
+    """Returns the price of all model calls that pods have reported, in US dollars."""
+    return sum(measured(lease.get("usd")) or 0.0 for lease in leases.values())
+
+
 def measured(value: object) -> float | None:
-    """Validates a number of seconds read from a file. Returns ``None`` if the value is implausible."""
+    """Validates a number of seconds or dollars read from a file. Returns ``None`` if the value is implausible."""
     return float(value) if isinstance(value, int | float) and 0 <= value <= MAX_S else None

@@ -14,23 +14,31 @@ import yaml
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents import create
-from megaflow_hpc.agents.command import PACKAGES
+from megaflow_hpc.agents.command import MCP_FILES, PACKAGES
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.model.gateway.dialects import TABLES
+from megaflow_hpc.model.gateway.replay import ARTIFACT
+from megaflow_hpc.trajectory import Trajectory
 from tests.support.campaigns import run_local
 from tests.support.programs import OLD, repair
 from tests.support.services import MCP, write_compose_task
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
     tmp_path: Path, base_sif: Path, make_task: Callable[..., Path]
 ) -> None:
-    """All three are policies of one campaign. A fourth may make two calls, which suffice for the repair."""
+    """Each is a policy of one campaign. One more may make two calls, which suffice for the repair.
+
+    The table of agents and APIs in docs/how-to/agents.md is compared with these runs.
+    """
     task = make_task(
         tmp_path / "tasks",
         "calc",
         test="python3 -c 'import calc; assert calc.add(2, 3) == 5'",
-        agent_s=150,
+        agent_s=300,
     )
     (task / "instruction.md").write_text("calc.add() must add: repair it.\n")
     (task / "environment" / "README").unlink()
@@ -51,7 +59,7 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
     }
     (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
     command = [sys.executable, "-m", "megaflow_hpc", "run", str(tmp_path / "campaign.yaml"), "--launcher", "local"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=900, check=False)
     assert done.stdout, done.stderr
     with open_trajectories(json.loads(done.stdout)["run"]) as store:
         found = {t.policy: t for t in store}
@@ -66,6 +74,15 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
             assert trajectory.constrained == 0, f"{agent} asks for sampling that is not trained on"
             assert trajectory.messages[-1]["content"] == "add() adds now."
             assert [bool(m.get("tool_calls")) for m in trajectory.messages if m["role"] == "assistant"] == [1, 1, 0]
+            page = (ROOT / "docs/how-to/agents.md").read_text()
+            assert row_of(agent, trajectory) in page, f"python -m pytest {__file__}"
+
+
+def row_of(agent: str, trajectory: Trajectory) -> str:
+    """Returns the agent's row of the table of APIs."""
+    (lines,) = (one.data for one in trajectory.artifacts if one.name == ARTIFACT)
+    used = {json.loads(line)["api"] for line in lines.splitlines()}
+    return f"| `{agent}` | {' | '.join('exact' if api in used else '' for api in TABLES if api != '/completions')} |"
 
 
 MCP_TASK = """\
@@ -91,7 +108,7 @@ def test_each_program_calls_a_tool_of_the_tasks_mcp_server(tmp_path: Path, base_
         tmp_path / "tasks", "vault", compose.replace("SERVER", server), {}, "true", "true", toml=MCP_TASK
     )
     models = {}
-    for agent in PACKAGES:
+    for agent in MCP_FILES:
         call = {"text": "I ask.", "tool": "mcp__vault__secret", "arguments": {}}
         script = {"default": [call, {"text": "Done."}]}
         (tmp_path / f"{agent}.yaml").write_text(yaml.safe_dump(script))
@@ -117,7 +134,7 @@ def test_each_program_calls_a_tool_of_the_tasks_mcp_server(tmp_path: Path, base_
     [
         ({}, "either command .* or preset"),
         ({"command": "true", "preset": "codex"}, "either command .* or preset"),
-        ({"preset": "aider"}, "preset 'aider': expected one of claude-code"),
+        ({"preset": "goose"}, "preset 'goose': expected one of claude-code"),
         ({"preset": "codex", "toolbox": "/nowhere"}, r"/nowhere contains nothing, expected @openai/codex@\S+; run"),
         ({"preset": "openhands", "toolbox": "/nowhere"}, r"expected openhands-sdk@\S+; .*agents.sh openhands, or"),
     ],

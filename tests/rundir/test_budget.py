@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import Campaign
+from megaflow_hpc.config import parse
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir.budget import CampaignBudget, Meter, cores_of, gpus_of
 from megaflow_hpc.rundir.layout import RunDir
@@ -65,7 +67,7 @@ def test_a_limit_is_raised_for_pods_that_run(run: RunDir) -> None:
     CampaignBudget(run, {"core_hours": 1.0}).raise_to({"core_hours": 3.0})
     assert running.exceeded(leases) == ""
     CampaignBudget(run, {"core_hours": 1.0}).raise_to({"core_hours": None, "wall": 5.0})
-    assert running.limits() == {"core_hours": None, "gpu_hours": None, "wall": 5.0}
+    assert running.limits() == {"core_hours": None, "gpu_hours": None, "wall": 5.0, "usd": None}
     for wrong in ({"core_hours": 0.0}, {"failures": 3.0}):
         with pytest.raises(ConfigError, match="limit"):
             running.raise_to(wrong)
@@ -93,3 +95,62 @@ def test_a_campaign_over_its_gpu_hours_starts_nothing_and_goes_on_when_they_are_
     status = json.loads(done.stdout)
     assert (status["state"], status["rollouts"]["completed"]) == ("finished", 1)
     assert json.loads((run.dir.gpus / "default.0.json").read_text())["gpu_s"] > 0
+
+
+ASKER = """
+import time
+from megaflow_hpc.host.chat import post_chat
+
+class Asker:
+    async def run(self, task, sandbox, model):
+        await post_chat(model, model.model_name, task.instruction, {}, "asker")
+        time.sleep(4)
+"""
+
+
+def test_dollars_are_summed_over_all_pods_and_need_a_price(run: RunDir) -> None:
+    budget = CampaignBudget(run, {"usd": 5.0})
+    assert budget.exceeded({"a.0": {"usd": 2.0}, "b.0": {"usd": 2.9}, "c.0": {"usd": "many"}}) == ""
+    spent = "5.50 US dollars are spent on model calls, limits.usd is 5"
+    assert budget.exceeded({"a.0": {"usd": 2.5}, "b.0": {"usd": 3.0}}) == spent
+    external = {"engine": "external", "base_url": "http://h"}
+    fields = {"name": "x", "tasks": "t", "agent": "mini-swe-agent", "limits": {"usd": 5}}
+    for models in ({"model": external}, {"models": {"a": {**external, "price": {"input": 1}}, "b": external}}):
+        with pytest.raises(ConfigError, match=r"limits\.usd: without model(s\.b)?\.price, calls cost nothing"):
+            parse({**fields, **models})
+    parse({**fields, "model": {**external, "price": {"input": 1}}})
+
+
+@pytest.mark.slow
+def test_a_campaign_that_spent_its_dollars_stops_cleanly_and_goes_on_when_they_are_raised(
+    tmp_path: Path, make_campaign: Callable[..., Path]
+) -> None:
+    (tmp_path / "asker.py").write_text(ASKER)
+    extra = """
+        model: {engine: scripted, script: answers.yaml, price: {output: 1000000}}  # a dollar for each sampled token
+        limits: {usd: 2}
+        slurm: {pods: {slots_per_rank: 1}}
+        """
+    file = make_campaign(8, extra, agent="asker:Asker", answers=["42"])
+    checked = cli("check", file, "--no-site")
+    assert "limits.usd: 2 is 0.25 US dollars for each of 8 rollouts" in checked.stderr
+    run = Campaign.from_yaml(file).plan(launcher="local")
+    run.start("local")
+    status = run.wait(240)
+    assert status["state"] == "stopped"
+    assert "US dollars are spent on model calls, limits.usd is 2" in status["pods"][0]["why"]
+    assert status["rollouts"]["failed"] == 0
+    assert 0 < status["rollouts"]["pending"] < 8
+    assert status["spent"]["usd"] >= max(2, status["models"]["default"]["usd"])
+    said = cli("status", run.path).stdout
+    assert "of 2 US dollars (limits.usd)" in said
+    assert re.search(r"model default: \d+ calls, \d+ prompt and \d+ sampled tokens, [0-9.]+ USD", said)
+    report = json.loads(cli("report", run.path, "--no-pictures", "--json").stdout)["runs"][0]
+    assert report["cost"]["usd"] == pytest.approx(status["spent"]["usd"])
+    assert report["models"]["default"]["calls"] == status["models"]["default"]["calls"]
+    with pytest.raises(ConfigError, match=r"US dollars are spent .* --limit usd=USD"):
+        run.resume(launcher="local")
+    done = cli("resume", run.path, "--launcher", "local", "--limit", "usd=none", "--json")
+    assert json.loads(done.stdout)["rollouts"]["completed"] == 8
+    refused = cli("resume", run.path, "--limit", "usd=much")
+    assert "expected dollars above 0, as usd=100" in refused.stderr

@@ -138,7 +138,7 @@ INVALID = {
 async def test_json_that_no_engine_should_see_is_a_400(served: Servers, caplog: pytest.LogCaptureFixture) -> None:
     async with served.gateway() as gateway:
         model = await gateway.open("t/default/0", "default")
-        for path in ("/chat/completions", "/messages", "/responses"):
+        for path in ("/chat/completions", "/messages", "/responses", "/models/m:generateContent"):
             for kind, body in INVALID.items():
                 status, reply = await post(model, body, path)
                 assert (status, "message" in reply["error"]) == (400, True), (path, kind, reply)

@@ -176,6 +176,14 @@ HARMLESS: dict[str, dict[str, Any]] = {
         "kv_transfer_params": {"a": 1},
         "an_option_of_next_year": "x",
     },
+    "/models/MODEL:generateContent": {
+        "safetySettings": [{"category": "x", "threshold": "OFF"}],
+        "labels": {"a": "b"},
+        "tools": [{"googleSearch": {}}],
+        "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+        "generationConfig": {"thinkingConfig": {"includeThoughts": True}, "stopSequences": [], "next_year": 1},
+        "an_option_of_next_year": "x",
+    },
     "/completions": {"user": "u", "suffix": "", "an_option_of_next_year": 1, "messages": [{}]},
 }
 

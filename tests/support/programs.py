@@ -38,6 +38,18 @@ def repair(agent: str) -> list[dict[str, Any]]:
     if agent == "qwen-code":
         look = {"text": "I look first.", "tool": "read_file", "arguments": {"file_path": file}}
         return [look, {"tool": "edit", "arguments": edit, "reasoning": "It subtracts."}, done]
+    if agent == "gemini-cli":
+        look = {"text": "I look first.", "tool": "read_file", "arguments": {"file_path": file}}
+        edit |= {"instruction": "Add instead of subtracting."}
+        return [look, {"tool": "replace", "arguments": edit, "reasoning": "It subtracts."}, done]
+    if agent == "opencode":
+        look = {"text": "I look first.", "tool": "read", "arguments": {"filePath": file}}
+        edit = {"filePath": file, "oldString": OLD, "newString": NEW}
+        return [look, {"tool": "edit", "arguments": edit, "reasoning": "It subtracts."}, done]
+    if agent == "pi":
+        look = {"text": "I look first.", "tool": "read", "arguments": {"path": file}}
+        edit = {"path": file, "edits": [{"oldText": OLD, "newText": NEW}]}
+        return [look, {"tool": "edit", "arguments": edit, "reasoning": "It subtracts."}, done]
     command = f"apply_patch <<'EOF'\n{PATCH}\nEOF"
     look = {"text": "I look first.", "tool": "exec_command", "arguments": {"cmd": "cat calc.py"}}
     return [look, {"tool": "exec_command", "arguments": {"cmd": command}, "reasoning": "It subtracts."}, done]

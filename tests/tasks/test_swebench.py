@@ -64,6 +64,10 @@ def only(path: Path) -> Instance:
             {"install_config": {"test_cmd": "pytest -rA", "log_parser": "parse_log_pytest", "env_vars": {"A": 1}}},
             {"test_cmd": "pytest -rA", "log_parser": "parse_log_pytest", "env": {"A": "1"}},
         ),
+        (
+            {"install_config": {"test_cmd": "go test"}, "image_name": "docker.io/swerebenchv2/org-lib:1-abc"},
+            {"workdir": "/lib", "image": "docker.io/swerebenchv2/org-lib:1-abc"},
+        ),
         ({"test_cmds": ["make", "pytest -rA"], "log_parser": "pytest"}, {"test_cmd": "make\npytest -rA"}),
         ({"log_parser": "pytest"}, {"log_parser": "parse_log_pytest"}),
         ({"repo": "swesmith/lib", "test_patch": ""}, {"bug_patch": "p", "patch": "", "test_patch": ""}),

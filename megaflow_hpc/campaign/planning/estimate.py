@@ -276,6 +276,7 @@ def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> 
         limit = getattr(limits, name)
         if limit is not None and hours > limit:
             effects.append(f"limits.{name}: {limit:g} ends the campaign before the expected {hours:.1f}; raise it")
+    effects += spending(draft)
     for job in jobs:
         if job.role in ("pods", "servers") and job.walltime_s and time_s > job.walltime_s:
             starts = math.ceil(time_s / job.walltime_s)
@@ -284,6 +285,17 @@ def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> 
                 "store rollouts (slurm.requeues)"
             )
     return list(dict.fromkeys(effects))
+
+
+def spending(draft: Draft) -> list[str]:
+    """Describes what ``limits.usd`` leaves to each rollout. Empty without the limit."""
+    usd, rollouts = draft.config.limits.usd, len(draft.rollouts)
+    if usd is None or not rollouts:
+        return []
+    return [
+        f"limits.usd: {usd:g} is {usd / rollouts:.2g} US dollars for each of {rollouts} rollouts; once it is spent, "
+        "pods start no more rollouts, and resume --limit usd=USD continues"
+    ]
 
 
 def _images(draft: Draft) -> tuple[int, int]:

@@ -51,7 +51,7 @@ def register(subparsers: Subparsers) -> None:
         default=[],
         type=limit,
         metavar="NAME=HOURS",
-        help="change a limit from now on: core_hours, gpu_hours or wall; none removes it",
+        help="change a limit from now on: core_hours, gpu_hours, wall or usd; none removes it",
     )
     for name, key, metavar, what in (
         ("--time", "time", "TIME", "walltime"),

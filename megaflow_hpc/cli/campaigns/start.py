@@ -192,6 +192,7 @@ def _check(arguments: argparse.Namespace) -> int:
                 "mistakes": result.file,
                 "site": result.site,
                 "warnings": result.warnings,
+                "notes": result.notes,
                 "left_out": result.left_out,
                 "tasks": result.tasks,
                 "rollouts": result.rollouts,
@@ -205,6 +206,8 @@ def _check(arguments: argparse.Namespace) -> int:
             note(f"… and {len(wrong) - MAX_LINES} more; --json prints them all")
         for line in result.warnings:
             note(f"warning: {line}")
+        for line in result.notes:
+            note(line)
         if not result.file and any(not line.startswith(arguments.campaign) for line in result.site):
             note("the file itself has no errors; --no-site checks it alone, and run --launcher local needs no Slurm")
         if not result.file and not result.site:

@@ -187,6 +187,10 @@ def shown(name: str, status: Mapping[str, Any]) -> str:
     if status["rate_per_s"] and status["eta_s"]:
         lines.append(f"rate {status['rate_per_s']:.2f}/s, about {seconds(status['eta_s'])} to go")
     lines += use_lines(status["models"])
+    if spent := status.get("spent"):
+        lines.append(
+            f"spent {spent['usd']:.2f} of {spent['limit']:g} US dollars (limits.usd), failed attempts included"
+        )
     if status["tokens_per_s"]:
         lines.append(f"tokens sampled {status['tokens_per_s']:,.0f}/s")
     for key, words in (("failures", "failures by cause"), ("retries", "retried by cause")):

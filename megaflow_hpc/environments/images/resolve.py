@@ -248,7 +248,8 @@ class Images:
         def make(target: Path) -> LayeredImage:
             if self.builder is None:
                 raise SiteError(f"{dockerfile.path}: not in the image store, and nothing here builds Dockerfiles")
-            files = {name: str(path) for name, path in bases.items()}
+            # The image records its base, and may be used after a link to the base is gone.
+            files = {name: str(path.resolve() if path.is_symlink() else path) for name, path in bases.items()}
             return self.builder.build(dockerfile, files, self.store.layers, min(timeout_s, MAX_BUILD_S), self._say_step)
 
         return self._find_or_make(key, str(dockerfile.path), make, build=build)

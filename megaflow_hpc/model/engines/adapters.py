@@ -122,6 +122,7 @@ def _sglang(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
         {"HF_HUB_OFFLINE": "1"},
         base_url=f"http://{LOOPBACK}:{port}",
         model_name=policy,
+        protocol="sglang",
         reload="sglang",
         metrics=True,
         slots=int(options.get("max-running-requests") or 0),
@@ -158,10 +159,18 @@ def _external(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     given = str(model.get("base_url") or "").rstrip("/")
     if not re.match(r"https?://", given):
         raise ConfigError(f"model.base_url: {given!r}; engine external needs an address such as http://HOST:PORT/v1")
-    options = options_of(model)
+    options, api = options_of(model), str(model.get("api") or "")
+    extra = options.get("request") or {}
+    if not isinstance(extra, Mapping):
+        raise ConfigError(
+            f"model.args.request: {extra!r}: expected fields of each request, such as {{max_tokens: 4096}}"
+        )
+    version = "/v1beta" if api == "gemini" else "/v1"
     return Launch(
         base_url=given.removesuffix("/v1"),
-        api_url=given if urlsplit(given).path else f"{given}/v1",
+        api_url=given if urlsplit(given).path else given + version,
+        api=api,
+        options=extra,
         key=_key_file(model.get("api_key_file")),
         model_name=str(options.get("model") or model.get("path") or policy),
         protocol=str(options.get("protocol", "text")),  # "plain" if the endpoint is a vLLM server

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -19,13 +21,18 @@ class Launch:
     """Root URL, without ``/v1``."""
     api_url: str = ""
     """Base URL of an external endpoint's API, before ``/chat/completions``. If empty, ``base_url/v1`` is used."""
+    api: str = ""
+    """API of an external endpoint, one of :data:`~megaflow_hpc.model.engines.upstream.UPSTREAMS`. If empty, it is
+    asked as the gateway asks an engine."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that an external endpoint gets with every completion request that does not set them."""
     key: str = field(default="", repr=False)
     """Bearer token that the engine requires. Empty if it requires none."""
     model_name: str = ""
     """Name under which the engine serves the model."""
     protocol: str = "text"
-    """The highest gateway protocol that the engine supports: ``text``, ``plain`` or ``split``. Of a reward model,
-    ``reward``."""
+    """The highest gateway protocol that the engine supports: ``text``, ``plain``, ``split`` or ``sglang``. Of
+    a reward model, ``reward``."""
     reload: str = ""
     """API for loading weights in place: ``vllm`` or ``sglang``. If empty, new weights require a restart."""
     metrics: bool = False

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megaflow_hpc.model.engine_api import RENDER, TEXTS, token_ids
+from megaflow_hpc.model.engine_api import DETOKENIZE, RENDER, TEXTS, TOKENIZE, token_ids
 from megaflow_hpc.model.gateway.canonical import reasoning_of
 from megaflow_hpc.model.gateway.engine_call import Call, RefusedCall
 from megaflow_hpc.model.gateway.recorder import Tip
@@ -26,6 +26,11 @@ from megaflow_hpc.model.json_text import offload
 
 _MAX_SEQUENCES = 4
 """Maximum number of sequences to compare with a ``thoughts: keep`` call whose prompt extends no recorded rendering."""
+_RENDERED = (
+    *("model", "messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs"),
+    "continue_final_message",
+)
+"""Options of a chat request that determine its prompt in SGLang."""
 _CONTEXT_TOKENS = 16
 """Number of prompt tokens to decode along with an answer, so that its start is decoded in context."""
 
@@ -75,6 +80,8 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
     end = None if tip.stop is None else -1
     encodings = [list(part[:end]) for part in (sampled, given)]
     asked = [tokens for tokens in encodings if tokens]
+    if call.server.protocol == "sglang":
+        return await _same_text_sglang(call, asked, tip)
     request = {
         "model": call.server.model_name,
         "generate_responses": [
@@ -86,9 +93,26 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
         choices = (await call.post(TEXTS, request, 8 * len(sampled)))["choices"] if asked else []
     except RefusedCall:
         return False  # this server cannot decode token ids
-    texts = [str(choice["text"]).rstrip("\ufffd") for choice in choices]
-    if len(texts) != len(asked):
-        raise ValueError(f"{len(texts)} texts of {len(asked)}")
+    return _same_parts([str(choice["text"]) for choice in choices], len(asked), tip)
+
+
+async def _same_text_sglang(call: Call, encodings: list[list[int]], tip: Tip) -> bool:
+    """Does the same by SGLang's endpoint, which decodes without context. So the context is decoded too."""
+    context = list(tip.rendered[-_CONTEXT_TOKENS:])
+    request = {
+        "model": call.server.model_name,
+        "tokens": [context, *(context + tokens for tokens in encodings)],
+        "skip_special_tokens": False,
+    }
+    before, *texts = map(str, (await call.post(DETOKENIZE, request))["text"])
+    return _same_parts([text.removeprefix(before) for text in texts], len(encodings), tip)
+
+
+def _same_parts(texts: list[str], expected: int, tip: Tip) -> bool:
+    """Compares up to two decoded texts of an answer."""
+    if len(texts) != expected:
+        raise ValueError(f"{len(texts)} texts of {expected}")
+    texts = [text.rstrip("\ufffd") for text in texts]
     one, other = [*texts, "", ""][:2]
     return _parts(one, tip.answer) == _parts(other, tip.answer)
 
@@ -124,4 +148,12 @@ def _common_end(one: array[int], other: array[int]) -> int:
 
 
 async def _rendered(call: Call, messages: Sequence[Mapping[str, Any]]) -> array[int]:
-    return token_ids((await call.post(RENDER, call.asked(messages=list(messages))))["token_ids"])
+    asked = call.asked(messages=list(messages))
+    if call.server.protocol == "sglang":
+        return token_ids((await call.post(TOKENIZE, tokenize_request(asked)))["tokens"])
+    return token_ids((await call.post(RENDER, asked))["token_ids"])
+
+
+def tokenize_request(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the request that makes SGLang render the messages of a chat request."""
+    return {name: asked[name] for name in _RENDERED if name in asked}

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -33,10 +36,11 @@ GATE_TIMEOUT_S = 120.0
 _HEADERS_LEFT_OUT = ("Accept", "Accept-Encoding", "User-Agent")
 Gate = Callable[[], Awaitable[None]]
 """Coroutine function that returns once a large response may be read."""
-_SERVER_AT_FAULT = frozenset({401, 403, 408, 429})
+_SERVER_AT_FAULT = frozenset({401, 402, 403, 408, 429})
 """HTTP statuses below 500 for which a call is retried at another server."""
-_FORBIDDEN = frozenset({401, 403})
-"""HTTP statuses that mean a forbidden request if the engine sends them, and a wrong key if its proxy does."""
+_FORBIDDEN = frozenset({401, 402, 403})
+"""HTTP statuses that mean a forbidden request or a lack of credit if the engine sends them, and a wrong key if its
+proxy does."""
 _MAX_REFUSAL = 64 * 2**10
 """Maximum size in bytes of an engine's refusal that is passed on to the agent."""
 _MAX_VERSION_DIGITS = 9
@@ -233,6 +237,8 @@ class EngineRequest(NamedTuple):
     """Called and awaited before a large response is read. If ``None``, large responses are read immediately."""
     role: str = ""
     """Role that the agent called; empty without a team."""
+    api: str = ""
+    """Path below ``/v1`` at which the agent made the call."""
     started_by: int | None = None
     """Number of the call that caused this one, if the agent named it."""
 
@@ -349,5 +355,10 @@ def parse_weight_version(text: Any) -> int | None:
 
 
 def retry_after_s(value: str) -> float:
-    """Returns the seconds in a ``Retry-After`` header, or 0 if the header is missing or contains a date."""
-    return float(value) if value.isascii() and value.isdecimal() else 0.0
+    """Returns the seconds in a ``Retry-After`` header, which may be a date. 0 if it is missing or invalid."""
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value):
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0

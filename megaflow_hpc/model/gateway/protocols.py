@@ -1,4 +1,4 @@
-"""The three protocols between gateway and engine, in order of how much they report about the sampled tokens.
+"""The four protocols between gateway and engine, in order of how much they report about the sampled tokens.
 
 ``text``: the plain OpenAI endpoint, for engines that reject the parameters below. It reports no tokens, so only the
 conversation is recorded.
@@ -12,6 +12,9 @@ maps ids to ids, and ``…/derender`` turns them into the agent's response. Befo
 this rollout's earlier answers in the prompt with the sampled ids (:mod:`~megaflow_hpc.model.gateway.continuation`). So
 a conversation that only grows is one sequence, even if its text encodes to other ids.
 
+``sglang`` (SGLang) does the same in two requests: ``/tokenize`` renders the prompt, and a chat completion takes it as
+``input_ids`` and returns the sampled ids with the agent's response.
+
 If a server lacks the endpoints of its protocol, the gateway falls back to the next lower one. It counts the protocols
 used per rollout (:attr:`~megaflow_hpc.trajectory.Recording.protocols`), so readers know which calls have no tokens.
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -32,13 +35,14 @@ from megaflow_hpc.model.engine_api import (
     DERENDER,
     GENERATE,
     RENDER,
+    TOKENIZE,
     check,
     check_size,
     log_probabilities,
     routed_experts,
     token_ids,
 )
-from megaflow_hpc.model.gateway.continuation import continued
+from megaflow_hpc.model.gateway.continuation import continued, tokenize_request
 from megaflow_hpc.model.gateway.engine_call import Call, RefusedCall, Reply, UnusableAnswer, parse_weight_version
 from megaflow_hpc.model.gateway.recorder import SampledTokens
 from megaflow_hpc.model.json_text import TooMuch, offload
@@ -186,6 +190,54 @@ async def split(call: Call) -> Answer:
     return await _read(call, reply, lacking, derendered)
 
 
+async def sglang(call: Call) -> Answer:
+    """Makes a chat call to SGLang in two requests: tokenize, and a chat completion of the ids. Falls back to ``text``
+    for other requests."""
+    if not call.request.chat or call.request.choices > 1 or _has_images(call.request.body["messages"]):
+        return await text(call)  # a prompt given as ids cannot contain images
+    asked = call.asked()
+    try:
+        rendered_reply = await call.post(TOKENIZE, tokenize_request(asked))
+    except RefusedCall as refusal:
+        own = {"model": call.server.model_name, **control_prompt(call.request.path)}
+        if refusal.status not in _NOT_SERVED or await _control_status(call, TOKENIZE, own) not in _NOT_SERVED:
+            raise
+        call.server.protocol, call.server.degraded = "text", True
+        return await text(call)
+    lacking = "an answer of tokenize or of a chat completion lacks a part"
+    rendered = await _read(call, rendered_reply, lacking, lambda: token_ids(rendered_reply["tokens"]))
+    try:
+        prompt = await continued(call, rendered)
+    except _MALFORMED as error:
+        raise UnusableAnswer(f"{call.server.name}: {lacking} ({error!r})", retry=False) from error
+    ids = await offload(len(prompt), prompt.tolist)
+    reply = await call.complete(input_ids=ids, return_token_ids=True, logprobs=True)
+
+    def answered() -> Answer:
+        check(reply, True, 1)
+        (choice,) = reply["choices"]
+        if "response_token_ids" not in choice:  # an older version ignores the parameters
+            call.server.protocol, call.server.degraded = "text", True
+            check_size(reply, reply.size)
+            return _text_answer(call, reply)
+        reply["model"] = call.request.body.get("model") or call.server.model_name
+        reply["prompt_token_ids"], choice["token_ids"] = choice["prompt_token_ids"], choice.pop("response_token_ids")
+        sample = _sample(reply, choice, True, call.server.name)
+        if sample.prompt != prompt:
+            raise ValueError(f"{len(prompt)} prompt tokens, answered for {len(sample.prompt)} others")
+        sample.rendered, sample.stopped = rendered, isinstance(choice.get("matched_stop"), int)
+        _strip(reply, call.request.body, True)
+        check_size(reply, reply.size)
+        return _token_answer(reply, [sample], "sglang")
+
+    return await _read(call, reply, lacking, answered)
+
+
+def _has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+    contents = (message.get("content") for message in messages)
+    return any(part["type"] == "image_url" for content in contents if isinstance(content, list) for part in content)
+
+
 def _generated(generated: Reply) -> tuple[dict[str, Any], array[int], array[float], list[tuple[int, int]]]:
     """Returns the choice of a generate response, its token ids and log-probabilities, and its weight version spans."""
     (choice,) = generated["choices"]
@@ -232,6 +284,8 @@ async def count(call: Call) -> int:
     try:
         if call.server.protocol == "split":
             return len((await call.post(RENDER, call.asked()))["token_ids"])
+        if call.server.protocol == "sglang":
+            return len((await call.post(TOKENIZE, tokenize_request(call.asked())))["tokens"])
         reply = await call.post(call.request.path, call.asked(max_tokens=1))  # every engine reports this count
         return int(reply["usage"]["prompt_tokens"])
     except _MALFORMED as error:
@@ -312,14 +366,14 @@ def _name(value: Any) -> str:
     return value if isinstance(value, str) and len(value) <= _MAX_MESSAGE else ""
 
 
-async def _control_status(call: Call, path: str, **options: Any) -> int:
+async def _control_status(call: Call, path: str, own: Mapping[str, Any] | None = None, **options: Any) -> int:
     """Sends one of the gateway's own requests to the server and returns the HTTP status.
 
     The result decides which protocol all rollouts use with the server, so no agent-written text may influence it.
     """
     body = {"model": call.server.model_name, "max_tokens": 1, **control_prompt(path), **options}
     try:
-        await call.post(path, body)
+        await call.post(path, own or body)
     except RefusedCall as refusal:
         return refusal.status
     return 200
@@ -352,5 +406,6 @@ PROTOCOLS: Mapping[str, Callable[[Call], Awaitable[Answer]]] = {
     "text": text,
     "plain": plain,
     "split": split,
+    "sglang": sglang,
     "reward": reward,
 }

@@ -44,7 +44,7 @@ from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS
 from megaflow_hpc.model.gateway import protocols
 from megaflow_hpc.model.gateway.canonical import conversation_digest
 from megaflow_hpc.model.gateway.conversations import AskedPrompt
-from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, Dialect, dialect_of, messages
+from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, Dialect, dialect_of, gemini, messages
 from megaflow_hpc.model.gateway.dialects.options import engine_request, is_constrained
 from megaflow_hpc.model.gateway.engine_call import EngineRequest, RefusedCall
 from megaflow_hpc.model.gateway.failover import Answered, Ask, Caller
@@ -94,6 +94,7 @@ class ModelGateway:
         keep_thoughts: Policies whose prompts keep earlier answers as they were sampled, even if the chat template
             changes them.
         sampling: Sampling settings by policy. Default: neutral settings.
+        prices: Policy → US dollars for a prompt token and for a sampled token. Default: calls cost nothing.
     """
 
     def __init__(
@@ -111,15 +112,19 @@ class ModelGateway:
         media_domains: Mapping[str, Collection[str]] | None = None,
         keep_thoughts: Collection[str] = (),
         sampling: Mapping[str, Sampling] | None = None,
+        prices: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         self.port = 0
         self.tokens = 0
         """Number of tokens that engines have sampled so far."""
+        self.usd = 0.0
+        """Price of all answered calls so far in US dollars, including those of rollouts that failed."""
         self._caller = Caller(wait_s, request_timeout_s, limits)
         self._roles, self._owner = dict(roles or {}), owner
         self._policies, self._judges, self._learners = frozenset(policies), frozenset(judges), frozenset(learners)
         self._replays, self._keep_thoughts = replays or {}, frozenset(keep_thoughts)
         self._media_domains, self._sampling = media_domains or {}, sampling or {}
+        self._prices = prices or {}
         self._by_id: dict[str, OpenRollout] = {}
         self._by_token: dict[str, OpenRollout] = {}
         self._server: HttpServer | None = None
@@ -297,6 +302,8 @@ class ModelGateway:
         return answer
 
     async def _dispatch(self, rollout: OpenRollout, request: web.BaseRequest, path: str) -> web.StreamResponse:
+        if google := gemini.PATH.fullmatch(path):
+            return await self._google(rollout, request, *google.groups())
         endpoint = path.removeprefix("/v1")
         completes, counts = endpoint in DIALECTS, endpoint == "/messages/count_tokens"
         if endpoint != path and request.method == "POST" and (completes or counts):
@@ -304,13 +311,31 @@ class ModelGateway:
             async with rollout.quota.turn(size):
                 body, size = await read_object(request, size)
                 if counts:
-                    return await self._count(rollout, body, size)
+                    tokens = await self._count(rollout, body, size, messages.conversation)
+                    return json_response({"input_tokens": tokens})
                 return await self._complete(rollout, request, endpoint, body, size)
         if endpoint != path and request.method == "GET" and (endpoint + "/").startswith("/models/"):
             return self._models(rollout, endpoint[len("/models/") :])
         raise CallError(
             405 if completes or counts or endpoint == "/models" else 404, f"{request.method} {path} is not served here"
         )
+
+    async def _google(
+        self, rollout: OpenRollout, request: web.BaseRequest, model: str, method: str
+    ) -> web.StreamResponse:
+        """Handles a request of Gemini's API."""
+        streams = method == "streamGenerateContent"
+        if request.method != "POST":
+            raise CallError(405, f"{request.method} {request.path}: expected POST")
+        if streams and request.query.get("alt") != "sse":
+            raise CallError(400, "streamGenerateContent: expected ?alt=sse; other streams are not served")
+        size = body_size(request)
+        async with rollout.quota.turn(size):
+            body, size = await read_object(request, size)
+            if method == "countTokens":
+                return json_response({"totalTokens": await self._count(rollout, body, size, gemini.conversation)})
+            body |= {"model": model, "stream": streams}
+            return await self._complete(rollout, request, "/models/MODEL:generateContent", body, size)
 
     # --- model calls -------------------------------------------------------------------------------------------------
 
@@ -350,7 +375,7 @@ class ModelGateway:
         asked = await offload(size, self._convert, rollout, path, dialect.request, body)
         request = self._engine_request(rollout, path, asked, size)
         free = not is_constrained(request.body, request.sampling.settings)
-        request = request._replace(free=free, started_by=_named_call(http, rollout))
+        request = request._replace(free=free, api=endpoint, started_by=_named_call(http, rollout))
         try:
             async with rollout.reserved(asked, request.choices) as limit:
                 if rollout.suspended:  # the rollout was suspended while this call waited for budget
@@ -365,13 +390,16 @@ class ModelGateway:
             rollout.recorder.recording.over_budget = str(error)
             raise CallError(429, str(error), BUDGET_EXCEEDED) from None
 
-    async def _count(self, rollout: OpenRollout, body: dict[str, Any], size: int) -> web.Response:
-        """Counts the tokens of a prompt. Nothing is recorded."""
-        asked = await offload(size, self._convert, rollout, CHAT, messages.conversation, body)
+    async def _count(
+        self, rollout: OpenRollout, body: dict[str, Any], size: int, convert: Callable[[Any], dict[str, Any]]
+    ) -> int:
+        """Returns the number of tokens of a prompt. Nothing is recorded."""
+        asked = await offload(size, self._convert, rollout, CHAT, convert, body)
         request = self._engine_request(rollout, CHAT, asked, size)
         async with rollout.quota.large_answer() as gate:
             answered = await self._call(rollout, request._replace(gate=gate), protocols.count)
-        return json_response({"input_tokens": answered.answer})
+        self._spend(request.policy, answered.answer, 1)
+        return answered.answer
 
     def _convert(
         self, rollout: OpenRollout, path: str, convert: Callable[[Mapping[str, Any]], dict[str, Any]], body: Any
@@ -446,20 +474,26 @@ class ModelGateway:
         if request.policy in self._replays:
             return self._replayed(rollout, request, conversation, digest)
         answer, server, model_s, wait_s = await self._call_unless_suspended(rollout, request)
+        sampled = sum(len(sample.tokens) if sample.counted is None else sample.counted for sample in answer.samples)
+        self._spend(request.policy, answer.total_tokens - sampled, sampled)
         if rollout.ended:
             raise CallError(401, "the rollout has ended", "authentication_error")
         rollout.servers[request.policy] = server.name
         rollout.failed("")
         rollout.unanswered.pop(request.policy, None)
-        sampled = rollout.recorder.sampled
         for number, sample in enumerate(answer.samples):
             sample.policy, sample.role, sample.free = request.policy, request.role, request.free
             times = {} if number else {"model_s": model_s, "wait_s": wait_s}
             rollout.recorder.add(sample, conversation, digest, **times)
+            rollout.recorder.recording.calls[-1]["api"] = request.api
         rollout.recorder.count(answer.protocol, server.degraded, request.free)
         self._caller.limits.charge(answer.total_tokens)
-        self.tokens += rollout.recorder.sampled - sampled
+        self.tokens += sampled
         return answer
+
+    def _spend(self, policy: str, prompt_tokens: int, sampled_tokens: int) -> None:
+        prompt_usd, sampled_usd = self._prices.get(policy, (0.0, 0.0))
+        self.usd += prompt_usd * prompt_tokens + sampled_usd * sampled_tokens
 
     async def _call_unless_suspended(self, rollout: OpenRollout, request: EngineRequest) -> Answered[protocols.Answer]:
         task = asyncio.current_task()

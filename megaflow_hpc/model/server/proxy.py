@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import hashlib
 import hmac
+import json
 import logging
 import re
 import secrets
@@ -32,10 +33,22 @@ from aiohttp import web
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import listen_everywhere
-from megaflow_hpc.model.engine_api import CHAT, CLASSIFY, COMPLETIONS, DERENDER, GENERATE, RENDER, TEXTS, WEIGHT_VERSION
+from megaflow_hpc.model.engine_api import (
+    CHAT,
+    CLASSIFY,
+    COMPLETIONS,
+    DERENDER,
+    DETOKENIZE,
+    GENERATE,
+    RENDER,
+    TEXTS,
+    TOKENIZE,
+    WEIGHT_VERSION,
+)
+from megaflow_hpc.model.engines import upstream
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.http_server import BadBody, HttpServer, bearer_key, read_body
-from megaflow_hpc.model.json_text import TooMuch, check_bounds, decoded, offload, packed
+from megaflow_hpc.model.json_text import ANSWER, TooMuch, check_bounds, decoded, offload, packed
 from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.model.server.weight_copies import ROOT, WeightCopies
@@ -43,7 +56,7 @@ from megaflow_hpc.rundir.weights import Version
 
 SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS, CLASSIFY))
 MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models")}
-MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS)}
+MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS, TOKENIZE, DETOKENIZE)}
 """Paths that gateways use. Other engine APIs are blocked, because they accept options that no gateway has checked."""
 PASSED = ("accept", "content-type", "x-request-id", "traceparent", "tracestate", "anthropic-version")
 """Request headers forwarded to the engine."""
@@ -54,6 +67,10 @@ NOT_RETURNED = frozenset(
 MAX_BODY = 256 * 2**20
 """Maximum size of a request body, in bytes."""
 MAX_TENANT_BODY = 64 * 2**20
+MAX_ANSWER = 32 * 2**20
+"""Maximum size of an external endpoint's reply, in bytes."""
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
+"""Exceptions raised by converting a malformed request or reply."""
 CAMPAIGN = "the campaign"
 VALIDITY_DAYS = 3650
 """Validity period of the certificate. Gateways ignore it, but some TLS stacks reject certificates that expire soon."""
@@ -182,15 +199,27 @@ class Proxy:
         assert self._engine is not None
         assert self._session is not None
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        engine = self._engine
+        try:
+            url = upstream.url_of(engine, path)
+            request = None if body is None else upstream.request_of(engine, path, body)
+        except upstream.Unsupported as error:
+            return 400, str(error)
         async with self._session.request(
             "GET" if body is None else "POST",
-            self._engine.url(path),
-            json=body,
-            headers=self._headers(self._engine),
+            url,
+            json=request,
+            headers=upstream.headers_of(engine),
             timeout=timeout,
             allow_redirects=False,
         ) as response:
-            return response.status, await response.text()
+            text = upstream.without_key(await response.read(), engine.key).decode("utf-8", "replace")
+            if response.status != 200 or not engine.api:
+                return response.status, text
+        try:
+            return 200, json.dumps(upstream.answer_of(engine, path, json.loads(text)))
+        except _MALFORMED as error:
+            return 502, f"an answer that is not one of {engine.api}'s API: {error!r}: {text[:300]}"
 
     async def load(self, now: float) -> Load:
         """Returns the server's load since the previous call.
@@ -266,7 +295,7 @@ class Proxy:
         if request.headers.get("Content-Encoding", "identity") != "identity":
             return _refuse(415, "no compressed bodies")
         headers = {name: request.headers[name] for name in PASSED if name in request.headers}
-        headers |= self._headers(engine)
+        headers |= upstream.headers_of(engine)
         response: web.StreamResponse | None = None
         body: bytes | bytearray
         try:
@@ -279,15 +308,27 @@ class Proxy:
             return _refuse(400, f"the request's body: {error}")
         if body and self.serving.adapter_name and (request.method, request.path) in SAMPLING:
             body = await offload(len(body), _with_model, body, self.serving.adapter_name)
+        converted = bool(engine.api or engine.options) and (request.method, request.path) in SAMPLING
+        url = engine.url(request.path)
+        if converted:
+            try:
+                url = upstream.url_of(engine, request.path)
+                body = await offload(len(body), _converted, engine, request.path, body)
+            except upstream.Unsupported as error:
+                return _refuse(400, str(error), self.serving.weights.version)
+            except _MALFORMED as error:
+                return _refuse(400, f"the request's body: {error!r}", self.serving.weights.version)
         try:
             async with session.request(
                 request.method,
-                engine.url(request.path),
+                url,
                 data=body if request.method == "POST" else None,
                 headers=headers,
                 allow_redirects=False,
             ) as answer:
                 self.down = ""
+                if converted or (engine.key and answer.status >= 300):
+                    return await self._read(answer, engine, request.path, converted)
                 response = web.StreamResponse(status=answer.status)
                 for name, value in answer.headers.items():
                     if name.lower() not in NOT_RETURNED:
@@ -304,12 +345,36 @@ class Proxy:
                 return _refuse(502, "the client has disconnected")
             if response is not None:
                 raise  # part of the response was sent: abort the connection, so that the client notices
-            self.down = f"{engine.url(request.path)} does not answer: {type(error).__name__}"
+            self.down = f"{url} does not answer: {type(error).__name__}"
             return _refuse(502, f"the engine does not answer: {type(error).__name__}")
 
-    @staticmethod
-    def _headers(engine: Launch) -> dict[str, str]:
-        return {"Authorization": f"Bearer {engine.key}"} if engine.key else {}
+    async def _read(self, answer: aiohttp.ClientResponse, engine: Launch, path: str, converted: bool) -> web.Response:
+        """Returns an external endpoint's complete reply, converted to OpenAI's API, and an error without the key."""
+        headers = {WEIGHT_VERSION: str(self.serving.weights.version)}
+        raw = bytearray()
+        async for chunk in answer.content.iter_any():
+            raw += chunk
+            if len(raw) > MAX_ANSWER:
+                return _refuse(502, f"the endpoint's answer is longer than {MAX_ANSWER >> 20} MiB")
+        body = bytes(raw)
+        if answer.status >= 300:
+            body = upstream.without_key(body, engine.key)
+            if wait_s := answer.headers.get("Retry-After") or upstream.retry_after(body):
+                headers["Retry-After"] = wait_s
+        elif converted:
+            try:
+                body = await offload(len(body), _answered, engine, path, body)
+            except _MALFORMED as error:
+                return _refuse(502, f"an answer that is not one of the endpoint's API: {error!r}")
+        return web.Response(status=answer.status, headers=headers, body=body, content_type="application/json")
+
+
+def _converted(engine: Launch, path: str, body: bytes | bytearray) -> bytes:
+    return packed(upstream.request_of(engine, path, decoded(body)))
+
+
+def _answered(engine: Launch, path: str, body: bytes) -> bytes:
+    return packed(upstream.answer_of(engine, path, decoded(body, ANSWER)))
 
 
 def _with_model(body: bytes | bytearray, model: str) -> bytes | bytearray:
@@ -321,8 +386,15 @@ def _with_model(body: bytes | bytearray, model: str) -> bytes | bytearray:
         return body
 
 
-def _refuse(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "server_error", "code": status}}, status=status)
+def _refuse(status: int, message: str, version: int | None = None) -> web.Response:
+    """Returns an error of the proxy.
+
+    Args:
+        version: Version of the weights, if the request is at fault as when the engine refuses it.
+    """
+    error = {"message": message, "type": "server_error" if status >= 500 else "invalid_request_error", "code": status}
+    headers = None if version is None else {WEIGHT_VERSION: str(version)}
+    return web.json_response({"error": error}, status=status, headers=headers)
 
 
 def make_context(private: Path) -> tuple[ssl.SSLContext, str]:

@@ -1,4 +1,4 @@
-"""Live status of a pod's rollouts: the number of sampled tokens for its lease, and details for viewers.
+"""Live status of a pod's rollouts: the sampled tokens and their price for its lease, and details for viewers.
 
 Every few seconds, each rank reports its rollouts that have received a model response. A rank sends a rollout's
 conversation only on request, while a viewer displays that rollout.
@@ -37,7 +37,10 @@ class LiveStatuses:
         self._comm, self._scheduler, self._io = comm, scheduler, io
         self.tokens = 0
         """Number of tokens that engines have sampled for this pod, including lost ranks."""
+        self.usd = 0.0
+        """Price of this pod's model calls in US dollars, including those of lost ranks."""
         self._tokens_of_rank: dict[int, int] = {}
+        self._usd_of_rank: dict[int, float] = {}
         self._past_tokens: deque[tuple[float, int]] = deque()
         self._rollouts: dict[str, _Reported] = {}
         self._transcripts: dict[str, Transcript] = {}
@@ -47,6 +50,8 @@ class LiveStatuses:
         """Records a rank's ``activity`` message about its rollouts."""
         self.tokens += message["tokens"] - self._tokens_of_rank.get(rank, 0)
         self._tokens_of_rank[rank] = message["tokens"]
+        self.usd += message["usd"] - self._usd_of_rank.get(rank, 0.0)
+        self._usd_of_rank[rank] = message["usd"]
         now = time.monotonic()
         for rollout, (calls, tokens, waits) in message["rollouts"].items():
             self._rollouts[rollout] = _Reported(calls, tokens, waits, now)
@@ -59,6 +64,7 @@ class LiveStatuses:
     def leave(self, rank: int) -> None:
         """Removes a lost rank."""
         self._tokens_of_rank.pop(rank, None)
+        self._usd_of_rank.pop(rank, None)
 
     @property
     def tokens_per_s(self) -> float:

@@ -270,6 +270,7 @@ class Master:
             core_s=round(self._cores * (time.monotonic() - self._began), 1),
             tokens=self._live.tokens,
             tokens_per_s=self._live.tokens_per_s,
+            usd=round(self._live.usd, 6),
         )
 
     def _report_progress(self) -> None:
@@ -307,6 +308,7 @@ class Master:
         pod.comm.push()
         self._ranks.stop()
         pod.comm.push()
+        self._show_progress()
         if state == "lost":
             why = f"no worker rank is left: {self._last_loss}" if not self._ranks.all and self._last_loss else None
             pod.events.write(PodEvent(state=state, stored=self._results.stored, why=why))

@@ -67,6 +67,8 @@ class PodProgress(NamedTuple):
     """Number of tokens that engines have sampled for this pod's rollouts."""
     tokens_per_s: float = 0.0
     """Average number of sampled tokens per second over the last 30 seconds."""
+    usd: float = 0.0
+    """Price of the model calls of this pod's rollouts so far, in US dollars."""
 
 
 class HandOff(NamedTuple):

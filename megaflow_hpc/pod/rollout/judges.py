@@ -101,14 +101,20 @@ class Judges:
             }
 
 
-def used(trajectory: Trajectory, judges: Judges, prices: Mapping[str, TokenPrice]) -> Used:
-    """Returns the calls of judges, and those of the rollout's own calls whose model has a price."""
+def used(trajectory: Trajectory, judges: Judges, metered: Mapping[str, TokenPrice | None]) -> Used:
+    """Returns the calls of judges, and those of the rollout's own calls that went to a metered model.
+
+    Args:
+        metered: Model → price of its tokens, or ``None`` without a price.
+    """
     own = []
     counted = _counted(trajectory)
     for number, turn in enumerate(trajectory.turns):
-        if price := prices.get(turn.policy):
+        if turn.policy in metered:
+            price = metered[turn.policy]
             prompt, sampled = counted.get(number) or (turn.token_start, turn.token_end - turn.token_start)
-            own.append({turn.policy: ModelUse(1, prompt, sampled, price.of(prompt, sampled))})
+            usd = price.of(prompt, sampled) if price else None
+            own.append({turn.policy: ModelUse(1, prompt, sampled, usd)})
     return total([*own, *map(use_of, judges.calls())])
 
 

@@ -420,7 +420,7 @@ class RunningAttempt:
         await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
         output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
         trajectory.artifacts += [*verdict.artifacts, *self._judges.artifacts(), Artifact("verifier.log", output)]
-        if models := used(trajectory, self._judges, self.services.prices):
+        if models := used(trajectory, self._judges, self.services.metered):
             trajectory.artifacts.append(Artifact(COST_FILE, msgspec.json.encode(models)))
         trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
         if verdict.agent_error or verdict.error:

@@ -20,6 +20,7 @@ from megaflow_hpc.config import CampaignConfig, Policy, resolved
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.process import node_name, raise_descriptor_limit
 from megaflow_hpc.host.wire import Message, frame, pack, read_parcel, unpack_all
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.comm import STOP
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.rollout.rollout import AttemptResult, blank, run_attempt
@@ -41,6 +42,10 @@ class Runner:
         self._reader, self._writer = reader, writer
         self._opened: Services | None = None
         self._rollouts: dict[str, asyncio.Task[None]] = {}
+        self._reported: dict[str, tuple[int, int, bool]] = {}
+        """Activity of each rollout that rank 0 has received."""
+        self._reported_use = (0, 0.0)
+        """Sampled tokens and their price that rank 0 has received."""
 
     @property
     def _services(self) -> Services:
@@ -134,17 +139,17 @@ class Runner:
     async def _report_activity(self) -> None:
         """Periodically reports the rollouts with a changed status to rank 0. The reports omit conversations, which may
         be long."""
-        reported_tokens, reported = 0, dict[str, tuple[int, int, bool]]()
         while True:
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
-            if self._opened is None:
-                continue
-            gateway = self._opened.gateway
-            tokens, activity = gateway.tokens, gateway.activity()
-            changed = {rollout: status for rollout, status in activity.items() if reported.get(rollout) != status}
-            if changed or tokens != reported_tokens:
-                await self._send({"op": "activity", "tokens": tokens, "rollouts": changed})
-            reported_tokens, reported = tokens, activity
+            if self._opened is not None:
+                await self._send_activity(self._opened.gateway)
+
+    async def _send_activity(self, gateway: ModelGateway) -> None:
+        use, activity = (gateway.tokens, gateway.usd), gateway.activity()
+        changed = {rollout: status for rollout, status in activity.items() if self._reported.get(rollout) != status}
+        if changed or use != self._reported_use:
+            self._reported_use, self._reported = use, activity
+            await self._send({"op": "activity", "tokens": use[0], "usd": use[1], "rollouts": changed})
 
     async def _on_beat(self, message: Message) -> None:
         pass
@@ -161,6 +166,7 @@ class Runner:
                 failed = blank(rollout, start["attempt"])
                 failed.error_kind, failed.error = "user", f"the result cannot be sent: {error!r}"
                 outcome = self._outcome(AttemptResult(failed), start, attempts)
+            await self._send_activity(self._services.gateway)  # the price of a rollout is known when it ends
             await self._send(outcome.to_message())
         finally:
             self._rollouts.pop(rollout.id, None)

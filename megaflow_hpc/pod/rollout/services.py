@@ -84,6 +84,7 @@ class Services:
             media_domains={name: model.media_domains for name, model in models.items()},
             keep_thoughts=[name for name, model in models.items() if model.thoughts == "keep"],
             sampling={name: Sampling(model.sampling.model_dump()) for name, model in models.items()},
+            prices={name: (price.of(1, 0), price.of(0, 1)) for name, model in models.items() if (price := model.price)},
         )
         await gateway.start()
         agents = Zygote([agent.name for policy in policies.values() for agent in policy.agents], *code_places)
@@ -95,6 +96,12 @@ class Services:
         """Policy → price of its model's tokens, for models that have one."""
         models = {name: policy.model for name, policy in self.policies.items()}
         return {name: model.price for name, model in models.items() if model and model.price}
+
+    @property
+    def metered(self) -> dict[str, TokenPrice | None]:
+        """Policy → price of its model's tokens, if any, for models with a price and external endpoints."""
+        models = {name: policy.model for name, policy in self.policies.items() if policy.model}
+        return {name: model.price for name, model in models.items() if model.price or model.is_external}
 
     def judges(self, rollout_id: str) -> Judges:
         """Returns the campaign's judges, for one rollout."""

@@ -129,7 +129,7 @@ class _Exercise(msgspec.Struct):
 POLYGLOT_TEST = """\
 #!/bin/bash
 mkdir -p /logs/verifier
-cp /tests/*_test.py /work/
+cp /tests/*.py /work/
 cd /work
 reward=0
 python3 -m unittest *_test.py && reward=1

@@ -317,7 +317,10 @@ class SweBench:
 
 
 class SweRebench(SweBench):
-    """SWE-rebench: ``install_config`` contains ``test_cmd``, ``log_parser`` and ``env_vars``."""
+    """SWE-rebench: ``install_config`` contains ``test_cmd``, ``log_parser`` and ``env_vars``.
+
+    The checkout in the images of SWE-rebench V2 is in a directory with the repository's name.
+    """
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
@@ -335,7 +338,10 @@ class SweRebench(SweBench):
         commands = raw.get("test_cmd") or raw.get("test_cmds") or install.get("test_cmd")
         parser = raw.get("log_parser") or install.get("log_parser")
         variables = raw.get("env") or install.get("env_vars")
-        return super().convert(line, {**raw, "test_cmd": commands, "log_parser": parser, "env": variables})
+        fields = {**raw, "test_cmd": commands, "log_parser": parser, "env": variables}
+        if not raw.get("workdir") and "swerebenchv2/" in str(_image(raw)):
+            fields["workdir"] = f"/{str(raw.get('repo')).rpartition('/')[2]}"
+        return super().convert(line, fields)
 
 
 class SweSmith(SweBench):

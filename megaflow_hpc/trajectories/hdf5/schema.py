@@ -255,8 +255,9 @@ GROUPS = (
         "artifacts",
         "Files stored with a rollout. Artifact i is `bytes[offset[i]:offset[i+1]]`. `f` artifacts, in the order of "
         "their trajectories. `calls.jsonl` has a line of JSON per turn with further data for a replay: the request's "
-        "`id`, `asked` (a digest of the conversation), and the `text` of an answer that is not a message. In files of "
-        "version 1 it has the `text` or `message` of every answer; older files have `engine.jsonl` instead, which "
+        "`id`, `asked` (a digest of the conversation), `api` (the path that the agent called), `tokens` (numbers of "
+        "prompt and sampled tokens, if no ids are known), and the `text` of an answer that is not a message. In files "
+        "of version 1 it has the `text` or `message` of every answer; older files have `engine.jsonl` instead, which "
         "repeats the sampled ids, up to 8 MiB.",
         (
             ("name", STRING, "f", "file name"),

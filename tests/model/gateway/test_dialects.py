@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megaflow_hpc.model.engines.scripted.engine import END, answer_text, render
 from megaflow_hpc.model.gateway import dialects
-from megaflow_hpc.model.gateway.dialects import BadRequest, chat, messages, responses
+from megaflow_hpc.model.gateway.dialects import BadRequest, chat, gemini, messages, responses
 from megaflow_hpc.model.gateway.dialects.options import engine_request
 from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 
@@ -115,6 +115,36 @@ class ResponsesAgent(ChatAgent):
             self.history.append({"type": "message", "role": "user", "content": results[0]})
 
 
+class GeminiAgent(ChatAgent):
+    """Sends back neither thoughts nor, if ``without_ids``, the ids of calls."""
+
+    dialect = gemini
+    without_ids = False
+
+    def __init__(self) -> None:
+        self.history = [{"role": "user", "parts": [{"text": "Go."}]}]
+
+    def body(self) -> dict[str, Any]:
+        return {"systemInstruction": {"parts": [{"text": "Be exact."}]}, "contents": self.history, "model": "m"}
+
+    def take(self, answer: Mapping[str, Any], results: list[str]) -> None:
+        content = json.loads(json.dumps(answer["candidates"][0]["content"], sort_keys=True))
+        calls = [part["functionCall"] for part in content["parts"] if "functionCall" in part]
+        for call in calls if self.without_ids else ():
+            del call["id"]
+        parts = [part for part in content["parts"] if not part.get("thought")]
+        self.history.append({"role": "model", "parts": parts})
+        said: list[Any] = [
+            {"functionResponse": {**{k: c[k] for k in ("id", "name") if k in c}, "response": {"output": r}}}
+            for c, r in zip(calls, results, strict=False)
+        ]
+        self.history.append({"role": "user", "parts": said or [{"text": results[0]}]})
+
+
+class OlderGeminiAgent(GeminiAgent):
+    without_ids = True
+
+
 def reply_of(message: Mapping[str, Any]) -> dict[str, Any]:
     finish = "tool_calls" if message.get("tool_calls") else "stop"
     choice = {"index": 0, "message": dict(message), "finish_reason": finish}
@@ -122,7 +152,7 @@ def reply_of(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
 
 
-@pytest.mark.parametrize("kind", [ChatAgent, MessagesAgent, ResponsesAgent])
+@pytest.mark.parametrize("kind", [ChatAgent, MessagesAgent, ResponsesAgent, GeminiAgent, OlderGeminiAgent])
 @given(script=st.lists(st.tuples(answers(), st.lists(TEXT, min_size=3, max_size=3)), min_size=1, max_size=5))
 def test_an_agent_that_only_appends_has_one_sequence_of_what_was_sampled(
     kind: type[ChatAgent], script: list[tuple[dict[str, Any], list[str]]]
@@ -179,6 +209,27 @@ def test_a_stream_of_a_response_adds_up_to_the_answer(message: dict[str, Any]) -
         whole = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
         assert added[item["id"]] == whole
     assert events[-1] == ("response.completed", {**events[-1][1], "response": answer})
+
+
+def test_geminis_forms_become_chat_messages_and_its_errors_end_a_clients_retries() -> None:
+    call = {"functionCall": {"name": "f", "args": {"a": 1}}}
+    result = {"functionResponse": {"name": "f", "response": {"rows": [1]}}}
+    picture = {"inlineData": {"mimeType": "image/png", "data": "AAAA"}}
+    contents = [{"parts": [{"text": "x"}, picture]}, {"role": "model", "parts": [call]}, {"parts": [result]}]
+    declared = {"name": "f", "parameters": {"type": "OBJECT", "properties": {"type": {"type": "STRING"}}}}
+    asked = gemini.request(
+        {"contents": contents, "tools": [{"functionDeclarations": [declared]}, {"googleSearch": {}}]}
+    )
+    asked = engine_request(asked, chat=True)
+    assert asked["messages"][0]["content"][1]["image_url"]["url"] == "data:image/png;base64,AAAA"
+    assert asked["messages"][1]["tool_calls"][0]["id"] == asked["messages"][2]["tool_call_id"] != ""
+    assert asked["messages"][2]["content"] == '{"rows": [1]}'
+    (tool,) = asked["tools"]
+    assert tool["function"]["parameters"] == {"type": "object", "properties": {"type": {"type": "string"}}}
+    over = gemini.error(429, "no more calls", "rollout_budget_exceeded")["error"]
+    assert "PerDay" in over["details"][0]["violations"][0]["quotaId"]
+    with pytest.raises(BadRequest, match=r"contents\[0\]\.role: expected user or model, found 'tool'"):
+        gemini.request({"contents": [{"role": "tool", "parts": [{"text": "x"}]}]})
 
 
 def test_an_answer_that_the_agent_changed_stays_changed() -> None:

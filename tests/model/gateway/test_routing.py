@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -59,7 +60,9 @@ def test_a_server_that_asks_to_be_left_alone_is_within_bounds() -> None:
     server.succeeded()  # another call in flight, which was answered
     assert not server.available(69.9)
     assert server.available(70.0)
-    assert [retry_after_s(value) for value in ("7", "-1", "soon", "", "٣")] == [7, 0, 0, 0, 0]
+    assert [retry_after_s(value) for value in ("7", "1.5", "-1", "soon", "", "٣")] == [7, 1.5, 0, 0, 0, 0]
+    assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0  # a date in the past
+    assert retry_after_s(formatdate(time.time() + 50, usegmt=True)) == pytest.approx(50, abs=5)
 
 
 def test_affinity_holds_until_the_server_is_too_busy_and_then_the_least_busy_is_asked() -> None:

@@ -70,10 +70,13 @@ def requests(schema: dict[str, Any], forced: bool = True) -> list[tuple[str, dic
     strict = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     theirs = {"name": "f", "input_schema": schema}
     flat = {"type": "function", "name": "f", "parameters": schema}
+    google = {"functionDeclarations": [{"name": "f", "parametersJsonSchema": schema}]}
+    named = {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["f"]}}
     if not forced:
         return [
             ("/chat/completions", {"tools": [tool]}),
             ("/messages", {"tools": [theirs]}),
+            ("/models/MODEL:generateContent", {"tools": [google]}),
             ("/responses", {"tools": [flat]}),
             ("/responses", {"tools": [{"type": "namespace", "name": "n", "tools": [flat]}]}),
         ]
@@ -89,11 +92,15 @@ def requests(schema: dict[str, Any], forced: bool = True) -> list[tuple[str, dic
         ("/messages", {"tools": [theirs], "tool_choice": {"type": "any"}}),
         ("/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}),
         ("/responses", {"tools": [flat], "tool_choice": "required"}),
+        ("/models/MODEL:generateContent", {"generationConfig": {"responseJsonSchema": schema}}),
+        ("/models/MODEL:generateContent", {"tools": [google], "toolConfig": named}),
     ]
 
 
 def converted(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    asked = {"/completions": {"prompt": "x"}, "/responses": {"input": "x"}}.get(path, {"messages": MESSAGES})
+    asks = {"/completions": {"prompt": "x"}, "/responses": {"input": "x"}}
+    asks["/models/MODEL:generateContent"] = {"contents": [{"parts": [{"text": "x"}]}]}
+    asked = asks.get(path, {"messages": MESSAGES})
     return engine_request(DIALECTS[path].request({"max_tokens": 5, **asked, **body}), path != "/completions")
 
 

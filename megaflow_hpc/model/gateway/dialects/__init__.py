@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from megaflow_hpc.model.gateway.dialects import chat, messages, options, responses
+from megaflow_hpc.model.gateway.dialects import chat, gemini, messages, options, responses
 from megaflow_hpc.model.gateway.dialects.base import BadRequest, Event
 
-__all__ = ["DIALECTS", "TABLES", "BadRequest", "Dialect", "Event", "dialect_of", "messages"]
+__all__ = ["DIALECTS", "TABLES", "BadRequest", "Dialect", "Event", "dialect_of", "gemini", "messages"]
 
 
 class Dialect(Protocol):
@@ -49,19 +49,23 @@ DIALECTS: Mapping[str, Dialect] = {
     "/completions": chat,
     "/messages": messages,
     "/responses": responses,
+    "/models/MODEL:generateContent": gemini,
 }
-"""Maps each path below ``/v1`` to its dialect."""
+"""Maps each path below ``/v1`` to its dialect. Gemini's paths contain the model (:data:`.gemini.PATH`)."""
 TABLES: Mapping[str, Mapping[str, options.Option]] = {
     "/chat/completions": options.CHAT,
     "/completions": options.COMPLETIONS,
     "/messages": messages.MESSAGES,
     "/responses": responses.RESPONSES,
+    "/models/MODEL:generateContent": gemini.GEMINI,
 }
 """Maps each path below ``/v1`` to its table of options."""
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
     """Returns the dialect in which to report a request's errors. The path need not exist."""
+    if "/v1beta/" in path or "x-goog-api-key" in headers:
+        return gemini
     tail = path.partition("/v1")[2]
     if tail.startswith("/messages") or "anthropic-version" in headers:
         return messages

@@ -1,0 +1,448 @@
+"""Converts calls to the APIs of external endpoints: OpenAI's own, Anthropic's messages and Gemini's generateContent.
+
+The engine server's proxy converts. So the gateway and its dialects are the same for every endpoint, and the key stays
+in the server's process::
+
+    gateway ── chat request ──► proxy ── request() ──► endpoint ── its reply ──► answer() ── chat reply ──► gateway
+
+Endpoints sign a model's thoughts, and some refuse a tool's result without them. An answer carries the signatures in
+fields that agents need not know (``thinking_blocks``, ``extra_content``). The gateway records the answer and inserts it
+into later prompts, so the endpoint gets its own signatures back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from megaflow_hpc.model.engine_api import CHAT, MODELS
+from megaflow_hpc.model.engines.launch import Launch
+
+ANTHROPIC_VERSION = "2023-06-01"
+MAX_TOKENS = 8192
+"""Token limit of requests to Anthropic that set none, because its API requires one."""
+UNSIGNED = "skip_thought_signature_validator"
+"""Gemini accepts this text instead of the signature of a function call that another model made."""
+_DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+);base64,", re.IGNORECASE)
+_RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d{1,6})(?:\.\d+)?s"')
+
+
+class Unsupported(ValueError):
+    """The endpoint's API cannot express a request. The message names the option and the remedy."""
+
+
+class Upstream(Protocol):
+    """Interface of an endpoint's API."""
+
+    defaults: Mapping[str, Any]
+    """Fields of every request that neither the agent nor the campaign sets."""
+
+    def headers(self, key: str) -> dict[str, str]:
+        """Returns the headers that carry the key."""
+
+    def path(self, path: str, model: str) -> str:
+        """Returns the endpoint's path, below the base URL, for a path of OpenAI's API.
+
+        Raises:
+            Unsupported: The API has no such path.
+        """
+
+    def request(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Converts a chat request. Raises Unsupported."""
+
+    def answer(self, path: str, reply: Any) -> dict[str, Any]:
+        """Converts the endpoint's reply to that of OpenAI's API.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: The reply is malformed.
+        """
+
+
+def headers_of(engine: Launch) -> dict[str, str]:
+    """Returns the headers that carry an engine's key."""
+    if not engine.key:
+        return {}
+    return UPSTREAMS[engine.api].headers(engine.key) if engine.api else {"Authorization": f"Bearer {engine.key}"}
+
+
+def url_of(engine: Launch, path: str) -> str:
+    """Returns the URL of a path of OpenAI's API at an engine. Raises Unsupported."""
+    return engine.api_url + UPSTREAMS[engine.api].path(path, engine.model_name) if engine.api else engine.url(path)
+
+
+def request_of(engine: Launch, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts a request to the engine's API and adds the campaign's own options. Raises Unsupported."""
+    if not engine.api or path != CHAT:
+        return {**engine.options, **body}
+    upstream = UPSTREAMS[engine.api]
+    return {**upstream.defaults, **engine.options, **upstream.request(body)}
+
+
+def answer_of(engine: Launch, path: str, reply: Any) -> dict[str, Any]:
+    """Converts a reply of the engine's API. Raises the same errors as :meth:`Upstream.answer`."""
+    return UPSTREAMS[engine.api].answer(path, reply) if engine.api else reply
+
+
+def retry_after(body: bytes) -> str:
+    """Returns the seconds that the body of a refusal asks to wait, as Gemini states them. Empty if it states none."""
+    match = _RETRY_DELAY.search(body)
+    return str(int(match[1]) + 1) if match else ""
+
+
+def without_key(body: bytes, key: str) -> bytes:
+    """Replaces an endpoint's key in an error text, which an agent may see."""
+    return body.replace(key.encode(), b"[key]") if key else body
+
+
+# --- shared conversions ----------------------------------------------------------------------------------------------
+
+
+def _refuse(body: Mapping[str, Any], api: str, *names: str) -> None:
+    for name in names:
+        if body.get(name) and (name, body[name]) != ("n", 1):
+            raise Unsupported(f"{name}: {api} does not support it; leave it out, or use another endpoint")
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Returns the non-empty parts of a message's content."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    return [part for part in content or () if part.get("type") != "text" or part["text"]]
+
+
+def _text(content: Any) -> str:
+    return "\n".join(part["text"] for part in _parts(content) if part["type"] == "text")
+
+
+def _arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tool call's arguments. Text that is not a JSON object becomes the argument ``input``."""
+    text = call["function"].get("arguments") or "{}"
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"input": text}
+
+
+def _functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [tool["function"] for tool in body.get("tools") or ()]
+
+
+def _schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the schema that constrains the answer, or ``None``."""
+    form = body.get("response_format") or {}
+    if form.get("type") == "json_schema":
+        schema: dict[str, Any] = form["json_schema"]["schema"]
+        return schema
+    return {"type": "object"} if form.get("type") == "json_object" else None
+
+
+def _grouped(turns: Iterator[tuple[str, list[dict[str, Any]]]], name: str) -> list[dict[str, Any]]:
+    """Joins consecutive turns of the same role, because results of parallel tool calls must be one turn.
+
+    Args:
+        turns: Pairs of role and parts.
+        name: Name of the field with the parts.
+    """
+    grouped: list[dict[str, Any]] = []
+    for role, parts in turns:
+        if not parts:
+            continue
+        if grouped and grouped[-1]["role"] == role:
+            grouped[-1][name] += parts
+        else:
+            grouped.append({"role": role, name: [*parts]})
+    return grouped
+
+
+def _system(messages: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Mapping[str, Any]]]:
+    """Returns the text of the leading system messages, and the other messages."""
+    count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    return "\n\n".join(filter(None, (_text(message.get("content")) for message in messages[:count]))), messages[count:]
+
+
+def _reply(
+    name: Any, model: Any, message: dict[str, Any], finish_reason: str, prompt: int, sampled: int, cached: int
+) -> dict[str, Any]:
+    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    return {
+        "id": name if isinstance(name, str) else f"chatcmpl-{uuid.uuid4().hex[:24]}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model if isinstance(model, str) else "",
+        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}],
+        "usage": {**usage, "prompt_tokens_details": {"cached_tokens": cached}},
+    }
+
+
+# --- OpenAI ----------------------------------------------------------------------------------------------------------
+
+
+class OpenAi:
+    """OpenAI's own API. Its newer models refuse ``max_tokens``, and all refuse options of other engines."""
+
+    defaults: Mapping[str, Any] = {}
+    _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id")
+    _DROPPED = ("top_k", "min_p", "repetition_penalty", "chat_template_kwargs", "structured_outputs", "stream")
+    _CALL = ("id", "type", "function")
+
+    def headers(self, key: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {key}"}
+
+    def path(self, path: str, model: str) -> str:
+        return path.removeprefix("/v1")
+
+    def request(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        passed = {name: value for name, value in body.items() if name not in self._DROPPED}
+        if limit := passed.pop("max_tokens", None):
+            passed.setdefault("max_completion_tokens", limit)
+        passed["messages"] = [self._message(message) for message in body["messages"]]
+        return passed
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {name: message[name] for name in self._MESSAGE if name in message}
+        if calls := kept.get("tool_calls"):
+            kept["tool_calls"] = [{name: call[name] for name in self._CALL if name in call} for call in calls]
+        return kept
+
+    def answer(self, path: str, reply: Any) -> dict[str, Any]:
+        return {**reply}
+
+
+# --- Anthropic -------------------------------------------------------------------------------------------------------
+
+
+class Anthropic:
+    """Anthropic's messages API."""
+
+    defaults: Mapping[str, Any] = {"max_tokens": MAX_TOKENS}
+    _REASONS: Mapping[str, str] = {
+        "max_tokens": "length",
+        "model_context_window_exceeded": "length",
+        "tool_use": "tool_calls",
+        "refusal": "content_filter",
+    }
+    _CHOICES: Mapping[str, str] = {"none": "none", "auto": "auto", "required": "any"}
+
+    def headers(self, key: str) -> dict[str, str]:
+        return {"x-api-key": key, "anthropic-version": ANTHROPIC_VERSION}
+
+    def path(self, path: str, model: str) -> str:
+        if path not in (CHAT, MODELS):
+            raise Unsupported("Anthropic's API has no plain completions; use chat completions")
+        return "/messages" if path == CHAT else "/models"
+
+    def request(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        _refuse(body, "Anthropic's API", "n", "logprobs", "logit_bias", "structured_outputs")
+        system, messages = _system(body["messages"])
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        asked: dict[str, Any] = {"model": body["model"], "messages": _grouped(self._turns(messages), "content")}
+        asked |= {"max_tokens": limit} if limit else {}
+        asked |= {"system": system} if system else {}
+        asked |= {name: body[name] for name in ("temperature", "top_p", "top_k") if body.get(name) is not None}
+        if stop := body.get("stop"):
+            asked["stop_sequences"] = [stop] if isinstance(stop, str) else stop
+        if schema := _schema_of(body):
+            asked["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
+        if functions := _functions(body):
+            asked["tools"] = [self._tool(function) for function in functions]
+            asked |= self._choice(body)
+        return asked
+
+    def _turns(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        for message in messages:
+            if message["role"] == "assistant":
+                yield "assistant", [*message.get("thinking_blocks", ()), *self._blocks(message), *self._uses(message)]
+            elif message["role"] == "tool":
+                result = {"type": "tool_result", "tool_use_id": message.get("tool_call_id") or ""}
+                yield "user", [{**result, "content": self._blocks(message)}]
+            else:  # a system message in the middle of a conversation is a user's here
+                yield "user", self._blocks(message)
+
+    def _blocks(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        blocks = []
+        for part in _parts(message.get("content")):
+            if part["type"] == "text":
+                blocks.append({"type": "text", "text": part["text"]})
+                continue
+            url = part["image_url"]["url"]
+            source: dict[str, Any] = {"type": "url", "url": url}
+            if match := _DATA_URL.match(url):
+                source = {"type": "base64", "media_type": match[1].lower(), "data": url[match.end() :]}
+            blocks.append({"type": "image", "source": source})
+        return blocks
+
+    def _uses(self, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        for call in message.get("tool_calls") or ():
+            name = call["function"]["name"]
+            yield {"type": "tool_use", "id": call.get("id") or "", "name": name, "input": _arguments(call)}
+
+    def _tool(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        described = {"description": function["description"]} if function.get("description") else {}
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        return {"name": function["name"], **described, "input_schema": {"type": "object", **schema}}
+
+    def _choice(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        choice, parallel = body.get("tool_choice") or "auto", body.get("parallel_tool_calls")
+        if isinstance(choice, str):
+            chosen: dict[str, Any] = {"type": self._CHOICES[choice]}
+        else:
+            chosen = {"type": "tool", "name": choice["function"]["name"]}
+        if parallel is False and chosen["type"] != "none":
+            chosen["disable_parallel_tool_use"] = True
+        return {} if chosen == {"type": "auto"} else {"tool_choice": chosen}
+
+    def answer(self, path: str, reply: Any) -> dict[str, Any]:
+        if path != CHAT:
+            return {"data": reply["data"]}
+        blocks, usage = reply["content"], reply["usage"]
+        message: dict[str, Any] = {"role": "assistant"}
+        message["content"] = "".join(block["text"] for block in blocks if block["type"] == "text")
+        if thoughts := [block for block in blocks if block["type"] in ("thinking", "redacted_thinking")]:
+            message["reasoning_content"] = "".join(block.get("thinking") or "" for block in thoughts)
+            message["thinking_blocks"] = thoughts
+        calls = [block for block in blocks if block["type"] == "tool_use"]
+        if calls:
+            message["tool_calls"] = [_tool_call(call["id"], call["name"], call["input"]) for call in calls]
+        cached = usage.get("cache_read_input_tokens") or 0
+        prompt = usage["input_tokens"] + cached + (usage.get("cache_creation_input_tokens") or 0)
+        reason = self._REASONS.get(str(reply.get("stop_reason")), "stop")
+        return _reply(reply.get("id"), reply.get("model"), message, reason, prompt, usage["output_tokens"], cached)
+
+
+def _tool_call(name: Any, function: str, arguments: Any) -> dict[str, Any]:
+    encoded = json.dumps(arguments or {}, ensure_ascii=False)
+    call_id = name if isinstance(name, str) and name else f"call_{uuid.uuid4().hex[:24]}"
+    return {"id": call_id, "type": "function", "function": {"name": function, "arguments": encoded}}
+
+
+# --- Gemini ----------------------------------------------------------------------------------------------------------
+
+
+class Gemini:
+    """Gemini's generateContent API."""
+
+    defaults: Mapping[str, Any] = {}
+    _OPTIONS: Mapping[str, str] = {
+        "temperature": "temperature",
+        "top_p": "topP",
+        "top_k": "topK",
+        "max_tokens": "maxOutputTokens",
+        "max_completion_tokens": "maxOutputTokens",
+        "seed": "seed",
+        "presence_penalty": "presencePenalty",
+        "frequency_penalty": "frequencyPenalty",
+    }
+    _FILTERED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "LANGUAGE", "IMAGE_SAFETY")
+    _MODES: Mapping[str, str] = {"none": "NONE", "auto": "AUTO", "required": "ANY"}
+
+    def headers(self, key: str) -> dict[str, str]:
+        return {"x-goog-api-key": key}
+
+    def path(self, path: str, model: str) -> str:
+        if path not in (CHAT, MODELS):
+            raise Unsupported("Gemini's API has no plain completions; use chat completions")
+        return f"/models/{model.removeprefix('models/')}:generateContent" if path == CHAT else "/models?pageSize=1000"
+
+    def request(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        _refuse(body, "Gemini's API", "n", "logprobs", "logit_bias", "structured_outputs")
+        system, messages = _system(body["messages"])
+        asked: dict[str, Any] = {"contents": _grouped(self._turns(messages), "parts")}
+        if system:
+            asked["systemInstruction"] = {"parts": [{"text": system}]}
+        options = {new: body[name] for name, new in self._OPTIONS.items() if body.get(name) is not None}
+        if stop := body.get("stop"):
+            options["stopSequences"] = [stop] if isinstance(stop, str) else stop
+        if schema := _schema_of(body):
+            options |= {"responseMimeType": "application/json", "responseJsonSchema": schema}
+        if options:
+            asked["generationConfig"] = options
+        if functions := _functions(body):
+            asked["tools"] = [{"functionDeclarations": [self._tool(function) for function in functions]}]
+            choice = body.get("tool_choice") or "auto"
+            named = {} if isinstance(choice, str) else {"allowedFunctionNames": [choice["function"]["name"]]}
+            mode = self._MODES[choice] if isinstance(choice, str) else "ANY"
+            asked["toolConfig"] = {"functionCallingConfig": {"mode": mode, **named}}
+        return asked
+
+    def _turns(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        names: dict[str, str] = {}
+        """Id of each tool call → its function."""
+        for message in messages:
+            if message["role"] == "assistant":
+                calls = message.get("tool_calls") or ()
+                names |= {call.get("id") or "": call["function"]["name"] for call in calls}
+                yield "model", [*self._blocks(message), *(self._call(call, not n) for n, call in enumerate(calls))]
+            elif message["role"] == "tool":
+                name = names.get(message.get("tool_call_id") or "", "unknown")
+                response = {"name": name, "response": {"output": _text(message.get("content"))}}
+                images = [part for part in self._blocks(message) if "text" not in part]
+                yield "user", [{"functionResponse": response}, *images]
+            else:
+                yield "user", self._blocks(message)
+
+    def _blocks(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        blocks: list[dict[str, Any]] = []
+        for part in _parts(message.get("content")):
+            if part["type"] == "text":
+                blocks.append({"text": part["text"]})
+                continue
+            url = part["image_url"]["url"]
+            if match := _DATA_URL.match(url):
+                blocks.append({"inlineData": {"mimeType": match[1].lower(), "data": url[match.end() :]}})
+            else:
+                blocks.append({"fileData": {"fileUri": url}})
+        if blocks and (signature := _signature(message)):
+            blocks[-1]["thoughtSignature"] = signature
+        return blocks
+
+    def _call(self, call: Mapping[str, Any], first: bool) -> dict[str, Any]:
+        """Converts a tool call. Gemini signs only the ``first`` of several parallel calls."""
+        function = {"name": call["function"]["name"], "args": _arguments(call)}
+        signature = _signature(call) or (UNSIGNED if first else "")
+        return {"functionCall": function, **({"thoughtSignature": signature} if signature else {})}
+
+    def _tool(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        described = {"description": function["description"]} if function.get("description") else {}
+        schema = {"parametersJsonSchema": function["parameters"]} if function.get("parameters") else {}
+        return {"name": function["name"], **described, **schema}
+
+    def answer(self, path: str, reply: Any) -> dict[str, Any]:
+        if path != CHAT:
+            return {"data": [{"id": model["name"].removeprefix("models/")} for model in reply["models"]]}
+        candidate = (reply.get("candidates") or [{"finishReason": "SAFETY"}])[0]  # a refused prompt has no candidate
+        parts = (candidate.get("content") or {}).get("parts") or []
+        message: dict[str, Any] = {"role": "assistant"}
+        message["content"] = "".join(part["text"] for part in parts if "text" in part and not part.get("thought"))
+        if thoughts := [part["text"] for part in parts if part.get("thought") and "text" in part]:
+            message["reasoning_content"] = "".join(thoughts)
+        calls = []
+        for part in parts:
+            signature = part.get("thoughtSignature")
+            signed = {"extra_content": {"google": {"thought_signature": signature}}} if signature else {}
+            if function := part.get("functionCall"):
+                calls.append({**_tool_call(function.get("id"), function["name"], function.get("args")), **signed})
+            elif signed:
+                message |= signed
+        if calls:
+            message["tool_calls"] = calls
+        usage, why = reply.get("usageMetadata") or {}, candidate.get("finishReason")
+        reason = "length" if why == "MAX_TOKENS" else "content_filter" if why in self._FILTERED else "stop"
+        sampled = (usage.get("candidatesTokenCount") or 0) + (usage.get("thoughtsTokenCount") or 0)
+        prompt = (usage.get("promptTokenCount") or 0) + (usage.get("toolUsePromptTokenCount") or 0)
+        cached = usage.get("cachedContentTokenCount") or 0
+        name, model = reply.get("responseId"), reply.get("modelVersion")
+        return _reply(name, model, message, "tool_calls" if calls else reason, prompt, sampled, cached)
+
+
+def _signature(message: Mapping[str, Any]) -> str:
+    google = (message.get("extra_content") or {}).get("google") or {}
+    return str(google.get("thought_signature") or "")
+
+
+UPSTREAMS: Mapping[str, Upstream] = {"openai": OpenAi(), "anthropic": Anthropic(), "gemini": Gemini()}
+"""Maps each value of ``model.api`` to the conversion."""
