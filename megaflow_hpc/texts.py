@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+DIGITS = ((100.0, 0), (10.0, 1), (1.0, 2), (0.1, 3))
+"""(Minimum, number of decimals) of numbers that are shown to people."""
 MAX_CONTAINERS = 4_000_000
 """Maximum number of opening brackets in a JSON text, including those in strings. Each bracket may become a 64-byte
 object."""
+
+
+def number(value: float) -> str:
+    """Formats a number with about three significant digits and no exponent: ``16,320``, ``4.05``, ``0.0012``."""
+    if not value or not math.isfinite(value):
+        return f"{value:.0f}"
+    decimals = next((digits for least, digits in DIGITS if abs(value) >= least), 4)
+    if abs(value) < 0.00005:
+        return "<0.0001" if value > 0 else ">-0.0001"
+    return f"{value:,.{decimals}f}"
 
 
 def parse_json(text: str | bytes) -> Any:

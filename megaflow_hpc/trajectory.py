@@ -188,6 +188,9 @@ class Trajectory:
     attempts: list[Attempt] = field(default_factory=list)
     artifacts: list[Artifact] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        return f"<Trajectory {self.id!r}: {self.status}, reward {self.reward}, {len(self.turns)} turns>"
+
     def to_record(self) -> dict[str, Any]:
         """Returns the fields as a mapping that msgpack can encode, with token columns as native-endian bytes."""
         record = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -324,7 +324,7 @@ class ModelEndpoint:
 
     base_url: str
     """Base URL of an OpenAI-compatible API, ending in ``/v1``."""
-    api_key: str
+    api_key: str = field(repr=False)
     model_name: str
     sandbox_url: str = ""
     """The same API as seen from inside the sandbox. Empty if the sandbox cannot reach it."""
@@ -397,6 +397,9 @@ class Artifact:
     name: str
     data: bytes
     """Content of the file. The code that collects the file limits its size."""
+
+    def __repr__(self) -> str:
+        return f"<Artifact {self.name!r}: {len(self.data)} bytes>"
 
 
 @dataclass(frozen=True)

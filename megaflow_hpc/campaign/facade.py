@@ -39,6 +39,10 @@ __all__ = ["Campaign", "Run"]
 class Campaign:
     """A validated campaign file that has not been planned yet.
 
+    >>> campaign = Campaign.from_yaml("campaign.yaml")                                   # doctest: +SKIP
+    >>> campaign = Campaign(name="fix-bugs", tasks="tasks/*", agent="oracle", samples=4)  # doctest: +SKIP
+    >>> run = campaign.submit(launcher="local")                                          # doctest: +SKIP
+
     Args:
         fields: The campaign file's keys as Python values.
 
@@ -70,6 +74,9 @@ class Campaign:
         campaign._begin(loaded, Path(path).absolute().parent, str(path), Path(path).read_text(encoding="utf-8"))
         return campaign
 
+    def __repr__(self) -> str:
+        return f"<Campaign {self.config.name!r} from {self.file or 'Python'}>"
+
     def where(self, key: str) -> str:
         """Returns ``file:line`` of a dotted key, for error messages."""
         if self.file is None:
@@ -91,7 +98,14 @@ class Campaign:
         """Creates the run directory without submitting anything.
 
         Args:
+            run_dir: Directory to create. Default: a new one in the campaign's ``run_dir``.
+            only: Ids or shell patterns of tasks or rollouts. Default: all.
+            launcher: ``slurm``, ``local`` (this machine), or ``auto``: Slurm if there is one.
             watch: Receives progress reports.
+
+        Raises:
+            ConfigError: The campaign, a task or an image is invalid, or the directory exists.
+            SiteError: The site lacks something that pods need.
         """
         slurm, run = resolve_launcher(launcher, self.config.slurm) == "slurm", self._run_dir(run_dir)
         plan_module.check_new(run)
@@ -181,7 +195,17 @@ class Campaign:
         ranks: int = 1,
         watch: PlanWatch = SILENT,
     ) -> Run:
-        """Plans the campaign and submits it, or starts it on this machine if ``launcher="local"``."""
+        """Plans the campaign and submits it, or starts it on this machine if ``launcher="local"``.
+
+        Args:
+            launcher: ``slurm`` or ``local``.
+            run_dir, only, watch: As in :meth:`plan`.
+            ranks: MPI ranks of a local pod. 1 means without MPI.
+
+        Raises:
+            ConfigError: As :meth:`plan`.
+            SiteError: The site lacks something, or Slurm refused a job.
+        """
         run = self.plan(run_dir, only, launcher, watch)
         self.start(run, launcher, ranks)
         return run

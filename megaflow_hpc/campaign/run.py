@@ -58,7 +58,18 @@ class Cancelled:
 
 
 class Run:
-    """Handle of a run, to start, follow, scale, cancel, resume or gather it."""
+    """Handle of a run, to start, follow, scale, cancel, resume or gather it.
+
+    >>> run = Run("runs/fix-bugs-…")                                  # doctest: +SKIP
+    >>> run.wait()["state"], run.summary()["default"]["mean_reward"]  # doctest: +SKIP
+    ('finished', 0.75)
+
+    Args:
+        path: The run directory.
+
+    Raises:
+        ConfigError: ``path`` is not a run directory.
+    """
 
     def __init__(self, path: str | Path | RunDir) -> None:
         self.dir = path if isinstance(path, RunDir) else RunDir(path)
@@ -71,6 +82,10 @@ class Run:
         self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
         self._marks = Marks(self.dir)
         self.local: LocalPod | None = None
+
+    def __repr__(self) -> str:
+        state = "finished" if self._marks.finished else "cancelled" if self._marks.cancelled else "unfinished"
+        return f"<Run {self.config.name!r} in {self.path}: {state}, {self.record.total} rollouts planned>"
 
     @property
     def path(self) -> Path:
@@ -293,6 +308,19 @@ class Run:
             "policies": self.monitor.summary(),
             "trajectories": str(self.dir.trajectories),
         }
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Returns the results of each policy, from the rollouts that are stored so far.
+
+        Returns:
+            Policy → ``rollouts``, ``statuses``, ``solved`` (at least ``pass_threshold``), ``mean_reward``,
+            ``evaluation`` (mean and pass@k with 95 % intervals) and more, as ``run --json`` prints under ``policies``.
+
+        Raises:
+            ConfigError: A journal or ``trajectories.h5`` is damaged.
+        """
+        self._recount()
+        return self.monitor.summary()
 
     def stored_rollouts(self) -> dict[str, RolloutEvent]:
         """Returns every stored rollout by id. Call :meth:`Monitor.list_rollouts` before the first status.

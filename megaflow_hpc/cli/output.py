@@ -79,7 +79,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Formats rows as a table with the header ``head``. Numeric columns are right-aligned."""
     cells = [[in_one_line(str("" if c is None else c)) for c in row] for row in rows]
     numeric = [
-        all(not row[i] or row[i].replace(".", "", 1).replace("-", "", 1).isdigit() for row in cells)
+        all(not row[i] or row[i].replace(",", "").replace(".", "", 1).replace("-", "", 1).isdigit() for row in cells)
         for i in range(len(head))
     ]
     widths = [max(len(head[i]), *(len(row[i]) for row in cells), 0) for i in range(len(head))]

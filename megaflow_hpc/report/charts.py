@@ -69,6 +69,7 @@ def theme(dark: bool) -> Spec:
         "axis": {**axis, "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 11, "labelLimit": 220},
         "legend": {"labelColor": text, "titleColor": faint, "labelFontSize": 11, "orient": "top", "title": None},
         "header": {"labelColor": text, "titleColor": faint, "labelFontSize": 12, "title": None},
+        "headerRow": {"labelOrient": "top", "labelAnchor": "start", "labelAngle": 0, "labelPadding": 4},
         "title": {"color": text, "fontSize": 13, "anchor": "start"},
         "text": {"color": text},
         "range": {"category": list(ON_DARK if dark else PALETTE)},
@@ -149,21 +150,23 @@ def pass_at(runs: Named) -> Chart | None:
 
 
 def mean_differences(of_runs: Sequence[Difference]) -> Chart | None:
-    """Charts the difference of each run from the first run, with its confidence interval."""
+    """Charts each difference of mean rewards with its confidence interval."""
     values = []
     for one in of_runs:
         if one.difference is not None:
-            numbers = {"difference": one.difference, "low": one.low, "high": one.high, "tasks": one.tasks}
-            values.append({"series": f"{one.run}: {one.policy}", **numbers})
+            numbers = {"difference": one.difference, "low": one.low, "high": one.high, "p": one.p, "tasks": one.tasks}
+            values.append({"series": f"{one.label} − {one.against}", **numbers})
     if not values:
         return None
-    x = channel("low", title=f"difference of mean reward from {of_runs[0].against_run}")
-    tip = tooltip(series="N", difference="+.3f", low="+.3f", high="+.3f", tasks="")
+    x = channel("low", title="difference of mean reward")
+    tip = tooltip(series="N", difference="+.3f", low="+.3f", high="+.3f", p=".3f", tasks="")
     spec = _intervals(values, x, "difference", tip)
     zero = {"mark": {"type": "rule", "strokeDash": [4, 4], "opacity": 0.5}, "encoding": {"x": {"datum": 0}}}
     spec["layer"].insert(0, zero)
     note = "Paired by task, with the 95 % interval of the mean difference over tasks."
-    return Chart(name="difference", title="Difference", note=note, spec=spec)
+    for layer in spec["layer"][1:]:
+        layer["encoding"]["y"]["axis"] = {"labelLimit": 480}
+    return Chart(name="difference", title="Difference", note=note, spec=spec, wide=True)
 
 
 def _intervals(values: Data, x: Spec, value: str, tip: Sequence[Spec]) -> Spec:
@@ -271,7 +274,7 @@ def training(runs: Named) -> Iterator[Chart]:
 TASKS_SHOWN = 40
 MAX_HEIGHT = 1000
 """Maximum height of a timeline in pixels. Timelines of very many pods may exceed it."""
-FACET_WIDTH = {"width": 420}
+FACET_WIDTH = {"width": 340}
 """Width in pixels of faceted charts, which Vega cannot fit to their container."""
 UNITS = ((10_000.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 """(Minimum seconds, seconds per unit, name) of each unit of a time axis."""
@@ -564,10 +567,31 @@ def charts_of(
     return [_printable(chart) for chart in charts if chart]
 
 
+LEGEND_WIDTH, CHARACTER_WIDTH, SYMBOL_WIDTH = 360, 6, 30
+"""Widths in pixels of the narrowest chart's legend, of a character and of a symbol with its margin."""
+
+
+def _with_legend(spec: Spec) -> Spec:
+    """Sets the number of columns of a chart's legend, so that its names fit and are not cut off."""
+    for part in (spec, *spec.get("layer", ())):
+        colour = part.get("encoding", {}).get("color", {})
+        if colour.get("type") == "nominal" and colour.get("legend", {}) is not None:
+            rows = part.get("data", spec["data"])["values"]
+            names = colour.get("scale", {}).get("domain") or {str(row.get(colour["field"])) for row in rows}
+            longest = max(map(len, names), default=1)
+            columns = max(1, LEGEND_WIDTH // (CHARACTER_WIDTH * longest + SYMBOL_WIDTH))
+            colour["legend"] = {"columns": columns, "labelLimit": LEGEND_WIDTH, "title": None}
+    return spec
+
+
 def _printable(chart: Chart) -> Chart:
     """Returns the chart without control characters, NaN and infinity, which SVG and JSON cannot represent."""
     return Chart(
-        name=chart.name, title=in_one_line(chart.title), note=chart.note, spec=_clean(chart.spec), wide=chart.wide
+        name=chart.name,
+        title=in_one_line(chart.title),
+        note=chart.note,
+        spec=_clean(_with_legend(chart.spec)),
+        wide=chart.wide,
     )
 
 

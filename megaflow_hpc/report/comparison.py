@@ -1,49 +1,95 @@
-"""Compares campaigns with the first one, policy by policy and task by task.
+"""Compares runs, policies, agents and the roles of a team, task by task.
 
-Policies are matched by name. If two runs have a single policy each, these are compared even if the names differ.
+An *arm* is a run, policy, agent and role. Arms that differ only along one axis are compared with the first of them::
 
-A difference is the mean over the tasks rated in both runs, and each task counts once. Its 95 % interval is that of
+    compare([figures_of("runs/old"), figures_of("runs/new")])        # runs, and the policies and agents within each
+    compare([figures_of("runs/new")], "agent", against="terminus-2")
+
+The other axes are held fixed if they have several values. Two runs with a single policy each are therefore compared
+even if the names of their policies differ.
+
+A difference is the mean over the tasks rated in both arms, and each task counts once. Its 95 % interval is that of
 paired differences (Student's t over tasks). If all tasks differ by the same amount, the sample contains no
 information about the spread. The interval then uses Wilson's upper bound for the proportion of an event that was
 never observed.
+
+The p-value is that of the two-sided sign-flip permutation test (Fisher): the probability of a mean at least as large if
+the sign of each task's difference were random. It assumes nothing about the distribution of rewards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
+import numpy as np
 
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.monitor.evaluation import mean_interval, wilson
 from megaflow_hpc.report.figures import RunFigures
 from megaflow_hpc.report.series import significant
 
+Axis = Literal["run", "policy", "agent", "role"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+MAX_CHANGED = 12
+EXACT_TASKS = 14
+"""Maximum number of changed tasks for which the test tries all combinations of signs."""
+FLIPS = 20_000
+"""Number of random combinations of signs that the test tries for more tasks."""
+
 
 class Difference(msgspec.Struct, kw_only=True):
-    """Difference of a policy's mean reward from the first run, over the tasks rated in both runs."""
+    """Difference of an arm's mean reward from another arm, over the tasks rated in both."""
 
-    run: str
-    policy: str
-    against_run: str
-    against_policy: str
+    axis: Axis
+    name: str
+    """The value of the axis: the label of a run, or the name of a policy, agent or role."""
+    against: str
+    """The value with which it is compared."""
+    where: dict[Axis, str] = {}
+    """Values of the other axes, if these have several. They are the same in both arms."""
     tasks: int
-    """Number of tasks rated in both runs. 0 if there is nothing to compare."""
+    """Number of tasks rated in both arms. 0 if there is nothing to compare."""
     tasks_only_here: int = 0
     tasks_only_there: int = 0
     mean: float | None = None
-    """Mean reward of this run over the common tasks."""
+    """Mean reward over the common tasks."""
     against_mean: float | None = None
     difference: float | None = None
     low: float | None = None
     high: float | None = None
+    p: float | None = None
+    """Two-sided p-value of the sign-flip test. Not corrected for the number of comparisons."""
     better: int = 0
-    """Number of common tasks with a higher mean reward in this run."""
+    """Number of common tasks with a higher mean reward than ``against``."""
     worse: int = 0
     changed: list[str] = []
     """The tasks that changed most, such as ``task +1``, with improvements first."""
 
+    @property
+    def label(self) -> str:
+        """The name, and the fixed values of other axes in brackets."""
+        return f"{self.name} ({', '.join(self.where.values())})" if self.where else self.name
 
-MAX_CHANGED = 12
+
+class Matrix(msgspec.Struct, kw_only=True):
+    """Mean reward of every task in every arm, tasks that differ most first."""
+
+    arms: list[str]
+    tasks: list[str]
+    means: list[list[float | None]]
+    """For each task, the mean reward in each arm. ``None`` if no sample has a reward."""
+
+
+class _Arm(NamedTuple):
+    """Values of the axes. ``role`` is empty for the reward of the whole rollout."""
+
+    run: str
+    policy: str
+    agent: str
+    role: str
 
 
 def labels_of(runs: Sequence[RunFigures]) -> list[str]:
@@ -55,47 +101,126 @@ def labels_of(runs: Sequence[RunFigures]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
-def compare(runs: Sequence[RunFigures]) -> list[Difference]:
-    """Compares every other run with the first."""
-    first, *others = zip(labels_of(runs), runs, strict=True)
+def compare(runs: Sequence[RunFigures], by: Axis | None = None, against: str | None = None) -> list[Difference]:
+    """Compares arms along one axis, or along each axis with several values.
+
+    Args:
+        runs: Figures of at least one run.
+        by: The axis. Default: all.
+        against: The value with which the others are compared. Default: the first run, and the first policy, agent or
+            role by name.
+
+    Raises:
+        ConfigError: ``against`` is not a value of the axis.
+    """
+    rewards = _rewards_of(runs)
+    bases = {axis: list(dict.fromkeys(_value(arm, axis) for arm in rewards if _on(arm, axis))) for axis in AXES}
+    axes = [axis for axis in AXES if by in (None, axis)]
+    if against is not None:
+        axes = [axis for axis in axes if against in bases[axis]]
+        if not axes:
+            there = "; ".join(
+                f"{axis}: {', '.join(bases[axis])}" for axis in AXES if by in (None, axis) and bases[axis]
+            )
+            raise ConfigError(f"--against {against}: expected one of {there or 'no value'}")
+    seen = set()
     differences = []
-    for label, run in others:
-        names = {policy.policy for policy in first[1].policies}
-        for policy in run.policies:
-            against = policy.policy
-            if against not in names and len(names) == len(run.policies) == 1:
-                (against,) = names
-            if against in names:
-                differences.append(_difference((label, run), policy.policy, first, against))
+    for axis in axes:
+        base = bases[axis][0] if bases[axis] and against is None else against
+        for where, arm, other in _pairs([arm for arm in rewards if _on(arm, axis)], axis, base):
+            if (arm, other) not in seen:  # two runs with an agent each: comparing runs compares agents
+                seen.add((arm, other))
+                pair = rewards[arm], rewards[other]
+                differences.append(_difference(axis, _value(arm, axis), _value(other, axis), where, *pair))
     return differences
 
 
-def _means(run: RunFigures, policy: str) -> dict[str, float]:
-    return {task.task: task.mean for task in run.tasks if task.policy == policy and task.mean is not None}
+def matrix_of(runs: Sequence[RunFigures]) -> Matrix:
+    """Returns the mean reward of every task in every arm, without the rewards of single roles."""
+    rewards = {arm: means for arm, means in _rewards_of(runs).items() if not arm.role}
+    varying = [axis for axis in AXES[:3] if len({_value(arm, axis) for arm in rewards}) > 1] or ["policy"]
+    tasks = {task: [means.get(task) for means in rewards.values()] for task in sorted({*_chain(rewards)})}
+
+    def distance(task: str) -> float:
+        means = [mean for mean in tasks[task] if mean is not None]
+        return max(means) - min(means) if means else -1.0
+
+    order = sorted(tasks, key=lambda task: -distance(task))
+    return Matrix(
+        arms=[" · ".join(_value(arm, axis) for axis in varying) for arm in rewards],
+        tasks=order,
+        means=[tasks[task] for task in order],
+    )
 
 
-def _difference(named: tuple[str, RunFigures], policy: str, first: tuple[str, RunFigures], against: str) -> Difference:
-    rewards = _means(named[1], policy)
-    first_rewards = _means(first[1], against)
-    both = sorted(rewards.keys() & first_rewards.keys())
+def _chain(rewards: Mapping[_Arm, Mapping[str, float]]) -> Iterator[str]:
+    for means in rewards.values():
+        yield from means
+
+
+def _value(arm: _Arm, axis: Axis) -> str:
+    value: str = getattr(arm, axis)
+    return value
+
+
+def _on(arm: _Arm, axis: Axis) -> bool:
+    """Tells whether an arm takes part in comparisons along an axis."""
+    return bool(arm.role) == (axis == "role")
+
+
+def _rewards_of(runs: Sequence[RunFigures]) -> dict[_Arm, dict[str, float]]:
+    """Returns (task → mean reward) of each arm."""
+    return {
+        _Arm(label, arm.policy, arm.agent, arm.role): arm.rewards
+        for label, run in zip(labels_of(runs), runs, strict=True)
+        for arm in run.arms
+    }
+
+
+def _pairs(arms: Sequence[_Arm], axis: Axis, base: str | None) -> Iterator[tuple[dict[Axis, str], _Arm, _Arm]]:
+    """Yields (fixed values of other axes, arm, the arm of ``base`` with the same values)."""
+    values = {_value(arm, axis) for arm in arms}
+    others = [other for other in AXES if other != axis]
+    fixed = [
+        other
+        for other in others
+        if any(len({_value(arm, other) for arm in arms if _value(arm, axis) == value}) > 1 for value in values)
+    ]
+    against = {tuple(_value(arm, other) for other in fixed): arm for arm in arms if _value(arm, axis) == base}
+    for arm in arms:
+        where = tuple(_value(arm, other) for other in fixed)
+        if _value(arm, axis) != base and where in against:
+            yield dict(zip(fixed, where, strict=True)), arm, against[where]
+
+
+def _difference(
+    axis: Axis,
+    name: str,
+    against: str,
+    where: dict[Axis, str],
+    rewards: Mapping[str, float],
+    against_rewards: Mapping[str, float],
+) -> Difference:
+    both = sorted(rewards.keys() & against_rewards.keys())
     result = Difference(
-        run=named[0],
-        policy=policy,
-        against_run=first[0],
-        against_policy=against,
+        axis=axis,
+        name=name,
+        against=against,
+        where=where,
         tasks=len(both),
-        tasks_only_here=len(rewards.keys() - first_rewards.keys()),
-        tasks_only_there=len(first_rewards.keys() - rewards.keys()),
+        tasks_only_here=len(rewards.keys() - against_rewards.keys()),
+        tasks_only_there=len(against_rewards.keys() - rewards.keys()),
     )
     if not both:
         return result
-    by_task = {task: rewards[task] - first_rewards[task] for task in both}
+    by_task = {task: rewards[task] - against_rewards[task] for task in both}
     low, high = paired_interval(list(by_task.values()))
     result.mean = significant(sum(rewards[task] for task in both) / len(both))
-    result.against_mean = significant(sum(first_rewards[task] for task in both) / len(both))
+    result.against_mean = significant(sum(against_rewards[task] for task in both) / len(both))
     result.difference = round(sum(by_task.values()) / len(both), 6)
     result.low = round(low, 6)
     result.high = round(high, 6)
+    result.p = significant(sign_flip_test(list(by_task.values())))
     changed = [task for task in both if by_task[task]]
     result.better = sum(by_task[task] > 0 for task in changed)
     result.worse = len(changed) - result.better
@@ -112,3 +237,24 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
         return interval
     _, unseen = wilson(0.0, len(differences))
     return differences[0] - unseen, differences[0] + unseen
+
+
+def sign_flip_test(differences: Sequence[float]) -> float:
+    """Returns the two-sided p-value of the sign-flip permutation test.
+
+    Exact for at most :data:`EXACT_TASKS` differences other than 0. Otherwise estimated from :data:`FLIPS` random
+    combinations of signs, always the same ones.
+    """
+    changed = np.array([value for value in differences if value], np.float64)
+    if not len(changed):
+        return 1.0
+    observed = abs(float(changed.sum())) * (1 - 1e-9)  # sums differ in their last bits
+    if len(changed) <= EXACT_TASKS:
+        bits = np.arange(2 ** len(changed))[:, None] >> np.arange(len(changed)) & 1
+        return float((np.abs((1 - 2 * bits) @ changed) >= observed).mean())
+    random = np.random.default_rng(0)
+    as_large = 0
+    for _ in range(FLIPS // 100):
+        signs = 1 - 2 * random.integers(0, 2, (100, len(changed)), np.int8)
+        as_large += int((np.abs(signs @ changed) >= observed).sum())
+    return (1 + as_large) / (1 + FLIPS)

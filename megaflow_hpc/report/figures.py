@@ -28,10 +28,12 @@ from megaflow_hpc.monitor.usage import JobUse
 from megaflow_hpc.report.cost import Cost, Prices, cost_of
 from megaflow_hpc.report.policies import (
     STATES,
+    Arm,
     LatencyStage,
     PolicyFigures,
     RolloutPhase,
     TaskFigures,
+    arms_of,
     phases_of,
     policy_figures,
     stages_of,
@@ -91,6 +93,7 @@ class RunFigures(msgspec.Struct, kw_only=True):
     concurrency: Concurrency
     pods: list[PodFigures]
     tasks: list[TaskFigures]
+    arms: list[Arm]
     failures: list[Failure]
     failures_by_kind: dict[str, int]
     failures_by_node: dict[str, int]
@@ -170,6 +173,7 @@ class LoadedRun:
             concurrency=concurrency_of(rows, events, total, grows),
             pods=pods_of(rows, events),
             tasks=tasks_of(rows, self.threshold),
+            arms=arms_of(rows),
             failures=failures_of(rows),
             failures_by_kind=counted(rows.error_kind.names, rows.error_kind.codes[failed]),
             failures_by_node=counted(rows.node.names, rows.node.codes[failed]),

@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import to_json, without_links, write_atomic
 from megaflow_hpc.report import prometheus
 from megaflow_hpc.report.charts import Chart, charts_of, theme
-from megaflow_hpc.report.comparison import Difference
+from megaflow_hpc.report.comparison import Difference, matrix_of
 from megaflow_hpc.report.figures import LoadedRun, RunFigures, to_builtins
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.timeline import bars_of
@@ -63,7 +64,7 @@ def write_report(
                 write_atomic(opened / name, data)
                 written.append(folder / name)
 
-            put("figures.json", to_json({"runs": to_builtins(figures), "comparison": to_builtins(differences)}))
+            put("figures.json", to_json({"runs": to_builtins(figures), **comparison_json(figures, differences)}))
             if with_pictures:
                 for name, data in pictures(charts):
                     say(f"report: {name}")
@@ -73,6 +74,11 @@ def write_report(
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror}); name another directory with -o") from None
     return written
+
+
+def comparison_json(figures: Sequence[RunFigures], differences: Sequence[Difference]) -> dict[str, Any]:
+    """Returns the JSON of a comparison: ``comparison``, and the ``matrix`` of tasks and arms."""
+    return {"comparison": to_builtins(differences), "matrix": to_builtins(matrix_of(figures))}
 
 
 def write_metrics(path: Path, figures: Sequence[RunFigures]) -> Path:

@@ -17,15 +17,16 @@ import time
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import numpy as np
 
 from megaflow_hpc.report.charts import Chart, theme
-from megaflow_hpc.report.comparison import Difference, labels_of
+from megaflow_hpc.report.comparison import Difference, labels_of, matrix_of
 from megaflow_hpc.report.figures import LoadedRun
 from megaflow_hpc.report.series import significant
 from megaflow_hpc.report.transcripts import Transcript, Wanted, chosen, transcripts
-from megaflow_hpc.texts import printable
+from megaflow_hpc.texts import number, printable
 from megaflow_hpc.version import __version__
 
 MAX_LISTED_ROLLOUTS = 20_000
@@ -59,7 +60,8 @@ def page(
         lstrip_blocks=True,
         finalize=finalize,
     )
-    environment.filters |= {"utc": _utc, "duration": duration}
+    environment.filters |= {"utc": _utc, "duration": duration, "number": number}
+    environment.globals |= {"link": _link, "shade": _shade}
     figures = [run.figures for run in runs]
     labels = labels_of(figures)
     library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")  # Vega, Vega-Lite and vega-embed
@@ -69,14 +71,15 @@ def page(
         "charts": {"charts": [chart.spec for chart in charts], "themes": {"dark": theme(True), "light": theme(False)}},
         "rollouts": listed,
     }
-    for number, chunk in enumerate(chunks):
-        payloads[f"transcripts-{number}"] = chunk
+    for place, chunk in enumerate(chunks):
+        payloads[f"transcripts-{place}"] = chunk
     return environment.get_template("page.html.j2").render(
         title=f"{labels[0]}: report" if len(runs) == 1 else " and ".join(labels),
         policy=_policy(library, script),
         css=Markup(_web_file("page.css")),
         runs=list(zip(labels, figures, strict=True)),
         differences=differences,
+        matrix=matrix_of(figures),
         charts=charts,
         tasks_shown=MAX_TASKS,
         pods_shown=MAX_PODS,
@@ -111,6 +114,16 @@ def duration(seconds: float) -> str:
     return f"{sign}{minutes}:{rest:02d} min"
 
 
+def _link(**wanted: str) -> str:
+    """Returns the address of a rollout in the page, or of a selection of rollouts by run, task and policy."""
+    return f"#{urlencode(wanted, quote_via=quote, errors='replace')}"
+
+
+def _shade(mean: float | None) -> str:
+    """Returns the CSS class of a mean reward, by tenths from 0 to 1."""
+    return "" if mean is None else f"r{round(10 * min(1.0, max(0.0, mean)))}"
+
+
 def _utc(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds else "–"
 
@@ -134,7 +147,7 @@ def _rounded(value: float, digits: int) -> float | None:
 
 
 _COLUMNS = (
-    *("run", "id", "policy", "status", "kind", "node", "reward", "seconds"),
+    *("run", "id", "task", "policy", "status", "kind", "node", "reward", "seconds"),
     *("turns", "tokens", "attempts", "cpu", "memory", "place"),
 )
 """Columns of the rollout list."""
@@ -161,12 +174,12 @@ def _browser(
     runs: Sequence[LoadedRun], labels: Sequence[str], wanted: Wanted
 ) -> tuple[dict[str, Any], list[list[Transcript]], str]:
     """Returns the columns of the rollout list, the groups of transcripts, and a sentence about omitted transcripts."""
-    names: dict[str, dict[str, int]] = {key: {} for key in ("policies", "statuses", "kinds", "nodes")}
+    names: dict[str, dict[str, int]] = {key: {} for key in ("tasks", "policies", "statuses", "kinds", "nodes")}
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
     errors: dict[str, str] = {}
     chunks = _Chunks()
     listed = carried = 0
-    for number, run in enumerate(runs):
+    for place, run in enumerate(runs):
         rows = run.rollouts
         texts = transcripts(run.store, rows, wanted, len(runs))
         shown = {*itertools.islice(chosen(rows), MAX_LISTED_ROLLOUTS // len(runs)), *texts}
@@ -176,8 +189,9 @@ def _browser(
                 errors[str(listed)] = rows.error[row]
             reward = rows.reward[row]
             entry = {
-                "run": number,
+                "run": place,
                 "id": rows.ids[row],
+                "task": _code(names["tasks"], rows.task.of(row)),
                 "policy": _code(names["policies"], rows.policy.of(row)),
                 "status": _code(names["statuses"], rows.status.of(row)),
                 "kind": _code(names["kinds"], rows.error_kind.of(row)),

@@ -11,7 +11,7 @@ import numpy as np
 
 from megaflow_hpc.monitor.evaluation import evaluate
 from megaflow_hpc.report.rollouts import PHASES, RolloutColumns
-from megaflow_hpc.report.series import Bin, Floats, Spread, edges_of, histogram, significant, spread
+from megaflow_hpc.report.series import Bin, Floats, Mask, Spread, edges_of, histogram, significant, spread
 
 MAX_KS = 64
 """Maximum number of points of a pass@k curve."""
@@ -98,6 +98,41 @@ class TaskFigures(msgspec.Struct, kw_only=True):
     """Mean reward. ``None`` if no sample has a reward."""
     seconds: float
     """Median duration of the task's rollouts in seconds."""
+
+
+class Arm(msgspec.Struct, kw_only=True):
+    """Rewards of the rollouts that share a policy and an agent, or the rewards of a role in them."""
+
+    policy: str
+    agent: str
+    role: str = ""
+    """Role of a team whose rewards these are. Empty: the main reward."""
+    rewards: dict[str, float]
+    """Task → mean reward of its rated samples."""
+
+
+def arms_of(rows: RolloutColumns) -> list[Arm]:
+    """Returns the arms of a run, sorted by policy and agent."""
+    arms = []
+    for policy in rows.plain_policy.names:
+        of_policy = rows.plain_policy.where(policy)
+        for agent in rows.agent.names:
+            own = of_policy & rows.agent.where(agent)
+            for role, rewards in {"": rows.reward, **rows.roles}.items():
+                means = _means_by_task(rows, own, rewards)
+                if means or (own.any() and not role):
+                    arms.append(Arm(policy=policy, agent=agent, role=role, rewards=means))
+    return arms
+
+
+def _means_by_task(rows: RolloutColumns, own: Mask, rewards: Floats) -> dict[str, float]:
+    rated = own & np.isfinite(rewards)
+    tasks = rows.task.codes[rated]
+    counts = np.bincount(tasks, minlength=len(rows.task.names))
+    sums = np.bincount(tasks, rewards[rated], len(rows.task.names))
+    present = np.flatnonzero(counts)
+    means = (sums[present] / counts[present]).tolist()
+    return {rows.task.names[task]: significant(mean) for task, mean in zip(present.tolist(), means, strict=True)}
 
 
 def policy_figures(rows: RolloutColumns, policy: str, threshold: float) -> PolicyFigures:

@@ -47,6 +47,8 @@ class RolloutColumns:
     task: Labels
     policy: Labels
     """Name of the policy, followed by ``+`` and the agent if several agents ran rollouts of the policy."""
+    plain_policy: Labels
+    agent: Labels
     status: Labels
     error_kind: Labels
     error: NDArray[Any]
@@ -55,6 +57,8 @@ class RolloutColumns:
     job: Labels
     reward: Floats
     """NaN if the rollout was not verified or its reward is not finite."""
+    roles: dict[str, Floats]
+    """Role of a team → its reward in each rollout. NaN if it has none."""
     started_at: Floats
     finished_at: Floats
     phases: dict[str, Floats]
@@ -113,12 +117,15 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
         ids=store.column("id"),
         task=_labels(store, "task_id"),
         policy=_arms(store),
+        plain_policy=_labels(store, "policy"),
+        agent=_labels(store, "agent"),
         status=_labels(store, "status"),
         error_kind=_labels(store, "error_kind"),
         error=np.array([error[:ERROR_CHARS] for error in store.column("error")], object),
         node=_labels(store, "node"),
         job=_labels(store, "job_id"),
         reward=np.where(np.isfinite(reward), reward, np.nan),
+        roles=_roles(store),
         started_at=_finite(number("started_at")),
         finished_at=_finite(number("finished_at")),
         phases=phases,
@@ -147,6 +154,12 @@ def attempt_spans(store: TrajectoryStore, rows: RolloutColumns) -> Iterator[tupl
 def _finite(values: NDArray[Any]) -> Floats:
     """Converts to float64 and replaces NaN and infinity with 0."""
     return np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
+
+
+def _roles(store: TrajectoryStore) -> dict[str, Floats]:
+    called = set(text(np.unique(store.source.column("turns/role"))).tolist())
+    names = [name for name in store.reward_names if name in called]
+    return {name: store.column(f"rewards/{name}").astype(np.float64) for name in names}
 
 
 def _arms(store: TrajectoryStore) -> Labels:

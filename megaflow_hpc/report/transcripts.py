@@ -19,6 +19,7 @@ from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.trajectories.reading.conversations import heading
 from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
 
+VERIFIER_LOG = "verifier.log"
 Wanted = int | Literal["all", "some", "none"]
 """Number of transcripts to include, or ``all``, ``some`` (as many as fit) or ``none``."""
 
@@ -86,14 +87,18 @@ def transcripts(
 
 
 def transcript_of(row: Row) -> Transcript:
-    """Returns all conversations of a rollout as a single transcript, with a heading for each if there are several."""
+    """Returns all conversations of a rollout as a single transcript, followed by the verifier's log.
+
+    Each conversation has a heading if there are several.
+    """
     conversations = row.conversations
-    if len(conversations) == 1:
-        return messages_of(conversations[0].messages)
     messages: Transcript = []
     for number, conversation in enumerate(conversations):
-        messages.append({"role": "report", "text": heading(number, conversation)})
-        messages += messages_of(conversation.messages[conversation.shared :])
+        if len(conversations) > 1:
+            messages.append({"role": "report", "text": heading(number, conversation)})
+        messages += messages_of(conversation.messages[conversation.shared if len(conversations) > 1 else 0 :])
+    if log := next((one.data for one in reversed(row.artifacts) if one.name == VERIFIER_LOG), b"").strip():
+        messages.append({"role": "verifier", "text": cut(log.decode("utf-8", "backslashreplace"))})
     return messages
 
 

@@ -302,10 +302,10 @@ def describe(event: AnyEvent) -> str:
     """Returns a one-line description of a rollout's event."""
     match event:
         case StartEvent():
-            return f"attempt {event.attempt} starts on rank {event.rank}"
+            return f"attempt {event.attempt + 1} starts on rank {event.rank}"
         case AttemptEvent():
             rank = "" if event.rank is None else f" on rank {event.rank}"
-            return f"attempt {event.attempt} failed{rank}, and is repeated: {event.kind}: {event.error}"
+            return f"attempt {event.attempt + 1} failed{rank}, and is repeated: {event.kind}: {event.error}"
         case RolloutEvent():
             reward = "not verified" if event.reward is None else f"reward {event.reward:g}"
             why = f": {event.kind}: {event.error}" if event.kind or event.error else ""

@@ -100,6 +100,10 @@ class Step:
         self.amendments = amendments
         self.columns: Columns = {}
 
+    def __repr__(self) -> str:
+        rollouts, groups = len(self.plan.rollouts), len(set(self.groups))
+        return f"<Step {self.number}: {rollouts} rollouts in {groups} groups, {self.tokens} sampled tokens>"
+
     @property
     def number(self) -> int:
         """Step number, from 1."""
@@ -340,6 +344,9 @@ class Dataflow:
         self._lease: OpenLease | None = None
         self._flags = Marks(self.run)
 
+    def __repr__(self) -> str:
+        return f"<Dataflow of policy {self.policy!r} in {self.run}: {self._committed} of {self.config.steps} steps>"
+
     @property
     def policy(self) -> str:
         """Name of the policy."""
@@ -360,6 +367,9 @@ class Dataflow:
     def restore(self) -> Commit | None:
         """Returns the last commit whose checkpoint exists, or ``None``. The trainer continues from this commit. Its
         ``checkpoint`` is an absolute path.
+
+        >>> if (state := flow.restore()) is not None:                 # doctest: +SKIP
+        ...     logits = np.load(f"{state.checkpoint}/logits.npy")
 
         Raises:
             ConfigError: the files of an earlier start are damaged.

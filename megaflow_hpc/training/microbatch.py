@@ -55,6 +55,10 @@ class MicroBatch:
     """The engine's routing, shape (T, layers, experts per token); -1 for tokens with unknown experts. ``None`` if no
     sequence has recorded experts."""
 
+    def __repr__(self) -> str:
+        sequences = len(self.offsets) - 1
+        return f"<MicroBatch: {len(self.tokens)} tokens in {sequences} sequences, {self.sampled} to train on>"
+
     @property
     def sampled(self) -> int:
         """Number of tokens to train on."""
@@ -116,6 +120,9 @@ class Minibatch:
         counted = [sum(rollout.sampled) if rollout.weight else 0 for rollout in chosen]
         self.tokens, self.samples = sum(counted), sum(map(bool, counted))
         self.sequences = sum(sum(map(bool, rollout.sampled)) for rollout in chosen if rollout.weight)
+
+    def __repr__(self) -> str:
+        return f"<Minibatch: {len(self.rollouts)} rollouts, {self.tokens} tokens to train on>"
 
     def microbatches(self, tokens: int, skip_zero: bool = False) -> Iterator[MicroBatch]:
         """Yields this rank's micro-batches. Ranks with fewer micro-batches than others also yield empty ones.

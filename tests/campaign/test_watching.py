@@ -107,11 +107,11 @@ def test_the_view_shows_a_run_and_looks_into_a_rollout_while_it_runs(run: Run) -
             assert "model calls 2" in seen
             assert "\\x1b[31m[bold]not bold[/bold]\\x07" in seen  # neither the terminal's nor Textual's
             await pilot.press("l")
-            await shows(pilot, "attempt 0 starts on rank")
+            await shows(pilot, "attempt 1 starts on rank")
             await pilot.press("escape", "f")
             assert "quick/default" not in await shows(pilot, "shown: failed only")
             await pilot.press("enter")
-            assert "attempt 2 on" in await shows(pilot, "not healthy")
+            assert "attempt 3 on" in await shows(pilot, "not healthy")
             await pilot.press("escape", "escape", "slash", *"QUICK", "enter", "enter")
             await shows(pilot, "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
             await pilot.press("escape", "p")

@@ -586,6 +586,9 @@ def test_a_dry_run_says_what_a_campaign_would_take_and_touches_nothing(
     assert (found["slots"], found["nodes"], found["time_s"]) == (8, 2, 5 * 900)
     assert found["core_hours"]["expected"] == pytest.approx(2 * 6 * 4500 / 3600)
     assert found["core_hours"]["by_walltime"] == pytest.approx(5 * 6 + 6)  # five pods and the gather job
+    long = megaflow("submit", campaign, "--dry-run", "--rollout-seconds", "90000", "--json")
+    hours = json.loads(long.stdout)["estimate"]["core_hours"]
+    assert hours["expected"] <= hours["by_walltime"], "several walltimes in a row are counted"
     text = "\n".join(found["site"])
     for words in (
         "MaxArraySize: pods are 2 arrays of at most 3 elements",

@@ -84,7 +84,7 @@ def test_logs_lists_prints_and_names_what_there_is(megaflow, refused: Callable[.
 def test_logs_of_a_rollout_are_what_everybody_says_of_it(megaflow, run: RunDir) -> None:
     result = megaflow("logs", run, "task/default/5")
     attempt, stored, *said = result.stdout.splitlines()
-    assert attempt[20:] == "attempt 0 failed on rank 2, and is repeated: sandbox: \\x1b]0;evil\\x07 it broke"
+    assert attempt[20:] == "attempt 1 failed on rank 2, and is repeated: sandbox: \\x1b]0;evil\\x07 it broke"
     assert stored[20:] == "stored: completed, reward 1, 3 turns, 0.25 s"
     assert said == [
         "pod-7_0.log: task/default/5: hello \\x1b[2J\\udcff",

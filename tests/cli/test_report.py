@@ -43,9 +43,24 @@ def test_several_runs_and_a_file_make_one_report(tmp_path: Path, megaflow: Megaf
     arguments = (one.path, two.trajectories, "-o", tmp_path / "new" / "both", "--no-pictures", "--json")
     told = json.loads(megaflow("report", *arguments).stdout)
     (difference,) = told["comparison"]
-    assert (difference["tasks"], difference["against_run"]) == (3, "one")
+    assert (difference["tasks"], difference["axis"], difference["against"]) == (3, "run", "one")
+    assert told["matrix"]["arms"] == ["one", "two"]
     assert {path.name for path in (tmp_path / "new" / "both").iterdir()} == {"index.html", "figures.json"}
     assert not list(one.report.iterdir())
+
+
+def test_compare_prints_differences_and_the_matrix_of_tasks(tmp_path: Path, megaflow: Megaflow) -> None:
+    one, two = run_of(tmp_path / "one", 12), run_of(tmp_path / "two", 6)
+    done = megaflow("compare", one.path, two.path, "--tasks", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[2].split()[:4] == ["run", "two", "one", "3"]
+    assert "1 more tasks, which differ less (--tasks all)" in done.stdout
+    told = json.loads(megaflow("compare", one.path, two.path, "--against", "two", "--json").stdout)
+    assert [(each["name"], each["against"]) for each in told["comparison"]] == [("one", "two")]
+    assert len(told["matrix"]["means"]) == 3
+    assert "nothing to compare" in megaflow("compare", one.path).stdout
+    wrong = megaflow("compare", one.path, two.path, "--against", "three")
+    assert (wrong.returncode, "expected one of run: one, two" in wrong.stderr) == (2, True), wrong.stderr
 
 
 def test_metrics_are_one_file_that_everybody_may_read(tmp_path: Path, megaflow: Megaflow) -> None:

@@ -68,6 +68,7 @@ WRONG = {
     "images list": ("--stagd", "--stagd", "no such option"),
     "images export": ("nothing -o /no/out.sif", "nothing", "see: megaflow-hpc images list"),
     "images prune": ("deadbeef", "deadbeef", "see: megaflow-hpc images list"),
+    "compare": ("/no/run", "/no/run", NO_STORE),
     "report": ("/no/run -o /no/page.html", "/no/run", NO_STORE),
     "shell": ("/no/run 0", "/no/run", NO_RUN),
     "usage": ("/no/run", "/no/run", NO_RUN),

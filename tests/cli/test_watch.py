@@ -12,7 +12,7 @@ from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli.view.app import Polled, WatchApp
 from megaflow_hpc.cli.view.detail import DetailScreen, facts_about
 from megaflow_hpc.cli.view.reader import RunView
-from megaflow_hpc.cli.view.tables import RolloutRows, RolloutTable
+from megaflow_hpc.cli.view.tables import RolloutRows, RolloutTable, _fitting
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.monitor.live import Live
 from megaflow_hpc.rundir.events import (
@@ -78,7 +78,7 @@ def test_of_ten_thousand_rollouts_those_on_the_screen_are_made(planned: Run, mon
             assert app.reader.live.shown == list(rows.on_screen), "pods are asked about the rows that came into view"
             assert len(set(made)) < 100
             await pilot.press("f", "enter")
-            assert "user: [red]no\\x1b[0m\\nway" in await shows(pilot, "attempt 1 on n\\x1b[2J1")
+            assert "user: [red]no\\x1b[0m\\nway" in await shows(pilot, "attempt 2 on n\\x1b[2J1")
             await pilot.press("escape", "escape", "slash", *"task123/")
             await pilot.pause()
             assert rows.on_screen == ["task123/oracle/0"]
@@ -115,3 +115,12 @@ def test_what_a_rollout_used_is_said_where_it_is_known(planned: Run) -> None:
         "a/b/0": "not verified  3 turns  12.2 s of CPU, at most 103 MB of memory",
         "a/b/1": "not verified  3 turns",
     }
+
+
+@pytest.mark.parametrize("width", [30, 44, 60, 80, 200])
+def test_the_outcome_is_shown_at_any_width(width: int) -> None:
+    columns = RolloutTable.columns
+    fitting, first = _fitting(columns, width)
+    assert columns[fitting[-1]].head == "now, or outcome"
+    assert first + sum(columns[place].width + 1 for place in fitting) == width
+    assert len(fitting) == len(columns) - 1 or width < 66

@@ -11,6 +11,7 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import gather
 from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.types import Artifact
 from tests.support import samples
 from tests.support.reports import ATTACK, POLICIES
 
@@ -29,6 +30,7 @@ def trajectory(number: int, passed: bool, **changes: object) -> Trajectory:
         "verify_s": 2.0,
         "started_at": 1.7e9 + 10 * (number // 4),
         "finished_at": 1.7e9 + 10 * (number // 4) + 40 + number,
+        "artifacts": [Artifact("verifier.log", b"1 failed in 0.1 s")],
         **changes,
     }
     return samples.trajectory(number, task, **fields)

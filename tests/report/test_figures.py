@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -15,7 +16,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.monitor.evaluation import mean_interval, wilson
 from megaflow_hpc.monitor.usage import JobUse, totals
-from megaflow_hpc.report.comparison import compare, paired_interval
+from megaflow_hpc.report.comparison import Difference, compare, matrix_of, paired_interval, sign_flip_test
 from megaflow_hpc.report.cost import Prices
 from megaflow_hpc.report.figures import LoadedRun, figures_of, to_builtins
 from megaflow_hpc.report.files import charts_of
@@ -166,13 +167,63 @@ def test_a_file_and_journals_give_the_same_figures_as_the_run(attacked: RunDir, 
 
 def test_campaigns_are_compared_task_by_task(attacked: RunDir, better: RunDir) -> None:
     old, new = figures_of(attacked.path), figures_of(better.path)
-    (found,) = compare([old, new])
-    assert (found.policy, found.tasks, found.better, found.worse) == ("first", 6, 1, 0)
+    (found,) = compare([old, new], "run")
+    assert (found.name, found.against, found.where) == ("better", old.campaign, {"policy": "first"})
+    assert (found.tasks, found.better, found.worse) == (6, 1, 0)
     each = [0, 0, 0.5, 0, 0, 0]
     assert found.difference == pytest.approx(0.5 / 6, abs=1e-4)
     assert (found.low, found.high) == pytest.approx(mean_interval(each), abs=1e-4)
     assert found.changed == ["task2 +0.5"]
+    assert found.p == 1.0, "one changed task proves nothing"
     assert paired_interval([0.0] * 20) == pytest.approx((-wilson(0, 20)[1], wilson(0, 20)[1]))
+
+
+def test_policies_agents_and_roles_of_one_run_are_compared_like_runs(tmp_path: Path) -> None:
+    run = samples.run_dir(tmp_path / "run")
+    passed = {"old": lambda task: task < 2, "new": lambda task: task < 8}
+    made = []
+    for number, (policy, agent, task) in enumerate(itertools.product(passed, ("x", "y"), range(10))):
+        reward = float(passed[policy](task) or (agent == "y" and task == 9))
+        one = samples.trajectory(
+            3 * number + 1,
+            f"t{task}",
+            id=f"t{task}/{policy}+{agent}/0",
+            group_id=f"t{task}/{policy}+{agent}",
+            policy=policy,
+            agent=agent,
+            reward=reward,
+            rewards={"checker": 1.0, "writer": reward},
+        )
+        one.turns[0].role = "writer" if number % 2 else "checker"
+        made.append(one)
+    samples.commit(run, "pod0", *[(0, 0, one) for one in made])
+    figures = [figures_of(run.path)]
+    by_axis: dict[str, list[Difference]] = {}
+    for one in compare(figures):
+        by_axis.setdefault(one.axis, []).append(one)
+    assert {axis: len(found) for axis, found in by_axis.items()} == {"policy": 2, "agent": 2, "role": 4}
+    old = by_axis["policy"][0]
+    assert (old.label, old.against, old.difference, old.better, old.worse) == ("old (x)", "new", -0.6, 0, 6)
+    assert old.p == pytest.approx(2 / 2**6), "all six changed tasks changed in one direction"
+    assert {(one.label, one.difference) for one in by_axis["agent"]} == {("y (new)", 0.1), ("y (old)", 0.1)}
+    assert {(one.name, one.against) for one in by_axis["role"]} == {("writer", "checker")}
+    (turned,) = {one.difference for one in compare(figures, against="x") if one.where == {"policy": "new"}}
+    assert turned == 0.1
+    assert {one.difference for one in compare(figures, "policy", against="old")} == {0.6}
+    with pytest.raises(ConfigError, match="--against z: expected one of agent: x, y"):
+        compare(figures, "agent", against="z")
+    matrix = matrix_of(figures)
+    assert matrix.arms == ["new · x", "new · y", "old · x", "old · y"]
+    assert matrix.means[matrix.tasks.index("t9")] == [0.0, 1.0, 0.0, 1.0]
+    assert set(matrix.tasks[-3:]) == {"t0", "t1", "t8"}, "the same in all arms"
+
+
+def test_the_sign_flip_test_is_exact_for_few_tasks_and_close_for_many() -> None:
+    assert sign_flip_test([0.0] * 5) == 1.0
+    assert sign_flip_test([1.0, 1.0, 1.0, -1.0]) == pytest.approx(10 / 16)
+    few = [0.1, 0.4, -0.2, 0.3, 0.25, 0.05, -0.15, 0.2, 0.35, -0.1, 0.12, 0.22, 0.18]
+    assert sign_flip_test([*few, 0.01, 0.02]) == pytest.approx(sign_flip_test([*few, 0.03]), abs=0.01)
+    assert sign_flip_test([0.5] * 40) == pytest.approx(1 / 20_001), "the smallest p of the sampled signs"
 
 
 def test_what_was_held_has_a_price_and_an_efficiency(attacked: RunDir) -> None:

@@ -77,7 +77,7 @@ def test_nothing_in_the_file_points_elsewhere_and_no_text_is_markup(shown: Path)
 
 
 def test_a_browser_shows_it_without_a_network_and_runs_nothing_of_the_campaigns(shown: Path, tmp_path: Path) -> None:
-    asyncio.run(asyncio.wait_for(_look(f"file://{shown}#rollout=0%3Atask3%2Ffirst%2F3", tmp_path), 120))
+    asyncio.run(asyncio.wait_for(_look(f"file://{shown}#rollout=task3%2Ffirst%2F3", tmp_path), 120))
 
 
 async def _look(address: str, scratch: Path) -> None:
@@ -111,6 +111,13 @@ async def _look(address: str, scratch: Path) -> None:
         await page.until(f"{rows}[1].className === 'on'")
         await page.evaluate("document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'j', bubbles: true}))")
         await page.until(f"{rows}[2].className === 'on'")
+        # A task of the matrix lists its rollouts and opens one. A slow rollout is one click from its transcript.
+        await page.evaluate("[...document.querySelectorAll('.matrix a')].find(a => a.textContent === 'task4').click()")
+        await page.until(f"{rows}.length === 12 && {rows}.every(r => r.textContent.includes('task4'))")
+        slow = "[...document.querySelectorAll('#troubles + .cards td.id a')][1]"
+        await page.evaluate(f"{slow}.click()")
+        await page.until(f"document.querySelector('#reader h3').textContent === {slow}.textContent")
+        assert "1 failed" in await page.evaluate("document.getElementById('reader').textContent"), "the verifier's log"
         # The other theme draws every chart again.
         theme = await page.evaluate("document.documentElement.dataset.theme")
         await page.evaluate("document.getElementById('theme').click()")

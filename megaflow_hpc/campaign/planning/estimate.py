@@ -55,7 +55,8 @@ class Hours:
     expected: float
     """Hours used if all jobs that start with the campaign run for its estimated duration."""
     by_walltime: float | None
-    """Hours used if every job runs once until its walltime. ``None`` if a walltime is unknown."""
+    """Hours used if every job runs until its walltime, as often as the estimated duration takes. Never less than
+    ``expected``. ``None`` if a walltime is unknown."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,9 @@ def _hours(amounts: Sequence[tuple[JobEstimate, int]], time_s: float) -> Hours:
         if amount and job.walltime_s is None:
             bounded = False
         elif amount and job.walltime_s is not None:
-            by_walltime += amount * job.elements * job.walltime_s / 3600
+            runs = not job.held and job.role != "gather"
+            starts = math.ceil(job.at_once * time_s / (job.elements * job.walltime_s)) if runs else 1
+            by_walltime += amount * job.elements * job.walltime_s * max(1, starts) / 3600
     return Hours(expected, by_walltime if bounded else None)
 
 

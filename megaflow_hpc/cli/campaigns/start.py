@@ -330,7 +330,7 @@ def _lines(estimate: Estimate) -> list[str]:
         if hours.expected or hours.by_walltime:
             most = "no walltime bounds it"
             if hours.by_walltime is not None:
-                most = f"at most {hours.by_walltime:,.1f} by walltime, and the same again for each requeue"
+                most = f"at most {hours.by_walltime:,.1f} by walltime, more if jobs are requeued"
             lines.append(f"{name}: {hours.expected:,.1f} expected, {most}")
     for job in estimate.jobs:
         end = "no known end" if job.walltime_s is None else seconds(job.walltime_s)

@@ -1,4 +1,5 @@
-"""``report``: writes a campaign report as a web page, plots, JSON, or metrics for a node exporter."""
+"""``report`` writes a campaign report as a web page, plots, JSON, or metrics for a node exporter. ``compare`` prints
+paired differences between runs, policies, agents or roles."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from megaflow_hpc.cli.output import estimate, note, print_json, say, table
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.verb import add_output, add_run, add_verb, zero_or_more
 from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.texts import number
 
 if TYPE_CHECKING:
     from megaflow_hpc.monitor.usage import JobUse
+    from megaflow_hpc.report.comparison import Difference
     from megaflow_hpc.report.figures import LoadedRun, RunFigures
 
 DESCRIPTION = """\
@@ -24,8 +27,38 @@ training, and transcripts. Writes index.html, figures.json and a PNG of each cha
 Slurm's accounting if there is one, and changes nothing else."""
 
 
+COMPARE_DESCRIPTION = """\
+Compares runs, or the policies, agents and roles within a run, task by task. Prints the difference of the mean reward
+over the tasks that both sides have rated, with its 95 % interval (paired, Student's t over tasks), the p-value of a
+sign-flip test, and wins and losses. Then prints the mean reward of each task for each run, policy and agent, tasks that
+differ most first. The others are compared with the first run, policy, agent or role, or with --against."""
+
+
 def register(subparsers: Any) -> None:
-    """Registers the verb ``report``."""
+    """Registers the verbs ``report`` and ``compare``."""
+    compare = add_verb(
+        subparsers,
+        "compare",
+        _compare,
+        "compare runs, policies, agents or roles, task by task",
+        examples=[
+            "compare RUN",
+            "compare runs/fix-bugs-… runs/fix-bugs-again-…",
+            "compare RUN --by agent --against mini-swe-agent --tasks all",
+            "compare RUN --json | jq '.comparison[] | {name, against, difference, low, high, p}'",
+        ],
+        description=COMPARE_DESCRIPTION,
+    )
+    add_run(compare, "+", file=True)
+    compare.add_argument(
+        "--by",
+        choices=("run", "policy", "agent", "role"),
+        help="what to compare; default: all with several values",
+    )
+    compare.add_argument("--against", metavar="NAME", help="run, policy, agent or role to compare the others with")
+    compare.add_argument(
+        "--tasks", type=_count, default=20, metavar="N|all", help="number of tasks to print; default: 20; JSON has all"
+    )
     report = add_verb(
         subparsers,
         "report",
@@ -58,6 +91,14 @@ def register(subparsers: Any) -> None:
     )
 
 
+def _count(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: expected a number or all")
+    return int(text)
+
+
 def _wanted(text: str) -> int | str:
     if text in ("all", "none", "some"):
         return text
@@ -72,9 +113,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.report.cost import Prices
     from megaflow_hpc.report.figures import LoadedRun, to_builtins
 
-    paths = [Path(path) for path in arguments.run_dir]
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ConfigError("report: a run is named twice; name each run once")
+    paths = _paths(arguments)
     if not arguments.prometheus:
         files.check_installed()
     prices = Prices(core_hour=arguments.core_hour, gpu_hour=arguments.gpu_hour, currency=arguments.currency)
@@ -93,12 +132,61 @@ def _report(arguments: argparse.Namespace) -> int:
                 folder, runs, differences, arguments.transcripts, not arguments.no_pictures, watch.step
             )
     if arguments.json:
-        compared = to_builtins(differences)
-        print_json({"runs": to_builtins(figures), "comparison": compared, "files": list(map(str, written))})
+        compared = files.comparison_json(figures, differences)
+        print_json({"runs": to_builtins(figures), **compared, "files": list(map(str, written))})
     else:
         say(_summary(figures))
         say(f"report: {written[-1]}")
     return 0
+
+
+def _paths(arguments: argparse.Namespace) -> list[Path]:
+    paths = [Path(path) for path in arguments.run_dir]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError(f"{arguments.verb}: a run is named twice; name each run once")
+    return paths
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.report.comparison import compare, matrix_of
+    from megaflow_hpc.report.figures import figures_of
+    from megaflow_hpc.report.files import comparison_json
+
+    runs = [figures_of(path) for path in _paths(arguments)]
+    differences = compare(runs, arguments.by, arguments.against)
+    if arguments.json:
+        print_json(comparison_json(runs, differences))
+        return 0
+    if differences:
+        say(table(_HEAD, map(_difference_row, differences)))
+    else:
+        say("nothing to compare: one run with one policy, agent and role; name a second run")
+    matrix = matrix_of(runs)
+    if len(matrix.arms) > 1 and arguments.tasks != 0:
+        shown = slice(arguments.tasks)
+        means = [["-" if mean is None else f"{mean:.3f}" for mean in row] for row in matrix.means[shown]]
+        say()
+        heads = matrix.arms
+        if sum(map(len, heads)) > MAX_HEAD_CHARS:
+            heads = [f"({place})" for place in range(1, len(heads) + 1)]
+            say("\n".join(f"{head} {arm}" for head, arm in zip(heads, matrix.arms, strict=True)))
+        say(table(("task", *heads), ([task, *row] for task, row in zip(matrix.tasks[shown], means, strict=True))))
+        if len(matrix.tasks) > len(means):
+            say(f"{len(matrix.tasks) - len(means)} more tasks, which differ less (--tasks all)")
+    return 0
+
+
+MAX_HEAD_CHARS = 60
+"""Maximum total length of the heads of a matrix. Longer ones become numbers, with a list above the matrix."""
+_HEAD = ("by", "name", "against", "tasks", "mean", "its mean", "difference", "p", "better", "worse")
+
+
+def _difference_row(one: Difference) -> tuple[Any, ...]:
+    front = (one.axis, one.label, one.against, one.tasks)
+    if one.difference is None:
+        return (*front, "-", "-", "-", "-", 0, 0)
+    interval = f"{one.difference:+.3f} [{one.low:+.3f}, {one.high:+.3f}]"
+    return (*front, f"{one.mean:.3f}", f"{one.against_mean:.3f}", interval, f"{one.p:.3f}", one.better, one.worse)
 
 
 def _job_uses(path: Path) -> Sequence[JobUse]:
@@ -117,7 +205,7 @@ def _job_uses(path: Path) -> Sequence[JobUse]:
 def _summary(figures: Sequence[RunFigures]) -> str:
     rows = []
     for run in figures:
-        core_hours = f"{run.cost.core_hours:.4g}" if run.cost.source != "none" else "-"
+        core_hours = number(run.cost.core_hours) if run.cost.source != "none" else "-"
         for policy in run.policies:
             passed = reward = "-"
             if evaluation := policy.evaluation:

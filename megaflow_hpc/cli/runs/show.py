@@ -188,7 +188,7 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
     yield f"  when      {_utc(row.started_at)}, {row.finished_at - row.started_at:.1f} s", ""
     if usage := used(row.cpu_s, row.memory_peak_mb, row.disk_peak_mb):
         yield f"  used      {usage}", ""
-    yield f"  attempt   {row.attempt}, epoch {row.epoch}", ""
+    yield f"  attempt   {row.attempt + 1}, epoch {row.epoch}", ""
     sampled = sum(int((sequence.weight_versions >= 0).sum()) for sequence in row.sequences)
     counted = sum(int(sequence.loss_mask.sum()) for sequence in row.sequences)
     masked = f", {sampled - counted} of these with loss mask 0" if counted < sampled else ""
@@ -219,7 +219,7 @@ def _calls(row: Row) -> Iterator[tuple[str, str]]:
         yield f"\n{len(attempts)} attempts", "bold"
         for attempt in attempts:
             cause = f"  {attempt.error_kind}: {attempt.error}" if attempt.error else ""
-            yield f"  {attempt.attempt}  {attempt.status}  node {attempt.node or '-'}{cause}", ""
+            yield f"  {attempt.attempt + 1}  {attempt.status}  node {attempt.node or '-'}{cause}", ""
 
 
 def _fold(text: str, full: bool) -> list[str]:

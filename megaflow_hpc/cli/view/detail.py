@@ -147,7 +147,7 @@ def facts_about(row: RolloutRow) -> list[Text]:
     """Formats the properties of a rollout, without transcript and log."""
     place, stored, live = row.place, row.stored, row.live
     lines = [Text.assemble((in_one_line(row.id), "bold"), "  ", (row.state, f"bold {STYLES.get(row.state, '')}"))]
-    where = f"attempt {place.attempt} on {place.node or '?'}, rank {place.rank} of pod {place.pod}" if place else ""
+    where = f"attempt {place.attempt + 1} on {place.node or '?'}, rank {place.rank} of pod {place.pod}" if place else ""
     lines.append(Text(in_one_line(f"{where}  {seconds(row.seconds)}".strip())))
     if live is not None:
         lines.append(Text(f"model calls {live.calls}  tokens {live.tokens:,}  {last_word(row)}"))

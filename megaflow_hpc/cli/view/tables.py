@@ -26,6 +26,8 @@ class ViewColumn(NamedTuple):
     head: str
     width: int = 0
     right: bool = False
+    kept: bool = False
+    """Show the column at any width."""
 
 
 class RolloutTable:
@@ -37,7 +39,7 @@ class RolloutTable:
         ViewColumn("node", 10),
         ViewColumn("time", 8, True),
         ViewColumn("turns", 5, True),
-        ViewColumn("now, or outcome", 15),
+        ViewColumn("now, or outcome", 15, kept=True),
     )
 
     def __init__(self, rollouts: Rollouts, nothing: str) -> None:
@@ -75,7 +77,7 @@ class PartTable:
 
     columns = (
         ViewColumn("pod or engine"),
-        ViewColumn("state", 9),
+        ViewColumn("state", 9, kept=True),
         ViewColumn("node", 10),
         ViewColumn("run/slots", 9, True),
         ViewColumn("stored", 7, True),
@@ -104,7 +106,7 @@ def _engine(server: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 MIN_FIRST_COLUMN_WIDTH = 12
-"""Minimum width of the first column. Columns on the right are dropped to make room for it."""
+"""Minimum width of the first column. Columns that are not kept are dropped from the right to make room for it."""
 
 
 class RolloutRows(ScrollView, can_focus=True):
@@ -184,9 +186,10 @@ class RolloutRows(ScrollView, can_focus=True):
 
     def _strip(self, cells: Sequence[str], mark: str, style: Style) -> Strip:
         assert self._table is not None
-        columns, left = _fitting(self._table.columns, self.size.width - len(mark))
+        columns = self._table.columns
+        fitting, left = _fitting(columns, self.size.width - len(mark))
         parts = [_fit(in_one_line(cells[0]), left, False)]
-        parts += [_fit(in_one_line(cell), c.width, c.right) for cell, c in zip(cells[1:], columns[1:], strict=False)]
+        parts += [_fit(in_one_line(cells[place]), columns[place].width, columns[place].right) for place in fitting]
         return Strip([Segment(set_cell_size(mark + " ".join(parts), self.size.width), style)], self.size.width)
 
     # --- selection ---
@@ -220,14 +223,15 @@ class RolloutRows(ScrollView, can_focus=True):
         self.post_message(self.Moved())
 
 
-def _fitting(columns: Sequence[ViewColumn], width: int) -> tuple[Sequence[ViewColumn], int]:
-    """Returns the columns that fit, and the width of the first column."""
-    while len(columns) > 1:
-        left = width - sum(column.width + 1 for column in columns[1:])
-        if left >= MIN_FIRST_COLUMN_WIDTH:
-            return columns, left
-        columns = columns[:-1]
-    return columns, width
+def _fitting(columns: Sequence[ViewColumn], width: int) -> tuple[list[int], int]:
+    """Returns the places of the columns that fit after the first one, and the width of the first column."""
+    places = list(range(1, len(columns)))
+    while True:
+        left = width - sum(columns[place].width + 1 for place in places)
+        droppable = [place for place in places if not columns[place].kept]
+        if left >= MIN_FIRST_COLUMN_WIDTH or not droppable:
+            return places, max(1, left)
+        places.remove(droppable[-1])
 
 
 def _fit(text: str, width: int, right: bool) -> str:

@@ -52,19 +52,25 @@
   let sorting = { key: "reward", down: true };
   let lot = LOT;
   let open = -1;
+  let task = null; // name of the only task in the list
   const chunks = new Map();
-  const figure = (value, digits) => (value === null || value === undefined ? "–" : Number(value).toFixed(digits));
+  const figure = (value, digits) =>
+    value === null || value === undefined
+      ? "–"
+      : Number(value).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  const short = (id) => (id.length > 44 ? id.slice(0, 26) + "…" + id.slice(-17) : id); // ids differ at both ends
   const COLUMNS = [
-    ["rollout", (r) => rows.id[r], (r) => (rows.runs.length > 1 ? rows.runs[rows.run[r]] + ": " : "") + rows.id[r]],
+    ["rollout", (r) => rows.id[r], (r) => (rows.runs.length > 1 ? short(rows.runs[rows.run[r]]) + ": " : "") + short(rows.id[r])],
     ["status", (r) => rows.statuses[rows.status[r]], null],
     ["reward", (r) => rows.reward[r], (r) => figure(rows.reward[r], 2)],
     ["seconds", (r) => rows.seconds[r], (r) => figure(rows.seconds[r], 1)],
     ["turns", (r) => rows.turns[r], null],
-    ["tokens", (r) => rows.tokens[r], null],
+    ["tokens", (r) => rows.tokens[r], (r) => figure(rows.tokens[r], 0)],
+    ["attempts", (r) => rows.attempts[r], null],
     ["CPU s", (r) => rows.cpu[r], (r) => figure(rows.cpu[r], 1)],
     ["MB", (r) => rows.memory[r], (r) => figure(rows.memory[r], 0)],
   ];
-  const NUMBERS = new Set(["reward", "seconds", "turns", "tokens", "CPU s", "MB"]);
+  const NUMBERS = new Set(["reward", "seconds", "turns", "tokens", "attempts", "CPU s", "MB"]);
 
   const select = () => {
     const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -75,6 +81,7 @@
       if (run !== "" && rows.run[r] !== Number(run)) continue;
       if (policy !== "" && rows.policy[r] !== Number(policy)) continue;
       if (status !== "" && rows.status[r] !== Number(status)) continue;
+      if (task !== null && rows.tasks[rows.task[r]] !== task) continue;
       if (only && rows.place[r] === null) continue;
       const text = (rows.id[r] + " " + (rows.error[r] || "")).toLowerCase();
       if (words.every((word) => text.includes(word))) order.push(r);
@@ -111,6 +118,7 @@
       if (r === open) line.className = "on";
       for (const [name, value, text] of COLUMNS) {
         const cell = make("td", (text || value)(r), NUMBERS.has(name) ? "n" : "");
+        if (name === "rollout") cell.title = shown(rows.id[r]);
         if (name === "status" && rows.status[r] >= 0) {
           cell.className = { completed: "", truncated: "warn" }[value(r)] ?? "bad";
         }
@@ -118,7 +126,16 @@
       }
     }
     byId("list").replaceChildren(table);
-    byId("count").textContent = `${order.length} of ${rows.id.length} rollouts`;
+    byId("count").textContent = `${order.length.toLocaleString("en")} of ${rows.id.length.toLocaleString("en")} rollouts`;
+    if (task !== null) {
+      const all = make("button", `only ${task} ✕`);
+      all.title = "show all tasks";
+      all.addEventListener("click", () => {
+        task = null;
+        select();
+      });
+      byId("count").append(" ", all);
+    }
     if (order.length > lot) {
       const more = make("button", `show ${Math.min(LOT, order.length - lot)} more`);
       more.addEventListener("click", () => {
@@ -137,8 +154,8 @@
       "reward " + figure(rows.reward[r], 3),
       figure(rows.seconds[r], 1) + " s",
       rows.turns[r] + " turns",
-      rows.tokens[r] + " tokens",
-      "attempt " + rows.attempts[r],
+      figure(rows.tokens[r], 0) + " tokens",
+      rows.attempts[r] + (rows.attempts[r] === 1 ? " attempt" : " attempts"),
       rows.cpu[r] === null ? "" : figure(rows.cpu[r], 1) + " s of CPU",
       rows.memory[r] === null ? "" : "at most " + figure(rows.memory[r], 0) + " MB",
       rows.nodes[rows.node[r]],
@@ -160,11 +177,12 @@
     for (const line of document.querySelectorAll("#list tr[data-row]")) {
       line.className = Number(line.dataset.row) === r ? "on" : "";
     }
-    history.replaceState(null, "", "#rollout=" + encodeURIComponent(rows.run[r] + ":" + rows.id[r]));
+    const place = new URLSearchParams({ run: rows.runs[rows.run[r]], rollout: rows.id[r] });
+    history.replaceState(null, "", "#" + place);
   };
 
   const message = (said) => {
-    const known = ["system", "user", "assistant", "tool"].includes(said.role) ? said.role : "";
+    const known = ["system", "user", "assistant", "tool", "verifier"].includes(said.role) ? said.role : "";
     const found = make("div", undefined, "message " + known);
     found.append(make("div", said.role, "role"));
     for (const [part, cls] of [["thought", "thought"], ["text", ""], ["calls", "calls"]]) {
@@ -207,10 +225,37 @@
     });
     byId("with-transcript").checked = rows.place.some((place) => place !== null);
     select();
-    const wanted = decodeURIComponent(location.hash.replace(/^#rollout=/, ""));
-    const linked = rows.id.findIndex((id, r) => rows.run[r] + ":" + id === wanted);
-    if (linked >= 0) await read(linked);
-    else if (order.length) await read(order[0]);
+    window.addEventListener("hashchange", follow);
+    if (!(await follow()) && order.length) await read(order[0]);
+  };
+
+  // Links to #run=…&rollout=… open a rollout. Links to #run=…&task=…&policy=… list the rollouts of a task and open one.
+  const follow = async () => {
+    const wanted = new URLSearchParams(location.hash.slice(1));
+    if (!wanted.has("rollout") && !wanted.has("task")) return false;
+    const at = (names, value) => (value === null ? "" : String(names.indexOf(value)));
+    const run = at(rows.runs, wanted.get("run"));
+    if (wanted.has("task")) {
+      task = wanted.get("task");
+      byId("by-run").value = run;
+      byId("by-policy").value = at(rows.policies, wanted.get("policy"));
+      byId("by-status").value = "";
+      byId("search").value = "";
+      byId("with-transcript").checked = false;
+      select();
+    }
+    const matches = (r) => rows.id[r] === wanted.get("rollout") && (run === "" || rows.run[r] === Number(run));
+    const found = wanted.has("task")
+      ? order.find((r) => rows.place[r] !== null) ?? order[0]
+      : rows.id.findIndex((_, r) => matches(r));
+    if (found === undefined || found < 0) {
+      const missing = make("p", "This rollout is not in the page's list; see it with", "note");
+      byId("reader").replaceChildren(missing, make("pre", `megaflow-hpc show RUN ${wanted.get("rollout") ?? ""}`));
+    } else {
+      await read(found);
+    }
+    byId("reader").scrollIntoView({ block: "nearest" });
+    return true;
   };
 
   const start = async () => {

@@ -379,8 +379,7 @@ _CACHED = 8
 """Number of decoded trajectories to cache. The parts of a row are usually read together."""
 _TIMES = ("model_s", "sandbox_s", "agent_s", "wait_s")
 _JOURNAL_COLUMNS = (
-    *(column.path for column in COLUMNS.values() if column.group in ("trajectories", "sequences")),
-    *(f"turns/{name}" for name in ("sequence", "token_start", "token_end", *_TIMES)),
+    *(column.path for column in COLUMNS.values() if column.group in ("trajectories", "sequences", "turns")),
     *(f"attempts/{name}" for name in ("job_id", "started_at", "finished_at")),
 )
 """Columns that a :class:`JournalSource` provides, in addition to the rewards."""

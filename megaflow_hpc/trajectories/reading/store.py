@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +37,20 @@ from megaflow_hpc.trajectories.hdf5.file import (
 )
 from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.journal.winners import fingerprint, index, seals_of
+from megaflow_hpc.trajectories.reading import tables
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
 from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_batches
 from megaflow_hpc.trajectories.reading.conversations import Conversation, ConversationCall, conversations, main
 from megaflow_hpc.trajectories.reading.given import WithGiven
 from megaflow_hpc.trajectories.reading.selection import RowTable, select
 from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, JournalSource, SequenceView, Source
+from megaflow_hpc.trajectories.reading.tables import Table
 from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked, path_to
 from megaflow_hpc.types import Artifact
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
 
 
 class TrajectoryStore:
@@ -57,6 +63,9 @@ class TrajectoryStore:
         """The same rows, with the rewards that ``reverify`` gave later."""
         self.path = path
         """The file or run directory that is being read."""
+
+    def __repr__(self) -> str:
+        return f"<TrajectoryStore of {self.campaign!r} in {self.path}: {len(self)} trajectories>"
 
     def __enter__(self) -> TrajectoryStore:
         return self
@@ -217,16 +226,45 @@ class TrajectoryStore:
         Raises:
             ConfigError: A trajectory exceeds the budget, with ``oversize="error"``.
         """
-        if rows is None:
-            chosen = np.arange(len(self))
-        elif isinstance(rows, str):
-            chosen = self.select(rows)
-        else:
-            chosen = self._rows(rows)
-        plan = plan_batches(self.source, chosen, token_budget, pad is not None, seed, oversize)
+        plan = plan_batches(self.source, self._chosen(rows), token_budget, pad is not None, seed, oversize)
         rank, ranks = shard
         for numbers in plan[rank::ranks]:
             yield make_batch(self.source, numbers, pad)
+
+    def to_arrow(self, table: Table = "rollouts", rows: Iterable[int | str] | str | None = None) -> pyarrow.Table:
+        """Returns a table of the store, as pyarrow has it. Needs pyarrow (``pip install "megaflow-hpc[export]"``).
+
+        >>> store.to_arrow("turns", "reward == 1").group_by("rollout").aggregate([("model_s", "sum")])  # doctest: +SKIP
+
+        Args:
+            table: ``rollouts``: one row per trajectory, with the columns of ``/trajectories`` in the file, ``tokens``,
+                ``sampled_tokens``, ``duration_s`` and ``rewards/NAME``. ``turns``: one row per model call, with
+                ``rollout`` (its id), ``turn`` (from 0) and the columns of ``/turns``; sequences are numbered within
+                the rollout, tokens within the sequence. ``sequences``: one row per token sequence, with ``rollout``,
+                ``policy`` and the lists ``tokens``, ``logprobs``, ``loss_mask`` and ``weight_versions``.
+            rows: Ids, row numbers or an expression as in :meth:`select`. Default: all rows.
+
+        Raises:
+            ConfigError: The table is unknown, the expression is invalid, or pyarrow is not installed.
+        """
+        return tables.table(self.source, self.column, self.reward_names, table, self._chosen(rows))
+
+    def to_pandas(self, table: Table = "rollouts", rows: Iterable[int | str] | str | None = None) -> pandas.DataFrame:
+        """Returns a table of :meth:`to_arrow` as a data frame. Needs pandas and pyarrow.
+
+        >>> store.to_pandas().groupby("policy").reward.mean()         # doctest: +SKIP
+
+        Raises:
+            ConfigError: As :meth:`to_arrow`, or pandas is not installed.
+        """
+        tables.installed("pandas")
+        return self.to_arrow(table, rows).to_pandas()
+
+    def _chosen(self, rows: Iterable[int | str] | str | None) -> Integers:
+        """Converts ids, row numbers or an expression to row numbers. ``None`` means all rows."""
+        if rows is None:
+            return np.arange(len(self))
+        return self.select(rows) if isinstance(rows, str) else self._rows(rows)
 
     def _rows(self, ids: Iterable[int | str]) -> Integers:
         return np.array([self._row(key) for key in ids], np.int64)

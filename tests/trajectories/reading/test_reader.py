@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.hdf5.file import datasets
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, MEASURED
@@ -155,3 +157,30 @@ def test_opening_reads_no_row(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=os.environ)
     assert result.returncode == 0, result.stderr
+
+
+def test_tables_have_the_rows_turns_and_sequences_of_the_store(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run", "tables")
+    commit(run, "pod0", *[(0, 0, trajectory(n, f"task{n % 3}")) for n in range(9)])
+    with open_trajectories(run.path) as journals:
+        before = [str(journals.to_arrow(name).to_pydict()) for name in ("rollouts", "turns", "sequences")]
+    gather(run, {})
+    with open_trajectories(run.path) as store:
+        assert [str(store.to_arrow(name).to_pydict()) for name in ("rollouts", "turns", "sequences")] == before
+        frame = store.to_pandas()
+        assert frame["id"].tolist() == store.ids
+        assert frame["rewards/tests"].isna().sum() == 5
+        turns = store.to_pandas("turns", [5, 2])
+        expected = [(row.id, number, turn) for row in store.rows([5, 2]) for number, turn in enumerate(row.turns)]
+        assert list(zip(turns["rollout"], turns["turn"], strict=True)) == [entry[:2] for entry in expected]
+        for name in ("sequence", "token_start", "token_end", "model_s", "server", "message"):
+            assert turns[name].tolist() == [getattr(turn, name) for _, _, turn in expected], name
+        sequences = store.to_pandas("sequences", "reward == 1")
+        kept = [(row.id, s.tokens.tolist()) for row in store.rows(store.select("reward == 1")) for s in row.sequences]
+        assert [
+            (id_, list(tokens)) for id_, tokens in zip(sequences["rollout"], sequences["tokens"], strict=True)
+        ] == kept
+        with pytest.raises(ConfigError, match="expected one of rollouts, turns, sequences"):
+            store.to_arrow("turn")  # type: ignore[arg-type]
+        assert repr(store) == f"<TrajectoryStore of 'tables' in {run.trajectories}: 9 trajectories>"
+        assert repr(store[1]) == "<trajectory task1/default/1 completed reward=1>"
