@@ -159,8 +159,9 @@ def recipes() -> Iterator[str]:
         for number in range(max(len(recipe.expected), len(recipe.measured))):
             expected = recipe.expected[number : number + 1]
             measured = recipe.measured[number : number + 1]
+            none = "" if number else "not measured yet"
             groups = [*((e.figure, e.source) for e in expected)] or [("", "")]
-            groups += [(m.figure, f"{m.on}, {m.date}", m.took) for m in measured] or [("", "", "")]
+            groups += [(m.figure, f"{m.on}, {m.date}", m.took) for m in measured] or [(none, "", "")]
             name = f"`{recipe.name}`" if not number else ""
             yield f"| {' | '.join([name, *(cell for group in groups for cell in group)])} |"
     yield ""

@@ -35,7 +35,7 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     """
     found = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
-        if path.parent.parent == root / PACKAGE / "recipes":
+        if root / PACKAGE / "recipes" in path.parents and path.parent.name != "recipes":
             continue
         parts = path.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path

@@ -195,7 +195,9 @@ class _Environment:
     ) -> None:
         self._sandbox, self._loop, self._system = sandbox, loop, system
         self._env = {str(k): str(v) for k, v in (config.get("env") or {}).items()}
-        self._interpreter = [str(word) for word in config.get("interpreter") or ()]
+        # Images that put their repository's environment into BASH_ENV need bash, which /bin/sh may not be.
+        default = ("bash", "-c") if {"BASH_ENV"} & (self._env.keys() | task.env.keys()) else ()
+        self._interpreter = [str(word) for word in config.get("interpreter") or default]
         self._cwd = task.workdir
         self._timeout_s: float = config["timeout"]
         self.config = SimpleNamespace(cwd=task.workdir or "", timeout=self._timeout_s)
@@ -310,7 +312,8 @@ def _load_config(path: str | None) -> dict[str, Any]:
         raise ConfigError(f"agent mini-swe-agent: config {file}: {error}") from error
     if not isinstance(config, dict) or not {"agent", "model"} <= set(config):
         raise MegaflowError(f"{file}: expected the sections agent and model of mini-swe-agent's text form")
-    if MARK not in text and "action_regex" not in text:
+    model = config["model"] if isinstance(config["model"], dict) else {}
+    if "action_regex" not in model and MARK not in json.dumps(config, default=str):  # a comment is no setting
         raise ConfigError(
             f"agent mini-swe-agent: config {file}: has neither model.action_regex nor {MARK} in its prompts; expected "
             "a text-based configuration of mini-swe-agent (such as mini_textbased.yaml), because this agent offers the "

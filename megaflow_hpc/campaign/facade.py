@@ -264,6 +264,8 @@ class Findings:
     site: list[str] = field(default_factory=list)
     """Missing resources and refused requests at this site."""
     warnings: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Errors of the tasks that are left out."""
     tasks: int = 0
     rollouts: int = 0
 
@@ -296,6 +298,7 @@ def check(
         except SiteError as error:
             campaign.notices.append(f"checked without Slurm: {error}")
         findings.site = campaign.site_mistakes(draft, watch)
+    findings.left_out = draft.left_out
     findings.warnings = [*draft.warnings, *campaign.notices]
     return findings
 

@@ -110,6 +110,9 @@ class TaskSource(Section):
     """Shell patterns of the task ids to exclude, applied after ``include``. Default: none."""
     limit: int | None = Field(None, ge=1)
     """Maximum number of tasks, in id order. Useful for a trial run. Default: no limit."""
+    strict: bool = False
+    """Refuse the campaign if one of these tasks cannot be read or tested. By default, such tasks are left out and
+    counted."""
 
     @model_validator(mode="before")
     @classmethod
@@ -191,7 +194,7 @@ class EnvironmentConfig(Section):
     """Network access of sandboxes. ``none``: no network. ``gateway``: only the model. ``host``: everything that the
     node can reach. A task can restrict it further. Default: ``gateway``."""
     images: dict[str, str] = {}
-    """Image name in the tasks → SIF file, definition file, directory or ``docker://`` reference."""
+    """Image name in the tasks → SIF file, definition file, Dockerfile, directory or ``docker://`` reference."""
     image_store: str | None = None
     """Directories that store images, separated by colons. New images are written to the first.
     ``MEGAFLOW_IMAGE_STORE`` overrides it. Default: a scratch or work directory of the site with enough space, else

@@ -64,11 +64,15 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     summary: str
     needs: RecipeNeeds
     expected: tuple[ExpectedFigure, ...]
-    measured: tuple[MeasuredFigure, ...]
     rehearsal: dict[str, float]
-    """Policy or agent of ``rehearsal.yaml`` → its mean reward."""
+    """Policy of ``rehearsal.yaml``, or pattern of rollout ids with a ``/`` → mean reward of these rollouts."""
+    measured: tuple[MeasuredFigure, ...] = ()
     make: str = ""
     """Command that makes the tasks. Empty if the tasks need no such step."""
+    after: tuple[str, ...] = ()
+    """Commands that process the newest run."""
+    shares: tuple[str, ...] = ()
+    """Files of other recipes that this recipe uses, such as ``reasoning/make.py``."""
     name: str = ""
     """Name of the folder."""
 
@@ -78,10 +82,11 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _FOLDER / self.name
 
     @property
-    def files(self) -> list[Path]:
-        """Files to copy, relative to :attr:`folder`."""
-        found = (path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file())
-        return sorted(path for path in found if str(path) != DESCRIPTION and "__pycache__" not in path.parts)
+    def files(self) -> dict[str, Path]:
+        """Files to copy: name relative to the user's directory → source."""
+        own = [path for path in sorted(self.folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+        files = {Path(name).name: _FOLDER / name for name in self.shares}
+        return files | {str(path.relative_to(self.folder)): path for path in own if path.name != DESCRIPTION}
 
     @property
     def missing(self) -> list[RecipePackage]:
@@ -93,13 +98,13 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Commands to run in the recipe's directory, in this order."""
         run = ["megaflow-hpc run rehearsal.yaml --launcher local", "megaflow-hpc run campaign.yaml"]
         install = f"pip install {' '.join(f'{p.name}=={p.version}' for p in self.missing)}"
-        return [*([install] if self.missing else []), *([self.make] if self.make else []), *run]
+        return [*([install] if self.missing else []), *([self.make] if self.make else []), *run, *self.after]
 
     def to_builtins(self) -> dict[str, object]:
         """Returns the recipe as JSON-compatible values, with its files, commands and missing packages."""
         fields: dict[str, object] = msgspec.to_builtins(self)
         missing = [package.name for package in self.missing]
-        return {**fields, "files": [str(path) for path in self.files], "missing": missing, "commands": self.commands}
+        return {**fields, "files": list(self.files), "missing": missing, "commands": self.commands}
 
 
 def recipe_names() -> list[str]:

@@ -160,6 +160,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """Describes the task file. ``None`` if the run has no tasks."""
     sandboxes: bool = True
     """False if no task has an image. The pods then need no Apptainer."""
+    left_out: int = 0
+    """Number of tasks that could not be read or tested when the run was planned."""
     held_out: list[str] = []
     """Tasks reserved for evaluation during training."""
     servers: list[ServerRecord] = []

@@ -36,6 +36,21 @@ MODULES: Mapping[str, str] = {
 path."""
 
 
+Refuse = Callable[[ConfigError], None]
+"""Receives the error of a task that cannot be read or tested. The task is then left out."""
+
+
+def refuse_into(messages: list[str]) -> Refuse:
+    """Returns a function that appends the message of each error, but not the error, which refers to the data of its
+    task."""
+    return lambda error: messages.append(str(error))
+
+
+def raise_error(error: ConfigError) -> None:
+    """Raises the error, so that one invalid task refuses its source."""
+    raise error
+
+
 OpenJudge = Callable[..., AbstractAsyncContextManager[Judge]]
 """Called without arguments, or with the socket."""
 
@@ -81,23 +96,32 @@ class TaskFormat(Protocol):
         """Returns whether a campaign's source has this format."""
 
     def read(
-        self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, wanted: Callable[[str], bool], /
+        self,
+        source: str,
+        base: str | os.PathLike[str],
+        dockerfiles: Dockerfiles,
+        wanted: Callable[[str], bool],
+        refuse: Refuse,
+        /,
     ) -> list[Task]:
         """Reads the tasks of a source. Relative paths are relative to ``base``.
 
         Args:
-            wanted: Returns whether the campaign uses the task with this id. Invalid tasks that are not wanted are
-                skipped.
+            wanted: Returns whether the campaign uses the task with this id. Other tasks may be skipped.
+            refuse: Called for each wanted task that is invalid.
 
         Raises:
             ConfigError: The source is invalid. The message names file, line, value and remedy.
         """
 
-    def settle(self, tasks: Sequence[Task], /) -> list[Task]:
+    def settle(self, tasks: Sequence[Task], refuse: Refuse, /) -> list[Task]:
         """Completes the tasks selected from one source, so that they are ready to run.
 
+        Args:
+            refuse: Called for each task that cannot be tested.
+
         Raises:
-            ConfigError: A task cannot be run here.
+            ConfigError: This machine lacks a program that all of them need.
         """
 
     def images(self, task: Task, /) -> list[ImageRequest]:
@@ -180,7 +204,7 @@ class TaskFormat(Protocol):
 class OneStep:
     """Default methods for formats whose tasks have one step and one prebuilt image."""
 
-    def settle(self, tasks: Sequence[Task]) -> list[Task]:
+    def settle(self, tasks: Sequence[Task], refuse: Refuse) -> list[Task]:
         return list(tasks)
 
     def images(self, task: Task) -> list[ImageRequest]:

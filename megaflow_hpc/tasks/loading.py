@@ -16,7 +16,7 @@ from megaflow_hpc.environments.images.layered import ImageStart
 from megaflow_hpc.environments.images.resolve import Images
 from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
 from megaflow_hpc.errors import ConfigError, Mistakes
-from megaflow_hpc.tasks.formats import format_of, format_of_source
+from megaflow_hpc.tasks.formats import format_of, format_of_source, refuse_into
 from megaflow_hpc.tasks.services import add_services, check_number
 from megaflow_hpc.types import Service, Task
 
@@ -26,6 +26,7 @@ def load_tasks(
     base_dir: str | os.PathLike[str],
     dockerfiles: Dockerfiles | None = None,
     services: Mapping[str, ServiceConfig] | None = None,
+    left_out: list[str] | None = None,
 ) -> list[Task]:
     """Returns all tasks of all sources, ordered by source, then by id.
 
@@ -34,21 +35,26 @@ def load_tasks(
             relative to ``base_dir``. ``include`` and ``exclude`` are shell patterns matched against ids.
         dockerfiles: reads the tasks' Dockerfiles, so that their images can be resolved later.
         services: services of the campaign, which every task gets.
+        left_out: Receives the error of each task that cannot be read or tested, unless its source is ``strict``. If
+            ``None``, every source is strict: one such task refuses it.
 
     Raises:
         ConfigError: a task and the campaign have a service of the same name.
-        Mistakes: a source has no tasks, a task is invalid, or ids are duplicated.
+        Mistakes: a source has no valid tasks, a strict source has an invalid task, or ids are duplicated.
     """
     dockerfiles = dockerfiles or Dockerfiles()
     tasks: dict[str, Task] = {}
     mistakes: list[str] = []
     for source in sources:
         options: Mapping[str, Any] = {"path": source} if isinstance(source, str) else source
+        refused: list[str] = []
         try:
-            loaded = _of_source(options, base_dir, dockerfiles)
+            loaded = _of_source(options, base_dir, dockerfiles, refused)
         except ConfigError as error:
-            mistakes += error.found if isinstance(error, Mistakes) else [str(error)]
+            mistakes += [*refused, *(error.found if isinstance(error, Mistakes) else [str(error)])]
             continue
+        strict = left_out is None or options.get("strict") or not loaded
+        (mistakes if strict or left_out is None else left_out).extend(refused)
         for task in loaded:
             other = tasks.get(task.id)
             if other is not None and other.path != task.path:
@@ -62,7 +68,7 @@ def load_tasks(
 
 
 def _of_source(
-    options: Mapping[str, Any], base_dir: str | os.PathLike[str], dockerfiles: Dockerfiles
+    options: Mapping[str, Any], base_dir: str | os.PathLike[str], dockerfiles: Dockerfiles, refused: list[str]
 ) -> Sequence[Task]:
     path = str(options["path"])
     source_format = format_of_source(path)
@@ -71,16 +77,33 @@ def _of_source(
     def wanted(name: str) -> bool:
         return _matches(name, include) and not _matches(name, exclude)
 
-    tasks = source_format.read(path, base_dir, dockerfiles, wanted)
+    tasks = source_format.read(path, base_dir, dockerfiles, wanted, refuse_into(refused))
     kept = [task for task in sorted(tasks, key=lambda task: task.id) if wanted(task.id)]
-    if not kept and not tasks:
-        raise ConfigError(f"tasks: {path}: every task of it is invalid or excluded; see megaflow-hpc tasks list")
-    if not kept:
+    if not kept and not refused:
+        example = f"; an example of an id is {tasks[0].id}" if tasks else ""
         raise ConfigError(
-            f"tasks: {path}: {len(tasks)} tasks, but include {list(include)} and "
-            f"exclude {list(exclude)} leave none; an example of an id is {tasks[0].id}"
+            f"tasks: {path}: include {list(include)} and exclude {list(exclude)} leave no valid task{example}"
         )
-    return source_format.settle(kept[: options.get("limit") or None])
+    return source_format.settle(kept[: options.get("limit") or None], refuse_into(refused))
+
+
+MAX_REASONS = 10
+"""Maximum number of reasons in a summary of the tasks that were left out."""
+
+
+def summarise(left_out: Sequence[str]) -> list[str]:
+    """Returns one line for each reason why tasks were left out, with the first task's place and the number of others.
+    The most frequent reasons come first."""
+    reasons: dict[str, list[str]] = {}
+    for message in left_out:
+        place, _, reason = message.partition(": ")
+        reasons.setdefault(reason, []).append(place)
+    ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    lines = [
+        f"{places[0]}: {reason}" + (f" (and {len(places) - 1} more)" if len(places) > 1 else "")
+        for reason, places in ordered[:MAX_REASONS]
+    ]
+    return lines + [f"… and {len(ordered) - MAX_REASONS} further reasons"] * (len(ordered) > MAX_REASONS)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

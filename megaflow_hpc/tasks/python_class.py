@@ -60,7 +60,7 @@ from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandb
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.host.loop import blocking
-from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, OneStep, TaskFormat, VerificationContext
+from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, OneStep, Refuse, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
 from megaflow_hpc.tasks.judging import Judge, WaitingJudge, rubric_files
 from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
@@ -343,7 +343,12 @@ class PythonClassFormat(OneStep):
     claims = staticmethod(looks_like_class)
 
     def read(
-        self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, wanted: Callable[[str], bool]
+        self,
+        source: str,
+        base: str | os.PathLike[str],
+        dockerfiles: Dockerfiles,
+        wanted: Callable[[str], bool],
+        refuse: Refuse,
     ) -> list[Task]:
         return read_python_tasks(source, base)
 

@@ -210,9 +210,27 @@ def test_commands_run_with_the_interpreter_of_the_configuration(engines: Engines
     assert (sandbox.work / "understood").read_text() == "bash-cat\n"
 
 
+def test_commands_run_in_the_environment_that_a_swe_bench_image_puts_into_bash_env(
+    engines: Engines, tmp_path: Path
+) -> None:
+    (tmp_path / "bashrc").write_text("export CONDA_DEFAULT_ENV=testbed\n")
+    own = yaml.safe_load(CONFIGURATION)
+    own["environment"] = {"env": {"BASH_ENV": str(tmp_path / "bashrc")}}
+    own["model"]["action_regex"] = r"```bash\s*\n(.*?)\n```"
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump(own))
+    command = "[[ $CONDA_DEFAULT_ENV == testbed ]] && echo yes > understood"
+    answers = [f"I look.\n\n```bash\n{line}\n```" for line in (command, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
+    engines.script({"default": answers})
+    sandbox = LocalSandbox(tmp_path / "box")
+    result, _ = asyncio.run(roll(engines, sandbox, args={"config": str(path)}))
+    assert (result.status, result.error) == ("completed", "")
+    assert (sandbox.work / "understood").read_text() == "yes\n"
+
+
 def test_a_configuration_for_tool_calls_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tools.yaml"
-    path.write_text(CONFIGURATION)
+    path.write_text(CONFIGURATION + "# no action_regex here\n")
     with pytest.raises(ConfigError, match=r"tools\.yaml: has neither model\.action_regex nor mswea_bash_command"):
         create({"name": "mini-swe-agent", "args": {"config": str(path)}})
 

@@ -1,6 +1,6 @@
 """Credit for turns against one number for the rollout: the steps that a tiny model needs, by the real trainer.
 
-    $MEGAFLOW_ENGINE_VENV/bin/python -m tests.bench.credit [--seeds 3] [--turns 16] [--lr 0.001] [--plain-lr 0.001]
+    ENGINE_VENV/bin/python -m tests.bench.credit [--seeds 3] [--turns 16] [--lr 0.001] [--plain-lr 0.001]
                                                         [--only turns|number] [--steps 200]
 
 Each rollout is a conversation of many turns. Each turn asks one of 16 questions, and one of four answers is right. The
@@ -242,9 +242,8 @@ def main() -> int:
     for number, what in enumerate(("all turns", "the first turn")):
         turns, plain = (median(one[number] for one in found[name]) for name in kinds)
         ratios.append(turns / plain)
-        print(
-            f"steps to {GOAL} of right answers in {what}: one number {plain:g}, credit for turns {turns:g}, ratio {turns / plain:.2f}"
-        )
+        counts = f"one number {plain:g}, credit for turns {turns:g}, ratio {turns / plain:.2f}"
+        print(f"steps to {GOAL} of right answers in {what}: {counts}")
     return int(max(ratios) > MAX_RATIO)
 
 

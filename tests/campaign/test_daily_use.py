@@ -238,6 +238,33 @@ def test_tasks_list_shows_the_valid_tasks_and_names_the_others(tmp_path: Path) -
     assert (done.returncode, [task["id"] for task in json.loads(done.stdout)]) == (2, ["a"])
     done = cli("tasks", "list", tmp_path / "c*")
     assert (done.returncode, done.stderr) == (0, "")
+    lines = tmp_path / "x.jsonl"
+    line = {"instance_id": "d", "repo": "a/a", "problem_statement": "x", "FAIL_TO_PASS": ["t"], "runner": "named"}
+    lines.write_text(f"{json.dumps(line)}\nbroken\n")
+    done = cli("tasks", "list", lines, "--json")
+    assert (done.returncode, [task["id"] for task in json.loads(done.stdout)]) == (2, ["d"])
+    assert f"{lines}:2: not JSON" in done.stderr
+
+
+def test_a_task_that_cannot_be_read_is_left_out_and_counted_and_strict_refuses_it(
+    tmp_path: Path, make_campaign: Make
+) -> None:
+    campaign = make_campaign(3, agent="oracle")
+    name = sorted(path.name for path in (tmp_path / "tasks").iterdir())[1]
+    (tmp_path / "tasks" / name / "task.toml").write_text("schema_version = 7\n")
+    done = cli("check", campaign, "--no-site")
+    assert (done.returncode, done.stdout.rpartition(": ")[2]) == (0, "2 tasks, 2 rollouts; 1 tasks left out\n")
+    assert f"{name}/task.toml:1: schema_version = 7" in done.stderr
+    found = json.loads(cli("check", campaign, "--no-site", "--json").stdout)
+    assert [f"{name}/task.toml:1" in line for line in found["left_out"]] == [True]
+    run = planned(campaign)
+    assert (run.record.left_out, run.record.total) == (1, 2)
+    campaign.write_text(campaign.read_text().replace("tasks: tasks/*", "tasks: [{path: tasks/*, strict: true}]"))
+    done = cli("check", campaign, "--no-site")
+    assert done.returncode == 2
+    assert f"{name}/task.toml:1: schema_version = 7" in done.stderr
+    campaign.write_text(campaign.read_text().replace("strict: true", f"strict: true, exclude: [{name}]"))
+    assert cli("check", campaign, "--no-site").returncode == 0
 
 
 def test_tasks_without_a_statement_are_left_out_of_an_import(tmp_path: Path) -> None:
@@ -249,13 +276,15 @@ def test_tasks_without_a_statement_are_left_out_of_an_import(tmp_path: Path) -> 
     for options in ((), ("--workdir", "/here")):
         done = cli("tasks", "import", path, "-o", tmp_path / "out", *options)
         assert done.returncode == 0, done.stderr
-        assert f"{path}:2: has no problem_statement; left out 2 such lines" in done.stderr
-        assert "1 instances" in done.stdout
+        assert f"left out: {path}:2: problem_statement '': expected a text that is not empty" in done.stderr
+        assert f"left out: {path}:3: problem_statement None: expected a text that is not empty" in done.stderr
+        assert "1 instances, tested by named: 1; 2 left out" in done.stdout
         assert [task.id for task in read_tasks(tmp_path / "out" / "smith.jsonl")] == ["i0"]
-    with pytest.raises(ConfigError, match=r"smith\.jsonl:2: problem_statement '': .*megaflow-hpc tasks import"):
+    assert cli("tasks", "import", path, "--strict").returncode == 2
+    with pytest.raises(ConfigError, match=r"smith\.jsonl:2: problem_statement ''"):
         read_tasks(path)
     path.write_text(json.dumps(lines[2]) + "\n")
-    assert "contains no instance with a problem_statement" in cli("tasks", "import", path).stderr
+    assert "smith.jsonl:1: problem_statement None: expected a text" in cli("tasks", "import", path).stderr
 
 
 def test_list_and_status_agree_on_a_run_that_was_copied_or_moved(tmp_path: Path, make_campaign: Make) -> None:

@@ -79,7 +79,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     ),
     "an image that is not there": (
         GOOD.replace("base: image", "base: image.sif"),
-        "image.sif: no such file; expected a SIF, a .def file, a directory or docker://…",
+        "image.sif: no such file; expected a SIF, a .def file, a Dockerfile, a directory or docker://…",
     ),
 }
 """Mistake → the campaign file and the message."""

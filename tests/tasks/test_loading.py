@@ -11,7 +11,7 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.loading import load_tasks
+from megaflow_hpc.tasks.loading import load_tasks, summarise
 from megaflow_hpc.types import Limits, Task
 from tests.support.harbor_tasks import TOML, resolve_images, write_task
 
@@ -170,6 +170,14 @@ def test_sources_are_globbed_filtered_and_limited(tmp_path: Path) -> None:
     ]
 
 
+def test_reasons_for_leaving_tasks_out_are_counted() -> None:
+    messages = ["x.jsonl:9: odd", *(f"x.jsonl:{n}: empty: again" for n in range(1, 5)), *(f"y: {n}" for n in range(20))]
+    lines = summarise(messages)
+    assert lines[:2] == ["x.jsonl:1: empty: again (and 3 more)", "x.jsonl:9: odd"]
+    assert (len(lines), lines[-1]) == (11, "… and 12 further reasons")
+    assert summarise([]) == []
+
+
 def test_duplicate_ids_name_both_paths_and_an_empty_set_is_refused(tmp_path: Path) -> None:
     write_task(tmp_path / "x", "same")
     write_task(tmp_path / "y", "same")
@@ -182,7 +190,7 @@ def test_duplicate_ids_name_both_paths_and_an_empty_set_is_refused(tmp_path: Pat
     for source, said in (("z/*", "no Harbor task directory"), ("x", r"write x/\*"), ("t.jsonl", "t.jsonl")):
         with pytest.raises(ConfigError, match=said):
             load_tasks([source], tmp_path)
-    with pytest.raises(ConfigError, match=r"include \['nope'\] and exclude \[\] leave none"):
+    with pytest.raises(ConfigError, match=r"include \['nope'\] and exclude \[\] leave no valid task"):
         load_tasks([{"path": "x/*", "include": ["nope"]}], tmp_path)
 
 

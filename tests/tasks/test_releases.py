@@ -31,7 +31,7 @@ from megaflow_hpc.tasks.releases.bugs import read_bugs, select
 from megaflow_hpc.tasks.releases.sdists import Release
 from megaflow_hpc.tasks.validation import ValidationRun, judge
 from tests.support.archives import hostile
-from tests.support.places import LAUNCHERS
+from tests.support.places import ROOT
 
 BUG_FILE = """\
 image: one-bug
@@ -77,7 +77,7 @@ def quiet(message: str) -> None:
 
 
 def test_the_shipped_bugs_are_varied_and_short() -> None:
-    content, where = read_bugs(LAUNCHERS / "bugs.yaml")
+    content, where = read_bugs(ROOT / "megaflow_hpc" / "recipes" / "bug-repair" / "bugs.yaml")
     assert len(content.bugs) >= 12
     assert len({bug.package for bug in content.bugs}) >= 8
     assert len({bug.kind for bug in content.bugs}) >= 4

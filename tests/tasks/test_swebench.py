@@ -118,6 +118,24 @@ def test_a_broken_line_is_named_by_number_field_and_value(tmp_path: Path, second
         load_tasks(["x.jsonl"], tmp_path)
 
 
+def test_one_broken_line_does_not_refuse_a_file(tmp_path: Path) -> None:
+    """Also a line whose tests cannot be run here, and a second line of the same id."""
+    java = {**PLAIN, "instance_id": "org__java-1", "FAIL_TO_PASS": ["com.example.TestA"]}
+    path = write_lines(tmp_path / "x.jsonl", PLAIN, java, PLAIN, {**PLAIN, "instance_id": "org__lib-2"})
+    with path.open("a") as stream:
+        stream.write('{"instance_id": "org__lib-3", "repo"\n')
+    left_out: list[str] = []
+    tasks = load_tasks(["x.jsonl"], tmp_path, left_out=left_out)
+    assert [task.id for task in tasks] == ["org__lib-1", "org__lib-2"]
+    assert [line.split(": ")[0] for line in left_out] == [f"{path}:{number}" for number in (3, 5, 2)]
+    with pytest.raises(ConfigError, match=r"x\.jsonl:3: .*\n.*x\.jsonl:5: .*\n.*x\.jsonl:2: "):
+        load_tasks([{"path": "x.jsonl", "strict": True}], tmp_path, left_out=[])
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("[]\n[]\n")
+    with pytest.raises(ConfigError, match=r"broken\.jsonl:1: contains list.*\n.*broken\.jsonl:2"):
+        load_tasks(["broken.jsonl"], tmp_path, left_out=[])
+
+
 def test_only_the_chosen_lines_must_be_runnable_and_the_others_are_named(tmp_path: Path) -> None:
     java = {**PLAIN, "instance_id": "org__java-1", "FAIL_TO_PASS": ["com.example.TestA"]}
     write_lines(tmp_path / "x.jsonl", PLAIN, java)
@@ -192,7 +210,7 @@ def test_import_checks_files_and_writes_them_in_one_form(tmp_path: Path) -> None
     assert (first.image, second.image) == ("user/org_s_lib-1:1", "user/org_s_lib-2:1")
     assert load(first).test_cmd == "pytest -rA"
     refused = imports(str(source), "--test-cmd", "make check", "--log-parser", "parse_log_of_nobody")
-    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 2)
     assert "gym.jsonl:1: org__lib-1: log_parser 'parse_log_of_nobody'" in refused.stderr
 
 

@@ -89,6 +89,8 @@ class Draft:
     """Image name in the tasks → SIF file or directory. Empty until images are resolved."""
     source: str = ""
     """Text of the campaign file."""
+    left_out: list[str] = field(default_factory=list)
+    """Errors of the tasks that cannot be read or tested."""
     mistakes: list[str] = field(default_factory=list)
     """Mistakes in the campaign file, each with its location."""
     warnings: list[str] = field(default_factory=list)
@@ -208,14 +210,15 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
     """Reads the tasks. Determines the rollouts and the required images."""
     from megaflow_hpc.tasks.formats import format_of
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
-    from megaflow_hpc.tasks.loading import image_requests, load_tasks
+    from megaflow_hpc.tasks.loading import image_requests, load_tasks, summarise
 
     config, before = draft.config, len(draft.mistakes)
     dockerfiles = draft.images.dockerfiles if draft.images else None
 
     def load(sources: Iterable[TaskSource], key: str) -> list[Task]:
         try:
-            return load_tasks([source.model_dump() for source in sources], base, dockerfiles, config.services)
+            dumped = [source.model_dump() for source in sources]
+            return load_tasks(dumped, base, dockerfiles, config.services, draft.left_out)
         except ConfigError as error:
             mistakes = error.found if isinstance(error, Mistakes) else [str(error)]
             # Messages about a task's own file already start with its path.
@@ -234,6 +237,9 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
                 f"{where('training.evaluate.tasks')}: {', '.join(sorted(both)[:3])}: also among tasks; an evaluation "
                 "on trained tasks tells nothing (exclude them: tasks: [{path: …, exclude: […]}])"
             )
+    if draft.left_out:
+        say = f"{len(draft.left_out)} tasks cannot be read or tested and are left out (strict: true refuses them)"
+        draft.warnings += [f"{where('tasks')}: {say}", *summarise(draft.left_out)]
     watch.step(f"listing the rollouts of {len(tasks)} tasks")
     evaluated = config.training.evaluate.samples if config.training and config.training.evaluate else 0
     try:

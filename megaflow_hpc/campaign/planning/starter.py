@@ -110,7 +110,9 @@ class Starter:
         """Returns a recipe's campaign file with this site's profile, account, image, partitions and walltimes."""
         lines: list[str] = []
         profile = self.profiles[0] if self.profiles else None
-        for line in text.replace('"docker://debian:12"', json.dumps(self.base)).splitlines():
+        if not self.base.startswith("docker:"):
+            text = re.sub(r'"docker://python:[\w.-]+"', json.dumps(self.base), text)
+        for line in text.splitlines():
             if request := REQUEST.match(line):
                 line = self._request(request, profile)
             lines.append(line)

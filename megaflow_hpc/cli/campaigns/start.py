@@ -162,16 +162,16 @@ def _init_recipe(arguments: argparse.Namespace) -> int:
     with PlanProgress() as watch:
         watch.step("examining this site")
         starter = Starter.of(directory)
-    for file in recipe.files:
-        content = (recipe.folder / file).read_bytes()
-        if file.suffix == ".yaml":
+    for file, source in recipe.files.items():
+        content = source.read_bytes()
+        if source.suffix == ".yaml":
             content = starter.adapted(content.decode()).encode()
         (directory / file).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(directory / file, content)
     for line in dict.fromkeys(starter.notices):
         note(line)
     if arguments.json:
-        fields = {"directory": str(directory), "files": list(map(str, recipe.files)), "commands": recipe.commands}
+        fields = {"directory": str(directory), "files": list(recipe.files), "commands": recipe.commands}
         print_json({**fields, "slurm": starter.slurm})
         return 0
     say(directory)
@@ -192,6 +192,7 @@ def _check(arguments: argparse.Namespace) -> int:
                 "mistakes": result.file,
                 "site": result.site,
                 "warnings": result.warnings,
+                "left_out": result.left_out,
                 "tasks": result.tasks,
                 "rollouts": result.rollouts,
             }
@@ -207,7 +208,8 @@ def _check(arguments: argparse.Namespace) -> int:
         if not result.file and any(not line.startswith(arguments.campaign) for line in result.site):
             note("the file itself has no errors; --no-site checks it alone, and run --launcher local needs no Slurm")
         if not result.file and not result.site:
-            say(f"{arguments.campaign}: ok: {result.tasks} tasks, {result.rollouts} rollouts")
+            less = f"; {len(result.left_out)} tasks left out" if result.left_out else ""
+            say(f"{arguments.campaign}: ok: {result.tasks} tasks, {result.rollouts} rollouts{less}")
     if result.file:
         return ConfigError.exit_status
     return SiteError.exit_status if result.site else 0

@@ -276,12 +276,16 @@ def _build_memory_mb() -> int | None:
 def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None, build: bool = True) -> Wanted:
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.images.sources import ImageMapping, Registries
-    from megaflow_hpc.tasks.loading import image_requests, load_tasks
+    from megaflow_hpc.tasks.loading import image_requests, load_tasks, summarise
 
     config = load(path)
     environment, base = config.environment, Path(path).absolute().parent
     note(f"{path}: reading tasks")
-    tasks = load_tasks([source.model_dump() for source in config.tasks], base, images.dockerfiles, config.services)
+    left_out: list[str] = []
+    sources = [source.model_dump() for source in config.tasks]
+    tasks = load_tasks(sources, base, images.dockerfiles, config.services, left_out)
+    for line in summarise(left_out):
+        note(f"left out: {line}")
     air_gapped = images.registries.air_gapped or environment.air_gapped
     requests: dict[str, ImageRequest] = {}
     for request in image_requests(tasks):

@@ -46,7 +46,9 @@ def _recipes(arguments: argparse.Namespace) -> int:
         say(f"  expected  {expected.figure}\n            {expected.source}")
     for measured in recipe.measured:
         say(f"  measured  {measured.figure}\n            {measured.on}; {measured.took}; {measured.date}")
-    say(f"  files     {', '.join(map(str, recipe.files))}")
+    if not recipe.measured:
+        say("  measured  nothing yet")
+    say(f"  files     {', '.join(recipe.files)}")
     say("Next:")
     for command in (f"megaflow-hpc init --recipe {recipe.name} && cd {recipe.name}", *recipe.commands):
         say(f"  {command}")

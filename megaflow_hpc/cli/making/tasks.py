@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import glob
-import json
 import os
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,18 @@ from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.progress import PlanProgress, under_way
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, whole
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.resources import docs
 
 IMPORT = """\
-Reads JSON lines of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, and reports how each
-instance is tested: script (the command of the line or of the swebench package, which parses the log) or named (pytest
-with the test ids). Skips and counts lines without a problem statement. With --output, writes the instances to
-DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads such files directly, imported or
-not: tasks: [{path: X.jsonl}].
+NAME[@VERSION] is a task set of --list. Its files come from the Hugging Face Hub or a git archive, or from the directory
+--from DIR. A download that broke off continues when the command is repeated, and each file's SHA-256 is recorded in
+DIR/NAME.source.json. HF_ENDPOINT and HF_TOKEN are honoured. Parquet files need pip install 'megaflow-hpc[export]'.
+
+X.jsonl: reads JSON lines of SWE-bench, SWE-Gym, SWE-rebench, SWE-bench-Live, SWE-smith or Multi-SWE-bench, and reports
+how each instance is tested: script (the command of the line or of the swebench package, which parses the log) or named
+(pytest with the test ids). Leaves out lines that cannot be read or tested, and reports their number and reasons. With
+--output, writes the instances to DIR/NAME.jsonl in a uniform format, with the values of the options. A campaign reads
+such files directly, imported or not: tasks: [{path: X.jsonl}].
 """
 
 BUILD = f"""\
@@ -127,10 +128,13 @@ def register(subparsers: Subparsers) -> None:
         "list",
         run_list,
         "print the tasks of a directory",
-        examples=["tasks list tasks/bugs"],
-        description="Lists the valid tasks, and reports invalid ones on stderr. Exit status 2 if any is invalid.",
+        examples=["tasks list tasks/bugs", "tasks list swe-bench-verified.jsonl"],
+        description='Lists the valid tasks of a directory or of another source that a campaign\'s "tasks:" can name, '
+        "and reports each task that cannot be read or tested on stderr. Exit status 2 if there is one.",
     )
-    listing.add_argument("directory", metavar="DIR", help="a task directory, a directory of tasks, or a quoted pattern")
+    listing.add_argument(
+        "source", metavar="SOURCE", help="a task directory, a directory of tasks, a quoted pattern, or a JSONL file"
+    )
 
 
 def _add_import(verbs: Subparsers) -> None:
@@ -138,16 +142,25 @@ def _add_import(verbs: Subparsers) -> None:
         verbs,
         "import",
         run_import,
-        "check SWE-bench style JSONL files, and write them in a uniform format",
+        "import a task set by name, or check SWE-bench style JSONL files",
         examples=[
-            "tasks import swe-bench-verified.jsonl",
+            "tasks import --list",
+            "tasks import swe-bench-verified -o tasks",
+            "tasks import swe-smith@main -o tasks --from /data/swe-smith",
+            "tasks import instances.jsonl",
             "tasks import swe-gym.jsonl -o tasks --image 'xingyaoww/sweb.eval.x86_64.{id_s}:latest' --runner named",
             "tasks import mine.jsonl -o tasks --test-cmd 'pytest -rA' --log-parser parse_log_pytest",
         ],
         description=IMPORT,
     )
-    parser.add_argument("files", metavar="X.jsonl", nargs="+", help="files to read")
-    add_output(parser, "write DIR/NAME.jsonl; without it the files are only checked", metavar="DIR")
+    parser.add_argument("sources", metavar="NAME|X.jsonl", nargs="*", help="sets to import, or files to read")
+    parser.add_argument("--list", action="store_true", help="list the sets that have a name")
+    add_output(
+        parser, "where to write the tasks; default: tasks, and for files: nothing, they are only checked", metavar="DIR"
+    )
+    parser.add_argument("--from", dest="origin", metavar="DIR", help="directory with the set's files; no download")
+    parser.add_argument("--mirror", metavar="URL", default="", help="server with the same paths as the set's own")
+    parser.add_argument("--accept-licence", action="store_true", help="accept the licence of the set")
     parser.add_argument(
         "--image",
         metavar="NAME",
@@ -164,64 +177,89 @@ def _add_import(verbs: Subparsers) -> None:
     parser.add_argument(
         "--runner", choices=("script", "named"), default="", help="how to test instances whose line does not say"
     )
+    parser.add_argument("--strict", action="store_true", help="exit status 2 if a line is left out")
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Checks task files, and writes them if requested. Returns the exit status."""
-    from megaflow_hpc.tasks.swebench.instances import Line, read_instances
-    from megaflow_hpc.tasks.swebench.plan import LineSource, read_tasks, settle, to_task
+    """Imports task sets, or checks task files and writes them if requested. Returns the exit status."""
+    from megaflow_hpc.tasks.loading import summarise
+    from megaflow_hpc.tasks.sets.importing import import_set
+    from megaflow_hpc.tasks.sets.registry import task_sets
+    from megaflow_hpc.tasks.swebench.importing import import_file
 
-    names = [Path(file).name for file in arguments.files]
+    if arguments.list:
+        return _list_sets(arguments.json)
+    if not arguments.sources:
+        raise ConfigError("name a task set or a .jsonl file; see: megaflow-hpc tasks import --list")
+    names = [Path(file).name for file in arguments.sources]
     twice = next((name for name in names if names.count(name) > 1), None)
     if arguments.output and twice:
         raise ConfigError(
-            f"--output {arguments.output}: two files are called {twice}; import them into different directories"
+            f"--output {arguments.output}: two sources are called {twice}; import them into different directories"
         )
     options = {"test_cmd": arguments.test_cmd, "log_parser": arguments.log_parser, "runner": arguments.runner}
     if arguments.workdir:
         options["workdir"] = arguments.workdir
-    changed = bool(arguments.image) or any(options.values())
+    change = None
+    if arguments.image or any(options.values()):
+        change = lambda instance: instance.fill_in(arguments.image, **options)  # noqa: E731
     rows: list[dict[str, Any]] = []
-    for file in arguments.files:
-        source = Path(file).absolute()
+    left_out: list[str] = []
+    for argument in arguments.sources:
+        source = Path(argument).absolute()
         if source.suffix != ".jsonl":
-            raise ConfigError(f"{source}: expected a .jsonl file")
-        with under_way(f"reading {source}"), tempfile.TemporaryDirectory() as scratch:
-            skipped: list[Line] = []
-            read = list(read_instances(source, skipped=skipped))
-            instances = [instance.fill_in(arguments.image, **options) for _, instance in read]
-            text = "".join(json.dumps(instance.record(), ensure_ascii=False) + "\n" for instance in instances)
-            if changed:  # check the tasks in the form that will be written
-                copy = Path(scratch, source.name)
-                copy.write_text(text, encoding="utf-8", errors="surrogatepass")
-                tasks = settle(read_tasks(copy))
-            else:
-                tasks = settle([to_task(line, instance) for line, instance in read])
-        if skipped:
-            note(f"{skipped[0]}: has no problem_statement; left out {len(skipped)} such lines")
+            if (os.sep in argument or source.exists()) and argument.partition("@")[0] not in task_sets():
+                raise ConfigError(f"{source}: expected a .jsonl file, or the name of a task set")
+            result = import_set(
+                argument,
+                Path(arguments.output or "tasks").absolute(),
+                origin=Path(arguments.origin).absolute() if arguments.origin else None,
+                mirror=arguments.mirror,
+                accepted=arguments.accept_licence,
+                change=change,
+                say=note,
+            )
+            note(f"{result.path}: {len(result.rows)} tasks, version {result.revision}")
+            note(f"in a campaign file: tasks: [{{path: {result.pattern}}}]")
+            rows += result.rows
+            left_out += result.left_out
+            continue
         target = Path(arguments.output).absolute() / source.name if arguments.output else None
+        with under_way(f"reading {source}"):
+            imported = import_file(source, target, change)
         if target is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(target, text.encode("utf-8", "surrogatepass"), mode=0o644)
-            note(f"{target}: {len(tasks)} instances")
-        rows += [
-            {
-                "id": task.id,
-                "repo": instance.repo,
-                "tested_by": LineSource.of(task).runner,
-                "fail_to_pass": len(instance.FAIL_TO_PASS),
-                "pass_to_pass": len(instance.PASS_TO_PASS),
-                "image": task.image,
-                "path": str(target or source),
-            }
-            for task, instance in zip(tasks, instances, strict=True)
-        ]
+            note(f"{target}: {len(imported.rows)} instances")
+        rows += imported.rows
+        left_out += imported.left_out
+    for line in summarise(left_out):
+        note(f"left out: {line}")
     if arguments.json:
         print_json(rows)
     else:
-        say(table(("id", "repo", "tested by", "fail", "pass", "image"), [tuple(row.values())[:6] for row in rows]))
-        counts = Counter(row["tested_by"] for row in rows)
-        say(f"{len(rows)} instances, tested by " + ", ".join(f"{name}: {count}" for name, count in counts.items()))
+        head = ("id", "repo", "tested by", "fail", "pass", "image")
+        if arguments.sources and all("tested_by" in row for row in rows):
+            say(table(head, [tuple(row.values())[:6] for row in rows]))
+        counts = Counter(row.get("tested_by", "test.sh") for row in rows)
+        less = f"; {len(left_out)} left out" if left_out else ""
+        say(f"{len(rows)} instances, tested by " + ", ".join(f"{n}: {count}" for n, count in counts.items()) + less)
+    return ConfigError.exit_status if left_out and arguments.strict else 0
+
+
+def _list_sets(as_json: bool) -> int:
+    """Prints the sets that have a name, with the facts about them."""
+    import msgspec
+
+    from megaflow_hpc.tasks.sets.registry import task_sets
+
+    sets = task_sets()
+    if as_json:
+        print_json([{"name": name, "page": each.page, **msgspec.to_builtins(each)} for name, each in sets.items()])
+        return 0
+    rows = [
+        (name, each.tasks, each.bytes, each.licence, each.images, each.format or f"not read: {each.unread}")
+        for name, each in sets.items()
+    ]
+    say(table(("name", "tasks", "bytes", "licence", "images", "format"), rows))
     return 0
 
 
@@ -382,23 +420,28 @@ RELEASE = ("package", "buggy", "fixed", "kind", "changelog")
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Prints the valid tasks in a directory. Returns 2 if it also contains invalid tasks."""
-    from megaflow_hpc.tasks.harbor.reader import read_harbor_task
+    """Prints the valid tasks of a source. Returns 2 if it also contains invalid tasks."""
+    from megaflow_hpc.tasks.formats import format_of_source
+    from megaflow_hpc.tasks.harbor.format import FORMAT as HARBOR
+    from megaflow_hpc.tasks.loading import load_tasks
 
-    tasks, status = [], 0
-    for path in task_directories(arguments.directory):
-        try:
-            tasks.append(read_harbor_task(path))
-        except ConfigError as error:
-            note(str(error))
-            status = 2
+    source: str = arguments.source
+    if format_of_source(source) is HARBOR:
+        directories = task_directories(source)
+        if Path(source).is_dir():
+            source = glob.escape(source) if directories == [Path(source).absolute()] else f"{glob.escape(source)}/*"
+    left_out: list[str] = []
+    tasks = load_tasks([source], Path.cwd(), left_out=left_out)
+    status = ConfigError.exit_status if left_out else 0
+    for line in left_out:
+        note(line)
     release_keys = [key for key in RELEASE if any(task.metadata.get(key) for task in tasks)]
     rows = [
         {
             "id": task.id,
             "image": task.image,
             "agent_timeout_s": task.agent_timeout_s,
-            "solution": any(Path(task.path).glob("**/solution/*")),
+            "solution": task.kind == "harbor" and any(Path(task.path).glob("**/solution/*")),
             **{key: task.metadata.get(key, "") for key in release_keys},
             "instruction": next((line.strip() for line in task.instruction.splitlines() if line.strip()), ""),
         }
@@ -406,8 +449,6 @@ def run_list(arguments: argparse.Namespace) -> int:
     ]
     if arguments.json:
         print_json([{**row, "path": task.path} for row, task in zip(rows, tasks, strict=True)])
-        return status
-    if not rows:
         return status
     shown = [
         {**row, "solution": "yes" if row["solution"] else "no", "instruction": str(row["instruction"])[:60]}

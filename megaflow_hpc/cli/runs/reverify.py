@@ -411,7 +411,8 @@ def _tasks_of_today(planned: RunRecord) -> dict[str, Task]:
     sources = [*config.tasks]
     if config.training and config.training.evaluate:
         sources += config.training.evaluate.tasks
-    tasks = load_tasks([one.model_dump() for one in sources], planned.beside or ".", services=config.services)
+    base, dumped = planned.beside or ".", [one.model_dump() for one in sources]
+    tasks = load_tasks(dumped, base, services=config.services, left_out=[])
     return {task.id: task for task in fixed(tasks)}
 
 

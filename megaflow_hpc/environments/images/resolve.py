@@ -219,9 +219,25 @@ class Images:
         build: bool = True,
         task_path: str = "",
         timeout_s: float = BUILD_S,
+        above: tuple[Path, ...] = (),
     ) -> Path:
-        """Returns the image built from a Dockerfile. Its ``FROM`` images are resolved through ``mapping``."""
-        bases = {name: self.resolve(name, mapping, build=build, task_path=task_path) for name in dockerfile.bases}
+        """Returns the image built from a Dockerfile. Its ``FROM`` images are resolved through ``mapping``.
+
+        Args:
+            above: Dockerfiles of images that are built onto this one.
+
+        Raises:
+            ConfigError: The Dockerfile is built onto itself.
+        """
+        if dockerfile.path in above:
+            raise ConfigError(
+                f"{mapping.where}: {dockerfile.path}: its FROM is mapped to itself; map it to another image"
+            )
+        above = (*above, dockerfile.path)
+        bases = {
+            name: self.resolve(name, mapping, build=build, task_path=task_path, above=above)
+            for name in dockerfile.bases
+        }
         key = context_digest(dockerfile, "\0".join(map(_base_key, bases.values())))
 
         def make(target: Path) -> LayeredImage:
@@ -240,8 +256,19 @@ class Images:
         """
         return self.resolve(source, ImageMapping({source: source}, Path.cwd(), where))
 
-    def resolve(self, name: str, mapping: ImageMapping, *, build: bool = True, task_path: str = "") -> Path:
+    def resolve(
+        self,
+        name: str,
+        mapping: ImageMapping,
+        *,
+        build: bool = True,
+        task_path: str = "",
+        above: tuple[Path, ...] = (),
+    ) -> Path:
         """Resolves ``name`` to an image file through ``mapping``.
+
+        Args:
+            above: Dockerfiles of images that are built onto this one.
 
         Raises:
             ConfigError: The name is not mapped, or is mapped to a missing file.
@@ -257,7 +284,7 @@ class Images:
             requested = f", which {requester} asks for," if requester else ""
             raise ConfigError(
                 f"{where}: image {name!r}{requested} is not mapped; add {name!r}: followed by a SIF file, a definition "
-                "file, a directory or a docker:// address"
+                "file, a Dockerfile, a directory or a docker:// address"
             )
         if is_remote(source):
             return self._find_or_make(
@@ -274,7 +301,12 @@ class Images:
         if not path.is_file():
             prefix = "" if name == source else f"{name}: "
             raise ConfigError(
-                f"{where}: {prefix}{path}: no such file; expected a SIF, a .def file, a directory or docker://…"
+                f"{where}: {prefix}{path}: no such file; expected a SIF, a .def file, a Dockerfile, a directory "
+                "or docker://…"
+            )
+        if path.name.startswith("Dockerfile"):
+            return self.resolve_dockerfile(
+                self.dockerfiles.read(path), mapping, build=build, task_path=task_path, above=above
             )
         if path.suffix != ".def":
             return path

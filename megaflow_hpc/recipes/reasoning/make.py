@@ -27,6 +27,7 @@ KINDS = {
 }
 """Kind of puzzle → settings. Some other kinds of reasoning-gym call ``eval`` on the model's answer: do not add them."""
 SEEDS = {"train": 0, "test": 1}
+WRONG = "I do not know: <answer>?</answer>"
 HERE = Path(__file__).parent
 
 
@@ -40,19 +41,24 @@ def puzzles(seed: int, size: int):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=int, default=400)
+    parser.add_argument("--train", type=int, default=100)
     parser.add_argument("--test", type=int, default=20)
     asked = parser.parse_args()
     for name, seed in SEEDS.items():
         made = list(puzzles(seed, vars(asked)[name]))
         (HERE / f"{name}.jsonl").write_text("".join(json.dumps(each, default=str) + "\n" for each in made))
         print(f"{name}.jsonl: {len(made)} puzzles")
-    answers = [
-        {"when": each["question"], "answers": [f"I know it: <answer>{each['answer']}</answer>"]}
-        for each in puzzles(SEEDS["test"], 1)
-    ]
-    (HERE / "answers.yaml").write_text(json.dumps({"tasks": answers}, indent=1))  # JSON is YAML
-    (HERE / "nothing.yaml").write_text('default: [""]\n')
+    right = {each["question"]: f"I know it: <answer>{each['answer']}</answer>" for each in puzzles(SEEDS["test"], 1)}
+    script("answers", {question: [answer] for question, answer in right.items()})
+    # In teams, the second answer of every other kind is right.
+    script("corrected", {question: [WRONG, *[right[question]][n % 2 :]] for n, question in enumerate(right)})
+    script("nothing", {})
+
+
+def script(name: str, answers: dict[str, list[str]]) -> None:
+    """Writes answers to questions for the scripted engine."""
+    tasks = [{"when": question, "answers": each} for question, each in answers.items()]
+    (HERE / f"{name}.yaml").write_text(json.dumps({"tasks": tasks, "default": [""]}, indent=1))  # JSON is YAML
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ class TestPuzzle:
         import reasoning_gym
         from reasoning_gym.utils import extract_answer
 
-        answer = extract_answer(messages[-1]["content"]) if messages else None
+        answers = [message["content"] or "" for message in messages if message["role"] == "assistant"]
+        answer = extract_answer(answers[-1]) if answers else None
         return float(reasoning_gym.get_score_answer_fn(self.entry["kind"])(answer, self.entry))
 
 

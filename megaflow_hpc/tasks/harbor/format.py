@@ -13,8 +13,8 @@ from pathlib import Path
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.images.sources import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.errors import ConfigError, Mistakes
-from megaflow_hpc.tasks.formats import TASK_ID, OneStep, TaskFormat
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.formats import TASK_ID, OneStep, Refuse, TaskFormat
 from megaflow_hpc.tasks.harbor import artifacts, verifier
 from megaflow_hpc.tasks.harbor.data import HarborData, Judging
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
@@ -51,17 +51,20 @@ class HarborFormat(OneStep):
         return True
 
     def read(
-        self, source: str, base: str | os.PathLike[str], dockerfiles: Dockerfiles, wanted: Callable[[str], bool]
+        self,
+        source: str,
+        base: str | os.PathLike[str],
+        dockerfiles: Dockerfiles,
+        wanted: Callable[[str], bool],
+        refuse: Refuse,
     ) -> list[Task]:
-        tasks, mistakes = [], []
+        tasks = []
         for directory in find_tasks(source, Path(base)):
             try:
                 tasks.append(read_harbor_task(directory, dockerfiles))
             except ConfigError as error:
                 if wanted(os.path.basename(os.path.normpath(directory))):
-                    mistakes.append(str(error))
-        if mistakes:
-            raise Mistakes(mistakes)
+                    refuse(error)
         return tasks
 
     def images(self, task: Task) -> list[ImageRequest]:

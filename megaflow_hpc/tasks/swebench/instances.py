@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.tasks.formats import Refuse, raise_error
 from megaflow_hpc.texts import parse_json
 
 IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
@@ -91,45 +92,42 @@ def image_name(pattern: str, instance_id: str) -> str:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-class NoStatementError(ConfigError):
-    """A line has no problem statement, as is usual in SWE-smith, so it cannot be given to an agent."""
-
-
 def read_instances(
-    path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda _: True, skipped: list[Line] | None = None
+    path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda _: True, refuse: Refuse = raise_error
 ) -> Iterator[tuple[Line, Instance]]:
-    """Yields the instances of a file in order. Skips blank lines, and invalid lines whose id is not wanted.
+    """Yields the instances of a file in order. Skips blank lines, and lines whose id is not wanted.
 
     Args:
         path: The JSONL file.
         wanted: Returns whether the instance with this id is used.
-        skipped: Receives the lines without a problem statement. If ``None``, these lines are invalid.
+        refuse: Called for each invalid line, and for each line whose id an earlier line has. By default, the first
+            one raises its error.
 
     Raises:
-        ConfigError: A line is invalid or an id is duplicated. The message names file, line, field, value and
-            the expected form.
+        ConfigError: The file cannot be read or is empty, or a line is invalid. The message names file, line, field,
+            value and the expected form.
     """
     file = Path(path).absolute()
     seen: dict[str, int] = {}
+    empty = True
     for line in _lines(file):
+        empty = False
         try:
             instance = parse(line)
         except ConfigError as error:
-            if skipped is not None and isinstance(error, NoStatementError):
-                skipped.append(line)
-            elif wanted(_id_of(line)):
-                raise
+            if wanted(_id_of(line)):
+                refuse(error)
+            continue
+        if not wanted(instance.task_id):
             continue
         if instance.task_id in seen:
-            raise ConfigError(
-                f"{line}: instance_id {instance.instance_id!r} is also on line {seen[instance.task_id]}; "
-                "remove one of them"
-            )
+            first = seen[instance.task_id]
+            refuse(ConfigError(f"{line}: instance_id {instance.instance_id!r} is also on line {first}; remove one"))
+            continue
         seen[instance.task_id] = line.number
         yield line, instance
-    if not seen:
-        which = "no instance with a problem_statement" if skipped else "no instance"
-        raise ConfigError(f"{file}: contains {which}; expected one JSON object per line")
+    if empty:
+        raise ConfigError(f"{file}: contains no instance; expected one JSON object per line")
 
 
 def _id_of(line: Line) -> str:
@@ -180,8 +178,7 @@ def _instance(line: Line, raw: dict[str, Any]) -> Instance:
         if not values.get(key, "").strip():
             raise line.error(key, fields.get(key), "a text that is not empty")
     if not values.get("problem_statement", "").strip():
-        error = line.error("problem_statement", fields.get("problem_statement"), "a text that is not empty")
-        raise NoStatementError(f"{error}; leave such lines out with: megaflow-hpc tasks import {line.path} -o DIR")
+        raise line.error("problem_statement", fields.get("problem_statement"), "a text that is not empty")
     failing = _names(line, "FAIL_TO_PASS", fields.get("FAIL_TO_PASS"))
     if not failing:
         raise line.error("FAIL_TO_PASS", fields.get("FAIL_TO_PASS"), "at least one test")

@@ -7,7 +7,7 @@ A task stores the position and hash of its line, not the line itself. This hides
 * Lines of other repositories with pytest ids, and lines with ``runner: named``, use the runner ``named``, which does
   not need the package.
 
-Instances that neither runner supports are rejected during planning, with their line, instead of failing in a thousand
+Instances that neither runner supports are left out during planning, with their line, instead of failing in a thousand
 rollouts.
 """
 
@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Struct
 
 from megaflow_hpc.errors import ConfigError, SandboxError
+from megaflow_hpc.tasks.formats import Refuse, raise_error
 from megaflow_hpc.tasks.swebench import package
 from megaflow_hpc.tasks.swebench.instances import Instance, Line, parse, read_instances
 from megaflow_hpc.types import Task
@@ -64,14 +65,24 @@ def has_pytest_ids(instance: Instance) -> bool:
     return all(".py" in test for test in instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
 
 
-def settle(tasks: Sequence[Task]) -> list[Task]:
-    """Returns the tasks with their runners, after checking that all of them can be tested and graded here.
+CHUNK = 2000
+"""Number of instances that are in memory at once, and in one request to the ``swebench`` package."""
+
+
+def settle(tasks: Sequence[Task], refuse: Refuse = raise_error) -> list[Task]:
+    """Returns the tasks that can be tested and graded here, with their runners.
+
+    Args:
+        refuse: Called for each other task. The message names the line, what is missing and the remedies.
 
     Raises:
-        ConfigError: A task cannot be tested. The message names the line, what is missing and the remedies.
+        ConfigError: The ``swebench`` package is needed, but not installed.
     """
-    loaded = [(task, load(task)) for task in tasks]
-    for_package = [(task, instance) for task, instance in loaded if instance.runner != "named"]
+    return [task for first in range(0, len(tasks), CHUNK) for task in _settle(tasks[first : first + CHUNK], refuse)]
+
+
+def _settle(tasks: Sequence[Task], refuse: Refuse) -> list[Task]:
+    for_package = [(task, instance) for task in tasks if (instance := load(task)).runner != "named"]
     if for_package and importlib.util.find_spec("swebench") is None:
         task, instance = for_package[0]
         raise ConfigError(
@@ -81,12 +92,17 @@ def settle(tasks: Sequence[Task]) -> list[Task]:
         )
     request = {"op": "plan", "instances": [request_fields(instance) for _, instance in for_package]}
     plans = ask(request)["plans"] if for_package else []
-    runners = {
-        task.id: _runner(_where(task), instance, plan)
-        for (task, instance), plan in zip(for_package, plans, strict=True)
-    }
+    runners = {task.id: "named" for task in tasks}
+    for (task, instance), plan in zip(for_package, plans, strict=True):
+        try:
+            runners[task.id] = _runner(_where(task), instance, plan)
+        except ConfigError as error:
+            del runners[task.id]
+            refuse(error)
     return [
-        msgspec.structs.replace(LineSource.of(task), runner=runners.get(task.id, "named")).put(task) for task in tasks
+        msgspec.structs.replace(LineSource.of(task), runner=runners[task.id]).put(task)
+        for task in tasks
+        if task.id in runners
     ]
 
 
@@ -194,10 +210,9 @@ def load(task: Task) -> Instance:
     return parse(Line(Path(source.file), source.line, source.offset, data))
 
 
-def read_tasks(path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda _: True) -> list[Task]:
-    """Creates a task for each line of a file. :func:`settle` makes the selected tasks ready to run.
-
-    Args:
-        wanted: Returns whether the task with this id is used. Invalid lines of other tasks are skipped.
-    """
-    return [to_task(line, instance) for line, instance in read_instances(path, wanted)]
+def read_tasks(
+    path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda _: True, refuse: Refuse = raise_error
+) -> list[Task]:
+    """Creates a task for each line of a file, like :func:`read_instances`. :func:`settle` makes the selected tasks
+    ready to run."""
+    return [to_task(line, instance) for line, instance in read_instances(path, wanted, refuse)]

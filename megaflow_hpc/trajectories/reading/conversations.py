@@ -132,7 +132,8 @@ def _conversation(
 def main(candidates: Sequence[Conversation], policy: str) -> int:
     """Returns the index of the main conversation.
 
-    Prefers conversations in which ``policy`` answered, then those with the most calls, then the longest, then the first.
+    Prefers conversations in which ``policy`` answered, then those with the most calls, then the longest, then the
+    first.
     """
 
     def rank(number: int) -> tuple[bool, int, int]:

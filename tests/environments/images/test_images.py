@@ -23,7 +23,7 @@ from megaflow_hpc.environments.images.layered import ImageStart, read_layered
 from megaflow_hpc.environments.images.resolve import Images, definition_digest
 from megaflow_hpc.environments.images.sources import ImageMapping, Registries, split_name
 from megaflow_hpc.environments.images.store import ImageStore
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.apptainer import clean_environment, find_apptainer
 from tests.support.oci import oci_archive
 from tests.support.registries import Front, Registry, tree_layer
@@ -154,6 +154,27 @@ def test_a_definitions_key_follows_what_it_copies(tmp_path: Path) -> None:
     before = definition_digest(definition)
     (tmp_path / "f").write_text("2")
     assert definition_digest(definition) != before
+
+
+def test_a_name_is_mapped_to_a_dockerfile_whose_base_is_mapped_too(tmp_path: Path) -> None:
+    """tests/recipes builds such an image and runs it."""
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text("FROM base\nCOPY a /a\n")
+    (tmp_path / "a").write_text("first")
+    (tmp_path / "base.sif").write_text("a base")
+    images = Images(ImageStore(tmp_path / "store"))
+
+    def key(**names: str) -> Path:
+        mapping = ImageMapping({"index": "Dockerfile", **names}, tmp_path, "c.yaml: environment.images")
+        return images.resolve("index", mapping, build=False)
+
+    first = key(base="base.sif")
+    (tmp_path / "a").write_text("second")
+    assert key(base="base.sif") != first
+    with pytest.raises(ConfigError, match=r"image 'base'.* is not mapped"):
+        key()
+    with pytest.raises(ConfigError, match="Dockerfile: its FROM is mapped to itself; map it to another image"):
+        key(base="Dockerfile")
 
 
 def test_without_build_sources_are_checked_and_nothing_is_made(tmp_path: Path) -> None:

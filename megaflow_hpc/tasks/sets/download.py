@@ -1,0 +1,207 @@
+"""Downloads the files of a task set. Interrupted downloads continue, checksums are verified, and files appear whole.
+
+The Hugging Face Hub states the size and SHA-256 of each large file. The token in ``HF_TOKEN`` is sent to the Hub, but
+not to the hosts to which it redirects.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.host.atomic import fsync
+from megaflow_hpc.tasks.sets.registry import TaskSet
+
+HUB = "https://huggingface.co"
+TIMEOUT_S = 60.0
+"""Timeout of one network operation in seconds."""
+MAX_TRIES = 4
+"""Maximum number of consecutive tries without progress."""
+FIRST_PAUSE_S = 0.5
+"""Pause before the second try in seconds. Doubles with each further one."""
+MAX_ANSWER_BYTES = 64 << 20
+CHUNK = 1 << 20
+
+
+class _Refused(Exception):
+    """The server answered with an error status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"the server answers {status}")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file of a task set on a server."""
+
+    url: str
+    path: str
+    """Name in the set. May contain directories."""
+    size: int | None = None
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class SetSource:
+    """A task set at a version, and the server that has it."""
+
+    name: str
+    task_set: TaskSet
+    version: str
+    mirror: str = ""
+    """Address of a server with the same paths. Replaces the one of the set."""
+
+    def files(self) -> tuple[str, list[Remote]]:
+        """Returns the exact revision and the files to download.
+
+        Raises:
+            ConfigError: The version does not exist, has none of the set's files, or needs an accepted licence.
+            SiteError: The server does not answer.
+        """
+        if self.task_set.archive:
+            url = self.task_set.archive.format(revision=urllib.parse.quote(self.version))
+            if self.mirror:
+                parts = urllib.parse.urlsplit(url)
+                url = url.replace(f"{parts.scheme}://{parts.netloc}", self.mirror.rstrip("/"), 1)
+            return self.version, [Remote(url, f"{self.name}.tar.gz")]
+        hub, repo = (self.mirror or os.environ.get("HF_ENDPOINT") or HUB).rstrip("/"), self.task_set.hub
+        version = urllib.parse.quote(self.version, safe="")
+        info = self._json(f"{hub}/api/datasets/{repo}/revision/{version}")
+        revision = str(info.get("sha") or self.version) if isinstance(info, dict) else self.version
+        quoted = urllib.parse.quote(revision, safe="")
+        tree = self._json(f"{hub}/api/datasets/{repo}/tree/{quoted}?recursive=true")
+        entries = [entry for entry in tree if isinstance(entry, dict)] if isinstance(tree, list) else []
+        found = []
+        for entry in entries:
+            path = str(entry.get("path") or "")
+            if entry.get("type") != "file" or not any(fnmatch.fnmatchcase(path, each) for each in self.task_set.files):
+                continue
+            if path.startswith("/") or ".." in path.split("/"):
+                raise SiteError(f"{self.name}: {hub} lists {path!r}, which is not a file of the set")
+            large = entry.get("lfs") or {}
+            url = f"{hub}/datasets/{repo}/resolve/{quoted}/{urllib.parse.quote(path)}"
+            found.append(Remote(url, path, entry.get("size"), str(large.get("oid") or "")))
+        if not found:
+            wanted = ", ".join(self.task_set.files)
+            raise ConfigError(
+                f"{self.name}@{self.version}: {repo} has no file {wanted} at this version; name another one "
+                f"(NAME@VERSION, see {self.task_set.page}), or import files that you have with --from DIR"
+            )
+        return revision, sorted(found, key=lambda remote: remote.path)
+
+    def _json(self, url: str) -> Any:
+        try:
+            with closing(_open(url, {})) as response:
+                return json.loads(response.read(MAX_ANSWER_BYTES))
+        except (_Refused, OSError, http.client.HTTPException, ValueError) as error:
+            raise self.explain(url, error) from None
+
+    def explain(self, url: str, error: Exception) -> ConfigError | SiteError:
+        """Returns the error for a user: what was asked for, the answer, and the remedy."""
+        what = f"{self.name}@{self.version}"
+        if isinstance(error, _Refused) and error.status in (401, 403):
+            return ConfigError(
+                f"{what}: {url}: {error}; accept its licence at {self.task_set.page}, then set HF_TOKEN to a token of "
+                "your account"
+            )
+        if isinstance(error, _Refused) and error.status == 404:
+            return ConfigError(
+                f"{what}: {url}: {error}; there is no such version; name another one (NAME@VERSION, see "
+                f"{self.task_set.page})"
+            )
+        reason = getattr(error, "reason", None) or error
+        return SiteError(f"{what}: {url}: {reason}; repeat the command, or carry the files and use --from DIR")
+
+
+def _open(url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+    request = urllib.request.Request(url, headers={"Accept-Encoding": "identity", **headers})
+    token = os.environ.get("HF_TOKEN")
+    if token and urllib.parse.urlsplit(url).path.startswith(("/api/datasets/", "/datasets/")):
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise _Refused(error.code) from None
+    return response
+
+
+def fetch(source: SetSource, remote: Remote, directory: Path, say: Callable[[str], None]) -> tuple[Path, str]:
+    """Downloads a file into ``directory``, unless it is there. Returns its path and SHA-256.
+
+    What arrived before an interruption is kept next to the file, and the next call continues with it.
+
+    Raises:
+        ConfigError: The server refuses the file.
+        SiteError: The download breaks off again and again, or the file has another checksum.
+    """
+    target = directory / remote.path
+    if target.is_file() and remote.sha256 in ("", digest := _digest(target)):
+        return target, digest
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.part")
+    say(f"downloading {remote.path}" + (f" ({remote.size:,} bytes)" if remote.size else ""))
+    tries = 0
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            complete = _continue(remote, part, before)
+        except _Refused as error:
+            if error.status < 500 and error.status != 429:
+                raise source.explain(remote.url, error) from None
+            failure: Exception = error
+        except (OSError, http.client.HTTPException) as error:
+            failure = error
+        else:
+            if complete:
+                break
+            failure = OSError("the connection ended early")
+        progress = part.exists() and part.stat().st_size > before
+        tries = 0 if progress else tries + 1
+        if tries >= MAX_TRIES:
+            raise source.explain(remote.url, failure) from None
+        time.sleep(FIRST_PAUSE_S * 2**tries)
+    digest = _digest(part)
+    if remote.sha256 not in ("", digest):
+        part.unlink()
+        raise SiteError(
+            f"{source.name}@{source.version}: {remote.url}: its SHA-256 is {digest}, expected {remote.sha256}; nothing "
+            "was kept; repeat the command, or use another server with --mirror"
+        )
+    fsync(part)
+    os.replace(part, target)
+    return target, digest
+
+
+def _continue(remote: Remote, part: Path, start: int) -> bool:
+    """Downloads the rest of a file. Returns whether it is complete."""
+    if remote.size is not None and start >= remote.size:
+        start = 0
+    with closing(_open(remote.url, {"Range": f"bytes={start}-"} if start else {})) as response:
+        continues = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
+        length = response.headers.get("Content-Length")
+        expected = (start if continues else 0) + int(length) if length and length.isdigit() else None
+        with part.open("ab" if continues else "wb") as file:
+            while chunk := response.read(CHUNK):
+                file.write(chunk)
+    size = part.stat().st_size
+    return size == (remote.size if remote.size is not None else expected if expected is not None else size)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,268 @@
+"""Task sets by name, imported from a local server and from directories."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megaflow_hpc.cli import main
+from megaflow_hpc.tasks.loading import load_tasks
+from megaflow_hpc.tasks.sets import download
+from megaflow_hpc.tasks.sets.registry import task_sets
+from tests.support.set_mirror import SHA, Mirror, mirror
+
+LINES = [
+    {
+        "instance_id": f"org__lib-{number}",
+        "repo": "org/lib",
+        "problem_statement": "It is wrong." if number else "",
+        "FAIL_TO_PASS": ["tests/test_a.py::test_new"],
+        "PASS_TO_PASS": [],
+        "base_commit": "abc",
+        "version": "1.0",
+        "patch": "p" * 2000,
+        "test_patch": "t",
+    }
+    for number in range(3)
+]
+
+
+def as_parquet(rows: list[dict[str, Any]]) -> bytes:
+    buffer = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def gym(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Mirror]:
+    """A mirror of SWE-Gym with three instances, one of which has no statement."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(download, "FIRST_PAUSE_S", 0.01)
+    files = {"data/train-00000-of-00001.parquet": as_parquet(LINES), "README.md": b"read me"}
+    with mirror("SWE-Gym/SWE-Gym", files) as server:
+        yield server
+
+
+def imports(*words: object) -> int:
+    return main(["tasks", "import", *map(str, words)])
+
+
+def test_a_set_is_downloaded_converted_and_recorded(
+    gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 0
+    out, err = capsys.readouterr()
+    assert "2 instances, tested by named: 2; 1 left out" in out
+    assert "left out: swe-gym:1: problem_statement ''" in err
+    tasks = load_tasks([str(tmp_path / "out" / "swe-gym.jsonl")], "/")
+    assert [task.image for task in tasks] == [f"xingyaoww/sweb.eval.x86_64.org_s_lib-{n}:latest" for n in (1, 2)]
+    record = json.loads((tmp_path / "out" / "swe-gym.source.json").read_text())
+    assert (record["revision"], record["licence"], record["tasks"], len(record["left_out"])) == (SHA, "MIT", 2, 1)
+    assert [(file["path"], len(file["sha256"])) for file in record["files"]] == [
+        ("data/train-00000-of-00001.parquet", 64)
+    ]
+    assert "secret" not in json.dumps(record) + out + err
+    assert {authorization for _, _, authorization in gym.requests} == {"Bearer secret-token"}
+    assert not any("README" in path for path, _, _ in gym.requests)
+    before = len(gym.requests)
+    assert imports("swe-gym@main", "-o", tmp_path / "out", "--mirror", gym.url, "--strict") == 2
+    assert all(path.startswith("/api/") for path, _, _ in gym.requests[before:]), "the file is not downloaded again"
+
+
+def test_a_download_that_breaks_off_continues_where_it_was(
+    gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gym.break_after = [700, 300]
+    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 0
+    assert [asked for path, asked, _ in gym.requests if "resolve" in path] == [None, "bytes=700-", "bytes=1000-"]
+    capsys.readouterr()
+
+
+def test_what_arrived_before_a_mirror_stopped_is_kept_for_the_next_call(
+    gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gym.break_after = [700] + [0] * download.MAX_TRIES
+    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 3
+    assert "the connection ended early; repeat the command, or carry the files and use --from DIR" in (
+        capsys.readouterr().err
+    )
+    assert not list((tmp_path / "out").glob("*"))
+    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 0
+    assert gym.requests[-1][1] == "bytes=700-"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "wrong_digest", "exit_status", "said"),
+    [
+        ("swe-gym@v9", 0, False, 2, "swe-gym@v9: .* 404; there is no such version; name another one"),
+        ("swe-gym", 404, False, 2, "swe-gym@main: .* 404; there is no such version"),
+        ("swe-gym", 403, False, 2, "403; accept its licence at https://huggingface.co/datasets/SWE-Gym.* HF_TOKEN"),
+        ("swe-gym", 503, False, 3, "503; repeat the command"),
+        ("swe-gym", 0, True, 3, "its SHA-256 is [0-9a-f]{64}, expected [0-9a-f]{64}; nothing was kept"),
+        ("swe-bench-lite", 0, False, 2, "swe-bench-lite@main: .* 404"),
+        ("swe-gum", 0, False, 2, "swe-gum: no task set of this name; did you mean swe-gym"),
+        ("multi-swe-bench", 0, False, 2, r"its licence \(other\) must be accepted.*--accept-licence"),
+        ("livecodebench", 0, False, 2, "livecodebench: not read: its hidden tests are Python pickles"),
+    ],
+)
+def test_a_set_that_cannot_be_had_is_explained(
+    gym: Mirror,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    status: int,
+    wrong_digest: bool,
+    exit_status: int,
+    said: str,
+) -> None:
+    gym.status, gym.wrong_digest = status, wrong_digest
+    assert imports(words, "-o", tmp_path / "out", "--mirror", gym.url) == exit_status
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "downloading" not in line]
+    assert re.search(said, line), line
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_files_of_another_format_version_are_refused(
+    gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gym.files = {"data/train-00000-of-00001.parquet": as_parquet([{"question": "?", "answer": "!"}])}
+    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 2
+    assert "instance_id None: expected a text that is not empty" in capsys.readouterr().err
+    gym.files = {"other/train.parquet": b""}
+    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 2
+    assert "SWE-Gym/SWE-Gym has no file data/train-*.parquet at this version" in capsys.readouterr().err
+    gym.files = {"data/train-0.parquet": b"not parquet"}
+    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 2
+    assert "train-0.parquet: not a readable Parquet file" in capsys.readouterr().err
+
+
+def test_a_carried_directory_replaces_the_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    carried = tmp_path / "carried"
+    carried.mkdir()
+    (carried / "any.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    assert imports("swe-gym", "-o", tmp_path / "out", "--from", carried, "--image", "me/{id_1776}:1") == 0
+    capsys.readouterr()
+    (first, _) = load_tasks([str(tmp_path / "out" / "swe-gym.jsonl")], "/")
+    assert first.image == "me/org_1776_lib-1:1"
+    assert imports("swe-gym", "-o", tmp_path / "out", "--from", tmp_path / "none") == 2
+    assert "none: no such directory" in capsys.readouterr().err
+
+
+def as_archive(files: dict[str, str], link: str = "") -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"repo-main/{name}")
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+        if link:
+            member = tarfile.TarInfo(f"repo-main/{link}")
+            member.type, member.linkname = tarfile.SYMTYPE, "/etc"
+            tar.addfile(member)
+    return buffer.getvalue()
+
+
+TASK = {"task.toml": '[environment]\ndocker_image = "x"\n', "instruction.md": "Do.", "tests/test.sh": "true\n"}
+
+
+def test_task_directories_of_an_archive_are_read_as_far_as_they_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = {f"tasks/{task}/{name}": text for task in ("one", "two", "bad") for name, text in TASK.items()}
+    files["tasks/bad/task.toml"] = "schema_version = 7\n"
+    archives = {"/harbor-framework/terminal-bench-2/archive/main.tar.gz": as_archive(files, "tasks/one/tests/out")}
+    with mirror(archives=archives) as server:
+        for _ in range(2):
+            assert imports("terminal-bench-2", "-o", tmp_path / "out", "--mirror", server.url) == 0
+            out, err = capsys.readouterr()
+            assert "2 instances, tested by test.sh: 2; 1 left out" in out
+            assert f"left out: {tmp_path}/out/terminal-bench-2/bad/task.toml:1: schema_version = 7" in err
+        archives.update({path: as_archive({"../../x": "x"}) for path in archives})
+        server.archives = archives
+        shutil.rmtree(tmp_path / "cache")
+        assert imports("terminal-bench-2", "-o", tmp_path / "out", "--mirror", server.url) == 2
+        assert "terminal-bench-2.tar.gz: not a git host's archive" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "terminal-bench-2" / "one" / "tests" / "out").exists()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "terminal-bench-2",
+        "terminal-bench-2.source.json",
+    ]
+
+
+POLYGLOT = {
+    ".meta/config.json": '{"files": {"solution": ["add.py"], "test": ["add_test.py"], "example": [".meta/e.py"]}}',
+    ".meta/e.py": "def add(a, b):\n    return a + b\n",
+    ".docs/instructions.md": "# Instructions\n\nAdd.\n",
+    "add.py": "def add(a, b):\n    pass\n",
+    "add_test.py": "from add import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+}
+FIX = {
+    "task_id": "Python/0",
+    "import": "",
+    "declaration": "def add(a, b):\n",
+    "buggy_solution": "    return a - b\n",
+    "canonical_solution": "    return a + b\n",
+    "test": "assert add(1, 2) == 3\n",
+}
+
+
+def test_exercises_and_bugs_become_tasks_whose_tests_tell_right_from_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exercise = tmp_path / "polyglot" / "python" / "exercises" / "practice" / "add"
+    for name, text in POLYGLOT.items():
+        (exercise / name).parent.mkdir(parents=True, exist_ok=True)
+        (exercise / name).write_text(text)
+    (tmp_path / "fix").mkdir()
+    (tmp_path / "fix" / "humanevalpack.jsonl").write_text(json.dumps(FIX) + '\n{"task_id": "Python/1"}\n')
+    out = tmp_path / "out"
+    assert imports("aider-polyglot", "-o", out, "--from", tmp_path / "polyglot") == 0
+    assert imports("humanevalfix", "-o", out, "--from", tmp_path / "fix") == 0
+    assert "Object missing required field `declaration`" in capsys.readouterr().err
+    tasks = load_tasks([f"{out}/aider-polyglot/*", f"{out}/humanevalfix/*"], "/")
+    assert [(task.id, task.image, task.workdir) for task in tasks] == [
+        ("add", "python-pytest", "/work"),
+        ("Python-0", "python", "/work"),
+    ]
+    assert "Add." in tasks[0].instruction
+    assert "return a - b" in tasks[1].instruction
+    for task in tasks:
+        rewards = []
+        for solved in (False, True):
+            box = tmp_path / f"{task.id}-{solved}"
+            for part in ("environment", "tests", "solution"):
+                (box / part).mkdir(parents=True)
+                for file in (Path(task.path) / part).iterdir():
+                    text = file.read_text()
+                    for place, real in (("/tests/", "tests/"), ("/solution/", "solution/"), ("/logs/", "logs/")):
+                        text = text.replace(f" {place}", f" {box}/{real}")
+                    (box / part / file.name).write_text(text.replace("/work", f"{box}/environment"))
+            if solved:
+                subprocess.run(["bash", box / "solution" / "solve.sh"], check=True)
+            subprocess.run(["bash", box / "tests" / "test.sh"], check=True, capture_output=True)
+            rewards.append((box / "logs" / "verifier" / "reward.txt").read_text())
+        assert rewards == ["0\n", "1\n"], task.id
+
+
+def test_every_registered_set_has_facts_and_a_place(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, each in task_sets().items():
+        assert bool(each.hub) != bool(each.archive), name
+        assert bool(each.format) != bool(each.unread), name
+        assert all(url.startswith("https://") for url in each.sources), name
+        unknown = (each.tasks, each.bytes, each.image_bytes) == ("unknown",) * 3 and each.licence == "unknown"
+        assert each.sources or unknown, f"{name}: facts without a source"
+    assert imports("--list", "--json") == 0
+    assert {row["name"] for row in json.loads(capsys.readouterr().out)} == set(task_sets())
