@@ -10,8 +10,8 @@ Both runs of a seed have the same tasks, start and settings but one: ``advantage
 rollouts (``dr_grpo``), or those of each turn (``returns_to_go`` with ``discount: 0``). Planner, data flow, trainer and
 published weights are the product's own. The published model itself samples all rollouts, in this process, without vLLM.
 
-Prints the number of steps until 0.8 of a step's answers are right, and until 0.8 of the first turns are right. Exit status 1:
-credit for turns needed more than 0.6 of the other's steps, by the medians of either number.
+Prints the number of steps until 0.8 of a step's answers are right, and until 0.8 of the first turns are right. Exit
+status 1: credit for turns needed more than 0.6 of the other's steps, by the medians of either number.
 """
 
 from __future__ import annotations
