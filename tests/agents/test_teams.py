@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,7 @@ from megaflow_hpc.errors import ModelServiceError, UserCodeError
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ScriptedTask
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.pod.rollout.judges import by_role
-from megaflow_hpc.trajectories.reading.conversations import Conversation, conversations, heading
+from megaflow_hpc.trajectories.reading.conversations import Conversation, conversations, heading, main
 from megaflow_hpc.trajectory import Recording, Trajectory
 from megaflow_hpc.types import STARTED_BY_HEADER, Agent, CallBudget, ExecResult, ModelEndpoint, Rollout, Task
 from tests.support.serving import endpoint, in_loop, listening
@@ -171,6 +172,8 @@ async def test_roles_that_continue_one_conversation_each_have_their_own_latest_o
     assert said == {"left": ["Say it.", "a"], "right": ["Say it.", "a", "b"]}
     (both,) = team.conversations
     assert heading(0, both) == "conversation 0: 2 calls, by left (policy one) and right (policy two), the first one"
+    part = replace(both, policy="one", speakers=(("left", "one"),), turns=[None, 2])
+    assert main([both, part], "one") == 0, "also if another policy had the last word"
 
 
 @in_loop

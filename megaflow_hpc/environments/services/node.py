@@ -33,6 +33,8 @@ from megaflow_hpc.texts import printable
 LOCK_POLL_S = 1.0
 MAX_STARTS = 3
 """Consecutive failed starts after which rollouts fail. The service is started further on."""
+STEADY_S = 60.0
+"""A service that ran for this many seconds before it failed has not failed several times in a row."""
 MAX_PAUSE_S = 60.0
 
 
@@ -112,7 +114,7 @@ class NodeServices(RemoteServices):
                 await self._serve(planned)
             except (MegaflowError, OSError) as error:
                 self._forget(planned.service.name)
-                steady = asyncio.get_running_loop().time() - began > MAX_PAUSE_S
+                steady = asyncio.get_running_loop().time() - began > STEADY_S
                 failures = 1 if steady else failures + 1
                 if failures >= MAX_STARTS:
                     write_atomic(self._directory / f"{planned.service.name}.failed", str(error), 0o600)

@@ -1,8 +1,8 @@
 """Services of other processes: connections to their ports over TLS or a Unix socket, with a key.
 
 A client sends ``KEY PORT`` and a line feed. The server answers ``ok`` once the service accepts the connection, or
-``busy`` if the service does not accept it in time. After ``ok``, both sides send chunks, each after its length in four bytes.
-Length 0 ends one direction, as TLS itself cannot.
+``busy`` if the service does not accept it in time. After ``ok``, both sides send chunks, each after its length in four
+bytes. Length 0 ends one direction, as TLS itself cannot.
 """
 
 from __future__ import annotations

@@ -132,12 +132,13 @@ def _conversation(
 def main(candidates: Sequence[Conversation], policy: str) -> int:
     """Returns the index of the main conversation.
 
-    Prefers conversations of ``policy``, then those with the most calls, then the longest, then the first.
+    Prefers conversations in which ``policy`` answered, then those with the most calls, then the longest, then the
+    first.
     """
 
     def rank(number: int) -> tuple[bool, int, int]:
         one = candidates[number]
-        return one.policy == policy, one.calls, len(one.nodes)
+        return policy in (speaker for _, speaker in one.speakers), one.calls, len(one.nodes)
 
     return max(range(len(candidates)), key=rank)  # ties: the first
 
