@@ -9,7 +9,8 @@ signal n. The command's standard input is closed first, so that lifelines on oth
 SIGKILL ends the lifeline without a chance to stop anything. The kernel then kills the command itself (its parent-death
 signal), but not the processes that the command has started: vLLM's EngineCore, for instance, waits for requests for
 ever. So a guardian, forked before the command, waits for the lifeline's end. It kills every process whose environment
-has the lifeline's mark, in whatever session and under whatever parent it is by then.
+has the lifeline's mark, in whatever session and under whatever parent it is by then. The mark also reaches processes in
+containers, and those that rename themselves (vLLM's do).
 
 Engines pass tensors through files in ``/dev/shm``, which outlive killed processes and occupy the node's memory. The
 lifeline removes the files that any of its processes had mapped.
@@ -61,6 +62,14 @@ def _kill_all() -> None:
         except ChildProcessError:
             return
         time.sleep(0.02)
+
+
+def _marking(mark: str) -> dict[str, str]:
+    """Returns the variables of the command. Without ``SPT_NOENV``, setproctitle overwrites a process's environment in
+    ``/proc``. Apptainer and Singularity pass on only variables with their prefix."""
+    variables = {MARK: mark, "SPT_NOENV": "1"}
+    inside = {f"{runtime}ENV_{name}": variables[name] for runtime in ("APPTAINER", "SINGULARITY") for name in variables}
+    return variables | inside
 
 
 def _marked(mark: bytes) -> list[int]:
@@ -123,7 +132,7 @@ def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
             stdin=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=die_with_parent,
-            env={**os.environ, MARK: mark},
+            env={**os.environ, **_marking(mark)},
         )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)

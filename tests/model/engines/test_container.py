@@ -16,7 +16,7 @@ import megaflow_hpc
 from megaflow_hpc.campaign import plan
 from megaflow_hpc.config import parse
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.model.engines import adapters, container
+from megaflow_hpc.model.engines import adapters, container, lifeline
 from tests.support.serving import Servers, conversation, descendants, in_loop
 
 SOURCES = Path(megaflow_hpc.__file__).parents[1]
@@ -67,6 +67,7 @@ async def test_an_engine_in_an_image_answers_is_told_little_and_leaves_nothing(
     (private,) = scratch.iterdir()
     assert environment["VLLM_CACHE_ROOT"] == "/somewhere"
     assert environment["HOME"] == f"{private}/home"
+    assert environment[lifeline.MARK]  # by which the guardian of a killed lifeline finds the engine
     assert not {"SECRET", "APPTAINER_BINDPATH"} & set(environment)
     assert not (inside / "stray").exists()
     assert (inside / "etc/debian_version").read_text().startswith("12")

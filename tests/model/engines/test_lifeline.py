@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc.host.process import Identity, children
+from tests.support.torch_ranks import engine_python
 from tests.support.waiting import until
 
 ENGINE = """\
@@ -85,6 +86,8 @@ def test_shared_memory_of_a_killed_engine_is_given_back(how: str, tmp_path: Path
 
 FAMILY = """\
 import os, subprocess, sys, time
+import setproctitle
+setproctitle.setproctitle("VLLM::EngineCore")
 if len(sys.argv) > 2:
     command = [sys.executable, __file__, sys.argv[1], *sys.argv[3:]]
     subprocess.Popen(command, start_new_session=sys.argv[2] == "apart")
@@ -92,13 +95,14 @@ with open(sys.argv[1], "a") as file:
     file.write(f"{os.getpid()}\\n")
 time.sleep(600)
 """
-"""An engine whose children, as vLLM's EngineCore, notice neither their parent's end nor that of their input."""
+"""An engine whose children, as vLLM's EngineCore, notice neither their parent's end nor that of their input. All rename
+themselves, as vLLM's processes do."""
 
 
 def test_no_process_of_an_engine_survives_a_sigkill_of_everything_above_it(tmp_path: Path) -> None:
     (tmp_path / "family.py").write_text(FAMILY)
     lines = tmp_path / "pids"
-    engine = [sys.executable, str(tmp_path / "family.py"), str(lines), "apart", "together"]
+    engine = [str(engine_python()), str(tmp_path / "family.py"), str(lines), "apart", "together"]
     server = (
         "import subprocess, sys; "
         "one = subprocess.Popen([sys.executable, '-m', 'megaflow_hpc.model.engines.lifeline', *sys.argv[1:]], "
