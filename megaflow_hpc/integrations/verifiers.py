@@ -83,7 +83,7 @@ class MegaflowRuntime(Runtime):
             cpus=config.cpu,
             memory_mb=int(config.memory * 1000) if config.memory else None,
         )
-        self._sandbox = await acquire_provider(self.info, config.scratch).start(spec)
+        self._sandbox = await acquire_provider(self, config.scratch).start(spec)
         self.info.id = self._sandbox.directory
 
     async def teardown(self) -> None:
@@ -94,7 +94,7 @@ class MegaflowRuntime(Runtime):
                 await sandbox.stop()
             await asyncio.gather(*self._background, return_exceptions=True)  # they ended with the sandbox
         finally:
-            await release_provider(self.info, self.config.scratch)
+            await release_provider(self, self.config.scratch)
 
     def _running(self) -> ApptainerSandbox:
         if self._sandbox is None:

@@ -162,6 +162,7 @@ class MlflowTracker:
                 key = _mlflow_name(tag)
                 if (key, point.step) not in has:
                     metrics.append(Metric(key, value, int(point.at * 1000), point.step))
+        self._may_repeat = True  # if a request fails, those before it were received
         for start in range(0, len(metrics), MLFLOW_BATCH):
             self._client.log_batch(self._run, metrics=metrics[start : start + MLFLOW_BATCH])
         self._client.set_tag(self._run, self.POINTS_TAG, str(new[-1].number))

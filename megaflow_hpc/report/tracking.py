@@ -159,11 +159,17 @@ class PointLog:
         self.run, self.record, self.folder = run, record, folder
         self.path = folder / "points.jsonl"
         self._position_file = folder / "position.json"
-        self.position = self._read_position()
         self._threshold = pass_threshold_of(self.record.campaign)
-        self._follower = Follower(run, cursor=self.position.cursor)
+        self._load()
         training = self.record.config.training if self.record.campaign.get("training") else None
         self._trainings = {policy: TrainingView(run, policy) for policy in training.policies} if training else {}
+
+    def _load(self) -> None:
+        """Continues from the stored position."""
+        self.position = self._read_position()
+        self._follower = Follower(self.run, cursor=self.position.cursor)
+        self._complete = True
+        """False if the position in memory is ahead of the stored one."""
 
     def _read_position(self) -> Position:
         try:
@@ -188,7 +194,9 @@ class PointLog:
         Raises:
             OSError: The run directory is unavailable. Nothing is lost: the next call continues.
         """
-        position = self.position
+        if not self._complete:
+            self._load()
+        position, self._complete = self.position, False
         found = [*self._new_steps(), *self._new_windows(final)]
         lines = []
         for number, (series, step, at, values) in enumerate(found, position.points + 1):
@@ -198,6 +206,7 @@ class PointLog:
         position.points += len(lines)
         position.size = self._append(b"".join(lines), position.size)
         write_atomic(self._position_file, msgspec.json.encode(position))
+        self._complete = True
         return len(lines)
 
     def _new_steps(self) -> Iterator[tuple[str, int, float, dict[str, float]]]:

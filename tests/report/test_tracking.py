@@ -93,6 +93,22 @@ def test_what_a_killed_process_left_behind_the_position_does_not_count(tmp_path:
     assert points.path.read_bytes().startswith(whole)
 
 
+def test_nothing_is_lost_if_the_points_cannot_be_written_for_a_while(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", {"steps": 20})
+    files = TrainingFiles(run, "default")
+    files.create()
+    files.commit(Commit(step=1, metrics={"reward": 0.5}))
+    add(run, "a", 0, 3)
+    with open_points(run, tmp_path / "track") as points:
+        points.path.mkdir()  # stands for a full disk
+        with pytest.raises(OSError, match="points"):
+            points.collect(False)
+        points.path.rmdir()
+        assert points.collect(False) == 4
+        assert [point.number for point in points.after(0)] == [1, 2, 3, 4]
+        assert [point.step for point in points.after(0)] == [1, 1, 2, 3]
+
+
 def test_the_points_of_another_run_and_a_second_process_are_refused(tmp_path: Path) -> None:
     run, other = run_dir(tmp_path / "run"), run_dir(tmp_path / "other")
     points_of(run, tmp_path / "track")

@@ -258,7 +258,7 @@ class Anthropic:
             if message["role"] == "assistant":
                 yield "assistant", [*message.get("thinking_blocks", ()), *self._blocks(message), *self._uses(message)]
             elif message["role"] == "tool":
-                result = {"type": "tool_result", "tool_use_id": message.get("tool_call_id") or ""}
+                result = {"type": "tool_result", "tool_use_id": _anthropic_id(message.get("tool_call_id"))}
                 yield "user", [{**result, "content": self._blocks(message)}]
             else:  # a system message in the middle of a conversation is a user's here
                 yield "user", self._blocks(message)
@@ -279,7 +279,8 @@ class Anthropic:
     def _uses(self, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for call in message.get("tool_calls") or ():
             name = call["function"]["name"]
-            yield {"type": "tool_use", "id": call.get("id") or "", "name": name, "input": _arguments(call)}
+            call_id = _anthropic_id(call.get("id"))
+            yield {"type": "tool_use", "id": call_id, "name": name, "input": _arguments(call)}
 
     def _tool(self, function: Mapping[str, Any]) -> dict[str, Any]:
         described = {"description": function["description"]} if function.get("description") else {}
@@ -312,6 +313,11 @@ class Anthropic:
         prompt = usage["input_tokens"] + cached + (usage.get("cache_creation_input_tokens") or 0)
         reason = self._REASONS.get(str(reply.get("stop_reason")), "stop")
         return _reply(reply.get("id"), reply.get("model"), message, reason, prompt, usage["output_tokens"], cached)
+
+
+def _anthropic_id(call_id: str | None) -> str:
+    """Replaces the characters that Anthropic refuses in the id of a tool call. Other models' ids have them."""
+    return re.sub(r"[^a-zA-Z0-9_-]", "_", call_id or "_")
 
 
 def _tool_call(name: Any, function: str, arguments: Any) -> dict[str, Any]:

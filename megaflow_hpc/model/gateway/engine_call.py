@@ -356,7 +356,7 @@ def parse_weight_version(text: Any) -> int | None:
 
 def retry_after_s(value: str) -> float:
     """Returns the seconds in a ``Retry-After`` header, which may be a date. 0 if it is missing or invalid."""
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value):
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
         return float(value)
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())

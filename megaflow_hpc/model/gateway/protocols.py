@@ -287,7 +287,7 @@ async def count(call: Call) -> int:
         if call.server.protocol == "sglang":
             return len((await call.post(TOKENIZE, tokenize_request(call.asked())))["tokens"])
         reply = await call.post(call.request.path, call.asked(max_tokens=1))  # every engine reports this count
-        return int(reply["usage"]["prompt_tokens"])
+        return max(0, int(reply["usage"]["prompt_tokens"]))
     except _MALFORMED as error:
         message = f"{call.server.name}: an answer without a count of the prompt's tokens ({error!r})"
         raise UnusableAnswer(message[:_MAX_MESSAGE], retry=False) from error
@@ -296,7 +296,9 @@ async def count(call: Call) -> int:
 def _text_answer(call: Call, reply: Reply) -> Answer:
     """Returns an answer without tokens. If the engine reports usage, assigns all of it to the first choice."""
     usage = reply.get("usage") or {}
-    total, sampled = (min(max(0, usage.get(k) or 0), _MAX_TOKENS) for k in ("total_tokens", "completion_tokens"))
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    prompt, sampled, total = (min(max(0, usage.get(name) or 0), _MAX_TOKENS) for name in names)
+    total = max(total, prompt + sampled)
     samples = []
     for number, choice in enumerate(reply["choices"]):
         message = _without_empty(choice["message"]) if "message" in choice else None
@@ -310,7 +312,7 @@ def _text_answer(call: Call, reply: Reply) -> Answer:
             message=message,
             request_id=_name(reply.get("id")),
             counted=0 if number else sampled,
-            counted_prompt=0 if number else max(0, total - sampled),
+            counted_prompt=0 if number else total - sampled,
         )
         samples.append(sample)
     return Answer(reply, samples, "text", reply.size, total)

@@ -33,6 +33,8 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from operator import mul
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -46,7 +48,7 @@ from megaflow_hpc.model.gateway.canonical import conversation_digest
 from megaflow_hpc.model.gateway.conversations import AskedPrompt
 from megaflow_hpc.model.gateway.dialects import DIALECTS, BadRequest, Dialect, dialect_of, gemini, messages
 from megaflow_hpc.model.gateway.dialects.options import engine_request, is_constrained
-from megaflow_hpc.model.gateway.engine_call import EngineRequest, RefusedCall
+from megaflow_hpc.model.gateway.engine_call import Call, EngineRequest, RefusedCall
 from megaflow_hpc.model.gateway.failover import Answered, Ask, Caller
 from megaflow_hpc.model.gateway.http_messages import (
     BUDGET_EXCEEDED,
@@ -118,7 +120,10 @@ class ModelGateway:
         self.tokens = 0
         """Number of tokens that engines have sampled so far."""
         self.usd = 0.0
-        """Price of all answered calls so far in US dollars, including those of rollouts that failed."""
+        """Price of all answered calls so far in US dollars, including those of rollouts that failed, and those whose
+        agent hung up."""
+        self._paid: set[asyncio.Task[Any]] = set()
+        """Requests in flight that have a price."""
         self._caller = Caller(wait_s, request_timeout_s, limits)
         self._roles, self._owner = dict(roles or {}), owner
         self._policies, self._judges, self._learners = frozenset(policies), frozenset(judges), frozenset(learners)
@@ -149,6 +154,8 @@ class ModelGateway:
             for token in self._by_token:
                 self._server.release(token)
             await self._server.stop()
+        for attempt in self._paid:
+            attempt.cancel()
         await self._caller.close()
         self._server = None
 
@@ -398,7 +405,6 @@ class ModelGateway:
         request = self._engine_request(rollout, CHAT, asked, size)
         async with rollout.quota.large_answer() as gate:
             answered = await self._call(rollout, request._replace(gate=gate), protocols.count)
-        self._spend(request.policy, answered.answer, 1)
         return answered.answer
 
     def _convert(
@@ -474,8 +480,6 @@ class ModelGateway:
         if request.policy in self._replays:
             return self._replayed(rollout, request, conversation, digest)
         answer, server, model_s, wait_s = await self._call_unless_suspended(rollout, request)
-        sampled = sum(len(sample.tokens) if sample.counted is None else sample.counted for sample in answer.samples)
-        self._spend(request.policy, answer.total_tokens - sampled, sampled)
         if rollout.ended:
             raise CallError(401, "the rollout has ended", "authentication_error")
         rollout.servers[request.policy] = server.name
@@ -488,12 +492,27 @@ class ModelGateway:
             rollout.recorder.recording.calls[-1]["api"] = request.api
         rollout.recorder.count(answer.protocol, server.degraded, request.free)
         self._caller.limits.charge(answer.total_tokens)
-        self.tokens += sampled
+        self.tokens += _used(answer)[1]
         return answer
 
-    def _spend(self, policy: str, prompt_tokens: int, sampled_tokens: int) -> None:
-        prompt_usd, sampled_usd = self._prices.get(policy, (0.0, 0.0))
-        self.usd += prompt_usd * prompt_tokens + sampled_usd * sampled_tokens
+    async def _pay(self, rollout: OpenRollout, ask: Ask[T], call: Call) -> T:
+        """Sends a request that has a price. If the agent hangs up, waits for the answer all the same, because endpoints
+        charge for it. Meanwhile the call counts towards the rollout's quota."""
+        attempt = asyncio.ensure_future(ask(call))
+        self._paid.add(attempt)
+        attempt.add_done_callback(partial(self._spend, call.request.policy))
+        try:
+            return await asyncio.shield(attempt)
+        except asyncio.CancelledError:
+            if not rollout.suspended:
+                rollout.waiting.discard(asyncio.current_task())  # type: ignore[arg-type]
+                await asyncio.wait({attempt})
+            raise
+
+    def _spend(self, policy: str, attempt: asyncio.Task[Any]) -> None:
+        self._paid.discard(attempt)
+        if not attempt.cancelled() and attempt.exception() is None:
+            self.usd += sum(map(mul, self._prices[policy], _used(attempt.result())))
 
     async def _call_unless_suspended(self, rollout: OpenRollout, request: EngineRequest) -> Answered[protocols.Answer]:
         task = asyncio.current_task()
@@ -510,6 +529,8 @@ class ModelGateway:
             rollout.waiting.discard(task)
 
     async def _call(self, rollout: OpenRollout, request: EngineRequest, ask: Ask[T]) -> Answered[T]:
+        if request.policy in self._prices:
+            ask = partial(self._pay, rollout, ask)
         try:
             return await self._caller.call(rollout, request, ask)
         except RefusedCall as refusal:
@@ -539,6 +560,14 @@ class ModelGateway:
         else:
             rollout.recorder.count("text")
         return protocols.Answer(body_of(sample, request.chat, str(request.body.get("model") or request.policy)))
+
+
+def _used(answer: protocols.Answer | int) -> tuple[int, int]:
+    """Returns the prompt tokens and the sampled tokens of a call, or of a request that counted a prompt's tokens."""
+    if isinstance(answer, int):
+        return answer, 1
+    sampled = sum(len(sample.tokens) if sample.counted is None else sample.counted for sample in answer.samples)
+    return answer.total_tokens - sampled, sampled
 
 
 def _named_call(http: web.BaseRequest, rollout: OpenRollout) -> int | None:

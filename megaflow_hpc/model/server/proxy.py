@@ -148,7 +148,11 @@ class Proxy:
             # Only an external engine may need the site's HTTP proxy.
             proxied = not engine.command and not engine.uds
             self._session = aiohttp.ClientSession(
-                connector=connector, timeout=timeout, trust_env=proxied, auto_decompress=False
+                connector=connector,
+                timeout=timeout,
+                trust_env=proxied,
+                auto_decompress=False,
+                headers={"Accept-Encoding": "identity"},  # replies are converted, and searched for the key
             )
 
     @property
@@ -351,6 +355,8 @@ class Proxy:
     async def _read(self, answer: aiohttp.ClientResponse, engine: Launch, path: str, converted: bool) -> web.Response:
         """Returns an external endpoint's complete reply, converted to OpenAI's API, and an error without the key."""
         headers = {WEIGHT_VERSION: str(self.serving.weights.version)}
+        if (encoding := answer.headers.get("Content-Encoding", "identity")) != "identity":
+            return _refuse(502, f"the endpoint's answer is compressed ({encoding:.20}), although that was not accepted")
         raw = bytearray()
         async for chunk in answer.content.iter_any():
             raw += chunk

@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaflow_hpc.texts import joined_parts
+from megaflow_hpc.texts import containers_at, joined_parts
+
+MAX_SECONDS = 253_402_300_799
+"""The last second of the year 9999."""
+MAX_DEPTH = 64
+"""Maximum nesting of a tool call's arguments. Readers of exports process them recursively."""
 
 
 def as_text(content: Any) -> str:
@@ -42,9 +47,9 @@ class RecordedToolCall:
     id: str
     name: str
     arguments: dict[str, Any]
-    """Empty if the arguments are not a JSON object."""
+    """Empty if the arguments are not a JSON object, or nested deeper than :data:`MAX_DEPTH`."""
     unparsed: str
-    """The arguments as written, if they are not a JSON object. Otherwise empty."""
+    """The arguments as written, if ``arguments`` has none of them. Otherwise empty."""
 
 
 def tool_calls(message: Mapping[str, Any]) -> list[RecordedToolCall]:
@@ -61,9 +66,10 @@ def _tool_call(call: Any, number: int) -> RecordedToolCall:
     given = function.get("arguments")
     try:
         arguments = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        arguments = None
-    is_object = isinstance(arguments, dict)
+        shallow = not any(containers_at(arguments, MAX_DEPTH))
+    except (ValueError, RecursionError):
+        arguments, shallow = None, False
+    is_object = isinstance(arguments, dict) and shallow
     return RecordedToolCall(
         id=as_text(call.get("id") or f"call_{number}"),
         name=as_text(function.get("name") or "unknown"),
@@ -73,6 +79,6 @@ def _tool_call(call: Any, number: int) -> RecordedToolCall:
 
 
 def iso_time(seconds: float) -> str:
-    """Formats a Unix timestamp as ISO 8601 in UTC."""
-    seconds = seconds if math.isfinite(seconds) else 0.0
+    """Formats a Unix timestamp as ISO 8601 in UTC. A time before 1970 or after 9999 becomes the start of 1970."""
+    seconds = seconds if 0 <= seconds < MAX_SECONDS else 0.0
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")

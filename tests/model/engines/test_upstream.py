@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from aiohttp import web
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines import upstream
 from megaflow_hpc.model.engines.adapters import launch
+from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import ModelEndpoint
 from tests.support.serving import Servers, in_loop, listening
+from tests.support.waiting import until_async
 
 KEY = "sk-commercial-0123456789"
 TOOL = {"name": "bash", "description": "Runs a command.", "parameters": {"type": "object", "properties": {}}}
@@ -49,6 +53,7 @@ def anthropic(body: dict[str, Any]) -> dict[str, Any]:
         results = {block["tool_use_id"] for block in blocks if block["type"] == "tool_result"}
         expect(results == used, "tool_use ids were found without tool_result blocks immediately after")
         used = {block["id"] for block in blocks if block["type"] == "tool_use"}
+        expect(all(re.fullmatch("[a-zA-Z0-9_-]+", name) for name in used), "tool_use.id: should match pattern")
         signed = [block.get("signature") for block in blocks if block["type"] == "thinking"]
         expect(not used or signed == ["signed"], "a final assistant message must start with a thinking block")
     usage = {"input_tokens": 10, "cache_read_input_tokens": 90, "output_tokens": 20}
@@ -111,6 +116,8 @@ class Commercial:
 
     heard: list[tuple[str, dict[str, Any], float]] = field(default_factory=list)
     """Path, body and time of each completion request."""
+    held: asyncio.Event | None = None
+    """Answers wait until it is set."""
     refusals: list[web.Response] = field(default_factory=list)
     """Answers to the next requests."""
 
@@ -127,10 +134,14 @@ class Commercial:
         assert path == paths[api]
         body = await request.json()
         self.heard.append((api, body, time.monotonic()))
+        if self.held:
+            await self.held.wait()
         if self.refusals:
             return self.refusals.pop(0)
         try:
-            return web.json_response({"anthropic": anthropic, "gemini": gemini, "openai": openai}[api](body))
+            reply = web.json_response({"anthropic": anthropic, "gemini": gemini, "openai": openai}[api](body))
+            reply.enable_compression()  # if the client accepts it, as real endpoints do
+            return reply
         except Refused as error:
             return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
 
@@ -202,6 +213,22 @@ async def responses_agent(model: ModelEndpoint) -> str:
     return str(reply["output"][-1]["content"][0]["text"])
 
 
+async def gemini_agent(model: ModelEndpoint) -> str:
+    """The same over Gemini's generateContent, without ids of calls."""
+    contents: list[dict[str, Any]] = [{"role": "user", "parts": [{"text": "task"}]}]
+    body = {"tools": [{"functionDeclarations": [TOOL]}], "generationConfig": {"maxOutputTokens": 50}}
+    status, reply = await post(model, "/models/m:generateContent", {**body, "contents": contents})
+    assert status == 200, reply
+    calls = [part["functionCall"] for part in reply["candidates"][0]["content"]["parts"] if "functionCall" in part]
+    names = [call["name"] for call in calls]
+    asked = [{"functionCall": {"name": call["name"], "args": call["args"]}} for call in calls]
+    results = [{"functionResponse": {"name": name, "response": {"output": "ok"}}} for name in names]
+    contents += [{"role": "model", "parts": asked}, {"role": "user", "parts": results}]
+    status, reply = await post(model, "/models/m:generateContent", {**body, "contents": contents})
+    assert status == 200, reply
+    return str(reply["candidates"][0]["content"]["parts"][-1]["text"])
+
+
 @in_loop
 async def test_every_dialect_reaches_every_api_with_signatures_usage_and_price(servers: Servers) -> None:
     async with commercial() as (endpoint, url):
@@ -210,7 +237,7 @@ async def test_every_dialect_reaches_every_api_with_signatures_usage_and_price(s
         prices = {api: (1e-6, 5e-6) for api in BASES}
         async with servers.gateway(wait_s=60, policies=[*BASES], prices=prices) as gateway:
             for api in BASES:
-                for agent in (chat_agent, messages_agent, responses_agent):
+                for agent in (chat_agent, messages_agent, responses_agent, gemini_agent):
                     before = gateway.usd
                     model = await gateway.open("t/p/0", api)
                     assert KEY not in repr(model)
@@ -218,7 +245,7 @@ async def test_every_dialect_reaches_every_api_with_signatures_usage_and_price(s
                     recording = await gateway.close("t/p/0")
                     assert [call["tokens"] for call in recording.calls] == [[100, 20], [100, 20]], api
                     assert gateway.usd - before == pytest.approx(2 * (100e-6 + 20 * 5e-6))
-        assert [api for api, *_ in endpoint.heard] == [api for api in BASES for _ in range(6)]
+        assert [api for api, *_ in endpoint.heard] == [api for api in BASES for _ in range(8)]
 
 
 @in_loop
@@ -241,6 +268,55 @@ async def test_overload_is_waited_for_as_the_endpoint_asks(servers: Servers) -> 
                 first, second = endpoint.heard[:2]
                 assert second[2] - first[2] >= 1.0
                 await gateway.close("t/p/0")
+
+
+@in_loop
+async def test_strange_counts_of_tokens_never_lower_the_price(servers: Servers) -> None:
+    usages: dict[str, list[int]] = {
+        '{"prompt_tokens": 100, "completion_tokens": 20}': [100, 20],
+        '{"prompt_tokens": -100, "completion_tokens": 20, "total_tokens": -80}': [0, 20],
+        '{"prompt_tokens": 100, "completion_tokens": -20, "total_tokens": 80}': [100, 0],
+        '{"prompt_tokens": null, "completion_tokens": 20, "total_tokens": 120}': [100, 20],
+        '{"prompt_tokens": NaN, "completion_tokens": 20}': [0, 20],
+        '{"prompt_tokens": 1e400, "completion_tokens": "20"}': [0, 0],
+    }
+    async with commercial() as (endpoint, url):
+        start(servers, url, "openai")
+        async with servers.gateway(wait_s=60, policies=["openai"], prices={"openai": (1e-6, 5e-6)}) as gateway:
+            for usage, counted in usages.items():
+                text = json.dumps({**openai({"messages": [{"role": "tool"}]}), "usage": None})
+                reply = text.replace('"usage": null', f'"usage": {usage}')
+                endpoint.refusals, before = [web.Response(text=reply, content_type="application/json")], gateway.usd
+                model = await gateway.open("t/p/0", "openai")
+                body = {"messages": [{"role": "user", "content": "task"}]}
+                assert (await post(model, "/chat/completions", body))[0] == 200, usage
+                assert (await gateway.close("t/p/0")).calls[0]["tokens"] == counted, usage
+                assert gateway.usd - before == pytest.approx(counted[0] * 1e-6 + counted[1] * 5e-6), usage
+
+
+def equal(gateway: ModelGateway, price: float) -> bool:
+    return gateway.usd == pytest.approx(price)
+
+
+@in_loop
+async def test_an_agent_that_hangs_up_is_charged_for_the_answer(servers: Servers) -> None:
+    async with commercial() as (endpoint, url):
+        start(servers, url, "openai")
+        async with servers.gateway(wait_s=60, policies=["openai"], prices={"openai": (1e-6, 5e-6)}) as gateway:
+            for number, stream in enumerate((False, True)):
+                endpoint.held, endpoint.heard = asyncio.Event(), []
+                model = await gateway.open(f"t/p/{number}", "openai")
+                body = {"messages": [{"role": "user", "content": "task"}], "stream": stream}
+                agent = asyncio.create_task(post(model, "/chat/completions", body))
+                await until_async(lambda: endpoint.heard, "the call is at the endpoint")
+                agent.cancel()
+                await asyncio.wait({agent})
+                await asyncio.sleep(0.2)  # the gateway notices that the agent has hung up
+                assert not gateway.suspend(f"t/p/{number}", now=False), "an agent waits"
+                endpoint.held.set()
+                price = (number + 1) * (100e-6 + 20 * 5e-6)
+                await until_async(partial(equal, gateway, price), "the call is paid for")
+                assert (await gateway.close(f"t/p/{number}")).calls == []
 
 
 @in_loop

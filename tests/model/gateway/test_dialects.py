@@ -211,6 +211,16 @@ def test_a_stream_of_a_response_adds_up_to_the_answer(message: dict[str, Any]) -
     assert events[-1] == ("response.completed", {**events[-1][1], "response": answer})
 
 
+def test_many_gemini_calls_are_matched_with_their_results_in_order() -> None:
+    count = 20_000
+    results = [{"functionResponse": {"name": "f" if n else "other"}} for n in range(count)]
+    calls = [{"functionCall": {"name": "f"}} for n in range(count)]
+    contents = [{"role": "model", "parts": calls}, {"role": "user", "parts": results}]
+    answer, *messages = gemini.request({"contents": contents})["messages"]
+    ids = [call["id"] for call in answer["tool_calls"]]
+    assert [message["tool_call_id"] for message in messages] == ["", *ids[:-1]]
+
+
 def test_geminis_forms_become_chat_messages_and_its_errors_end_a_clients_retries() -> None:
     call = {"functionCall": {"name": "f", "args": {"a": 1}}}
     result = {"functionResponse": {"name": "f", "response": {"rows": [1]}}}

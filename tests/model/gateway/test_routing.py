@@ -61,6 +61,7 @@ def test_a_server_that_asks_to_be_left_alone_is_within_bounds() -> None:
     assert not server.available(69.9)
     assert server.available(70.0)
     assert [retry_after_s(value) for value in ("7", "1.5", "-1", "soon", "", "٣")] == [7, 1.5, 0, 0, 0, 0]
+    assert retry_after_s("10000000000") == 1e10
     assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0  # a date in the past
     assert retry_after_s(formatdate(time.time() + 50, usegmt=True)) == pytest.approx(50, abs=5)
 

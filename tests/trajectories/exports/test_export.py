@@ -404,6 +404,19 @@ def test_inspect_reads_every_sample_and_its_messages(run, tmp_path, viewers_pyth
     assert (asked, answer) in ((2, ""), (4, "done"))
 
 
+def test_deep_arguments_and_impossible_times_do_not_end_an_export(tmp_path):
+    run = run_dir(tmp_path / "run")
+    deep = ["[" * 100_000, '{"a":' * 20_000 + "1" + "}" * 20_000, '{"a":' * 200 + "1" + "}" * 200]
+    calls = [{"id": "c", "function": {"name": "f", "arguments": text}} for text in deep]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}]
+    commit(run, "a", (0, 0, trajectory(1, messages=messages, started_at=-1e18, finished_at=1e18)))
+    gather(run)
+    made = export(run, tmp_path / "out", "traces", "harbor", "inspect", "atif")
+    (path,) = made["traces"][0].glob("*.jsonl")
+    answer = json.loads(path.read_text().splitlines()[-1])["message"]
+    assert [call["function"]["arguments"] for call in answer["toolCalls"]] == deep
+
+
 def test_traces_have_the_shape_of_the_hubs_session_format(run, tmp_path):
     """Check the fields that the page on the Session Trace Simple Format requires, and that datasets takes the files for
     traces."""

@@ -198,26 +198,26 @@ def _conversation(given: Mapping[str, Any]) -> dict[str, Any]:
     system: Content = given.get("systemInstruction") or Content()
     text = "\n\n".join(part.text for part in system.parts if part.text)
     messages = [{"role": "system", "content": text}] if text else []
-    pending: list[tuple[str, str]] = []
-    """Id and function of each call without a result so far."""
+    pending: dict[str, dict[str, None]] = {}
+    """Function → ids of its calls without a result so far, in their order."""
     for number, content in enumerate(contents):
-        where = f"contents[{number}]"
         if content.role == "model":
-            messages.append(_answer_of(content, where, pending))
+            messages.append(_answer_of(content, number, pending))
         elif content.role in (None, "user", "function"):
             messages += _user(content, pending)
         else:
-            raise BadRequest(f"{where}.role: expected user or model, found {content.role!r:.100}")
+            raise BadRequest(f"contents[{number}].role: expected user or model, found {content.role!r:.100}")
     tools = list(_tools(given.get("tools") or []))
     return {"messages": messages, "tools": tools} if tools else {"messages": messages}
 
 
-def _user(content: Content, pending: list[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+def _user(content: Content, pending: Mapping[str, dict[str, None]]) -> Iterator[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for part in content.parts:
         if result := part.function_response:
-            call_id = result.id or next((call for call, name in pending if name == result.name), "")
-            pending[:] = [call for call in pending if call[0] != call_id]
+            calls = pending.get(result.name, {})
+            call_id = result.id or next(iter(calls), "")
+            calls.pop(call_id, None)
             yield {"role": "tool", "tool_call_id": call_id, "content": _result(result.response or {})}
             parts += [_image(inner.inline_data) for inner in result.parts if inner.inline_data]
         elif part.inline_data:
@@ -241,13 +241,13 @@ def _result(response: Mapping[str, Any]) -> str:
     return written_arguments(response, "functionResponse.response")
 
 
-def _answer_of(content: Content, where: str, pending: list[tuple[str, str]]) -> dict[str, Any]:
+def _answer_of(content: Content, turn: int, pending: dict[str, dict[str, None]]) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     for number, part in enumerate(content.parts):
         if call := part.function_call:
-            call_id = call.id or f"call_{where}_{number}"
-            pending.append((call_id, call.name))
-            arguments = written_arguments(call.args or {}, f"{where}.parts[{number}].functionCall.args")
+            call_id = call.id or f"call_{turn}_{number}"
+            pending.setdefault(call.name, {})[call_id] = None
+            arguments = written_arguments(call.args or {}, f"contents[{turn}].parts[{number}].functionCall.args")
             function = {"name": call.name, "arguments": arguments}
             calls.append({"id": call_id, "type": "function", "function": function})
     texts = [text_part(part.text) for part in content.parts if part.text and not part.thought]
