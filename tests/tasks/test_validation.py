@@ -145,7 +145,7 @@ def test_a_solution_runs_by_its_own_first_line_and_a_missing_network_is_named(
     tasks = tmp_path / "tasks"
     for name in ("awk", "fetching", "fetching-tests"):
         assert main(["tasks", "new", name, str(tasks)]) == 0
-    (tasks / "awk/solution/solve.sh").write_text("#!/usr/bin/awk -f\nBEGIN { print 3 > \"count.txt\" }\n")
+    (tasks / "awk/solution/solve.sh").write_text('#!/usr/bin/awk -f\nBEGIN { print 3 > "count.txt" }\n')
     fetch = "getent hosts example.org || { echo 'curl: (6) Could not resolve host: example.org'; exit 6; }\n"
     (tasks / "fetching/solution/solve.sh").write_text(f"#!/bin/bash\n{fetch}")
     judging = tasks / "fetching-tests/tests/test.sh"
