@@ -40,7 +40,7 @@ BUDGETS = {
     "thousand tokens of report": 26,
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
-    "thousand tokens of tasks": 51,
+    "thousand tokens of tasks": 52,
     "thousand tokens of training": 66,
     "thousand tokens of trajectories": 53,
 }

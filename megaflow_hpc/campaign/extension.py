@@ -9,13 +9,13 @@ from megaflow_hpc.campaign import plan
 from megaflow_hpc.campaign.edits import EXTENDABLE, differing_keys, digest
 from megaflow_hpc.campaign.facade import Campaign
 from megaflow_hpc.campaign.local import living_pods
-from megaflow_hpc.campaign.planning.draft import MAX_ROLLOUTS, SILENT, PlanWatch, whole_groups
+from megaflow_hpc.campaign.planning.draft import MAX_ROLLOUTS, SILENT, Draft, PlanWatch, whole_groups
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.ledger import read_blocks, write_blocks
 from megaflow_hpc.ledger.tasks import append_tasks, planned_tasks
-from megaflow_hpc.rundir.record import check_version, write_run
+from megaflow_hpc.rundir.record import check_version, read_run, write_run
 from megaflow_hpc.tasks.digests import fixed
 
 
@@ -54,8 +54,8 @@ def extend(
         )
     campaign = Campaign.from_yaml(file)
     campaign.max_rollouts = max_rollouts
-    keys = [key for key in differing_keys(run.edits.planned_text(), campaign.text) if key not in EXTENDABLE]
-    if keys:
+    edited = differing_keys(run.edits.planned_text(), campaign.text)
+    if keys := [key for key in edited if key not in EXTENDABLE]:
         raise ConfigError(
             f"{campaign.where(keys[0])}: {keys[0]}: not as it was planned for {run.path}; extend adds tasks and "
             "samples only: undo the edit, or plan a new run"
@@ -63,6 +63,19 @@ def extend(
     _check_stopped(run)
     draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, watch=watch, most=max_rollouts)
     draft.tasks = fixed(draft.tasks)
+    draft.file = str(file.absolute())
+    if "environment.images" in edited:
+        _check_images(run, draft, campaign.where("environment.images"))
+    with run.slurm_jobs.arrays.alone():
+        if read_run(run.dir) != record:
+            raise ConfigError(f"{run.path}: another process changes this run; nothing was added: repeat the command")
+        _check_stopped(run)
+        return _add(run, draft, campaign.text)
+
+
+def _add(run: Run, draft: Draft, text: str) -> Extension:
+    """Adds what the run lacks. A call that is killed leaves a run to which a repeated call adds the rest."""
+    record = run.record
     known = set(planned_tasks(run.dir, record))
     new = [planned for planned in plan.planned_tasks(draft) if planned.task["id"] not in known]
     if new:
@@ -82,10 +95,24 @@ def extend(
     record.total = len({*there, *(rollout.id for rollout in rollouts)}) - sum(
         run.ledger.rollouts_added(added) for added in run.ledger.added()
     )
-    record.source, record.file = digest(campaign.text), str(file.absolute())
+    record.left_out = len(draft.left_out)
+    record.source, record.file = digest(text), draft.file
     write_run(run.dir, record)
-    write_atomic(run.dir.campaign_yaml, campaign.text)
+    write_atomic(run.dir.campaign_yaml, text)
     return Extension([planned.task["id"] for planned in new], len(rollouts))
+
+
+def _check_images(run: Run, draft: Draft, where: str) -> None:
+    """Checks that the edited images are not those of planned tasks, whose rollouts keep the images of the plan."""
+    known = planned_tasks(run.dir, run.record)
+    for planned in plan.planned_tasks(draft):
+        before = known[planned.task["id"]].images if planned.task["id"] in known else {}
+        for name in before.keys() & planned.images.keys():
+            if before[name] != planned.images[name]:
+                raise ConfigError(
+                    f"{where}: environment.images: {planned.task['id']} was planned with {before[name]} for {name!r}, "
+                    f"not {planned.images[name]}; undo the edit, or plan a new run"
+                )
 
 
 def _check_stopped(run: Run) -> None:

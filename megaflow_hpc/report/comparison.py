@@ -209,7 +209,8 @@ def _difference(
     )
     if not both:
         return result
-    by_task = {task: rewards[task] - against_rewards[task] for task in both}
+    # Rounded, because equal differences of means may differ in their last bits.
+    by_task = {task: significant(rewards[task] - against_rewards[task]) for task in both}
     low, high = paired_interval(list(by_task.values()))
     result.mean = significant(sum(rewards[task] for task in both) / len(both))
     result.against_mean = significant(sum(against_rewards[task] for task in both) / len(both))
@@ -251,6 +252,7 @@ def sign_flip_test(differences: Sequence[float]) -> float:
     random = np.random.default_rng(0)
     as_large = 0
     for _ in range(FLIPS // 100):
-        signs = 1 - 2 * random.integers(0, 2, (100, len(changed)), np.int8)
-        as_large += int((np.abs(signs @ changed) >= observed).sum())
+        flips = np.unpackbits(random.integers(0, 256, (100, -(-len(changed) // 8)), np.uint8), axis=1)
+        sums = changed.sum() - 2 * (flips[:, : len(changed)].astype(np.float64) @ changed)
+        as_large += int((np.abs(sums) >= observed).sum())
     return (1 + as_large) / (1 + FLIPS)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
 
-from megaflow_hpc.campaign import extension
+from megaflow_hpc.campaign import extension, plan
 from megaflow_hpc.campaign.extension import Extension, extend
 from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.campaign.planning.draft import Draft
 from megaflow_hpc.cli import main
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.record import read_run
 from tests.support.campaigns import Make, planned, rows
@@ -78,6 +84,44 @@ def test_an_extension_that_is_killed_can_be_repeated(
     assert set(planned_tasks(final.dir, final.record)) == {"task0", "task1", "task9"}
     assert final.status()["rollouts"]["total"] == 6
     assert extend(final) == Extension([], 0)
+
+
+def test_two_extensions_at_once_add_each_rollout_once(make_campaign: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    campaign = make_campaign(2, agent="oracle")
+    run = planned(campaign)
+    write_solved_task(campaign.parent / "tasks", "task9")
+    (campaign.parent / "tasks" / "broken").mkdir()
+    (campaign.parent / "tasks" / "broken" / "task.toml").write_text("schema_version = 7")
+    with open(campaign, "a") as file:
+        file.write("samples: 2\n")
+    both, make = Barrier(2), plan.make
+
+    def together(*arguments: Any, **options: Any) -> Draft:
+        draft = make(*arguments, **options)
+        both.wait(60)
+        return draft
+
+    monkeypatch.setattr(plan, "make", together)
+    with ThreadPoolExecutor(2) as pool:
+        tries = [pool.submit(extend, Run(run.path)) for _ in range(2)]
+    (refused,) = [error for each in tries if (error := each.exception())]
+    assert "another process changes this run; nothing was added" in str(refused)
+    final = Run(run.path)
+    assert [*planned_tasks(final.dir, final.record)] == ["task0", "task1", "task9"]
+    ids = [rollout.id for block in read_blocks(run.dir) for rollout in block.rollouts]
+    assert (len(ids), len(set(ids)), final.record.total, final.record.left_out) == (6, 6, 6, 1)
+
+
+def test_another_image_of_a_planned_task_is_refused(make_campaign: Make, base_sif: Path, tmp_path: Path) -> None:
+    """Its rollouts would keep the earlier image, whatever run.json said."""
+    campaign = make_campaign(1, agent="oracle")
+    run = planned(campaign)
+    shutil.copy(base_sif, tmp_path / "other.sif")
+    edit(campaign, str(base_sif), str(tmp_path / "other.sif"))
+    line = next(n for n, text in enumerate(campaign.read_text().splitlines(), 1) if "images:" in text)
+    with pytest.raises(ConfigError, match=rf"{campaign.name}:{line}: environment.images: task0 was planned with "):
+        extend(run)
+    assert read_run(run.dir).source == run.record.source
 
 
 def test_other_edits_are_refused_with_their_line_and_change_nothing(make_campaign: Make) -> None:

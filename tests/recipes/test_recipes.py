@@ -143,6 +143,22 @@ def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
     assert cli("init", "--recipe", "reasoning", tmp_path / "README.md").returncode == 2
 
 
+def test_links_and_directories_of_the_user_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "campaign.yaml").symlink_to("not-mounted/campaign.yaml")
+    done = cli("init", "--recipe", "bug-repair", tmp_path)
+    assert (done.returncode, "campaign.yaml: exists already" in done.stderr) == (2, True)
+    assert (tmp_path / "campaign.yaml").is_symlink()
+    mine = tmp_path / "mine"
+    (mine / "bugs.yaml").mkdir(parents=True)
+    done = cli("init", "--recipe", "bug-repair", mine, "--force")
+    assert (done.returncode, "bugs.yaml: is a directory" in done.stderr) == (2, True), done.stderr
+    (mine / "bugs.yaml").rmdir()
+    (tmp_path / "slice").write_text("mine")
+    done = cli("init", "--recipe", "terminal-bench-2", tmp_path, "--force")
+    assert (done.returncode, "slice: is a file" in done.stderr) == (2, True), done.stderr
+    assert list(mine.iterdir()) == [], "nothing was written"
+
+
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.usefixtures("slurm")

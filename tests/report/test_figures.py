@@ -8,6 +8,8 @@ import math
 import shutil
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,10 +20,10 @@ from megaflow_hpc.monitor.evaluation import mean_interval, wilson
 from megaflow_hpc.monitor.usage import JobUse, totals
 from megaflow_hpc.report.comparison import Difference, compare, matrix_of, paired_interval, sign_flip_test
 from megaflow_hpc.report.cost import Prices
-from megaflow_hpc.report.figures import LoadedRun, figures_of, to_builtins
+from megaflow_hpc.report.figures import LoadedRun, RunFigures, figures_of, to_builtins
 from megaflow_hpc.report.files import charts_of
 from megaflow_hpc.report.page import page
-from megaflow_hpc.report.policies import STAGES
+from megaflow_hpc.report.policies import STAGES, Arm
 from megaflow_hpc.report.prometheus import text as metrics
 from megaflow_hpc.report.rollouts import attempt_spans, read_rollouts
 from megaflow_hpc.report.series import lanes, mean_level, peak_level, thinned
@@ -216,6 +218,18 @@ def test_policies_agents_and_roles_of_one_run_are_compared_like_runs(tmp_path: P
     assert matrix.arms == ["new · x", "new · y", "old · x", "old · y"]
     assert matrix.means[matrix.tasks.index("t9")] == [0.0, 1.0, 0.0, 1.0]
     assert set(matrix.tasks[-3:]) == {"t0", "t1", "t8"}, "the same in all arms"
+
+
+def test_equal_differences_are_equal_whatever_their_last_bits_are() -> None:
+    """0.7 - 0.6 and 0.8 - 0.7 differ as floating-point numbers."""
+    there = {"a": 0.6, "b": 0.7, "c": 0.2}
+    runs = [
+        cast(RunFigures, SimpleNamespace(run=name, campaign=name, arms=[Arm(policy="p", agent="x", rewards=rewards)]))
+        for name, rewards in {"old": there, "new": {"a": 0.7, "b": 0.8, "c": 0.3}}.items()
+    ]
+    (found,) = compare(runs)
+    assert (found.low, found.high) == pytest.approx(paired_interval([0.1] * 3))
+    assert found.high is not None and found.high > 0.5, "three equal differences say little"
 
 
 def test_the_sign_flip_test_is_exact_for_few_tasks_and_close_for_many() -> None:

@@ -29,17 +29,22 @@ class Mirror(ThreadingHTTPServer):
         self.status = 0
         """Status with which downloads are refused. 0 serves them."""
         self.wrong_digest = False
+        self.per_page = 0
+        """Number of entries per page of the listing. 0 lists all at once."""
+        self.listing: bytes | None = None
+        """Replaces the listing."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def answer(self, path: str) -> bytes | None:
+    def answer(self, path: str, page: int = 0) -> bytes | None:
         base = f"/api/datasets/{self.repo}"
         if path in (f"{base}/revision/main", f"{base}/revision/{SHA}"):
             return json.dumps({"id": self.repo, "sha": SHA, "gated": False}).encode()
         if path == f"{base}/tree/{SHA}":
-            return json.dumps([self._entry(name, data) for name, data in self.files.items()]).encode()
+            files = list(self.files.items())[page * self.per_page :][: self.per_page or None]
+            return self.listing or json.dumps([self._entry(name, data) for name, data in files]).encode()
         resolve = f"/datasets/{self.repo}/resolve/{SHA}/"
         if path.startswith(resolve):
             return self.files.get(path[len(resolve) :])
@@ -54,15 +59,21 @@ class _Handler(BaseHTTPRequestHandler):
     server: Mirror
 
     def do_GET(self) -> None:
-        path = unquote(self.path.partition("?")[0])
+        path, _, query = self.path.partition("?")
+        path, page = unquote(path), int(query.partition("page=")[2] or 0)
         asked = self.headers.get("Range")
         self.server.requests.append((path, asked, self.headers.get("Authorization")))
-        data, download = self.server.answer(path), not path.startswith("/api/")
+        data, download = self.server.answer(path, page), not path.startswith("/api/")
         if data is None or (download and self.server.status):
             self.send_error(self.server.status or 404)
             return
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+        if asked and start >= len(data):
+            self.send_error(416)
+            return
         self.send_response(206 if asked else 200)
+        if "/tree/" in path and 0 < (page + 1) * self.server.per_page < len(self.server.files):
+            self.send_header("Link", f'<{self.server.url}{path}?recursive=true&page={page + 1}>; rel="next"')
         if asked:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         self.send_header("Content-Length", str(len(data) - start))

@@ -206,3 +206,17 @@ def test_an_image_that_is_not_mapped_names_task_and_remedy(tmp_path: Path) -> No
     found = resolve_images([task], {"org/base:1": "x.sif"}, tmp_path, store=tmp_path / "store")
     assert found == {"org/base:1": str(tmp_path / "x.sif")}
     assert not (tmp_path / "store").exists()
+
+
+def test_a_task_with_a_loop_of_links_is_left_out_and_the_others_are_read(tmp_path: Path) -> None:
+    for name in ("good", "loop"):
+        (tmp_path / name / "tests").mkdir(parents=True)
+        (tmp_path / name / "environment").mkdir()
+        (tmp_path / name / "task.toml").write_text("[environment]\n")
+        (tmp_path / name / "instruction.md").write_text("Do.")
+        (tmp_path / name / "tests" / "test.sh").write_text("true\n")
+    (tmp_path / "good" / "environment" / "Dockerfile").write_text("FROM x\n")
+    (tmp_path / "loop" / "environment" / "Dockerfile").symlink_to("Dockerfile")
+    left_out: list[str] = []
+    assert [task.id for task in load_tasks([f"{tmp_path}/*"], "/", left_out=left_out)] == ["good"]
+    assert [line.partition(": ")[0] for line in left_out] == [str(tmp_path / "loop")]

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tarfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from pyarrow import parquet
 
 from megaflow_hpc.cli import main
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.sets import download
 from megaflow_hpc.tasks.sets.registry import task_sets
@@ -146,6 +148,155 @@ def test_files_of_another_format_version_are_refused(
     gym.files = {"data/train-0.parquet": b"not parquet"}
     assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 2
     assert "train-0.parquet: not a readable Parquet file" in capsys.readouterr().err
+
+
+def test_a_file_that_arrived_whole_before_its_rename_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server answers 416 to a request that begins at the end of the file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    archive = as_archive({f"tasks/one/{name}": text for name, text in TASK.items()})
+    commit = "a" * 40
+    with mirror(archives={f"/harbor-framework/terminal-bench-2/archive/{commit}.tar.gz": archive}) as server:
+        part = tmp_path / f"cache/megaflow-hpc/sets/terminal-bench-2/{commit}/.terminal-bench-2.tar.gz.part"
+        for left in (archive, archive + b"of a longer version"):
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(left)
+            words = (f"terminal-bench-2@{commit}", "-o", tmp_path / "out", "--mirror", server.url)
+            assert imports(*words) == 0, capsys.readouterr().err
+            shutil.rmtree(tmp_path / "cache")
+    capsys.readouterr()
+
+
+def test_a_file_that_is_shorter_or_longer_than_listed_ends_with_an_error(
+    gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size in (10, 10**7):
+        entry = {"type": "file", "path": "data/train-0.parquet", "size": size}
+        gym.files, gym.listing = {"data/train-0.parquet": b"x" * 1000}, json.dumps([entry]).encode()
+        assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 3
+        expected = "expected a file of 10 bytes, but the server sends more" if size == 10 else "repeat the command"
+        assert expected in capsys.readouterr().err
+        assert not list(tmp_path.glob("cache/**/*.parquet"))
+        assert sum((path.stat().st_size for path in tmp_path.glob("cache/**/.*.part")), 0) <= 1000
+
+
+def test_two_imports_at_once_download_a_file_once(
+    gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gym.break_after = [700] * 4
+    source = download.SetSource("swe-gym", task_sets()["swe-gym"], "main", gym.url)
+    _, (remote,) = source.files()
+    with ThreadPoolExecutor(4) as pool:
+        fetched = list(pool.map(lambda _: download.fetch(source, remote, tmp_path / "one", lambda _: None), range(4)))
+    assert {digest for _, digest in fetched} == {remote.sha256}
+    assert [asked for path, asked, _ in gym.requests if "resolve" in path] == [
+        None,
+        *(f"bytes={n * 700}-" for n in range(1, 5)),
+    ]
+    assert download.digest_of(fetched[0][0]) == remote.sha256
+
+
+def test_the_archive_of_a_branch_is_downloaded_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for task in ("one", "two"):
+        archive = as_archive({f"tasks/{task}/{name}": text for name, text in TASK.items()})
+        with mirror(archives={"/harbor-framework/terminal-bench-2/archive/main.tar.gz": archive}) as server:
+            assert imports("terminal-bench-2", "-o", tmp_path / "out", "--mirror", server.url) == 0
+        assert [path.name for path in (tmp_path / "out" / "terminal-bench-2").iterdir()] == [task]
+    capsys.readouterr()
+
+
+def test_all_pages_of_a_listing_are_read(gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gym.files = {f"data/train-{n}.parquet": as_parquet([line]) for n, line in enumerate(LINES)}
+    gym.per_page = 1
+    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 0
+    assert "2 instances" in capsys.readouterr().out
+
+
+def test_the_token_goes_to_a_hub_below_a_path(gym: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    monkeypatch.setenv("HF_ENDPOINT", f"{gym.url}/artifacts/hub")
+    with pytest.raises(ConfigError):
+        download.SetSource("swe-gym", task_sets()["swe-gym"], "main").files()
+    assert [authorization for _, _, authorization in gym.requests] == ["Bearer secret-token"]
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        b"[" * 100_000,
+        b"{}",
+        json.dumps([{"type": "file", "path": "data/train-0.parquet", "size": "1", "lfs": "x"}]).encode(),
+        json.dumps([{"type": "file", "path": "data/train-\0.parquet", "size": 1}]).encode(),
+        json.dumps([{"type": "file", "path": "data/train-/../../../../x.parquet", "size": 1}]).encode(),
+    ],
+    ids=["deep", "object", "types", "zero", "outside"],
+)
+def test_a_hostile_listing_is_refused(
+    gym: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str], listing: bytes
+) -> None:
+    gym.listing = listing
+    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 3
+    assert "swe-gym" in capsys.readouterr().err
+
+
+def test_text_that_is_not_utf8_in_parquet_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = pyarrow.array([b"\xff\xfe"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"instance_id": text}), tmp_path / "x.parquet")
+    assert imports("swe-gym", "-o", tmp_path / "out", "--from", tmp_path) == 2
+    assert "x.parquet: not a readable Parquet file" in capsys.readouterr().err
+
+
+def test_an_import_replaces_only_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exercise = tmp_path / "aider-polyglot" / "python" / "exercises" / "practice" / "add"
+    for name, text in POLYGLOT.items():
+        (exercise / name).parent.mkdir(parents=True, exist_ok=True)
+        (exercise / name).write_text(text)
+    assert imports("aider-polyglot", "-o", tmp_path, "--from", tmp_path / "aider-polyglot") == 2
+    assert "aider-polyglot: exists, and tasks import did not write it" in capsys.readouterr().err
+    assert exercise.is_dir()
+    lines = "".join(json.dumps(line) + "\n" for line in LINES)
+    (tmp_path / "swe-gym.jsonl").write_text(lines)
+    assert imports("swe-gym", "-o", tmp_path, "--from", tmp_path) == 2
+    assert imports(tmp_path / "swe-gym.jsonl", "-o", tmp_path) == 2
+    assert "swe-gym.jsonl: is the file to read; name another directory" in capsys.readouterr().err
+    assert (tmp_path / "swe-gym.jsonl").read_text() == lines
+    assert not list(tmp_path.glob("*.source.json"))
+
+
+def test_a_task_with_a_task_among_its_files_stays_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in TASK.items():
+        for directory in ("outer", "outer/environment/inner"):
+            path = tmp_path / "set" / "tasks" / directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    assert imports("terminal-bench-2", "-o", tmp_path / "a [1] out", "--from", tmp_path / "set") == 0
+    out, err = capsys.readouterr()
+    assert "1 instances" in out
+    assert (tmp_path / "a [1] out" / "terminal-bench-2" / "outer" / "environment" / "inner" / "task.toml").exists()
+    pattern = re.search(r"path: (.*)}]", err)
+    assert pattern
+    assert [task.id for task in load_tasks([pattern[1]], "/")] == ["outer"]
+    assert imports("terminal-bench-2", "-o", tmp_path / "two", "--from", tmp_path / "set" / "tasks" / "outer") == 2
+    assert "is a task itself" in capsys.readouterr().err
+    assert imports("terminal-bench-2", "-o", tmp_path / "set" / "out", "--from", tmp_path / "set") == 2
+    assert "is in " in capsys.readouterr().err
+
+
+def test_a_set_without_a_valid_task_names_the_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "humanevalpack.jsonl").write_text('{"task_id": "Python/1"}\n')
+    assert imports("humanevalfix", "-o", tmp_path / "out", "--from", tmp_path) == 2
+    err = capsys.readouterr().err
+    assert "humanevalpack.jsonl:1: Object missing required field `declaration`" in err
+    (tmp_path / "empty").mkdir()
+    assert imports("aider-polyglot", "-o", tmp_path / "out", "--from", tmp_path / "empty") == 2
+    err = capsys.readouterr().err
+    assert f"{tmp_path}/empty: has no aider-polyglot task" in err
+    assert ".import-" not in err
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_carried_directory_replaces_the_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -156,9 +157,14 @@ def _init_recipe(arguments: argparse.Namespace) -> int:
     directory = Path(arguments.path or recipe.name)
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory}: is a file; --recipe needs a directory, which it creates if it is missing")
-    existing = [directory / file for file in recipe.files if (directory / file).exists()]
-    if existing and not arguments.force:
-        raise ConfigError(f"{existing[0]}: exists already; name another directory, or replace its files with --force")
+    for path in (directory / file for file in recipe.files):
+        if os.path.lexists(path) and not arguments.force:
+            raise ConfigError(f"{path}: exists already; name another directory, or replace its files with --force")
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a directory; the recipe has a file of this name; name another directory")
+        for parent in (directory / above for above in path.relative_to(directory).parents):
+            if os.path.lexists(parent) and not parent.is_dir():
+                raise ConfigError(f"{parent}: is a file; the recipe has a directory of this name; name another one")
     with PlanProgress() as watch:
         watch.step("examining this site")
         starter = Starter.of(directory)

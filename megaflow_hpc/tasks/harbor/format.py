@@ -68,9 +68,9 @@ class HarborFormat(OneStep):
         for directory in find_tasks(source, Path(base)):
             try:
                 tasks.append(read_harbor_task(directory, dockerfiles))
-            except ConfigError as error:
+            except (ConfigError, OSError, RuntimeError) as error:  # also unreadable files and loops of links
                 if wanted(os.path.basename(os.path.normpath(directory))):
-                    refuse(error)
+                    refuse(error if isinstance(error, ConfigError) else ConfigError(f"{directory}: {error}"))
         return tasks
 
     def images(self, task: Task) -> list[ImageRequest]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -56,7 +57,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
         with parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=ROWS):
                 yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"{file}: not a readable Parquet file ({str(error)[:200]}); download it again") from None
 
 
@@ -78,8 +79,12 @@ def unpack(archive: Path, directory: Path) -> Path:
 
 
 def harbor(source: Path, target: Path, refuse: Refuse) -> None:
-    """Moves the Harbor task directories below ``source`` to ``target``."""
-    for file in sorted(source.rglob("task.toml")):
+    """Moves the Harbor task directories below ``source`` to ``target``. Directories in a task belong to the task."""
+    if (source / "task.toml").exists():
+        raise ConfigError(f"{source}: is a task itself; name the directory that contains the tasks")
+    for file in sorted(source.rglob("task.toml"), key=lambda file: (len(file.parts), file)):
+        if not file.exists():  # moved with the task that contains it
+            continue
         task = target / file.parent.name
         if task.exists():
             refuse(ConfigError(f"{file.parent.relative_to(source)}: another directory of the set has this name"))
@@ -159,7 +164,7 @@ def aider_polyglot(source: Path, target: Path, refuse: Refuse) -> None:
             solve = ["#!/bin/bash"]
             for name, example in zip(files.solution, files.example, strict=True):
                 written[f"solution/{PurePosixPath(name).name}"] = _read(exercise, example)
-                solve.append(f"cp /solution/{PurePosixPath(name).name} /work/")
+                solve.append(f"cp {shlex.quote(f'/solution/{PurePosixPath(name).name}')} /work/")
             written |= {"solution/solve.sh": "\n".join(solve) + "\n", "tests/test.sh": POLYGLOT_TEST}
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             refuse(ConfigError(f"{exercise.relative_to(source)}: {error}"))

@@ -1,7 +1,7 @@
 """Downloads the files of a task set. Interrupted downloads continue, checksums are verified, and files appear whole.
 
-The Hugging Face Hub states the size and SHA-256 of each large file. The token in ``HF_TOKEN`` is sent to the Hub, but
-not to the hosts to which it redirects.
+The Hugging Face Hub states the size and SHA-256 of each large file. The token in ``HF_TOKEN`` is sent to the Hub and to
+its mirrors, but not to the hosts to which they redirect.
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import http.client
-import json
 import os
+import re
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import fsync
+from megaflow_hpc.host.locks import locked
 from megaflow_hpc.tasks.sets.registry import TaskSet
+from megaflow_hpc.texts import parse_json
 
 HUB = "https://huggingface.co"
 TIMEOUT_S = 60.0
@@ -33,7 +37,10 @@ MAX_TRIES = 4
 FIRST_PAUSE_S = 0.5
 """Pause before the second try in seconds. Doubles with each further one."""
 MAX_ANSWER_BYTES = 64 << 20
+MAX_PAGES = 1000
+"""Maximum number of pages of the list of a dataset's files."""
 CHUNK = 1 << 20
+_NEXT_PAGE = re.compile(r'<([^<>]+)>;\s*rel="next"')
 
 
 class _Refused(Exception):
@@ -42,6 +49,19 @@ class _Refused(Exception):
     def __init__(self, status: int) -> None:
         super().__init__(f"the server answers {status}")
         self.status = status
+
+
+class _Large(msgspec.Struct):
+    oid: str = ""
+
+
+class _Entry(msgspec.Struct):
+    """A file or directory in the Hub's list of a dataset's files."""
+
+    type: str
+    path: str
+    size: int | None = None
+    lfs: _Large | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +73,10 @@ class Remote:
     """Name in the set. May contain directories."""
     size: int | None = None
     sha256: str = ""
+    fixed: bool = True
+    """False if the content may change, such as that of a branch's archive. The file is then downloaded again."""
+    hub: bool = True
+    """True if the server is the Hub or a mirror of it, which gets the token."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +101,21 @@ class SetSource:
             if self.mirror:
                 parts = urllib.parse.urlsplit(url)
                 url = url.replace(f"{parts.scheme}://{parts.netloc}", self.mirror.rstrip("/"), 1)
-            return self.version, [Remote(url, f"{self.name}.tar.gz")]
+            return self.version, [Remote(url, f"{self.name}.tar.gz", fixed=_is_commit(self.version), hub=False)]
         hub, repo = (self.mirror or os.environ.get("HF_ENDPOINT") or HUB).rstrip("/"), self.task_set.hub
         version = urllib.parse.quote(self.version, safe="")
-        info = self._json(f"{hub}/api/datasets/{repo}/revision/{version}")
+        info, _ = self._json(f"{hub}/api/datasets/{repo}/revision/{version}")
         revision = str(info.get("sha") or self.version) if isinstance(info, dict) else self.version
         quoted = urllib.parse.quote(revision, safe="")
-        tree = self._json(f"{hub}/api/datasets/{repo}/tree/{quoted}?recursive=true")
-        entries = [entry for entry in tree if isinstance(entry, dict)] if isinstance(tree, list) else []
         found = []
-        for entry in entries:
-            path = str(entry.get("path") or "")
-            if entry.get("type") != "file" or not any(fnmatch.fnmatchcase(path, each) for each in self.task_set.files):
+        for entry in self._entries(f"{hub}/api/datasets/{repo}/tree/{quoted}?recursive=true"):
+            path = entry.path
+            if entry.type != "file" or not any(fnmatch.fnmatchcase(path, each) for each in self.task_set.files):
                 continue
-            if path.startswith("/") or ".." in path.split("/"):
+            if path.startswith("/") or ".." in path.split("/") or not path.isprintable():
                 raise SiteError(f"{self.name}: {hub} lists {path!r}, which is not a file of the set")
-            large = entry.get("lfs") or {}
             url = f"{hub}/datasets/{repo}/resolve/{quoted}/{urllib.parse.quote(path)}"
-            found.append(Remote(url, path, entry.get("size"), str(large.get("oid") or "")))
+            found.append(Remote(url, path, entry.size, entry.lfs.oid if entry.lfs else "", _is_commit(revision)))
         if not found:
             wanted = ", ".join(self.task_set.files)
             raise ConfigError(
@@ -103,10 +124,28 @@ class SetSource:
             )
         return revision, sorted(found, key=lambda remote: remote.path)
 
-    def _json(self, url: str) -> Any:
+    def _entries(self, url: str) -> list[_Entry]:
+        """Returns all entries of a list that has several pages."""
+        entries: list[_Entry] = []
+        pages = [url]
+        while len(pages) <= MAX_PAGES:
+            page, link = self._json(pages[-1])
+            try:
+                entries += msgspec.convert(page, list[_Entry])
+            except msgspec.ValidationError as error:
+                raise self.explain(pages[-1], ValueError(f"not a list of files ({error})")) from None
+            following = _NEXT_PAGE.search(link)
+            if following is None:
+                return entries
+            # The query only, so that a mirror is asked and the token stays with it.
+            pages.append(f"{url.partition('?')[0]}?{urllib.parse.urlsplit(following[1]).query}")
+        raise self.explain(url, ValueError(f"the list of files has more than {MAX_PAGES} pages"))
+
+    def _json(self, url: str) -> tuple[Any, str]:
+        """Returns an answer of the Hub and its header ``Link``."""
         try:
-            with closing(_open(url, {})) as response:
-                return json.loads(response.read(MAX_ANSWER_BYTES))
+            with closing(_open(url, {}, hub=True)) as response:
+                return parse_json(response.read(MAX_ANSWER_BYTES)), response.headers.get("Link", "")
         except (_Refused, OSError, http.client.HTTPException, ValueError) as error:
             raise self.explain(url, error) from None
 
@@ -127,10 +166,14 @@ class SetSource:
         return SiteError(f"{what}: {url}: {reason}; repeat the command, or carry the files and use --from DIR")
 
 
-def _open(url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+def _is_commit(revision: str) -> bool:
+    return re.fullmatch("[0-9a-f]{40}", revision) is not None
+
+
+def _open(url: str, headers: dict[str, str], *, hub: bool) -> http.client.HTTPResponse:
     request = urllib.request.Request(url, headers={"Accept-Encoding": "identity", **headers})
     token = os.environ.get("HF_TOKEN")
-    if token and urllib.parse.urlsplit(url).path.startswith(("/api/datasets/", "/datasets/")):
+    if token and hub:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
@@ -143,35 +186,52 @@ def _open(url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
 def fetch(source: SetSource, remote: Remote, directory: Path, say: Callable[[str], None]) -> tuple[Path, str]:
     """Downloads a file into ``directory``, unless it is there. Returns its path and SHA-256.
 
-    What arrived before an interruption is kept next to the file, and the next call continues with it.
+    What arrived before an interruption is kept next to the file, and the next call continues with it. Of several calls
+    at once, one downloads, if the file system supports locks.
 
     Raises:
         ConfigError: The server refuses the file.
-        SiteError: The download breaks off again and again, or the file has another checksum.
+        SiteError: The download breaks off again and again, or the file has another size or checksum.
     """
     target = directory / remote.path
-    if target.is_file() and remote.sha256 in ("", digest := digest_of(target)):
-        return target, digest
     target.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as lock:
+        with suppress(OSError):
+            lock.enter_context(locked(target.with_name(f".{target.name}.lock")))
+        if target.is_file() and remote.fixed and remote.sha256 in ("", digest := digest_of(target)):
+            return target, digest
+        say(f"downloading {remote.path}" + (f" ({remote.size:,} bytes)" if remote.size else ""))
+        return target, _download(source, remote, target)
+
+
+def _download(source: SetSource, remote: Remote, target: Path) -> str:
     part = target.with_name(f".{target.name}.part")
-    say(f"downloading {remote.path}" + (f" ({remote.size:,} bytes)" if remote.size else ""))
-    tries = 0
+    if not remote.fixed:
+        part.unlink(missing_ok=True)
+    tries = most = 0
     while True:
         before = part.stat().st_size if part.exists() else 0
         try:
             complete = _continue(remote, part, before)
         except _Refused as error:
-            if error.status < 500 and error.status != 429:
+            if error.status == 416 and before:  # the part is complete, but of unknown size, or it is of another file
+                part.unlink()
+            elif error.status < 500 and error.status != 429:
                 raise source.explain(remote.url, error) from None
             failure: Exception = error
+        except ValueError as error:
+            raise source.explain(remote.url, error) from None
         except (OSError, http.client.HTTPException) as error:
             failure = error
         else:
             if complete:
                 break
             failure = OSError("the connection ended early")
-        progress = part.exists() and part.stat().st_size > before
-        tries = 0 if progress else tries + 1
+            if remote.size is not None and part.stat().st_size > remote.size:
+                failure = OSError(f"expected a file of {remote.size:,} bytes, but the server sends more")
+        size = part.stat().st_size if part.exists() else 0
+        tries = 0 if size > max(before, most) else tries + 1
+        most = max(most, size)
         if tries >= MAX_TRIES:
             raise source.explain(remote.url, failure) from None
         time.sleep(FIRST_PAUSE_S * 2**tries)
@@ -184,21 +244,24 @@ def fetch(source: SetSource, remote: Remote, directory: Path, say: Callable[[str
         )
     fsync(part)
     os.replace(part, target)
-    return target, digest
+    return digest
 
 
 def _continue(remote: Remote, part: Path, start: int) -> bool:
     """Downloads the rest of a file. Returns whether it is complete."""
-    if remote.size is not None and start >= remote.size:
+    if start and start == remote.size:
+        return True
+    if remote.size is not None and start > remote.size:
         start = 0
-    with closing(_open(remote.url, {"Range": f"bytes={start}-"} if start else {})) as response:
+    headers = {"Range": f"bytes={start}-"} if start else {}
+    with closing(_open(remote.url, headers, hub=remote.hub)) as response:
         continues = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
         length = response.headers.get("Content-Length")
         expected = (start if continues else 0) + int(length) if length and length.isdigit() else None
+        size = start if continues else 0
         with part.open("ab" if continues else "wb") as file:
-            while chunk := response.read(CHUNK):
-                file.write(chunk)
-    size = part.stat().st_size
+            while (remote.size is None or size <= remote.size) and (chunk := response.read(CHUNK)):
+                size += file.write(chunk)
     return size == (remote.size if remote.size is not None else expected if expected is not None else size)
 
 

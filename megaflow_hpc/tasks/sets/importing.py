@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import glob
+import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.host.locks import lock_descriptor
 from megaflow_hpc.tasks.formats import refuse_into
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.releases.sdists import cache_directory
@@ -35,8 +40,8 @@ class ImportedSet:
 
     @property
     def pattern(self) -> str:
-        """SetSource of the tasks for a campaign file."""
-        return str(self.path if self.path.is_file() else self.path / "*")
+        """Source of the tasks for a campaign file."""
+        return str(self.path) if self.path.is_file() else f"{glob.escape(str(self.path))}/*"
 
 
 def import_set(
@@ -69,37 +74,68 @@ def import_set(
             f"{base}: its licence ({task_set.licence}) must be accepted; read it at {task_set.page}, then add "
             "--accept-licence"
         )
+    target = output / (f"{base}.jsonl" if task_set.format == "swebench" else base)
+    record = output / f"{base}.source.json"
+    if os.path.lexists(target) and not record.exists():
+        raise ConfigError(f"{target}: exists, and tasks import did not write it; delete it, or name another directory")
     output.mkdir(parents=True, exist_ok=True)
     revision, files = version or task_set.revision, list[tuple[Path, str]]()
     if origin is not None:
         paths, root = _local(base, task_set, origin), origin
+        if paths[0].is_dir() and output.resolve().is_relative_to(paths[0].resolve()):
+            raise ConfigError(f"--output {output}: is in {paths[0]}, from which is read; name a directory outside")
         files = [(path, digest_of(path) if path.is_file() else "") for path in paths]
     else:
         source = SetSource(base, task_set, revision, mirror)
         revision, remotes = source.files()
-        root = cache_directory().with_name("sets") / base / revision.replace("/", "_")
+        root = cache_directory().with_name("sets") / base / re.sub(r"[^A-Za-z0-9_-]", "_", revision)
         files = [fetch(source, remote, root, say) for remote in remotes]
     read = [{"path": str(path.relative_to(root)), "sha256": digest} for path, digest in files]
     with tempfile.TemporaryDirectory(prefix=".import-", dir=output) as scratch:
+        made, earlier = Path(scratch, target.name), Path(scratch, "earlier")
         if task_set.format == "swebench":
-            imported = _instances(base, task_set, [path for path, _ in files], output, Path(scratch), change)
+            rows, left_out = _instances(base, task_set, [path for path, _ in files], made, change)
         else:
-            imported = _directories(base, task_set, files[0][0], output, Path(scratch))
-    imported.revision, imported.files = revision, read
-    write_json(
-        output / f"{base}.source.json",
-        {
-            "name": base,
-            "revision": revision,
-            "from": str(origin) if origin else task_set.page,
-            "licence": task_set.licence,
-            "files": read,
-            "tasks": len(imported.rows),
-            "left_out": imported.left_out,
-        },
-        mode=0o644,
-    )
+            rows, left_out = _directories(task_set, files[0][0], made)
+        imported = ImportedSet(
+            target,
+            revision,
+            read,
+            [{**row, "path": str(target / Path(row["path"]).relative_to(made))} for row in rows],
+            [line.replace(str(made), str(target)) for line in left_out],
+        )
+        with _alone(output):
+            # The record first: it permits a repeated call to replace what this one wrote.
+            write_json(
+                record,
+                {
+                    "name": base,
+                    "revision": revision,
+                    "from": str(origin) if origin else task_set.page,
+                    "licence": task_set.licence,
+                    "files": read,
+                    "tasks": len(rows),
+                    "left_out": imported.left_out,
+                },
+                mode=0o644,
+            )
+            if made.is_dir() and target.exists():
+                target.rename(earlier)
+            made.rename(target)
     return imported
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Holds a directory's lock, so that imports at the same time replace their results one after the other. Holds no
+    lock if the file system does not support locks."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            lock_descriptor(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _local(name: str, task_set: TaskSet, origin: Path) -> list[Path]:
@@ -120,11 +156,10 @@ def _instances(
     name: str,
     task_set: TaskSet,
     files: list[Path],
-    output: Path,
-    scratch: Path,
+    target: Path,
     change: Callable[[Instance], Instance] | None,
-) -> ImportedSet:
-    lines = scratch / f"{name}.jsonl"
+) -> tuple[list[dict[str, Any]], list[str]]:
+    lines = target.with_name("lines.jsonl")
     to_lines(files, lines)
 
     def complete(instance: Instance) -> Instance:
@@ -132,26 +167,21 @@ def _instances(
         completed = instance.fill_in(task_set.image if unnamed else "", runner=task_set.runner)
         return change(completed) if change else completed
 
-    target = output / lines.name
     imported = import_file(lines, target, complete)
-    left_out = [line.replace(f"{lines}:", f"{name}:", 1) for line in imported.left_out]
-    return ImportedSet(target, "", [], imported.rows, left_out)
+    return imported.rows, [line.replace(f"{lines}:", f"{name}:", 1) for line in imported.left_out]
 
 
-def _directories(name: str, task_set: TaskSet, file: Path, output: Path, scratch: Path) -> ImportedSet:
-    source, made, target = file, scratch / "made", output / name
-    left_out: list[str] = []
-    made.mkdir()
+def _directories(task_set: TaskSet, file: Path, target: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    source, left_out = file, list[str]()
+    target.mkdir()
     if task_set.archive:
-        source = scratch / "unpacked"
+        source = target.with_name("unpacked")
         if file.is_dir():
             shutil.copytree(file, source, symlinks=True)
         else:
             source = unpack(file, source)
-    DIRECTORIES[task_set.format](source, made, refuse_into(left_out))
-    tasks = load_tasks([f"{made}/*"], "/", left_out=left_out)
-    if target.exists():
-        target.rename(scratch / "earlier")
-    made.rename(target)
-    rows = [{"id": task.id, "image": task.image, "path": str(target / task.id)} for task in tasks]
-    return ImportedSet(target, "", [], rows, [line.replace(str(made), str(target)) for line in left_out])
+    DIRECTORIES[task_set.format](source, target, refuse_into(left_out))
+    if not any(target.iterdir()):
+        raise Mistakes(left_out or [f"{file}: has no {task_set.format} task; name another version or directory"])
+    tasks = load_tasks([f"{glob.escape(str(target))}/*"], "/", left_out=left_out)
+    return [{"id": task.id, "image": task.image, "path": task.path} for task in tasks], left_out

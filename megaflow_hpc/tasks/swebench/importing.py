@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaflow_hpc.errors import Mistakes
+from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.host.atomic import new_file
 from megaflow_hpc.tasks.formats import refuse_into
 from megaflow_hpc.tasks.swebench.instances import Instance, Line, read_instances
@@ -37,6 +37,8 @@ def import_file(source: Path, target: Path | None, change: Callable[[Instance], 
     Raises:
         ConfigError: The file cannot be read, or it has no instance that can be tested.
     """
+    if target is not None and target.exists() and source.exists() and target.samefile(source):
+        raise ConfigError(f"{target}: is the file to read; name another directory")
     imported = ImportedFile()
     refused: list[str] = []
     tasks: list[Task] = []
