@@ -505,7 +505,7 @@ class ModelGateway:
             return await asyncio.shield(attempt)
         except asyncio.CancelledError:
             if not rollout.suspended:
-                rollout.waiting.discard(asyncio.current_task())  # type: ignore[arg-type]
+                rollout.waiting.discard(asyncio.current_task())
                 await asyncio.wait({attempt})
             raise
 
