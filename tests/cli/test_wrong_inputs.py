@@ -110,7 +110,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     ),
     "an id that no task has": (
         GOOD.replace("tasks/*", "{path: tasks/*, include: [nosuch]}"),
-        "c.yaml:2: tasks: tasks/*: 2 tasks, but include ['nosuch'] and exclude [] leave none; an example of an id is",
+        "c.yaml:2: tasks: tasks/*: include ['nosuch'] and exclude [] leave no valid task; an example of an id is",
     ),
     "two agents alike": (
         GOOD.replace("[oracle, nop]", "[nop, nop]"),
@@ -252,7 +252,7 @@ WORDS = {
     "status dir": f"dir: {NO_RUN}",
     "resume file": A_FILE,
     "resume {run} --limit gpu_hours=abc": "gpu_hours=abc: expected hours above 0, as gpu_hours=100, or",
-    "resume {run} --limit gpus=3": "--limit: gpus=3: expected core_hours, gpu_hours or wall, as wall=24",
+    "resume {run} --limit gpus=3": "--limit: gpus=3: expected core_hours, gpu_hours, wall or usd, as wall=24",
     "scale {run}": "scale: no number: give --pods N or --servers N",
     "scale {run} --pods -3": "--pods: -3: give a whole number of at least 0",
     "watch {run} --every 0": "--every: 0: give a number above 0",

@@ -78,8 +78,10 @@ DEEP = "[" * 100_000 + "]" * 100_000
 def test_deep_and_wide_json_is_an_error_with_its_line(tmp_path, text, capsys):
     path = tmp_path / "lines.jsonl"
     path.write_text(json.dumps(GOOD) + "\n" + text + "\n")
-    assert main(["tasks", "import", str(path)]) == 2
+    assert main(["tasks", "import", str(path), "--strict"]) == 2
     assert f"{path}:2: " in capsys.readouterr().err
+    assert main(["tasks", "import", str(path)]) == 0
+    assert f"left out: {path}:2: " in capsys.readouterr().err
 
 
 JSON = st.recursive(

@@ -20,7 +20,7 @@ from typing import Protocol
 from megaflow_hpc.environments.images import apptainer_client
 from megaflow_hpc.environments.images.build_progress import BuildProgress, make_all
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfile, Dockerfiles, context_digest
-from megaflow_hpc.environments.images.layered import LayeredImage, is_layered
+from megaflow_hpc.environments.images.layered import LayeredImage, is_layered, read_layered
 from megaflow_hpc.environments.images.pull import pull
 from megaflow_hpc.environments.images.sif import system_partition
 from megaflow_hpc.environments.images.sources import (
@@ -316,7 +316,10 @@ class Images:
             )
         if path.suffix != ".def":
             try:
-                system_partition(path)
+                if is_layered(path):
+                    read_layered(path)
+                else:
+                    system_partition(path)
             except SandboxError as error:
                 raise ConfigError(f"{where}: {prefix}{error}") from None
             return path
