@@ -27,11 +27,12 @@ flock 8
 
 python=$(bash "$SOURCES/launchers/python.sh" 3.12)
 # What is installed decides: other changes to pyproject.toml are no reason to do it again.
-key=$({ sed -n '/^dependencies/,/^]/p' "$SOURCES/pyproject.toml"; cat "$0"; echo "$python"; } | hash_of)
+key=$({ sed -n '/^dependencies/,/^]/p' "$SOURCES/pyproject.toml"; cat "$0"; "$python" -c 'import sys; print(sys.base_prefix, sys.version)'; } | hash_of)
 if ! done_before "$VENV_DIR/.complete" "$key" || [[ ! -x $VENV_DIR/bin/harbor ]]; then
   [[ ! -e $VENV_DIR || -e $VENV_DIR/.megaflow ]] || die "$VENV_DIR is not an environment of ours: move it away"
   say "installing Harbor $HARBOR into $VENV_DIR ($("$python" --version))"
-  rm -rf "${VENV_DIR:?}"
+  # Keep the mark, so a killed installation leaves a directory that is known to be ours.
+  [[ ! -e $VENV_DIR ]] || find "${VENV_DIR:?}" -mindepth 1 -maxdepth 1 ! -name .megaflow -exec rm -rf {} +
   mkdir -p "$VENV_DIR"
   touch "$VENV_DIR/.megaflow"
   "$python" -m venv --without-pip "$VENV_DIR"

@@ -125,7 +125,7 @@ def test_servers_beyond_all_bounds_are_refused_in_little_memory(make_campaign: M
 def test_millions_of_rollouts_are_counted_in_little_memory(make_campaign: Make) -> None:
     campaign = make_campaign(1, "samples: 4_000_000\nslurm: {pods: {count: 3}}\n")
     done = in_one_gigabyte("check", campaign, "--no-site")
-    assert "1 tasks, 8000000 rollouts" in done.stdout
+    assert "1 task, 8000000 rollouts" in done.stdout
     assert in_one_gigabyte("check", campaign, "--no-site", "--max-rollouts", "5000").returncode == 2
     done = in_one_gigabyte("run", campaign, "--launcher", "local", "--dry-run", "--rollout-seconds", "1")
     assert "8000000 rollouts of 1 task in " in done.stderr, done.stderr
@@ -253,7 +253,7 @@ def test_a_task_that_cannot_be_read_is_left_out_and_counted_and_strict_refuses_i
     name = sorted(path.name for path in (tmp_path / "tasks").iterdir())[1]
     (tmp_path / "tasks" / name / "task.toml").write_text("schema_version = 7\n")
     done = cli("check", campaign, "--no-site")
-    assert (done.returncode, done.stdout.rpartition(": ")[2]) == (0, "2 tasks, 2 rollouts; 1 tasks left out\n")
+    assert (done.returncode, done.stdout.rpartition(": ")[2]) == (0, "2 tasks, 2 rollouts; 1 task left out\n")
     assert f"{name}/task.toml:1: schema_version = 7" in done.stderr
     found = json.loads(cli("check", campaign, "--no-site", "--json").stdout)
     assert [f"{name}/task.toml:1" in line for line in found["left_out"]] == [True]

@@ -142,7 +142,7 @@ def test_scale_without_slurm_is_refused(planned: Run, capsys: Capture) -> None:
 
 def test_limits_are_named_and_positive(planned: Run, capsys: Capture) -> None:
     for limit, said in (
-        ("days=1", "expected core_hours, gpu_hours or wall, as wall=24"),
+        ("days=1", "expected core_hours, gpu_hours, wall or usd, as wall=24"),
         ("wall=-1", "expected hours above 0, as wall=100, or wall=none"),
         ("wall", "expected hours above 0, as wall=100, or wall=none"),
         ("gpu_hours=abc", "expected hours above 0, as gpu_hours=100, or gpu_hours=none"),
