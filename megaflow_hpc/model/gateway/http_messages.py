@@ -109,7 +109,7 @@ async def send_stream(
         return response
     finally:
         work.cancel()
-        await asyncio.gather(work, return_exceptions=True)  # a call with a price goes on, and its quota must stay taken
+        await asyncio.gather(work, return_exceptions=True)  # a call with a price continues and keeps its quota
 
 
 def _encode(name: str, data: Any) -> bytes:

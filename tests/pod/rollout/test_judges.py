@@ -326,7 +326,7 @@ def test_a_judge_that_wants_payment_gives_no_verdict_to_tests() -> None:
                     assert await say(judge.endpoint, "second") == "402"
                     assert await say(judge.endpoint, "grader") == "yes"
 
-            with pytest.raises(ModelServiceError, match="second.*HTTP 402"):
+            with pytest.raises(ModelServiceError, match=r"second.*HTTP 402"):
                 await ask()
         await runner.cleanup()
 
