@@ -229,7 +229,8 @@ def test_equal_differences_are_equal_whatever_their_last_bits_are() -> None:
     ]
     (found,) = compare(runs)
     assert (found.low, found.high) == pytest.approx(paired_interval([0.1] * 3))
-    assert found.high is not None and found.high > 0.5, "three equal differences say little"
+    assert found.high is not None
+    assert found.high > 0.5, "three equal differences say little"
 
 
 def test_the_sign_flip_test_is_exact_for_few_tasks_and_close_for_many() -> None:
