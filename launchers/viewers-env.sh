@@ -20,34 +20,24 @@ PACKAGES=(inspect-ai==0.3.285 inspect-evals==0.26.0 verifiers==0.4.0 wandb==0.31
   tensorboard==2.21.0 pytest==9.* pytest-asyncio==1.*)
 [[ $(id -u) != 0 ]] || die "run launchers/viewers-env.sh as an ordinary user"
 SOURCES=$(cd "$(dirname "$0")/.." && pwd -P)
-export MEGAFLOW_HOME=${MEGAFLOW_HOME:-$HOME/.megaflow-hpc}
-LOGS=${LOGS:-$MEGAFLOW_HOME/logs}
-VENV_DIR=$MEGAFLOW_HOME/viewers
+settings "${MEGAFLOW_CLONE:-$SOURCES}" "$HOME"
+user_path
+directory=$MEGAFLOW_HOME/viewers
 mkdir -p "$LOGS" "$MEGAFLOW_HOME"
 exec 8>"$MEGAFLOW_HOME/viewers.lock"
 flock 8
 
-python=$(bash "$SOURCES/launchers/python.sh" 3.11)
 # What is installed decides: other changes to pyproject.toml are no reason to do it again.
-key=$({ sed -n '/^dependencies/,/^]/p' "$SOURCES/pyproject.toml"; cat "$0"; "$python" -c 'import sys; print(sys.base_prefix, sys.version)'; } | hash_of)
-if ! done_before "$VENV_DIR/.complete" "$key" || [[ ! -x $VENV_DIR/bin/inspect ]]; then
-  [[ ! -e $VENV_DIR || -e $VENV_DIR/.megaflow ]] || die "$VENV_DIR is not an environment of ours: move it away"
-  say "installing Inspect, verifiers and experiment trackers into $VENV_DIR ($("$python" --version); some minutes)"
-  # Keep the mark, so a killed installation leaves a directory that is known to be ours.
-  [[ ! -e $VENV_DIR ]] || find "${VENV_DIR:?}" -mindepth 1 -maxdepth 1 ! -name .megaflow -exec rm -rf {} +
-  mkdir -p "$VENV_DIR"
-  touch "$VENV_DIR/.megaflow"
-  "$python" -m venv --without-pip "$VENV_DIR"
-  # Debian splits ensurepip off: pip from the package of wheels beside that interpreter, or the interpreter's own.
-  wheel=$(find "$(dirname "$(dirname "$python")")/share/python-wheels" -name 'pip-*.whl' 2>/dev/null | sed -n 1p || true)
-  if [[ -n $wheel ]]; then pip=("$VENV_DIR/bin/python" "$wheel/pip"); else pip=("$python" -m pip --python "$VENV_DIR/bin/python"); fi
-  pip+=(--disable-pip-version-check)
-  mapfile -t needed < <("$VENV_DIR/bin/python" -c '
+key=$({ sed -n '/^dependencies/,/^]/p' "$SOURCES/pyproject.toml"; cat "$0"; } | hash_of)
+if ! done_before "$directory/.complete" "$key" || [[ ! -x $directory/bin/inspect ]]; then
+  make_venv "$directory"
+  say "installing Inspect, verifiers and experiment trackers into $directory (some minutes)"
+  mapfile -t needed < <("$directory/bin/python" -c '
 import sys, tomllib
 print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"], sep="\n")' "$SOURCES/pyproject.toml")
-  quietly "$LOGS/viewers.log" "${pip[@]}" install --no-compile "${PACKAGES[@]}" "${needed[@]}"
-  "$VENV_DIR/bin/python" -c 'import inspect_ai, inspect_evals, verifiers, wandb, mlflow, trackio, tensorboard' ||
+  quietly "$LOGS/viewers.log" "$directory/bin/python" -m pip --disable-pip-version-check install --no-compile "${PACKAGES[@]}" "${needed[@]}"
+  "$directory/bin/python" -c 'import inspect_ai, inspect_evals, verifiers, wandb, mlflow, trackio, tensorboard' ||
     die "what was installed cannot be imported: see $LOGS/viewers.log"
-  mark_done "$VENV_DIR/.complete" "$key"
+  mark_done "$directory/.complete" "$key"
 fi
-echo "$VENV_DIR/bin/python"
+echo "$directory/bin/python"
