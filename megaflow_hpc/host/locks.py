@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.005, 0.1
@@ -73,6 +73,15 @@ def locked(path: Path, *, shared: bool = False, timeout_s: float = math.inf) -> 
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def locked_if_supported(path: Path) -> Iterator[None]:
+    """Holds a file's lock for the duration of the block. Holds no lock if the file system does not support locks."""
+    with ExitStack() as lock:
+        with suppress(OSError):
+            lock.enter_context(locked(path))
+        yield
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

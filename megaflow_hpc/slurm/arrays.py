@@ -27,7 +27,7 @@ import msgspec
 from megaflow_hpc.config import CampaignConfig
 from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
-from megaflow_hpc.host.locks import locked
+from megaflow_hpc.host.locks import locked_if_supported
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JobRecord, ServerGroup, read_jobs
@@ -246,9 +246,7 @@ class Arrays:
     def alone(self) -> Iterator[None]:
         """Holds the run's job lock, so that only one process changes the number of jobs. Holds no lock if the file
         system does not support locks."""
-        with contextlib.ExitStack() as lock:
-            with contextlib.suppress(OSError):
-                lock.enter_context(locked(self.run.ledger / "jobs.lock"))
+        with locked_if_supported(self.run.ledger / "jobs.lock"):
             yield
 
 

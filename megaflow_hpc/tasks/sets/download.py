@@ -16,7 +16,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import msgspec
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import fsync
-from megaflow_hpc.host.locks import locked
+from megaflow_hpc.host.locks import locked_if_supported
 from megaflow_hpc.tasks.sets.registry import TaskSet
 from megaflow_hpc.texts import parse_json
 
@@ -195,9 +195,7 @@ def fetch(source: SetSource, remote: Remote, directory: Path, say: Callable[[str
     """
     target = directory / remote.path
     target.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as lock:
-        with suppress(OSError):
-            lock.enter_context(locked(target.with_name(f".{target.name}.lock")))
+    with locked_if_supported(target.with_name(f".{target.name}.lock")):
         if target.is_file() and remote.fixed and remote.sha256 in ("", digest := digest_of(target)):
             return target, digest
         say(f"downloading {remote.path}" + (f" ({remote.size:,} bytes)" if remote.size else ""))
