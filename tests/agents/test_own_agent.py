@@ -114,7 +114,7 @@ def test_new_agents_solve_a_new_task_as_they_were_when_it_was_planned(
 BROKEN = {
     "lost": (None, "No module named 'lost'.*; put lost.py next to the campaign file, or its directory on PYTHONPATH"),
     "lacking": ("import no_such_module\n", r"No module named 'no_such_module'.* at .*lacking\.py:1$"),
-    "other": ("class Other: pass\n", r"/other\.py has no MyAgent$"),
+    "other": ("class Other: pass\n", r"/other\.py has no MyAgent; name a class of that file$"),
     "syntax": ("def broken(:\n", "SyntaxError"),
     "script": ("import sys\nsys.exit(3)\n", r"SystemExit\(3\)"),
     "plain": ("class MyAgent:\n    def run(self): pass\n", "has no 'async def run"),

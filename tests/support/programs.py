@@ -56,9 +56,14 @@ def repair(agent: str) -> list[dict[str, Any]]:
 
 
 def scaffold_answers(agents: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return a script whose answers depend on the tools that the agent's program offers."""
+    """Return a script whose answers depend on the tools that the agent's program offers.
+
+    Pi's tools have the same names as OpenCode's, so its answers are found by its own system prompt, before the others.
+    """
     commands = [f"sed -i 's/{OLD}/{NEW}/' /calc.py", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
-    programs = [{"when": "calc.add() must add", "answers": answers} for answers in agents.values()]
+    programs = [{"when": "calc.add() must add", "answers": answers} for name, answers in agents.items() if name != "pi"]
+    if "pi" in agents:
+        programs.insert(0, {"pattern": r"pi-coding-agent.*calc\.add\(\) must add", "answers": agents["pi"]})
     return {"tasks": programs, "default": [block(command) for command in commands]}
 
 
