@@ -304,7 +304,9 @@ class Screen:
         words = ["screen", "start", *(["--size", size] if size else []), *(["--url", url] if url else [])]
         done = await self._sandbox.exec(words, timeout_s=START_TIMEOUT_S)
         if done.exit_code in (126, 127):
-            raise ConfigError("agent computer-use: the image has no program screen; use one made from the desktop image")
+            raise ConfigError(
+                "agent computer-use: the image has no program screen; use one made from the desktop image"
+            )
         if answer := _failure(done):
             raise SandboxError(f"the display does not start: {answer}")
 
