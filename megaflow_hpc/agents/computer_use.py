@@ -34,7 +34,8 @@ from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, 
 
 PICTURE = "/tmp/megaflow-screen.png"
 """Path of a screenshot in the sandbox."""
-START_TIMEOUT_S, ACTION_TIMEOUT_S = 120.0, 60.0
+START_TIMEOUT_S, ACTION_TIMEOUT_S = 180.0, 120.0
+"""Time limits in seconds. An action may wait for a minute."""
 MAX_ACTION_CHARACTERS = 100_000
 """Maximum length of an action. Linux limits one argument of a program to 128 KiB."""
 MAX_CALLS = 16
@@ -47,6 +48,9 @@ _PNG = struct.Struct(">8sI4sII")
 _SIZE = re.compile(r"[1-9]\d{1,4}x[1-9]\d{1,4}")
 OBSERVATIONS = ("screenshot", "tree", "both")
 ENDS = ("done", "fail")
+SCREEN_OPTIONS = ("size", "url", "run")
+"""Keys of the task's ``metadata.screen``, which are passed to ``screen start``: the size of the screen, the file or
+address that the browser opens, and a shell command that runs on the desktop."""
 PROMPT = """\
 You work on the desktop of a Linux computer to carry out the user's task. {see}
 {act}
@@ -72,7 +76,7 @@ class ComputerUseAgent:
         max_turns: Maximum number of model calls before the rollout is truncated. ``None`` means no limit.
         observe: ``screenshot``, ``tree`` (for models without images) or ``both``.
         history: Maximum number of observations in a prompt. 0 means no limit.
-        size: Size of the screen as ``WIDTHxHEIGHT``. Default: the task's ``metadata.screen.size``, else the program's.
+        size: Size of the screen as ``WIDTHxHEIGHT``. Default: the task's (:data:`SCREEN_OPTIONS`), else the program's.
         scale: Size of screenshots as ``WIDTHxHEIGHT``, in whose pixels coordinates are. Default: the screen's.
         tools: If false, offers no tool, and reads an action from the answer's text.
         model: Options for every model call: ``temperature``, ``max_tokens``, …
@@ -115,7 +119,7 @@ class ComputerUseAgent:
         settings = task.metadata.get("screen")
         given: Mapping[str, Any] = settings if isinstance(settings, Mapping) else {}
         screen = Screen(sandbox, self.scale, pictures=self.observe != "tree", trees=self.observe != "screenshot")
-        await screen.start(self.size or str(given.get("size") or ""), str(given.get("url") or ""))
+        await screen.start({**given, **({"size": self.size} if self.size else {})})
         chat = Conversation(self._system(), task.instruction, self.history)
         chat.show(await screen.look())
         options = {**self.model_options, "tools": [TOOL]} if self.tools else self.model_options
@@ -293,20 +297,23 @@ class Screen:
         self._scale = ["--scale", scale] if scale else []
         self._fresh = False
         """True if the screenshot in the sandbox was taken after the last action."""
+        self._why = ""
+        """Why the last look at the screen failed."""
 
-    async def start(self, size: str, url: str) -> None:
+    async def start(self, options: Mapping[str, Any]) -> None:
         """Starts the display, unless it runs.
+
+        Args:
+            options: Values of :data:`SCREEN_OPTIONS`. Others are left out.
 
         Raises:
             ConfigError: The image has no program ``screen``.
             SandboxError: The display does not start.
         """
-        words = ["screen", "start", *(["--size", size] if size else []), *(["--url", url] if url else [])]
-        done = await self._sandbox.exec(words, timeout_s=START_TIMEOUT_S)
+        words = [f"--{name}={options[name]}" for name in SCREEN_OPTIONS if options.get(name)]
+        done = await self._sandbox.exec(["screen", "start", *words], timeout_s=START_TIMEOUT_S)
         if done.exit_code in (126, 127):
-            raise ConfigError(
-                "agent computer-use: the image has no program screen; use one made from the desktop image"
-            )
+            raise ConfigError("agent computer-use: the image has no program screen; use one of the desktop image")
         if answer := _failure(done):
             raise SandboxError(f"the display does not start: {answer}")
 
@@ -329,38 +336,43 @@ class Screen:
         if self._pictures:
             picture = await self._picture() or await self._picture()
             if picture is None:
-                raise LostError("the display of the sandbox is lost: it gives no screenshot that is a PNG")
+                raise LostError(f"the display of the sandbox is lost: {self._why}")
             url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
             parts.append({"type": "image_url", "image_url": {"url": url}})
         if self._trees:
             tree = await self._tree() or await self._tree()
             if tree is None:
-                raise LostError("the display of the sandbox is lost: it gives no accessibility tree")
+                raise LostError(f"the display of the sandbox is lost: {self._why}")
             parts.append({"type": "text", "text": tree})
         return parts
 
     async def _picture(self) -> bytes | None:
         if not self._fresh:
             words = ["screen", "do", '{"action": "screenshot"}', "--screenshot", PICTURE, *self._scale]
-            if _failure(await self._sandbox.exec(words, timeout_s=ACTION_TIMEOUT_S)):
+            self._why = _failure(await self._sandbox.exec(words, timeout_s=ACTION_TIMEOUT_S))
+            if self._why:
                 return None
         self._fresh = False
         with tempfile.TemporaryDirectory(prefix="megaflow-") as folder:
-            try:
-                await self._sandbox.download(PICTURE, f"{folder}/screen.png")
-            except SetupError:
-                return None
             path = Path(folder, "screen.png")
-            if not path.is_file() or path.is_symlink() or path.stat().st_size > MAX_PICTURE_BYTES:
+            try:
+                await self._sandbox.download(PICTURE, str(path))
+            except SetupError as error:
+                self._why = str(error)
                 return None
-            data = path.read_bytes()
-        return data if _is_png(data) else None
+            if path.is_file() and not path.is_symlink() and path.stat().st_size <= MAX_PICTURE_BYTES:
+                data = path.read_bytes()
+                if _is_png(data):
+                    return data
+        self._why = f"its screenshot is not a PNG of at most {MAX_PICTURE_PIXELS} pixels"
+        return None
 
     async def _tree(self) -> str | None:
         done = await self._sandbox.exec(["screen", "tree", *self._scale], timeout_s=ACTION_TIMEOUT_S)
-        text = done.stdout_bytes.decode("utf-8", "replace").strip()
-        if done.exit_code or not text:
+        if done.exit_code:
+            self._why = _failure(done)
             return None
+        text = done.stdout_bytes.decode("utf-8", "replace").strip() or "(nothing)"
         return text if len(text) <= MAX_TREE_CHARACTERS else text[:MAX_TREE_CHARACTERS] + "\n… (cut)"
 
 

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from aiohttp import web
 
+from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.computer_use import LEFT, requests_of
 from megaflow_hpc.errors import ConfigError, LostError, UserCodeError
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import AgentResult, Task
+from tests.support.campaigns import run_local
 from tests.support.local_sandbox import LocalSandbox
 from tests.support.screen_program import program
 from tests.support.serving import Engines, endpoint, listening
@@ -69,7 +72,7 @@ def test_it_clicks_sees_the_change_and_ends(engines: Engines, sandbox: LocalSand
     result, recording = asyncio.run(roll(engines, sandbox, {"screen": {"url": "file:///page.html", "size": "640x480"}}))
     assert (result.status, result.exit_code, result.error) == ("completed", 0, "")
     assert state(sandbox)["clicked"]
-    assert state(sandbox)["started"] == ["--size", "640x480", "--url", "file:///page.html"]
+    assert state(sandbox)["started"] == ["--size=640x480", "--url=file:///page.html"]
     assert [m["role"] for m in recording.messages] == ["system", "user", "assistant", "tool", "user", "assistant"]
     before, after = images(recording.messages)
     assert before != after, "the button changes its colour"
@@ -166,7 +169,7 @@ def test_a_display_that_dies_is_lost_and_not_the_models_mistake(engines: Engines
         return await run(command, **options)
 
     sandbox.exec = dying  # type: ignore[method-assign]
-    with pytest.raises(LostError, match="the display of the sandbox is lost"):
+    with pytest.raises(LostError, match="display of the sandbox is lost: the display does not answer"):
         asyncio.run(roll(engines, sandbox))
 
 
@@ -179,7 +182,7 @@ def test_a_screenshot_that_is_no_picture_of_a_screen_is_refused(
     """The last one claims to have 100,000 by 100,000 pixels."""
     engines.script(script(DONE))
     (sandbox.root / "broken.png").write_bytes(data)
-    with pytest.raises(LostError, match="no screenshot that is a PNG"):
+    with pytest.raises(LostError, match="its screenshot is not a PNG"):
         asyncio.run(roll(engines, sandbox))
 
 
@@ -246,3 +249,57 @@ def test_the_last_action_of_a_text_counts(text: str, action: str | None) -> None
     (request,) = requests_of({"role": "assistant", "content": text})
     assert request.action.get("action") == action
     assert bool(request.problem) == (action is None)
+
+
+# --- the whole way ----------------------------------------------------------------------------------------------------
+
+
+TASK = """\
+[metadata.screen]
+size = "800x600"
+run = "xterm -geometry 80x20+20+20"
+
+[agent]
+timeout_sec = 240.0
+
+[environment]
+docker_image = "desktop"
+workdir = "/work"
+"""
+TYPED = [
+    act("left_click", coordinate=[100, 75]),  # in the screenshot of half the screen's size
+    act("type", text="echo forty-two > answer"),
+    act("key", text="Return"),
+    act("wait", duration=1),
+    DONE,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("answers", "reward"), [(TYPED, 1.0), ([DONE], 0.0)], ids=["typed", "idle"])
+def test_a_campaign_with_a_desktop_task_has_its_reward_and_its_screenshots(
+    tmp_path: Path, desktop_sif: Path, answers: list[Any], reward: float
+) -> None:
+    """The model types a command into a terminal on the desktop, and the tests find the file that it wrote."""
+    task = tmp_path / "tasks" / "terminal"
+    (task / "tests").mkdir(parents=True)
+    (task / "task.toml").write_text(TASK)
+    (task / "instruction.md").write_text("Write forty-two into /work/answer with the terminal.\n")
+    test = 'if grep -q forty-two /work/answer; then r=1; else r=0; fi; echo "$r" > /logs/verifier/reward.txt\n'
+    (task / "tests" / "test.sh").write_text(test)
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"tasks": [{"when": "the terminal", "answers": answers}]}))
+    campaign = {
+        "name": "desktop",
+        "tasks": "tasks/*",
+        "agent": {"name": "computer-use", "max_turns": 8, "args": {"scale": "400x300", "history": 2}},
+        "model": {"engine": "scripted", "script": "answers.yaml"},
+        "environment": {"network": "none", "images": {"desktop": str(desktop_sif)}},
+    }
+    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
+    result, done = run_local(tmp_path / "campaign.yaml")
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(result["run"]) as store:
+        (trajectory,) = store
+        assert (trajectory.status, trajectory.reward, trajectory.error) == ("completed", reward, "")
+        assert len(trajectory.turns) == len(answers)
+        assert len(trajectory.sequences) == 1 + max(0, len(answers) - 2)
