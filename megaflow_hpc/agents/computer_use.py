@@ -120,7 +120,7 @@ class ComputerUseAgent:
         given: Mapping[str, Any] = settings if isinstance(settings, Mapping) else {}
         screen = Screen(sandbox, self.scale, pictures=self.observe != "tree", trees=self.observe != "screenshot")
         await screen.start({**given, **({"size": self.size} if self.size else {})})
-        chat = Conversation(self._system(), task.instruction, self.history)
+        chat = ScreenChat(self._system(), task.instruction, self.history)
         chat.show(await screen.look())
         options = {**self.model_options, "tools": [TOOL]} if self.tools else self.model_options
         errors = turns = 0
@@ -178,7 +178,7 @@ TOOL = {
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-class Request(NamedTuple):
+class ActionRequest(NamedTuple):
     """An action that an answer asks for, or what is wrong with it."""
 
     action: dict[str, Any]
@@ -187,7 +187,7 @@ class Request(NamedTuple):
     """Id of the tool call, or ``None`` for an action in the text."""
 
 
-def requests_of(message: Mapping[str, Any]) -> list[Request]:
+def requests_of(message: Mapping[str, Any]) -> list[ActionRequest]:
     """Returns the actions of an answer: those of its tool calls, else the last JSON object of its text. The list has
     at least one element."""
     requests = []
@@ -195,26 +195,26 @@ def requests_of(message: Mapping[str, Any]) -> list[Request]:
         function = call.get("function") or {}
         if function.get("name") != "computer":
             wrong = f"there is no tool {str(function.get('name'))[:100]!r}; call computer"
-            requests.append(Request({}, wrong, str(call.get("id") or "")))
+            requests.append(ActionRequest({}, wrong, str(call.get("id") or "")))
             continue
         try:
             action = json.loads(function.get("arguments") or "{}")
         except (ValueError, RecursionError) as error:
-            requests.append(Request({}, f"the arguments are not JSON: {error}", str(call.get("id") or "")))
+            requests.append(ActionRequest({}, f"the arguments are not JSON: {error}", str(call.get("id") or "")))
         else:
             requests.append(_checked(action, str(call.get("id") or "")))
     return requests or [_checked(_last_object(str(message.get("content") or "")), None)]
 
 
-def _checked(action: Any, call_id: str | None) -> Request:
+def _checked(action: Any, call_id: str | None) -> ActionRequest:
     if not isinstance(action, dict):
-        return Request({}, 'expected an action as a JSON object, such as {"action": "screenshot"}', call_id)
+        return ActionRequest({}, 'expected an action as a JSON object, such as {"action": "screenshot"}', call_id)
     if action.get("action") not in (*ACTIONS, *ENDS):
         wrong = f"action {str(action.get('action'))[:100]!r}: expected one of {', '.join((*ACTIONS, *ENDS))}"
-        return Request({}, wrong, call_id)
+        return ActionRequest({}, wrong, call_id)
     if len(json.dumps(action)) > MAX_ACTION_CHARACTERS:
-        return Request({}, f"the action is longer than {MAX_ACTION_CHARACTERS} characters", call_id)
-    return Request(action, "", call_id)
+        return ActionRequest({}, f"the action is longer than {MAX_ACTION_CHARACTERS} characters", call_id)
+    return ActionRequest(action, "", call_id)
 
 
 def _last_object(text: str) -> Any:
@@ -235,7 +235,7 @@ def _last_object(text: str) -> Any:
 # --- the conversation -------------------------------------------------------------------------------------------------
 
 
-class Conversation:
+class ScreenChat:
     """The messages of a rollout, of which at most ``history`` show a screen. 0 means no limit."""
 
     def __init__(self, system: str, instruction: str, history: int) -> None:

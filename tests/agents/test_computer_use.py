@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import math
 from collections.abc import Mapping
@@ -154,8 +153,7 @@ def test_the_last_prompt_has_the_last_screenshots(engines: Engines, sandbox: Loc
     gone = [LEFT in json.dumps(message) for message in shown]
     assert gone == [True] * 4 + [False] * 3
     assert shown[0]["content"].startswith("Press Go."), "the instruction stays"
-    last = base64.b64decode(images(messages)[-1].partition(",")[2])
-    assert last.startswith(b"\x89PNG")
+    assert len(set(images(messages))) == 3
 
 
 def test_a_display_that_dies_is_lost_and_not_the_models_mistake(engines: Engines, sandbox: LocalSandbox) -> None:

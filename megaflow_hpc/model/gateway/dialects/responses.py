@@ -130,8 +130,8 @@ class ComputerResultItem(Struct, tag="computer_call_output"):
     acknowledged_safety_checks: list[AcknowledgedCheck] | None = None
 
 
-Item = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | ComputerCallItem
-Item = Item | ResultItem | CustomResultItem | ComputerResultItem
+AnyCallItem = FunctionCallItem | CustomCallItem | ComputerCallItem
+Item = MessageItem | ReasoningItem | AnyCallItem | ResultItem | CustomResultItem | ComputerResultItem
 
 
 class FunctionTool(Struct, tag="function"):
@@ -190,8 +190,8 @@ class AllowedTools(Struct, tag="allowed_tools"):
     mode: str | None = None
 
 
-Choice = Literal["auto", "none", "required"] | FunctionChoice | CustomChoice | ComputerChoice | PreviewChoice
-Choice = Choice | AllowedTools
+NamedChoice = FunctionChoice | CustomChoice | ComputerChoice | PreviewChoice
+Choice = Literal["auto", "none", "required"] | NamedChoice | AllowedTools
 
 
 class TextOptions(Struct):
@@ -310,7 +310,7 @@ def _answer_of(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def _call(item: FunctionCallItem | CustomCallItem | ComputerCallItem) -> dict[str, Any]:
+def _call(item: AnyCallItem) -> dict[str, Any]:
     if isinstance(item, ComputerCallItem):
         arguments = written_arguments(openai_arguments(to_builtins(item)), "action")
         return {"id": item.call_id or "", "type": "function", "function": {"name": COMPUTER, "arguments": arguments}}
