@@ -1,25 +1,38 @@
-"""browser-use, unmodified, presses a button of a local page in a desktop's sandbox that reaches only the gateway.
+"""browser-use, unmodified, reads a code from a page of its sandbox, which reaches nothing but the gateway.
 
-It is not part of the suite, because it needs 400 MB from PyPI. ``launchers/test tests/agents/browser_use.py`` builds its
-image as docs/how-to/screens.md says, over the image of desktops, and runs the script of that page.
+It is not part of the suite, because it needs 400 MB from PyPI. ``launchers/test tests/agents/browser_use.py`` makes its
+image over that of desktops, of the files that docs/how-to/screens.md shows, and runs it. ``BROWSER_USE_SITE`` may name
+a directory in which it is installed already.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
-import pytest
 import yaml
 
 from megaflow_hpc import open_trajectories
 from tests.support.campaigns import cli, run_local
 from tests.support.places import ROOT
 
+PACKAGE = "browser-use==0.13.14"
 PAGE = """\
 <!doctype html><title>Form</title>
-<button onclick="location.hash = 'pressed'; this.textContent = 'Pressed'">Go</button>
+<button autofocus onclick="this.textContent = 'The code is ' + (4000 + 711)">Go</button>
+"""
+TASK = """\
+[agent]
+timeout_sec = 600.0
+
+[environment]
+docker_image = "browser"
+workdir = "/work"
 """
 
 
@@ -31,7 +44,63 @@ def example(name: str) -> str:
     return found[1] + "\n"
 
 
-def step(**action: object) -> str:
-    """An answer of browser-use's model: a plan, and one action."""
-    plan = {"thinking": "so", "evaluation_previous_goal": "none", "memory": "none", "next_goal": "go on"}
-    return json.dumps({**plan, "action": [action]})
+def step(name: str, **fields: Any) -> str:
+    """An answer of browser-use's model with one action."""
+    plan = {"thinking": "so", "evaluation_previous_goal": "ok", "memory": "nothing", "next_goal": name}
+    return json.dumps({**plan, "action": [{name: fields}]})
+
+
+ANSWERS = [
+    step("navigate", url="file:///work/page.html", new_tab=False),
+    step("send_keys", keys="Enter"),
+    step("done", text="4711", success=True),
+]
+
+
+def image(folder: Path, desktop_sif: Path) -> Path:
+    """Make the image as the page says."""
+    site = Path(os.environ.get("BROWSER_USE_SITE", folder / "site"))
+    if not site.exists():
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--only-binary=:all:", "--python-version", "3.11"]
+        subprocess.run([*pip, "--target", str(site), PACKAGE], check=True)
+    if site != folder / "site":
+        (folder / "site").symlink_to(site)
+    for name in ("browser.Dockerfile", "browse.py"):
+        (folder / name).write_text(example(name))
+    done = cli("images", "build", folder / "browser.Dockerfile", "--map", f"desktop={desktop_sif}", timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return folder / "browser.Dockerfile"
+
+
+def test_browser_use_reads_a_page_and_is_recorded_with_its_screenshots(tmp_path: Path, desktop_sif: Path) -> None:
+    task = tmp_path / "tasks" / "page"
+    for name in ("tests", "environment"):
+        (task / name).mkdir(parents=True)
+    (task / "task.toml").write_text(TASK)
+    (task / "instruction.md").write_text("Open file:///work/page.html, press Go, and say the code.\n")
+    (task / "environment" / "page.html").write_text(PAGE)
+    test = 'if grep -q 4711 /work/answer; then r=1; else r=0; fi; echo "$r" > /logs/verifier/reward.txt\n'
+    (task / "tests" / "test.sh").write_text(test)
+    script = {"tasks": [{"when": "press Go", "answers": ANSWERS}]}
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump(script))
+    dockerfile = image(tmp_path, desktop_sif)
+    campaign = {
+        "name": "browser",
+        "tasks": "tasks/*",
+        "agent": {"name": "command", "args": {"command": "python3 /opt/browse.py"}},
+        "model": {"engine": "scripted", "script": "answers.yaml"},
+        "environment": {
+            "network": "gateway",
+            "images": {"browser": str(dockerfile), "desktop": str(desktop_sif)},
+        },
+    }
+    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
+    result, done = run_local(tmp_path / "campaign.yaml")
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(result["run"]) as store:
+        (trajectory,) = store
+    assert (trajectory.status, trajectory.reward, trajectory.error) == ("completed", 1.0, "")
+    said = json.dumps(list(trajectory.messages))
+    assert "The code is 4711" in said, "the page that the browser showed reached the model"
+    assert '"image_url"' in said
+    assert len(trajectory.turns) == 3
