@@ -240,7 +240,7 @@ class OpenAi:
         return next(filter(None, map(openai_tool, _functions(body))), None)
 
     def _response_request(self, body: Mapping[str, Any], computer: Mapping[str, Any]) -> dict[str, Any]:
-        _refuse(body, "OpenAI's responses API", "n", "logprobs", "logit_bias", "structured_outputs", "stop", "seed")
+        _refuse(body, "OpenAI's responses API", "n", "logprobs", "logit_bias", "structured_outputs", "stop")
         asked: dict[str, Any] = {"model": body["model"], "input": list(self._items(body["messages"])), "store": False}
         asked["include"] = ["reasoning.encrypted_content"]  # nothing is stored, so the thoughts come back
         asked["tools"] = [openai_tool(function) or {"type": "function", **function} for function in _functions(body)]

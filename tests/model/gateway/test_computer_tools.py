@@ -45,7 +45,7 @@ def script(arguments: Mapping[str, Any]) -> dict[str, Any]:
 @asynccontextmanager
 async def rollout(engines: Engines | Servers, policy: str = "default") -> AsyncIterator[tuple[ModelGateway, Any]]:
     async with engines.gateway() as gateway:
-        yield gateway, await gateway.open(ID, policy)
+        yield gateway, await gateway.open(ID, policy, seed=7)
 
 
 def claude(model: ModelEndpoint) -> anthropic.AsyncAnthropic:
