@@ -36,7 +36,6 @@ BUDGETS = {
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 38,
     "thousand tokens of prove": 8,
-    "thousand tokens of recipes": 1,
     "thousand tokens of report": 26,
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
