@@ -258,13 +258,13 @@ docker_image = "desktop"
 workdir = "/work"
 
 [environment.env]
-SCREEN_RUN = "xterm -geometry 80x20+20+20"
+SCREEN_RUN = "l3afpad /work/answer"
 """
 TYPED = [
     act("wait", duration=3),
-    act("left_click", coordinate=[100, 75]),  # in the screenshot of half the screen's size
-    act("type", text="echo forty-two > answer"),
-    act("key", text="Return"),
+    act("left_click", coordinate=[200, 150]),  # in the screenshot of half the screen's size
+    act("type", text="forty-two\n"),
+    act("key", text="ctrl+s"),
     act("wait", duration=1),
     DONE,
 ]
@@ -275,14 +275,14 @@ TYPED = [
 def test_a_campaign_with_a_desktop_task_has_its_reward_and_its_screenshots(
     tmp_path: Path, desktop_sif: Path, answers: list[Any], reward: float
 ) -> None:
-    """The model types a command into a terminal on the desktop, and the tests find the file that it wrote."""
-    task = tmp_path / "tasks" / "terminal"
+    """The model types into an editor on the desktop and saves, and the tests find the file."""
+    task = tmp_path / "tasks" / "editor"
     (task / "tests").mkdir(parents=True)
     (task / "task.toml").write_text(TASK)
-    (task / "instruction.md").write_text("Write forty-two into /work/answer with the terminal.\n")
+    (task / "instruction.md").write_text("Write forty-two with the editor, and save it.\n")
     test = 'if grep -q forty-two /work/answer; then r=1; else r=0; fi; echo "$r" > /logs/verifier/reward.txt\n'
     (task / "tests" / "test.sh").write_text(test)
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"tasks": [{"when": "the terminal", "answers": answers}]}))
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"tasks": [{"when": "the editor", "answers": answers}]}))
     campaign = {
         "name": "desktop",
         "tasks": "tasks/*",
