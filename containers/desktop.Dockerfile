@@ -15,4 +15,5 @@ RUN pip download -q --no-deps --dest /tmp/pages miniwob==1.1.0 \
  && rm -rf /tmp/pages
 COPY chromium-policy.json /etc/chromium/policies/managed/screen.json
 COPY screen.py /usr/local/bin/screen
-RUN chmod 755 /usr/local/bin/screen
+COPY screen_server.py /usr/local/lib/screen_server.py
+RUN chmod 755 /usr/local/bin/screen /usr/local/lib/screen_server.py

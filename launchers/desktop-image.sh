@@ -46,6 +46,7 @@ From: $work/root
     $work/debs /debs
     $work/wheel/miniwob/html /opt/miniwob
     $recipes/screen.py /usr/local/bin/screen
+    $recipes/screen_server.py /usr/local/lib/screen_server.py
     $recipes/chromium-policy.json /etc/chromium/policies/managed/screen.json
 
 %post
@@ -54,7 +55,7 @@ From: $work/root
     dpkg --force-unsafe-io --force-confnew --install /debs/*.deb || dpkg --configure --pending
     test -z "\$(dpkg --audit)"
     rm -rf /debs /var/cache/debconf/*-old /var/log/*.log /usr/share/doc /usr/share/man
-    chmod 755 /usr/local/bin/screen
+    chmod 755 /usr/local/bin/screen /usr/local/lib/screen_server.py
     command -v xdotool Xvfb openbox && chromium --version && python3 -c 'import PIL.ImageGrab'
 
 %environment

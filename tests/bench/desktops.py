@@ -91,7 +91,9 @@ async def _run(arguments: argparse.Namespace, note: Note) -> list[Figure]:
             figures += await _actions(sandbox, arguments.actions)
         note(f"{arguments.owners} owners killed by SIGKILL at random instants, then the janitor")
         left = await asyncio.to_thread(_leftovers, arguments.image, arguments.owners, provider)
-        figures += [Figure(f"{what} left by killed owners", "count", n, arguments.owners, goal=0) for what, n in left.items()]
+        figures += [
+            Figure(f"{what} left by killed owners", "count", n, arguments.owners, goal=0) for what, n in left.items()
+        ]
     return figures
 
 
@@ -200,8 +202,12 @@ def _play(image: Path, note: Note) -> list[Figure]:
         rewards = {name: asyncio.run(_rewards(tasks, image, agent, name, note)) for name, agent in agents.items()}
     return [
         Figure(
-            "tasks of MiniWoB++ solved by the oracle", "count", sum(r == 1 for r in rewards["oracle"]), len(tasks),
-            goal=20, better="higher",
+            "tasks of MiniWoB++ solved by the oracle",
+            "count",
+            sum(r == 1 for r in rewards["oracle"]),
+            len(tasks),
+            goal=20,
+            better="higher",
         ),
         Figure("tasks rewarded for doing nothing", "count", sum(r > 0 for r in rewards["nop"]), len(tasks), goal=0),
         Figure("mean reward of a random clicker", "", statistics.mean(rewards["random"]), len(tasks)),

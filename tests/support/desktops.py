@@ -24,7 +24,9 @@ def desktop_sif(base_sif: Path) -> Path:
     """Return the image of desktops that the launchers build."""
     path = base_sif.with_name("desktop.sif")
     if not path.exists():
-        pytest.fail(f"{path} does not exist; launchers/desktop-image.sh {base_sif} {path} builds it, as launchers/setup does")
+        pytest.fail(
+            f"{path} does not exist; launchers/desktop-image.sh {base_sif} {path} builds it, as launchers/setup does"
+        )
     return path
 
 
@@ -53,9 +55,7 @@ class RandomClicker:
         return AgentResult()
 
 
-async def played(
-    task: Task, images: Mapping[str, str], provider: ApptainerProvider, agent: Any
-) -> tuple[float, str]:
+async def played(task: Task, images: Mapping[str, str], provider: ApptainerProvider, agent: Any) -> tuple[float, str]:
     """Run one rollout of a task with an agent. Return its reward, and the error of the agent or the verifier."""
     environment = EnvironmentConfig(network="gateway")
     errors: list[str] = []

@@ -137,7 +137,9 @@ def import_set(
 def _image_of_pages(name: str, image: Path | None, version: str, origin: Path | None, mirror: str) -> Path:
     """Returns the image to read pages from. Raises ConfigError if it is missing, or for what has no meaning here."""
     if version or origin or mirror:
-        raise ConfigError(f"{name}: its pages are in an image, at the image's version; leave out @VERSION, --from, --mirror")
+        raise ConfigError(
+            f"{name}: its pages are in an image, at the image's version; leave out @VERSION, --from, --mirror"
+        )
     if image is None or not image.exists():
         given = f"--image {image}: no such file" if image else f"{name}: its pages are in the image of desktops"
         raise ConfigError(

@@ -128,12 +128,12 @@ def read_pages(image: Path, seeds: int) -> tuple[str, list[Asked]]:
                 )
             command = ["screen", "utterances", *map(str, range(seeds))]
             output: list[bytes] = []
-            done = await sandbox.exec(
-                command, timeout_s=LISTING_S, on_output=lambda data: output.append(data) is None
-            )
+            done = await sandbox.exec(command, timeout_s=LISTING_S, on_output=lambda data: output.append(data) is None)
             lines = b"".join(output).splitlines()
             if done.exit_code:
-                raise ConfigError(f"--image {image}: its pages cannot be listed: {b''.join(lines[-1:]).decode()[-300:]}")
+                raise ConfigError(
+                    f"--image {image}: its pages cannot be listed: {b''.join(lines[-1:]).decode()[-300:]}"
+                )
             return version.decode().strip(), [msgspec.json.decode(line, type=Asked) for line in lines]
 
     return asyncio.run(read())
@@ -146,22 +146,27 @@ def write_tasks(image: Path, seeds: int, target: Path, refuse: Refuse) -> str:
         if asked.error or not asked.utterance:
             refuse(ConfigError(f"{asked.page}, seed {asked.seed}: {asked.error or 'asks for nothing'}"))
             continue
-        values: dict[str, Any] = {
-            "version": version,
-            "page": asked.page,
-            "seed": asked.seed,
-            "utterance": asked.utterance,
-            "quoted": shlex.quote(asked.utterance),
-            "key": secrets.token_hex(16),
-            "image": IMAGE,
-            "port": PORT,
-            "size": SIZE,
-            "zoom": ZOOM,
-            "agent_s": AGENT_S,
-            "episode_s": EPISODE_S,
-        }
-        _write(target / f"{asked.page}-s{asked.seed}", values)
+        write_task(target, asked, version)
     return version
+
+
+def write_task(target: Path, asked: Asked, version: str) -> None:
+    """Writes the task of one episode into a directory of ``target``."""
+    values: dict[str, Any] = {
+        "version": version,
+        "page": asked.page,
+        "seed": asked.seed,
+        "utterance": asked.utterance,
+        "quoted": shlex.quote(asked.utterance),
+        "key": secrets.token_hex(16),
+        "image": IMAGE,
+        "port": PORT,
+        "size": SIZE,
+        "zoom": ZOOM,
+        "agent_s": AGENT_S,
+        "episode_s": EPISODE_S,
+    }
+    _write(target / f"{asked.page}-s{asked.seed}", values)
 
 
 def _write(task: Path, values: Mapping[str, Any]) -> None:

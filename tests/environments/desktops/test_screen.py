@@ -75,7 +75,9 @@ def png_size(data: bytes) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
-def test_a_desktop_starts_once_and_its_screenshots_have_the_size_that_is_asked_for(desktop_sif: Path, scratch: Path) -> None:
+def test_a_desktop_starts_once_and_its_screenshots_have_the_size_that_is_asked_for(
+    desktop_sif: Path, scratch: Path
+) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         servers = (await sandbox.exec("pgrep -x Xvfb; pgrep -x openbox; pgrep -o chromium")).stdout
         again = await screen(sandbox, "start", "--url", "file:///page.html")
