@@ -121,7 +121,7 @@ def act(words):
 def _options(words, positional, *names):
     """Returns the options after the positional words. Raises Refused if there are other words."""
     rest = words[positional:]
-    pairs = dict(zip(rest[::2], rest[1::2]))
+    pairs = dict(zip(rest[::2], rest[1::2], strict=False))
     if len(words) < positional or len(rest) % 2 or not set(pairs) <= set(names):
         raise Refused(
             f"{' '.join(words)[:200]!r}: expected {positional} word(s) and {', '.join(names)}; see: screen --help"

@@ -11,10 +11,12 @@ Uses the standard library, Pillow and xdotool.
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import io
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 
 ROOT = "/tmp/.screen"
 """Directory of the socket and the log."""
@@ -43,6 +46,8 @@ SETTLE_S = 0.3
 """A screenshot waits for the image to stop changing, but no longer than this."""
 FIRST_LOOK_S = 0.025
 LOOK_S = 0.015
+KEYS_S = 0.1
+"""Time for programs to read a changed keyboard."""
 MAX_LINES = 1000
 """Greatest number of lines of a tree."""
 
@@ -88,7 +93,7 @@ class Lost(Refused):
 class Chromium:
     """A browser with one page, debugged over a pipe that only this process holds."""
 
-    def __init__(self, url, display, size, log, scale=1.0, kiosk=False):
+    def __init__(self, url, env, size, log, scale=1.0, kiosk=False):
         to_read, to_write = os.pipe(), os.pipe()
         # Chromium reads descriptor 3 and writes 4; ours must not be among those that are overwritten.
         theirs = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (to_read[0], to_write[1])]
@@ -105,7 +110,7 @@ class Chromium:
         options += ["--kiosk"] if kiosk else ["--start-maximized"]
         self.process = subprocess.Popen(
             [*CHROMIUM, *options, url],
-            env={**os.environ, "DISPLAY": display},
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -242,8 +247,8 @@ class Chromium:
             top -= document.get("scrollOffsetY", 0)
             nodes, layout = document["nodes"], document["layout"]
             inner = document["nodes"].get("contentDocumentIndex", {"index": [], "value": []})
-            inside = dict(zip(inner["index"], inner["value"]))
-            for node, (box_x, box_y, width, height) in zip(layout["nodeIndex"], layout["bounds"]):
+            inside = dict(zip(inner["index"], inner["value"], strict=True))
+            for node, (box_x, box_y, width, height) in zip(layout["nodeIndex"], layout["bounds"], strict=True):
                 if node in inside:
                     origins[inside[node]] = (left + box_x, top + box_y)
                 identity = nodes["backendNodeId"][node]
@@ -336,20 +341,75 @@ def page_url(page):
 # --- the desktop ----------------------------------------------------------------------------------------------------
 
 
+class Letters:
+    """Types characters that the keyboard lacks, on keys that it leaves free.
+
+    xdotool lends a key to each such character and takes it back at once, before slow programs have read it. Here a
+    character keeps its key until another needs it.
+    """
+
+    def __init__(self, display):
+        self._x11, self._test = ctypes.CDLL("libX11.so.6"), ctypes.CDLL("libXtst.so.6")
+        self._x11.XOpenDisplay.restype = ctypes.c_void_p
+        self._x11.XGetKeyboardMapping.restype = ctypes.POINTER(ctypes.c_ulong)
+        self._display = ctypes.c_void_p(self._x11.XOpenDisplay(display.encode()))
+        least, most, width = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        self._x11.XDisplayKeycodes(self._display, ctypes.byref(least), ctypes.byref(most))
+        count = most.value - least.value + 1
+        table = self._x11.XGetKeyboardMapping(self._display, ctypes.c_ubyte(least.value), count, ctypes.byref(width))
+        rows = [table[row * width.value : (row + 1) * width.value] for row in range(count)]
+        self._free = [least.value + row for row in range(count) if not any(rows[row])]
+        self._keys = {}
+
+    def type(self, text):
+        """Types a text without line ends."""
+        while text:
+            letters, end = set(), 0
+            while end < len(text) and len(letters | {text[end]}) <= len(self._free):
+                letters.add(text[end])
+                end += 1
+            self._type(text[:end], letters)
+            text = text[end:]
+
+    def _type(self, text, letters):
+        missing = sorted(letters - set(self._keys))
+        if missing:
+            kept = {letter: key for letter, key in self._keys.items() if letter in letters}
+            unused = [key for key in self._free if key not in self._keys.values()]
+            unused += [key for letter, key in self._keys.items() if letter not in letters]
+            if len(missing) > len(self._free) - len(self._keys):
+                self._keys = kept
+            for letter, key in zip(missing, unused, strict=False):
+                symbol = ord(letter) if ord(letter) < 0x100 else 0x01000000 | ord(letter)
+                # The same with and without shift, for capitals.
+                self._x11.XChangeKeyboardMapping(self._display, key, 2, (ctypes.c_ulong * 2)(symbol, symbol), 1)
+                self._keys[letter] = key
+            self._x11.XSync(self._display, 0)
+            time.sleep(KEYS_S)
+        for letter in text:
+            for down in (1, 0):
+                self._test.XTestFakeKeyEvent(self._display, self._keys[letter], down, ctypes.c_ulong(0))
+            self._x11.XSync(self._display, 0)
+            time.sleep(0.002)
+
+
 class Desktop:
     """An X server, a window manager, and perhaps Chromium."""
 
     def __init__(self, size, url="", scale=1.0, kiosk=False):
         self.size = size
         self._pointer = (size[0] // 2, size[1] // 2)
-        self._log = open(f"{ROOT}/log", "ab")
+        self._log = os.open(f"{ROOT}/log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         reading, writing = os.pipe()
         self.display = ""
         self.chromium = None
         self._programs = {}
+        self._letters = None
         self._programs["Xvfb"] = subprocess.Popen(
-            ["Xvfb", "-displayfd", str(writing), "-screen", "0", f"{size[0]}x{size[1]}x24", "-nolisten", "tcp"]
-            + ["-dpi", "96", "-ac", "-noreset", "-nocursor"],
+            [
+                *("Xvfb", "-displayfd", str(writing), "-screen", "0", f"{size[0]}x{size[1]}x24"),
+                *("-nolisten", "tcp", "-dpi", "96", "-ac", "-noreset", "-nocursor"),
+            ],
             pass_fds=[writing],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -363,11 +423,17 @@ class Desktop:
         if not number:
             raise Lost(f"the X server did not start: {_tail()}")
         self.display = f":{number}"
-        self._env = {**os.environ, "DISPLAY": self.display}
+        # Programs would start a session bus and wait for it. Nothing here needs one.
+        self._env = {
+            **os.environ,
+            "DISPLAY": self.display,
+            "DBUS_SESSION_BUS_ADDRESS": "disabled:",
+            "NO_AT_BRIDGE": "1",
+        }
         if not kiosk:
             self._programs["the window manager"] = self.run(["openbox", "--sm-disable"])
         if url:
-            self.chromium = Chromium(url, self.display, size, self._log, scale, kiosk)
+            self.chromium = Chromium(url, self._env, size, self._log, scale, kiosk)
             self._programs["Chromium"] = self.chromium.process
             self.chromium.attach()
 
@@ -459,16 +525,22 @@ class Desktop:
             self._xdotool(["mousemove", *map(str, start)])
         words = ["mousedown", "1"]
         for step in range(1, 9):
-            x, y = (round(a + (b - a) * step / 8) for a, b in zip(begin, end))
+            x, y = (round(a + (b - a) * step / 8) for a, b in zip(begin, end, strict=True))
             words += ["sleep", "0.01", "mousemove", str(x), str(y)]
         self._xdotool(words, ["sleep", "0.02", "mouseup", "1"])
 
     def _type(self, text):
-        for line in text.splitlines(keepends=True):
-            if plain := line.rstrip("\r\n"):
-                self._xdotool(["type", "--delay", "2", "--", plain])
-            if plain != line:
-                self._xdotool(["key", "Return"])
+        text = text.replace("\r\n", "\n")
+        if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text.replace("\n", "").replace("\t", "")):
+            raise Refused(f"text {text[:100]!r}: has a character that no key writes")
+        for part in re.findall(r"[ -~]+|\n|\t|[^ -~\n\t]+", text):
+            if part in ("\n", "\t"):
+                self._xdotool(["key", "Return" if part == "\n" else "Tab"])
+            elif part.isascii() and part.isprintable():
+                self._xdotool(["type", "--delay", "2", "--", part])
+            else:
+                self._letters = self._letters or Letters(self.display)
+                self._letters.type(part)
 
     def _xdotool(self, *words):
         command = ["xdotool", *(word for part in words for word in part)]
@@ -501,8 +573,7 @@ class Desktop:
                     time.sleep(LOOK_S)
                 elif time.monotonic() > deadline:
                     break
-        image = image or self._grab()
-        return image
+        return image or self._grab()
 
     def _grab(self):
         from PIL import ImageGrab

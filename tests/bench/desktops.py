@@ -1,4 +1,4 @@
-"""Measures desktops in sandboxes: start, memory, actions, screenshots, tasks of MiniWoB++, and what killed owners leave.
+"""Measures desktops in sandboxes: starts, memory, actions, tasks of MiniWoB++, and what killed owners leave.
 
 The image is that of launchers/desktop-image.sh. A start is a fresh sandbox, ``screen start`` with a page of MiniWoB++
 in Chromium, and the first screenshot. Memory is the proportional set size of all processes of a desktop. With

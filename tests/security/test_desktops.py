@@ -1,4 +1,4 @@
-"""What an agent with a desktop may try: to reach the page's browser, to forge an episode, to open what was not meant."""
+"""What an agent with a desktop may try: to reach the page's browser, to forge an episode, to stop the server."""
 
 from __future__ import annotations
 
@@ -168,11 +168,13 @@ def test_requests_that_are_none_hold_up_nobody(desktop_sif: Path, scratch: Path,
         "        connection.shutdown(socket.SHUT_WR)\n"
         "        connection.recv(100)\n"
         "import subprocess\n"
-        "print(subprocess.run(['screen', 'do', '{\"action\": \"screenshot\"}'], capture_output=True, text=True).stdout)\n"
+        "print(subprocess.run(['screen', 'do', sys.argv[1]], capture_output=True, text=True).stdout)\n"
     )
 
     async def attack(sandbox: Sandbox) -> None:
-        done = await sandbox.exec(["python3", "-c", flood], user_input="\n".join(bodies), timeout_s=60)
+        done = await sandbox.exec(
+            ["python3", "-c", flood, '{"action": "screenshot"}'], user_input="\n".join(bodies), timeout_s=60
+        )
         assert json.loads(done.stdout) == {"ok": True}, done.stderr
 
     assert reward_of("click-test", "Click the button.", desktop_sif, scratch, tmp_path, attack) == 0.0

@@ -67,8 +67,8 @@ SCREEN_ADDRESS = "screen:{port}"
 INSTRUCTION = """\
 {utterance}
 
-The page is on a screen of {size} pixels. `screen do` clicks, types and takes screenshots there; `screen tree` lists what
-is on the page. Only the first outcome counts.
+The page is on a screen of {size} pixels. `screen do` clicks, types and takes screenshots there; `screen tree` lists
+what is on the page. Only the first outcome counts.
 """
 COMPOSE = """\
 services:
