@@ -258,7 +258,7 @@ docker_image = "desktop"
 workdir = "/work"
 
 [environment.env]
-SCREEN_RUN = "l3afpad /work/answer"
+SCREEN_RUN = "{run}"
 """
 TYPED = [
     act("wait", duration=3),
@@ -270,38 +270,51 @@ TYPED = [
 ]
 
 
+def write_campaign(folder: Path, desktop_sif: Path, answers: list[Any], run: str) -> Path:
+    task = folder / "tasks" / "editor"
+    (task / "tests").mkdir(parents=True)
+    (task / "task.toml").write_text(TASK.format(run=run))
+    (task / "instruction.md").write_text("Write forty-two with the editor, and save it.\n")
+    test = 'if grep -q forty-two /work/answer; then r=1; else r=0; fi; echo "$r" > /logs/verifier/reward.txt\n'
+    (task / "tests" / "test.sh").write_text(test)
+    (folder / "answers.yaml").write_text(yaml.safe_dump({"tasks": [{"when": "the editor", "answers": answers}]}))
+    campaign = {
+        "name": "desktop",
+        "tasks": "tasks/*",
+        "agent": {"name": "computer-use", "args": {"size": "800x600", "scale": "400x300", "history": 3}},
+        "model": {"engine": "scripted", "script": "answers.yaml"},
+        "environment": {"network": "none", "images": {"desktop": str(desktop_sif)}},
+    }
+    (folder / "campaign.yaml").write_text(yaml.safe_dump(campaign))
+    return folder / "campaign.yaml"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("answers", "reward"), [(TYPED, 1.0), ([DONE], 0.0)], ids=["typed", "idle"])
 def test_a_campaign_with_a_desktop_task_has_its_reward_and_its_screenshots(
     tmp_path: Path, desktop_sif: Path, answers: list[Any], reward: float
 ) -> None:
     """The model types into an editor on the desktop and saves, and the tests find the file."""
-    task = tmp_path / "tasks" / "editor"
-    (task / "tests").mkdir(parents=True)
-    (task / "task.toml").write_text(TASK)
-    (task / "instruction.md").write_text("Write forty-two with the editor, and save it.\n")
-    test = 'if grep -q forty-two /work/answer; then r=1; else r=0; fi; echo "$r" > /logs/verifier/reward.txt\n'
-    (task / "tests" / "test.sh").write_text(test)
-    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"tasks": [{"when": "the editor", "answers": answers}]}))
-    campaign = {
-        "name": "desktop",
-        "tasks": "tasks/*",
-        "agent": {
-            "name": "computer-use",
-            "max_turns": 8,
-            "args": {"size": "800x600", "scale": "400x300", "history": 3},
-        },
-        "model": {"engine": "scripted", "script": "answers.yaml"},
-        "environment": {"network": "none", "images": {"desktop": str(desktop_sif)}},
-    }
-    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
-    result, done = run_local(tmp_path / "campaign.yaml")
+    result, done = run_local(write_campaign(tmp_path, desktop_sif, answers, "l3afpad /work/answer"))
     assert done.returncode == 0, done.stderr
     with open_trajectories(result["run"]) as store:
         (trajectory,) = store
         assert (trajectory.status, trajectory.reward, trajectory.error) == ("completed", reward, "")
         assert len(trajectory.turns) == len(answers)
         assert len(trajectory.sequences) == 1 + math.ceil(max(0, len(answers) - 3) / 2)
-        assert len(trajectory.images) == len({span.image for each in trajectory.sequences for span in each.images})
-        assert all((image.width, image.height) == (400, 300) for image in trajectory.images.values())
-        assert bool(trajectory.images)
+        shown = {span.image for sequence in trajectory.sequences for span in sequence.images}
+        assert shown == trajectory.images.keys()
+        assert {(image.width, image.height) for image in trajectory.images.values()} == {(400, 300)}
+
+
+@pytest.mark.slow
+def test_a_display_that_dies_fails_the_first_attempt_and_the_second_is_verified(
+    tmp_path: Path, desktop_sif: Path
+) -> None:
+    answers = [act("wait", duration=6), DONE]
+    result, done = run_local(write_campaign(tmp_path, desktop_sif, answers, "sleep 3; pkill Xvfb"))
+    with open_trajectories(result["run"]) as store:
+        (trajectory,) = store
+        assert (trajectory.status, trajectory.reward, trajectory.attempt) == ("completed", 0.0, 1), done.stderr
+        assert trajectory.error_kind == "agent"
+        assert "the display of the sandbox is lost: display lost" in trajectory.error
