@@ -105,7 +105,7 @@ class Chromium:
             os.dup2(theirs[0], 3)
             os.dup2(theirs[1], 4)
 
-        options = [f"--window-size={size[0]},{size[1]}", "--window-position=0,0"]
+        options = [f"--window-size={round(size[0] / scale)},{round(size[1] / scale)}", "--window-position=0,0"]
         options += [f"--force-device-scale-factor={scale}"] if scale != 1.0 else []
         options += ["--kiosk"] if kiosk else ["--start-maximized"]
         self.process = subprocess.Popen(

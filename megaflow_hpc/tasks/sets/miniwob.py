@@ -15,11 +15,12 @@ read the reward of the page's own script with a key that is only in the task's d
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -40,6 +41,7 @@ AGENT_S = 300
 EPISODE_S = 360
 """Seconds after which the page ends its episode. It begins before the agent's sandbox starts."""
 LISTING_S = 900.0
+MAX_LISTING_BYTES = 64 << 20
 
 TASK = """\
 schema_version = "1.2"
@@ -99,11 +101,16 @@ exec python3 /solution/solve.py {page} {quoted}
 """
 
 
-class Asked(msgspec.Struct):
-    """A line of ``screen utterances``."""
+_Page = Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9-]{0,60}$")]
+_Seed = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,9}$")]
+_VERSION = re.compile(r"[0-9][0-9a-z.]{0,30}")
 
-    page: str
-    seed: str
+
+class Asked(msgspec.Struct):
+    """A line of ``screen utterances``, a program of the image."""
+
+    page: _Page
+    seed: _Seed
     utterance: str = ""
     error: str = ""
 
@@ -127,14 +134,25 @@ def read_pages(image: Path, seeds: int) -> tuple[str, list[Asked]]:
                     f"--image {image}: has no {VERSION_FILE}; name an image built from containers/desktop.def"
                 )
             command = ["screen", "utterances", *map(str, range(seeds))]
-            output: list[bytes] = []
-            done = await sandbox.exec(command, timeout_s=LISTING_S, on_output=lambda data: output.append(data) is None)
-            lines = b"".join(output).splitlines()
+            output = bytearray()
+
+            def keep(data: bytes) -> bool:
+                output.extend(data)
+                return len(output) < MAX_LISTING_BYTES
+
+            done = await sandbox.exec(command, timeout_s=LISTING_S, on_output=keep)
+            lines = bytes(output).splitlines()
             if done.exit_code:
                 raise ConfigError(
                     f"--image {image}: its pages cannot be listed: {b''.join(lines[-1:]).decode()[-300:]}"
                 )
-            return version.decode().strip(), [msgspec.json.decode(line, type=Asked) for line in lines]
+            try:
+                asked = [msgspec.json.decode(line, type=Asked) for line in lines]
+                if not _VERSION.fullmatch(text := version.decode().strip()):
+                    raise ValueError(f"{VERSION_FILE} has {text[:50]!r}")
+            except ValueError as error:  # also what msgspec raises
+                raise ConfigError(f"--image {image}: its pages cannot be listed: {error}") from None
+            return text, asked
 
     return asyncio.run(read())
 

@@ -238,13 +238,13 @@ def _value(box: Node) -> str:
 
 
 def _copy_paste(utterance: str) -> None:
-    source, answer = find("textbox")
+    answer, source = sorted(find("textbox"), key=_value)
     fill(answer, _value(source))
     press("Submit")
 
 
 def _scroll_text(utterance: str) -> None:
-    source, answer = find("textbox")
+    answer, source = sorted(find("textbox"), key=_value)
     fill(answer, _value(source).split()[-1].replace(".", ""))
     press("Submit")
 
