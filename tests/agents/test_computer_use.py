@@ -21,6 +21,7 @@ from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import AgentResult, Task
 from tests.support.campaigns import run_local
 from tests.support.local_sandbox import LocalSandbox
+from tests.support.places import ROOT
 from tests.support.screen_program import program
 from tests.support.serving import Engines, endpoint, listening
 
@@ -121,16 +122,16 @@ def test_fail_is_the_agents_own_failure_and_a_limit_truncates(engines: Engines, 
     assert (result.status, len(recording.turns)) == ("truncated", 1)
 
 
-@pytest.mark.parametrize("history", [1, 2, 3, 5, 10])
-def test_a_window_of_screenshots_starts_as_many_sequences_as_the_formula(
-    engines: Engines, sandbox: LocalSandbox, history: int
-) -> None:
-    typed = [act("type", text=f"{number} ") for number in range(11)]
-    engines.script(script(*typed, DONE))
+@pytest.mark.parametrize("history", [1, 3, 10])
+def test_a_window_of_screens_costs_what_the_docs_say(engines: Engines, sandbox: LocalSandbox, history: int) -> None:
+    """Thirty screens: the sequences that start, and the screens in all of them."""
+    engines.script(script(*[act("type", text=f"{number} ") for number in range(29)], DONE))
     _, recording = asyncio.run(roll(engines, sandbox, args={"history": history}))
-    observations, block = 12, math.ceil(history / 2)
-    assert len(recording.turns) == observations
-    assert len(recording.sequences) == 1 + math.ceil(max(0, observations - history) / block)
+    sequences, screens = len(recording.sequences), sum(len(sequence.images) for sequence in recording.sequences)
+    page = (ROOT / "docs" / "how-to" / "agents.md").read_text()
+    assert f"| {history} | {sequences} | {screens} |" in page
+    assert sequences == 1 + math.ceil((30 - history) / math.ceil(history / 2))
+    assert (len(recording.turns), len(recording.images)) == (30, 30), "each screenshot is stored once"
 
 
 def test_the_last_prompt_has_the_last_screenshots(engines: Engines, sandbox: LocalSandbox) -> None:
