@@ -35,7 +35,7 @@ def reward_of(
     page: str, asks: str, image: Path, scratch: Path, where: Path, use: Callable[[Sandbox], Awaitable[None]]
 ) -> float:
     """Return the reward of an episode in which the agent does this."""
-    miniwob.write_task(where / "tasks", miniwob.Asked(page, "1", asks), "1.1.0")
+    miniwob.write_task(where / "tasks", miniwob.AskedPage(page, "1", asks), "1.1.0")
     [task] = load_tasks([f"{where}/tasks/*"], "/")
 
     async def run() -> float:

@@ -45,7 +45,7 @@ def test_solutions_get_one_nothing_gets_zero_and_random_clicks_something_between
 ) -> None:
     """`python -m tests.bench.desktops --tasks` plays all pages."""
     for page, utterance in ASKED.items():
-        miniwob.write_task(tmp_path / "tasks", miniwob.Asked(page, "3", utterance), "1.1.0")
+        miniwob.write_task(tmp_path / "tasks", miniwob.AskedPage(page, "3", utterance), "1.1.0")
     tasks = load_tasks([f"{tmp_path}/tasks/*"], "/")
 
     async def rewards(agent: OracleAgent | NopAgent | RandomClicker) -> list[float]:

@@ -16,6 +16,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.host.locks import lock_descriptor
+from megaflow_hpc.resources import docs
 from megaflow_hpc.tasks.formats import refuse_into
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.releases.sdists import cache_directory
@@ -143,7 +144,7 @@ def _image_of_pages(name: str, image: Path | None, version: str, origin: Path | 
     if image is None or not image.exists():
         given = f"--image {image}: no such file" if image else f"{name}: its pages are in the image of desktops"
         raise ConfigError(
-            f"{given}; build one (docs/how-to/screens.md), then: tasks import {name} --image images/desktop.sif"
+            f"{given}; build one ({docs('how-to/screens.md')}), then: tasks import {name} --image images/desktop.sif"
         )
     return image
 

@@ -106,7 +106,7 @@ _Seed = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,9}$")]
 _VERSION = re.compile(r"[0-9][0-9a-z.]{0,30}")
 
 
-class Asked(msgspec.Struct):
+class AskedPage(msgspec.Struct):
     """A line of ``screen utterances``, a program of the image."""
 
     page: _Page
@@ -115,7 +115,7 @@ class Asked(msgspec.Struct):
     error: str = ""
 
 
-def read_pages(image: Path, seeds: int) -> tuple[str, list[Asked]]:
+def read_pages(image: Path, seeds: int) -> tuple[str, list[AskedPage]]:
     """Returns the version of the pages in an image, and what each page asks for with each seed.
 
     Raises:
@@ -123,7 +123,7 @@ def read_pages(image: Path, seeds: int) -> tuple[str, list[Asked]]:
         SandboxError: The sandbox does not start.
     """
 
-    async def read() -> tuple[str, list[Asked]]:
+    async def read() -> tuple[str, list[AskedPage]]:
         async with (
             ApptainerProvider() as provider,
             await provider.start(SandboxSpec(str(image), network="none")) as sandbox,
@@ -147,7 +147,7 @@ def read_pages(image: Path, seeds: int) -> tuple[str, list[Asked]]:
                     f"--image {image}: its pages cannot be listed: {b''.join(lines[-1:]).decode()[-300:]}"
                 )
             try:
-                asked = [msgspec.json.decode(line, type=Asked) for line in lines]
+                asked = [msgspec.json.decode(line, type=AskedPage) for line in lines]
                 if not _VERSION.fullmatch(text := version.decode().strip()):
                     raise ValueError(f"{VERSION_FILE} has {text[:50]!r}")
             except ValueError as error:  # also what msgspec raises
@@ -168,7 +168,7 @@ def write_tasks(image: Path, seeds: int, target: Path, refuse: Refuse) -> str:
     return version
 
 
-def write_task(target: Path, asked: Asked, version: str) -> None:
+def write_task(target: Path, asked: AskedPage, version: str) -> None:
     """Writes the task of one episode into a directory of ``target``."""
     values: dict[str, Any] = {
         "version": version,
