@@ -44,6 +44,7 @@ VISION_TEMPLATE = TEMPLATE.replace(
 )
 PATCH, MERGE = 14, 2
 """Pixels of a patch's side, and patches of a token's side."""
+VISION_HIDDEN, VISION_HEADS = 64, 2
 MAX_SQUARES = 64
 """Largest number of tokens of an image; larger images are scaled down."""
 MARK = "megaflow-tiny.json"
@@ -97,7 +98,7 @@ def _write(out: Path, seed: int, layers: int, context: int, vision: bool) -> Non
     special: dict[str, Any] = {"additional_special_tokens": [START]}
     if vision:
         names = {"image_token": IMAGE, "image_start_token": IMAGE_START, "image_end_token": IMAGE_END}
-        special = {"additional_special_tokens": [START], "extra_special_tokens": names}
+        special = {"extra_special_tokens": {"start_token": START, **names}}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END,
@@ -153,10 +154,10 @@ def _write_vision(out: Path, tokenizer: Any, text: dict[str, Any], layers: int) 
             "tie_word_embeddings": False,
         },
         vision_config={
-            "hidden_size": HIDDEN,
-            "intermediate_size": 4 * HIDDEN,
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 4 * VISION_HIDDEN,
             "num_hidden_layers": layers,
-            "num_attention_heads": HEADS,
+            "num_attention_heads": VISION_HEADS,
             "patch_size": PATCH,
             "image_size": 8 * PATCH,
             "spatial_merge_size": MERGE,

@@ -96,6 +96,11 @@ class Vision:
 
     # --- images ---
 
+    @property
+    def placeholder(self) -> int:
+        """Id of the token that stands for a part of an image."""
+        return self._placeholder
+
     def tokens_of(self, image: Image) -> int:
         """Returns the number of placeholder tokens that the model's processor gives to an image.
 
@@ -189,7 +194,8 @@ class Vision:
     # --- examples ---
 
     def example(self) -> list[tuple[Any, list[ShownImage]]]:
-        """Returns sequences with one, two and no images, which fit any vocabulary: tokens (T), and what is shown."""
+        """Returns sequences with one, two and no images, which fit any vocabulary: int64 tokens (T), and what is
+        shown."""
         first, second = _drawn(2, 3), _drawn(3, 2)
         sequences: list[tuple[Any, list[ShownImage]]] = []
         for images in ([first], [second, first], []):
@@ -198,12 +204,32 @@ class Vision:
                 count = self.tokens_of(image)
                 shown.append((ImageSpan(len(tokens), count, image.sha256), image))
                 tokens += [self._placeholder] * count + [3, 4]
-            sequences.append((torch.tensor(tokens), shown))
+            sequences.append((np.array(tokens), shown))
         return sequences
 
     def blank(self) -> dict[str, Any]:
         """Returns the pixel inputs of a small image."""
         return dict(self._pixels(_drawn(1, 1)))
+
+
+def image_of(data: bytes, where: object) -> Image:
+    """Returns the image in a file.
+
+    Args:
+        data: content of the file.
+        where: name of the file, for errors.
+
+    Raises:
+        BadImage: the file is no image that Pillow reads.
+    """
+    from PIL import Image as Pillow  # type: ignore[import-not-found]
+
+    try:
+        with Pillow.open(io.BytesIO(data)) as opened:
+            kind, (width, height) = str(opened.format).lower(), opened.size
+    except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
+        raise BadImage(f"{where}: is no image ({error})") from None
+    return Image(hashlib.sha256(data).hexdigest(), f"image/{kind}", width, height, data)
 
 
 def decoded(image: Image) -> Any:
@@ -279,8 +305,7 @@ def _drawn(rows: int, columns: int) -> Image:
     numbers = np.arange(rows * columns * 3, dtype=np.uint8).reshape(rows, columns, 3) * 37
     file = io.BytesIO()
     Pillow.fromarray(np.kron(numbers, np.ones((28, 28, 1), np.uint8))).save(file, "PNG")
-    data = file.getvalue()
-    return Image(hashlib.sha256(data).hexdigest(), "image/png", 28 * columns, 28 * rows, data)
+    return image_of(file.getvalue(), "example")
 
 
 def _bytes(pixels: Mapping[str, Any]) -> int:
