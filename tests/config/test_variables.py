@@ -9,7 +9,7 @@ from tests.support.places import ROOT
 
 
 def test_every_variable_in_the_code_is_listed_and_every_one_listed_is_in_the_code() -> None:
-    folders = ("megaflow_hpc", "sbatch", "containers", "launchers")
+    folders = ("megaflow_hpc", "sbatch", "containers", "launchers", "share")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     texts = [
         path.read_text(errors="replace") for path in files if path.suffix != ".pyc" and path.name != "variables.py"

@@ -77,7 +77,7 @@ def quiet(message: str) -> None:
 
 
 def test_the_shipped_bugs_are_varied_and_short() -> None:
-    content, where = read_bugs(ROOT / "megaflow_hpc" / "recipes" / "bug-repair" / "bugs.yaml")
+    content, where = read_bugs(ROOT / "share" / "recipes" / "bug-repair" / "bugs.yaml")
     assert len(content.bugs) >= 12
     assert len({bug.package for bug in content.bugs}) >= 8
     assert len({bug.kind for bug in content.bugs}) >= 4

@@ -1,6 +1,6 @@
 """Reads the bug file of ``tasks build``. This YAML file names a buggy and a fixed release of a package for each bug.
 
-``recipes/bug-repair/bugs.yaml`` is an example; docs/how-to/real-bugs.md explains it.
+``share/recipes/bug-repair/bugs.yaml`` is an example; docs/how-to/real-bugs.md explains it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Recipes: complete campaigns to start from, with their tasks, agents and figures.
 
-Each folder in this package is a recipe. ``recipe.toml`` describes it, ``campaign.yaml`` is the campaign,
+Each folder in ``share/recipes`` is a recipe. ``recipe.toml`` describes it, ``campaign.yaml`` is the campaign,
 ``rehearsal.yaml`` runs a few tasks in seconds without a model, and ``README.md`` explains both. ``megaflow-hpc init
---recipe NAME`` copies all files except ``recipe.toml``. The Python files of a recipe are not part of this package:
-they run where the user's campaign is.
+--recipe NAME`` copies all files except ``recipe.toml``.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from pathlib import Path
 import msgspec
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.resources import resource
 
 DESCRIPTION = "recipe.toml"
-_FOLDER = Path(__file__).parent
+_FOLDER = "share/recipes"
 
 
 class RecipePackage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,13 +79,13 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def folder(self) -> Path:
         """Folder with the recipe's files."""
-        return _FOLDER / self.name
+        return resource(_FOLDER) / self.name
 
     @property
     def files(self) -> dict[str, Path]:
         """Files to copy: name relative to the user's directory → source."""
         own = [path for path in sorted(self.folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
-        files = {Path(name).name: _FOLDER / name for name in self.shares}
+        files = {Path(name).name: resource(_FOLDER) / name for name in self.shares}
         return files | {str(path.relative_to(self.folder)): path for path in own if path.name != DESCRIPTION}
 
     @property
@@ -109,7 +109,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def recipe_names() -> list[str]:
     """Returns the names of all recipes, sorted."""
-    return sorted(path.parent.name for path in _FOLDER.glob(f"*/{DESCRIPTION}"))
+    return sorted(path.parent.name for path in resource(_FOLDER).glob(f"*/{DESCRIPTION}"))
 
 
 def find_recipe(name: str) -> Recipe:
@@ -120,7 +120,7 @@ def find_recipe(name: str) -> Recipe:
     """
     if name not in recipe_names():
         raise ConfigError(f"{name}: no such recipe; the recipes are: {', '.join(recipe_names())}")
-    path = _FOLDER / name / DESCRIPTION
+    path = resource(_FOLDER) / name / DESCRIPTION
     try:
         return msgspec.convert({**tomllib.loads(path.read_text()), "name": name}, Recipe)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
