@@ -40,7 +40,16 @@ from megaflow_hpc.training.microbatch import ShownImage
 from megaflow_hpc.training.trainer import layers
 from megaflow_hpc.training.trainer.layers import Packing, RouterReplay
 from megaflow_hpc.training.trainer.sharding import Grid, SumOverRanks, divide_adapters, read_sharded
-from megaflow_hpc.training.trainer.vision import BadImage, NoVision, Vision, embedding, takes_images, vision_parameters
+from megaflow_hpc.training.trainer.vision import (
+    BadImage,
+    NoVision,
+    Vision,
+    embedding,
+    joined,
+    kinds_of,
+    takes_images,
+    vision_parameters,
+)
 
 CHUNK_LOGITS = 2**26
 """Number of logits in a chunk: 256 MB in float32. The backward pass needs three or four times as much."""
@@ -200,17 +209,16 @@ def row_of(parts: Sequence[RowPart], policy: PolicyModel) -> tuple[Any, ...]:
             raise policy.text_only or NoVision(f"{policy.source}: takes text only, but rollouts show it images")
         positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(offsets)]).to(device)
         return tokens, positions, offsets, where
-    places, parts_of_images = [], []
+    places, of_images = [], list[dict[str, Any]]()
     for number, ((each, _), images) in enumerate(zip(sequences, shown, strict=True)):
         try:
-            parts_of_images += policy.vision.inputs(images)
+            of_images += policy.vision.inputs(images)
             places.append(policy.vision.positions(each, images))
         except BadImage as error:
             error.sequence = number
             raise
-    pixels = {}
-    if parts_of_images:
-        pixels = {name: torch.cat([p[name] for p in parts_of_images]).to(device) for name in parts_of_images[0]}
+    pixels = {name: value.to(device) for name, value in joined(of_images).items()}
+    if pixels:
         pixels["input_ids"] = policy.vision.marked(tokens, shown, offsets)
     return tokens, torch.cat(places, 1).to(device), offsets, where, None, pixels
 
@@ -360,7 +368,8 @@ def load(
     frozen_vision: bool = False,
     read: Reader | None = None,
 ) -> PolicyModel:
-    """Loads a causal language model or an image-text model from a Hugging Face directory onto the ranks' devices. Never uses the network.
+    """Loads a causal language model or an image-text model from a Hugging Face directory onto the ranks' devices.
+    Never uses the network.
 
     Each rank reads only its own share of the parameters. All ranks must call it.
 
@@ -532,11 +541,8 @@ def _alone(policy: PolicyModel) -> Any:
         tokens, _, _, _, *more = row_of([part], policy)
         given = dict(more[1]) if more else {}
         if given:
-            marked = given.pop("input_ids")
-            kinds = torch.zeros_like(marked, dtype=torch.int32)
-            for span, _ in part[2]:
-                kinds[span.start : span.end] = 1
-            given["mm_token_type_ids"] = kinds[None]
+            del given["input_ids"]
+            given["mm_token_type_ids"] = torch.from_numpy(kinds_of(len(tokens), part[2])).to(tokens.device)[None]
         logprobs.append(policy.logprobs_alone(tokens, **given))
     return torch.cat(logprobs)
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch  # type: ignore[import-not-found]
+from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.microbatch import ShownImage
@@ -60,7 +61,7 @@ class Vision:
     def __init__(self, source: Path, processor: Any, placeholder: int) -> None:
         self.source, self._processor, self._placeholder = source, processor, placeholder
         self.options: Mapping[str, Any] = {}
-        self._positions: Callable[..., Any] | None = None
+        self._model: Any = None
         self._kept: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._kept_bytes = 0
 
@@ -91,8 +92,17 @@ class Vision:
         return cls(source, processor, int(placeholder))
 
     def attach(self, causal: Any) -> None:
-        """Takes positions from a model."""
-        self._positions = getattr(causal.base_model, "get_rope_index", None)
+        """Takes positions from a model. Otherwise they come from one without weights."""
+        self._model = causal
+
+    def _rope_index(self) -> Callable[..., Any] | None:
+        if self._model is None:
+            from transformers import AutoConfig, AutoModelForImageTextToText
+
+            config = AutoConfig.from_pretrained(self.source, local_files_only=True, trust_remote_code=False)
+            with torch.device("meta"):
+                self._model = AutoModelForImageTextToText.from_config(config)
+        return getattr(self._model.base_model, "get_rope_index", None)
 
     # --- images ---
 
@@ -165,21 +175,20 @@ class Vision:
                     f"{self.source}: no token is between the images at tokens {before.start} and {after.start}: use a "
                     "chat template that marks where an image begins; no step was taken"
                 )
-        kinds = torch.zeros(1, length, dtype=torch.int32)
         for span, _ in shown:
             if not 0 <= span.start < span.end <= length or (tokens[span.start : span.end] != self._placeholder).any():
                 raise ConfigError(
                     f"{self.source}: tokens {span.start} to {span.end} of {length} are not the placeholders of an "
                     f"image ({self._placeholder}): the rollouts come from another model; no step was taken"
                 )
-            kinds[0, span.start : span.end] = 1
-        if self._positions is None:
+        rope_index = self._rope_index()
+        if rope_index is None:
             return plain
         if not shown:
             return plain.expand(3, -1)
         grids = torch.cat([self._pixels(image)[GRID] for _, image in shown])
-        found = self._positions(input_ids=torch.as_tensor(tokens)[None].long(), mm_token_type_ids=kinds, **{GRID: grids})
-        return found[0][:, 0]
+        ids, kinds = torch.as_tensor(tokens)[None].long(), torch.from_numpy(kinds_of(length, shown))[None]
+        return rope_index(input_ids=ids, mm_token_type_ids=kinds, **{GRID: grids})[0][:, 0]
 
     def marked(self, tokens: Any, sequences: Sequence[Sequence[ShownImage]], offsets: Sequence[int]) -> Any:
         """Returns a row's token ids (T) with placeholders only where images are shown, which is where the model puts
@@ -210,6 +219,19 @@ class Vision:
     def blank(self) -> dict[str, Any]:
         """Returns the pixel inputs of a small image."""
         return dict(self._pixels(_drawn(1, 1)))
+
+
+def kinds_of(length: int, shown: Sequence[ShownImage]) -> NDArray[np.int32]:
+    """Returns 1 for each token of a sequence that stands for an image, otherwise 0 (``mm_token_type_ids``)."""
+    kinds = np.zeros(length, np.int32)
+    for span, _ in shown:
+        kinds[span.start : span.end] = 1
+    return kinds
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the pixel inputs of several images as those of one call; empty if there are none."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
 def image_of(data: bytes, where: object) -> Image:

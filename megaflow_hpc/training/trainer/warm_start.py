@@ -3,9 +3,9 @@
     python -m megaflow_hpc.training.trainer.warm_start MODEL DEMONSTRATIONS.jsonl OUT --lr 1e-5 --epochs 2
 
 Run it in an environment with torch and transformers, or by torchrun on several GPUs. Each line of DEMONSTRATIONS is a
-conversation, {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}. The content may be
-a list of parts, {"type": "text", "text": "…"} and {"type": "image_url", "image_url": {"url": "…"}}, where the URL is a
-file name relative to DEMONSTRATIONS.jsonl or a data: URL. The loss is the mean negative log-likelihood of the tokens in
+conversation, {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}. A content may be a
+list of parts, {"type": "text", "text": "…"} and {"type": "image_url", "image_url": {"url": "…"}}, where the URL is a
+file name relative to DEMONSTRATIONS.jsonl, or a data: URL. The loss is the mean negative log-likelihood of the tokens in
 the assistant's messages. OUT is a model directory with the tokenizer of MODEL, for `model.path` of a campaign. A model
 without demonstrations seldom earns a reward by chance, and then learns nothing.
 """

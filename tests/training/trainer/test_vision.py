@@ -116,7 +116,8 @@ def alone(result):
     again = load("tiny", "float32", recompute=True)
     result["recomputed"] = distance(gradients(again, [parts]), one)
     frozen = load("tiny", "float32", frozen_vision=True, recompute=True)
-    result["frozen"] = [sum("visual" in n or "projector" in n for n, _ in frozen.trained()), len(list(frozen.trained()))]
+    names = [name for name, _ in frozen.trained()]
+    result["frozen"] = [sum("visual" in n or "projector" in n for n in names), len(names)]
     kept = gradients(frozen, [parts])
     result["language"] = distance(kept, {name: one[name] for name in kept})
     lora = load("tiny", "float32", lora=HALF)
