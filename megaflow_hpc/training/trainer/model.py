@@ -179,7 +179,7 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-RowPart = tuple[Any, Any] | tuple[Any, Any, Sequence[ShownImage]]
+RowPart = tuple[Any, Any, Sequence[ShownImage]]
 """A sequence of a row: its token ids, the indices of its target tokens, and the images that it shows."""
 
 
@@ -196,8 +196,8 @@ def row_of(parts: Sequence[RowPart], policy: PolicyModel) -> tuple[Any, ...]:
     if not parts:
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
         return nothing, nothing, [0, 1], nothing[:0]
-    sequences = [(np.asarray(tokens), np.asarray(targets)) for tokens, targets, *_ in parts]
-    shown = [list(part[2]) if len(part) > 2 else [] for part in parts]
+    sequences = [(np.asarray(tokens), np.asarray(targets)) for tokens, targets, _ in parts]
+    shown = [images for _, _, images in parts]
     offsets = [0, *accumulate(len(tokens) for tokens, _ in sequences)]
     columns = (
         [tokens for tokens, _ in sequences],
@@ -492,7 +492,7 @@ def _vision(source: Path, text_kinds: Any) -> tuple[Vision | None, NoVision | No
     Raises:
         NoVision: the model can be loaded neither with images nor without.
     """
-    from transformers import AutoConfig  # type: ignore[import-not-found]
+    from transformers import AutoConfig
 
     if not takes_images(source):
         return None, None
@@ -525,7 +525,7 @@ def _copy(causal: Any) -> None:
 def _row(policy: PolicyModel) -> list[RowPart]:
     """Returns short sequences that fit the model's vocabulary. All tokens but each first one are targets."""
     tokens = np.arange(1, 15) * 7 % policy.words
-    parts: list[RowPart] = [(part, np.arange(1, len(part))) for part in np.split(tokens, [5, 6])]
+    parts: list[RowPart] = [(part, np.arange(1, len(part)), ()) for part in np.split(tokens, [5, 6])]
     if policy.vision is not None:
         parts += [(tokens, np.arange(1, len(tokens)), shown) for tokens, shown in policy.vision.example()]
     return parts

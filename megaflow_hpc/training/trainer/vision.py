@@ -260,7 +260,7 @@ def decoded(image: Image) -> Any:
     Raises:
         BadImage: the file is damaged, or no image that Pillow reads within its limit of pixels.
     """
-    from PIL import Image as Pillow  # type: ignore[import-not-found]
+    from PIL import Image as Pillow
     from PIL import ImageOps
 
     kind = image.media_type.removeprefix("image/").upper()

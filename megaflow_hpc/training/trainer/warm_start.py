@@ -3,11 +3,13 @@
     python -m megaflow_hpc.training.trainer.warm_start MODEL DEMONSTRATIONS.jsonl OUT --lr 1e-5 --epochs 2
 
 Run it in an environment with torch and transformers, or by torchrun on several GPUs. Each line of DEMONSTRATIONS is a
-conversation, {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}. A content may be a
-list of parts, {"type": "text", "text": "…"} and {"type": "image_url", "image_url": {"url": "…"}}, where the URL is a
-file name relative to DEMONSTRATIONS.jsonl, or a data: URL. The loss is the mean negative log-likelihood of the tokens in
-the assistant's messages. OUT is a model directory with the tokenizer of MODEL, for `model.path` of a campaign. A model
-without demonstrations seldom earns a reward by chance, and then learns nothing.
+conversation, {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}. The loss is the
+mean negative log-likelihood of the tokens in the assistant's messages. OUT is a model directory with the tokenizer of
+MODEL, for `model.path` of a campaign. A model without demonstrations seldom earns a reward by chance, and then learns
+nothing.
+
+An image-text model takes images too. A message's content is then a list of parts, {"type": "text", "text": "…"} and
+{"type": "image_url", "image_url": {"url": "…"}}. The URL is a data: URL, or a file name relative to DEMONSTRATIONS.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from megaflow_hpc.trajectory import Image, ImageSpan, image_parts
 
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 """File name endings of weight files. All other files are copied from MODEL."""
-Example = tuple[list[int], list[int]] | tuple[list[int], list[int], list[ShownImage]]
-"""Tokens of a conversation, the indices of the tokens that the assistant wrote, and the images if there are any."""
+Example = tuple[list[int], list[int], list[ShownImage]]
+"""Tokens of a conversation, the indices of the tokens that the assistant wrote, and the images that it shows."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,7 +146,7 @@ def examples(model: Path, demonstrations: Path) -> list[Example]:
             if tokens and before[: len(tokens)] == tokens:
                 written = encoded.pop()[1] + written
             tokens = tokens_so_far
-            encoded.append((tokens_so_far, written, shown) if shown else (tokens_so_far, written))
+            encoded.append((tokens_so_far, written, shown))
     if not encoded:
         raise ConfigError(f"{demonstrations}: has no message of an assistant; there is nothing to learn")
     return encoded
