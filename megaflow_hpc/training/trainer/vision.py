@@ -230,7 +230,7 @@ def kinds_of(length: int, shown: Sequence[ShownImage]) -> NDArray[np.int32]:
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the pixel inputs of several images as those of one call; empty if there are none."""
+    """Returns the pixel inputs of several images as those of one call. Empty without images."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
