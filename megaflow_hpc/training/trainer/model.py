@@ -499,9 +499,13 @@ def _vision(source: Path, text_kinds: Any) -> tuple[Vision | None, NoVision | No
     try:
         return Vision.read(source), None
     except NoVision as reason:
-        if type(AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)) in text_kinds:
-            return None, reason
-        raise
+        try:
+            config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError):
+            raise reason from None
+        if type(config) not in text_kinds:
+            raise
+        return None, reason
 
 
 def _freeze_vision(policy: PolicyModel) -> None:

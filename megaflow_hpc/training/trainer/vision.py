@@ -75,13 +75,13 @@ class Vision:
         from transformers import AutoConfig, AutoImageProcessor  # type: ignore[import-not-found]
 
         options = {"local_files_only": True, "trust_remote_code": False}
-        config = AutoConfig.from_pretrained(source, **options)
         try:
+            config = AutoConfig.from_pretrained(source, **options)
             processor = AutoImageProcessor.from_pretrained(source, **options)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise NoVision(
-                f"{source}: has no image processor that transformers can load ({str(error).splitlines()[0]:.200}); "
-                "copy preprocessor_config.json, or processor_config.json, from the original model"
+                f"{source}: has no image processor that transformers can load ({str(error).partition(chr(10))[0]:.200})"
+                "; copy preprocessor_config.json, or processor_config.json, from the original model"
             ) from None
         placeholder = getattr(config, "image_token_id", None)
         if GRID not in processor.model_input_names or placeholder is None or not hasattr(processor, "merge_size"):
@@ -127,7 +127,11 @@ class Vision:
         if image.sha256 in self._kept:
             self._kept.move_to_end(image.sha256)
             return self._kept[image.sha256]
-        made = self._processor(images=[decoded(image)], return_tensors="pt", **self.options)
+        opened = decoded(image)
+        try:
+            made = self._processor(images=[opened], return_tensors="pt", **self.options)
+        except ValueError as error:  # such as an image that is too long and thin
+            raise BadImage(f"the image {image.sha256[:12]}… cannot be processed: {error}") from None
         pixels = {name: made[name] for name in self._processor.model_input_names if name in made}
         self._kept[image.sha256] = pixels
         self._kept_bytes += _bytes(pixels)
