@@ -24,15 +24,15 @@ BUDGETS = {
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 5,
     "thousand tokens of agents": 16,
-    "thousand tokens of at the top": 6,
+    "thousand tokens of at the top": 7,
     "thousand tokens of campaign": 38,
-    "thousand tokens of cli": 49,
+    "thousand tokens of cli": 50,
     "thousand tokens of config": 17,
     "thousand tokens of environments": 99,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 5,
     "thousand tokens of ledger": 20,
-    "thousand tokens of model": 70,
+    "thousand tokens of model": 73,
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 38,
     "thousand tokens of prove": 8,
@@ -41,7 +41,7 @@ BUDGETS = {
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 52,
     "thousand tokens of training": 71,
-    "thousand tokens of trajectories": 56,
+    "thousand tokens of trajectories": 57,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 

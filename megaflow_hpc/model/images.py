@@ -3,7 +3,7 @@
 ::
 
     agent ── data:image/png;base64,… ──► named() ── sha256:ab12… ──► recorder, digests, journal
-                                           └──── Image, once ──────► in_place() ── data:image/png;base64,… ──► engine
+                                           └──── Image, once ──────► with_images() ── data:image/png;base64,… ──► engine
 
 Only an image's header is read, never its pixels: type and size are enough to refuse a file that is no image, or one
 that would take gigabytes when an engine decodes it.
@@ -15,12 +15,12 @@ import base64
 import binascii
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, ImageSpan, image_parts
+from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, ImageSpan, image_parts, replaced_images
 
 MAX_PIXELS = 2**26
 """Maximum number of pixels of an image. An engine decodes one of this size to 200 MB. A screen of 8K has half of it."""
@@ -64,7 +64,7 @@ def read_data_url(url: str) -> Image:
     return read_image(data)
 
 
-def named(messages: Sequence[Message]) -> tuple[list[Message], dict[str, Image]]:
+def named(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, Image]]:
     """Replaces the ``data:`` URL of each image in messages by ``sha256:<hex>``. Returns the images by their SHA-256.
 
     Raises:
@@ -82,27 +82,7 @@ def named(messages: Sequence[Message]) -> tuple[list[Message], dict[str, Image]]
             images[image.sha256], urls[url] = image, IMAGE_SCHEME + image.sha256
         return urls.get(url, url)
 
-    replaced = [_replaced(message, partial(name, number)) for number, message in enumerate(messages)]
-    return replaced, images
-
-
-def in_place(messages: Sequence[Message], images: Mapping[str, Image]) -> list[Message]:
-    """Puts images back into messages, as ``data:`` URLs. Leaves a name without an image."""
-    urls = {f"{IMAGE_SCHEME}{sha256}": image.url for sha256, image in images.items()}
-    return [_replaced(message, lambda _, url: urls.get(url, url)) for message in messages]
-
-
-def _replaced(message: Message, replace: Callable[[int, str], str]) -> Message:
-    """Returns a message with the URL of each image part replaced by ``replace(index of the part, url)``."""
-    if not image_parts(message):
-        return message
-    parts = [
-        {**part, "image_url": {**part["image_url"], "url": replace(index, part["image_url"]["url"])}}
-        if isinstance(part, Mapping) and part.get("type") == "image_url"
-        else part
-        for index, part in enumerate(message["content"])
-    ]
-    return {**message, "content": parts}
+    return [replaced_images(message, partial(name, number)) for number, message in enumerate(messages)], images
 
 
 def asked_images(messages: Sequence[Message]) -> list[str | None]:

@@ -21,9 +21,9 @@ import aiohttp
 from megaflow_hpc.model.engine_api import CHAT, RENDER, WEIGHT_VERSION
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
-from megaflow_hpc.model.images import asked_images, in_place
+from megaflow_hpc.model.images import asked_images
 from megaflow_hpc.model.json_text import ANSWER, TooMuch, decoded, offload, packed
-from megaflow_hpc.trajectory import Image
+from megaflow_hpc.trajectory import Image, with_images
 from megaflow_hpc.types import Sampling
 
 CONNECT_TIMEOUT_S = 10.0
@@ -364,7 +364,7 @@ class Call(NamedTuple):
 
 def _encoded(body: Mapping[str, Any], images: Mapping[str, Image]) -> bytes:
     if images and "messages" in body:
-        body = {**body, "messages": in_place(body["messages"], images)}
+        body = {**body, "messages": with_images(body["messages"], images)}
     return packed(body)
 
 

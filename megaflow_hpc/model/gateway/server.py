@@ -276,6 +276,12 @@ class ModelGateway:
         last = next((turn.message for turn in reversed(recording.turns) if turn.message >= 0), -1)
         return [recording.messages[node] for node in path_to(recording.parents, last)]
 
+    def image_labels(self, rollout_id: str) -> dict[str, str]:
+        """Returns a short text for each image of an open rollout, by its SHA-256."""
+        rollout = self._by_id.get(rollout_id)
+        images = rollout.recorder.recording.images if rollout else {}
+        return {name: image.label for name, image in images.items()}
+
     def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
         """Replaces the list of engine servers with decoded ``RUN/endpoints/*.json`` records."""
         self._caller.router.update(endpoints)
