@@ -94,6 +94,9 @@ class Vision:
     def attach(self, causal: Any) -> None:
         """Takes positions from a model. Otherwise they come from one without weights."""
         self._model = causal
+        for module in causal.modules():
+            if type(module).__name__ == "PaddleOCRVisionEmbeddings":  # transformers 5.19 and vLLM 0.32 differ here
+                module.interpolation_align_corners = False
 
     def _rope_index(self) -> Callable[..., Any] | None:
         if self._model is None:
