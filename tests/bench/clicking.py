@@ -68,7 +68,7 @@ def teach(folder: Path, task: str, seed: int, lessons: int) -> Path:
     began = time.monotonic()
     command = [python, "-m", "megaflow_hpc.training.trainer.warm_start", base, path, out, "--lr", "2e-3"]
     command += ["--batch", "32", "--microbatch", "2048", "--dtype", "float32"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / f"{task}-{seed}.log").open("w") as log:
         subprocess.run([str(word) for word in command], env=environment, check=True, stdout=log)
     print(f"taught by {lessons} sloppy demonstrations in {time.monotonic() - began:.0f} s", flush=True)
