@@ -121,9 +121,9 @@ async def _rendered_images(call: Call) -> Prompt | None:
         return None
     try:
         reply = await call.post(RENDER, call.rendering(call.asked()))
-    except RefusedCall:
+        return await _read(call, reply, "an answer of render lacks a part", _prompt, call, reply)
+    except (RefusedCall, UnusableAnswer):
         return None
-    return await _read(call, reply, "an answer of render lacks a part", _prompt, call, reply)
 
 
 def _prompt(call: Call, reply: Reply) -> Prompt | None:
@@ -183,8 +183,9 @@ async def split(call: Call) -> Answer:
             sampling["max_tokens"] += len(rendered.tokens) - len(prompt.tokens)
         if call.request.limit:
             sampling["max_tokens"] = min(sampling["max_tokens"], call.request.limit)
+        speaker = call.request.policy, call.request.role
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
-        if routed := call.request.recorder.routed(prompt, call.request.policy, call.request.role):
+        if routed := call.request.recorder.routed(prompt.tokens, *speaker, prompt.images):
             sampling["routed_experts_prompt_start"] = routed
     except _MALFORMED as error:
         raise UnusableAnswer(f"{server.name}: {lacking} ({error!r})", retry=False) from error
