@@ -44,8 +44,8 @@ MAX_SIDE = 4096
 """Greatest width and height of a display and of a screenshot in pixels."""
 SETTLE_S = 0.3
 """A screenshot waits for the image to stop changing, but no longer than this."""
-FIRST_LOOK_S = 0.025
-LOOK_S = 0.015
+FIRST_LOOK_S = 0.02
+LOOK_S = 0.012
 KEYS_S = 0.1
 """Time for programs to read a changed keyboard."""
 MAX_LINES = 1000

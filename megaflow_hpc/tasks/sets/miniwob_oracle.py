@@ -26,7 +26,7 @@ LINE = re.compile(
 
 
 @dataclass(frozen=True)
-class Node:
+class Element:
     """A line of ``screen tree``, with the middle of its box."""
 
     role: str
@@ -37,14 +37,14 @@ class Node:
     details: str
 
 
-def look() -> list[Node]:
+def look() -> list[Element]:
     """Returns what is on the page, from top to bottom and from left to right, without the bar at the top."""
     text = subprocess.run(["screen", "tree"], capture_output=True, text=True, check=True).stdout
     nodes = []
     for match in filter(None, map(LINE.match, text.splitlines())):
         if match["x"] is not None and int(match["y"]) >= QUERY_PIXELS:
             box = int(match["x"]), int(match["y"]), int(match["height"])
-            nodes.append(Node(match["role"], json.loads(match["name"]), *box, match["details"] or ""))
+            nodes.append(Element(match["role"], json.loads(match["name"]), *box, match["details"] or ""))
     return nodes
 
 
@@ -53,13 +53,13 @@ def do(**action: Any) -> None:
     subprocess.run(["screen", "do", json.dumps(action)], stdout=subprocess.DEVNULL, check=True)
 
 
-def find(*roles: str, name: str | None = None) -> list[Node]:
+def find(*roles: str, name: str | None = None) -> list[Element]:
     """Returns the nodes with one of the roles, and with this name if one is given, from top to bottom."""
     found = [node for node in look() if node.role in roles and (name is None or node.name.strip() == name.strip())]
     return sorted(found, key=lambda node: (node.y, node.x))
 
 
-def click(node: Node) -> None:
+def click(node: Element) -> None:
     """Clicks the middle of a node."""
     do(action="left_click", coordinate=[node.x, node.y])
 
@@ -69,7 +69,7 @@ def press(name: str) -> None:
     click(find("button", name=name)[0])
 
 
-def fill(box: Node, text: str) -> None:
+def fill(box: Element, text: str) -> None:
     """Types into a text field."""
     click(box)
     do(action="type", text=text)
@@ -232,7 +232,7 @@ def _read_table(utterance: str) -> None:
     press("Submit")
 
 
-def _value(box: Node) -> str:
+def _value(box: Element) -> str:
     match = re.search(r'value=("(?:[^"\\]|\\.)*")', box.details)
     return json.loads(match[1]) if match else ""
 
