@@ -132,7 +132,7 @@ DOORS: dict[str, str] = {
     "tasks training training/algorithms trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
-    "cli/making": "cli config recipes tasks tasks/harbor tasks/releases tasks/sets tasks/swebench agents "
+    "cli/making": "cli config tasks tasks/harbor tasks/releases tasks/sets tasks/swebench agents "
     "environments/builds environments/images environments/images/cache environments/sandbox",
 }
 """Room → rooms from which it may import, in addition to :data:`EVERYBODYS`."""

@@ -28,7 +28,7 @@ from megaflow_hpc.resources import missing_package
 from megaflow_hpc.version import __version__
 
 GROUPS = {
-    "campaigns.start": ("init", "check", "plan", "run", "submit"),
+    "campaigns.start": ("recipes", "init", "check", "plan", "run", "submit"),
     "campaigns.control": ("resume", "extend", "scale", "cancel", "gather"),
     "runs.status": ("list", "status", "usage"),
     "runs.watch": ("watch",),
@@ -43,7 +43,6 @@ GROUPS = {
     "runs.diff": ("diff",),
     "files.export": ("export", "import"),
     "files.store": ("validate", "verify", "compact", "anonymise", "du"),
-    "making.recipes": ("recipes",),
     "making.tasks": ("tasks",),
     "making.agents": ("agents",),
     "making.images": ("images",),
