@@ -22,9 +22,9 @@ from megaflow_hpc.report.comparison import Difference, compare, matrix_of, paire
 from megaflow_hpc.report.cost import Prices
 from megaflow_hpc.report.figures import LoadedRun, RunFigures, figures_of, to_builtins
 from megaflow_hpc.report.files import charts_of
+from megaflow_hpc.report.files import text as metrics
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.policies import STAGES, Arm
-from megaflow_hpc.report.prometheus import text as metrics
 from megaflow_hpc.report.rollouts import attempt_spans, read_rollouts
 from megaflow_hpc.report.series import lanes, mean_level, peak_level, thinned
 from megaflow_hpc.report.timeline import bars_of
