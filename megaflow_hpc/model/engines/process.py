@@ -1,5 +1,5 @@
-"""Starts an engine under a lifeline, waits for its first completion, and stops it with all its processes. Reads from its
-log why it ended.
+"""Starts an engine under a lifeline, waits for its first completion, and stops it with all its processes. Reads from
+its log why it ended.
 
 An external endpoint has no process. It is checked with few requests: ``GET …/models`` costs nothing, and an endpoint
 that lists the model is ready. Otherwise the check requests a completion. The request contains only the model and a
