@@ -25,8 +25,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_json
-from megaflow_hpc.rundir.json_files import read_json, write_record
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json, write_record
 
 LIMITS = ("core_hours", "gpu_hours", "wall", "usd")
 REPORT_INTERVAL_S = 30.0

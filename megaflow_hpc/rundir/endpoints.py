@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megaflow_hpc.rundir.json_files import read_json, try_read_json, write_record
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json, try_read_json, write_record
 
 T = TypeVar("T")
 

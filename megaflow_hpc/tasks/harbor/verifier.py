@@ -40,7 +40,7 @@ from megaflow_hpc.tasks.harbor.data import HarborData, VerifierRules
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.rewards import read_logs, read_rewards
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
-from megaflow_hpc.tasks.no_network import network_hint
+from megaflow_hpc.tasks.sandboxes import network_hint
 from megaflow_hpc.types import Network, Task, Verdict
 
 _SHELL = (
