@@ -121,7 +121,7 @@ DOORS: dict[str, str] = {
     "monitor": "config ledger rundir rundir/pods",
     "campaign/planning": "campaign slurm config rundir ledger agents tasks tasks/harbor environments/builds "
     "environments/images environments/sandbox model/engines training trajectories/reading",
-    "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks model/engines model/server "
+    "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks model/engines "
     "training trajectories trajectories/journal trajectories/reading",
     # A site is proved by its own jobs and by campaigns.
     "prove": "agents campaign environments/sandbox rundir slurm trajectories",

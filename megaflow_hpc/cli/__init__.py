@@ -30,9 +30,8 @@ from megaflow_hpc.version import __version__
 GROUPS = {
     "campaigns.start": ("recipes", "init", "check", "plan", "run", "submit"),
     "campaigns.control": ("resume", "extend", "scale", "cancel", "gather"),
-    "runs.status": ("list", "status", "usage"),
-    "runs.watch": ("watch",),
-    "doctor": ("doctor",),
+    "runs.status": ("list", "status", "watch", "usage"),
+    "doctor": ("doctor", "janitor"),
     "prove": ("prove",),
     "runs.logs": ("logs",),
     "runs.report": ("compare", "report"),
@@ -48,7 +47,6 @@ GROUPS = {
     "making.images": ("images",),
     "runs.weights": ("weights",),
     "runs.training": ("training",),
-    "janitor": ("janitor",),
     "help": ("completion", "help"),
 }
 """Module in this package → verbs that it adds. The ``help`` module needs the parser of every verb."""

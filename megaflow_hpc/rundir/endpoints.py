@@ -37,6 +37,17 @@ SERVICE = "service:"
 """Prefix of a service's name in place of a policy. No policy's name has a colon."""
 
 
+class Load(msgspec.Struct, frozen=True):
+    """Load of one server since its previous heartbeat."""
+
+    in_flight: int = 0
+    """Number of requests that are queued or being processed."""
+    waiting: int = 0
+    """Number of requests waiting in the engine's queue or, in a pool, at the proxy."""
+    wait_s: float = 0.0
+    """Seconds until the last queued request starts, at the rate of the past half minute."""
+
+
 class RefusedWeights(msgspec.Struct):
     """A weight version that a server could not load."""
 

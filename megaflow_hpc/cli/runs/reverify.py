@@ -31,7 +31,7 @@ from megaflow_hpc.rundir.rewards import GivenReward, RewardLog, check_name, give
 from megaflow_hpc.types import VERIFIED, RolloutName, Task
 
 if TYPE_CHECKING:
-    from megaflow_hpc.campaign.judge_servers import JudgeServers
+    from megaflow_hpc.campaign.local import JudgeServers
     from megaflow_hpc.pod.rollout.rescoring import NewScore, Rescoring
     from megaflow_hpc.pod.rollout.services import Services
     from megaflow_hpc.tasks.scoring import Scorer
@@ -372,7 +372,7 @@ async def _judging(
     Raises:
         ModelServiceError: An engine does not start.
     """
-    from megaflow_hpc.campaign.judge_servers import JudgeServers
+    from megaflow_hpc.campaign.local import JudgeServers
 
     watch.step("starting the judges")
     with JudgeServers(run, planned, judges) as servers:

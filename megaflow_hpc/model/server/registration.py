@@ -22,9 +22,8 @@ from megaflow_hpc.model.engine_api import RENDER
 from megaflow_hpc.model.engines.adapters import options_of
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.process import Ask
-from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.proxy import Proxy
-from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, FailedServer, LoadingServer, RefusedWeights
+from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, FailedServer, Load, LoadingServer, RefusedWeights
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import ServerRecord
