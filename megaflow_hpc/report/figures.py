@@ -44,9 +44,9 @@ from megaflow_hpc.report.policies import (
 from megaflow_hpc.report.rollouts import RolloutColumns, attempt_spans, read_rollouts
 from megaflow_hpc.report.series import Integers, significant, thinned
 from megaflow_hpc.report.timeline import Concurrency, Events, PodFigures, concurrency_of, pods_of, read_events
+from megaflow_hpc.rundir.budget import Used
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
-from megaflow_hpc.rundir.model_use import Used
 from megaflow_hpc.rundir.record import RunRecord, read_jobs, read_run
 from megaflow_hpc.rundir.training import TrainingView
 from megaflow_hpc.trajectories.hdf5.file import attribute

@@ -30,7 +30,7 @@ from megaflow_hpc.cli.output import (
 from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.verb import Subparsers, above_zero, add_run, add_verb, whole
 from megaflow_hpc.rundir import runs
-from megaflow_hpc.rundir.model_use import use_lines
+from megaflow_hpc.rundir.budget import use_lines
 from megaflow_hpc.texts import in_one_line
 
 if TYPE_CHECKING:
