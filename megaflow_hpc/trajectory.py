@@ -7,13 +7,56 @@ copy. Token ids and weight versions are ``'i'`` (int32), log-probabilities ``'f'
 
 from __future__ import annotations
 
+import base64
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaflow_hpc.types import Artifact, Rollout, known_fields
+
+IMAGE_SCHEME = "sha256:"
+"""An image part of a recorded message has this and the image's digest as its URL."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image that a model was shown. It is stored once, however often it was sent."""
+
+    sha256: str
+    """Digest of ``data``, 64 hexadecimal digits."""
+    media_type: str
+    """``image/png``, ``image/jpeg``, ``image/webp`` or ``image/gif``, as its first bytes say."""
+    width: int
+    height: int
+    """Size in pixels, as its header says. No pixel was decoded."""
+    data: bytes = field(repr=False)
+    """The image file."""
+
+    @property
+    def label(self) -> str:
+        """A short text in place of the image: ``[image 1280x800 PNG sha256:ab12cd34…]``."""
+        kind = self.media_type.removeprefix("image/").upper()
+        return f"[image {self.width}x{self.height} {kind} {IMAGE_SCHEME}{self.sha256[:8]}…]"
+
+    @property
+    def url(self) -> str:
+        """The image as a ``data:`` URL."""
+        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
+
+
+class ImageSpan(NamedTuple):
+    """The placeholder tokens ``[start, start + length)`` of a sequence, in whose place the model saw an image."""
+
+    start: int
+    length: int
+    image: str
+    """The image's SHA-256 in hexadecimal."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
 @dataclass
@@ -34,6 +77,8 @@ class TokenSequence:
     Empty if the engine does not report experts."""
     expert_layers: int = 0
     experts_per_token: int = 0
+    images: list[ImageSpan] = field(default_factory=list)
+    """The placeholder tokens of each image, sorted by their start. They do not overlap."""
 
     @property
     def expert_row(self) -> int:
@@ -41,11 +86,16 @@ class TokenSequence:
         return len(self.experts) // len(self.tokens) if self.tokens else 0
 
     def first(self, count: int | None) -> TokenSequence:
-        """Returns a sequence of the first ``count`` tokens, or this sequence if it is not longer."""
+        """Returns a sequence of the first ``count`` tokens, or this sequence if it is not longer.
+
+        The sequence ends before an image that would be cut in two.
+        """
         if count is None or len(self.tokens) <= count:
             return self
+        count = next((span.start for span in self.images if span.start < count < span.end), count)
         cut = {name: getattr(self, name)[:count] for name in _COLUMNS}
-        return replace(self, **cut, experts=self.experts[: count * self.expert_row])
+        images = [span for span in self.images if span.end <= count]
+        return replace(self, **cut, experts=self.experts[: count * self.expert_row], images=images)
 
     def to_record(self) -> dict[str, Any]:
         """Returns a mapping that msgpack can encode, with the columns as native-endian bytes."""
@@ -53,6 +103,8 @@ class TokenSequence:
         if self.experts:
             shape = {"expert_layers": self.expert_layers, "experts_per_token": self.experts_per_token}
             record |= {"experts": self.experts.tobytes(), **shape}
+        if self.images:
+            record["images"] = [list(span) for span in self.images]
         return record
 
     @classmethod
@@ -64,6 +116,7 @@ class TokenSequence:
         if "experts" in record:
             found.experts.frombytes(record["experts"])
             found.expert_layers, found.experts_per_token = record["expert_layers"], record["experts_per_token"]
+        found.images = [ImageSpan(*span) for span in record.get("images", ())]
         return found
 
 
@@ -136,6 +189,8 @@ class Recording:
     """Number of calls by recording protocol. ``split`` and ``replay``: every token is known. ``plain``: the sampled
     tokens are known, and a history that encodes to different tokens starts a new sequence. ``text``: no tokens are
     known."""
+    images: dict[str, Image] = field(default_factory=dict)
+    """SHA-256 → image, for every image of an answered call. Messages have ``sha256:<hex>`` as the image's URL."""
 
 
 @dataclass
@@ -188,6 +243,8 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     artifacts: list[Artifact] = field(default_factory=list)
+    images: dict[str, Image] = field(default_factory=dict)
+    """SHA-256 → image, for every image that its messages or sequences name; see :attr:`Recording.images`."""
 
     def __repr__(self) -> str:
         return f"<Trajectory {self.id!r}: {self.status}, reward {self.reward}, {len(self.turns)} turns>"
@@ -198,6 +255,7 @@ class Trajectory:
         record["sequences"] = [sequence.to_record() for sequence in self.sequences]
         for name in ("turns", "attempts", "artifacts"):
             record[name] = [dict(vars(item)) for item in getattr(self, name)]  # shallow: asdict makes slow deep copies
+        record["images"] = image_records(self.images)
         return record
 
     @classmethod
@@ -219,7 +277,31 @@ class Trajectory:
         kept["turns"] = [Turn(**known_fields(Turn, t)) for t in record.get("turns", ())]
         kept["attempts"] = [Attempt(**known_fields(Attempt, a)) for a in record.get("attempts", ())]
         kept["artifacts"] = [Artifact(**known_fields(Artifact, a)) for a in record.get("artifacts", ())]
+        kept["images"] = images_of(record.get("images", ()))
         return cls(**kept)
+
+
+def image_records(images: Mapping[str, Image]) -> list[dict[str, Any]]:
+    """Returns images as mappings that msgpack can encode."""
+    return [dict(vars(image)) for image in images.values()]
+
+
+def images_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Image]:
+    """Restores images from :func:`image_records`. Returns them by their SHA-256."""
+    return {record["sha256"]: Image(**known_fields(Image, record)) for record in records}
+
+
+def shown_images(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns the SHA-256 of each recorded image in messages, in the order in which they are shown."""
+    urls = (part["image_url"].get("url", "") for message in messages for part in image_parts(message))
+    return [url.removeprefix(IMAGE_SCHEME) for url in urls if url.startswith(IMAGE_SCHEME)]
+
+
+def image_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the image parts of a message in OpenAI form."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return [part for part in parts if isinstance(part, Mapping) and isinstance(part.get("image_url"), Mapping)]
 
 
 def linked(parents: Sequence[int], count: int) -> list[int]:

@@ -171,7 +171,7 @@ def test_anonymise_writes_a_copy_without_names(megaflow, refused, run, tmp_path)
     copy = tmp_path / "copy.h5"
     result = megaflow("anonymise", run.trajectories, "-o", copy, "--name", "patch", "--json")
     assert result.returncode == 0
-    assert json.loads(result.stdout) == {"trajectories": 3, "changed": 1, "without_tokens": 1}
+    assert json.loads(result.stdout) == {"trajectories": 3, "changed": 1, "without_tokens": 1, "images": 0}
     assert "read a few trajectories before sharing" in result.stderr
     with open_trajectories(copy) as store:
         row = store["task/default/2"]

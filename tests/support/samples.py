@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.trajectories import JournalWriter
-from megaflow_hpc.trajectory import UNROUTED, Attempt, TokenSequence, Trajectory, Turn
+from megaflow_hpc.trajectory import UNROUTED, Attempt, Image, ImageSpan, TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import Artifact
 
 
@@ -33,6 +36,41 @@ def add_experts(one: TokenSequence, draw: random.Random, width: int) -> None:
     one.expert_layers, one.experts_per_token = 3, 2
     row = 3 * 2 * width
     one.experts.frombytes(draw.randbytes(row * (len(one.tokens) - 1)) + UNROUTED * row)
+
+
+def png(width: int, height: int, number: int = 0) -> bytes:
+    """Returns a real PNG of grey noise, the same for the same arguments and another for each number."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    draw = random.Random(f"{width} {height} {number}")
+    rows = b"".join(b"\0" + draw.randbytes(width) for _ in range(height))
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    parts = chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def image(width: int = 8, height: int = 6, number: int = 0) -> Image:
+    """Returns a real image; see :func:`png`."""
+    data = png(width, height, number)
+    return Image(hashlib.sha256(data).hexdigest(), "image/png", width, height, data)
+
+
+def add_images(one: Trajectory, draw: random.Random) -> None:
+    """Shows images in a trajectory: the sequences' first tokens and a message show some of five images."""
+    choice = [image(8, 6, number) for number in range(5)]
+    for sequence_ in one.sequences:
+        start, first_sampled = 0, list(sequence_.loss_mask).index(1)
+        while (start := start + draw.randint(0, 3)) + (length := draw.randint(1, 4)) <= first_sampled:
+            shown = draw.choice(choice)
+            sequence_.images.append(ImageSpan(start, length, shown.sha256))
+            one.images[shown.sha256] = shown
+            start += length
+    shown = draw.choice(choice)
+    one.images[shown.sha256] = shown
+    part = {"type": "image_url", "image_url": {"url": f"sha256:{shown.sha256}"}}
+    one.messages[0] = {**one.messages[0], "content": [{"type": "text", "text": "look"}, part]}
 
 
 def trajectory(number: int, task: str = "task", status: str = "completed", **changes: Any) -> Trajectory:
@@ -78,7 +116,10 @@ def trajectory(number: int, task: str = "task", status: str = "completed", **cha
         "artifacts": [Artifact("patch.diff", draw.randbytes(number))] if number % 4 == 1 else [],
         **changes,
     }
-    return Trajectory(**fields)
+    found = Trajectory(**fields)
+    if number % 5 == 4 and not changes:
+        add_images(found, random.Random(number))
+    return found
 
 
 def run_dir(path: Path, name: str = "sample") -> RunDir:

@@ -87,6 +87,11 @@ def register(subparsers: Subparsers) -> None:
         action="store_true",
         help="keep the token sequences of rollouts with changed messages, although their ids still spell the old text",
     )
+    anonymise.add_argument(
+        "--keep-images",
+        action="store_true",
+        help="keep the images and the token sequences that show them, although names in their pixels stay",
+    )
 
     du = add_verb(
         subparsers,
@@ -178,7 +183,9 @@ def _anonymise(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.trajectories.maintenance.gather import gathered
 
     with under_way(f"copying {arguments.run_dir}"):
-        result = anonymise(gathered(arguments.run_dir), Path(arguments.output), arguments.name, arguments.keep_tokens)
+        path = gathered(arguments.run_dir)
+        keep = {"keep_tokens": arguments.keep_tokens, "keep_images": arguments.keep_images}
+        result = anonymise(path, Path(arguments.output), arguments.name, **keep)
     _print_counts(result, arguments.json)
     note("names that were neither listed nor found in a path are still there: read a few trajectories before sharing")
     return 0

@@ -28,7 +28,7 @@ from typing import Any
 from megaflow_hpc.model.engine_api import RoutedExperts
 from megaflow_hpc.model.gateway.canonical import conversation_digest, same_message
 from megaflow_hpc.model.gateway.conversations import AskedPrompt, Conversations
-from megaflow_hpc.trajectory import UNROUTED, Recording, TokenSequence, Turn
+from megaflow_hpc.trajectory import UNROUTED, Recording, TokenSequence, Turn, image_records, images_of
 
 
 @dataclass
@@ -291,6 +291,7 @@ class Recorder:
                 **vars(recording),
                 "sequences": [sequence.to_record() for sequence in recording.sequences],
                 "turns": [dict(vars(turn)) for turn in recording.turns],
+                "images": image_records(recording.images),
             },
             "sampled": self.sampled,
             "calls": self.calls,
@@ -303,7 +304,8 @@ class Recorder:
         record = state["recording"]
         sequences = [TokenSequence.from_record(sequence) for sequence in record["sequences"]]
         turns = [Turn(**turn) for turn in record["turns"]]
-        recording = Recording(**{**record, "sequences": sequences, "turns": turns})
+        images = images_of(record["images"])
+        recording = Recording(**{**record, "sequences": sequences, "turns": turns, "images": images})
         tips = {number: Tip(**{**tip, "rendered": array("i", tip["rendered"])}) for number, tip in state["tips"]}
         return cls(state["policy"], recording, state["sampled"], state["calls"], tips)
 

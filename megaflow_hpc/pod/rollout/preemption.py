@@ -55,7 +55,7 @@ _LENGTH = struct.Struct("<Q")
 _DIGEST = hashlib.sha256().digest_size
 COPIED = (
     *("status", "error_kind", "error", "rewards", "seed", "inexact", "constrained"),
-    *("messages", "parents", "sequences", "turns", "artifacts"),
+    *("messages", "parents", "sequences", "turns", "artifacts", "images"),
 )
 """Names of the trajectory fields that the next attempt copies. Fields in :data:`TIMES` are summed, and fields in
 :data:`PEAKS` keep the maximum."""

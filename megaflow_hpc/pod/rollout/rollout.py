@@ -261,6 +261,7 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     trajectory.messages = [*trajectory.messages, *messages]
     trajectory.sequences = [*trajectory.sequences, *recording.sequences]
     trajectory.turns = [*trajectory.turns, *recording.turns]
+    trajectory.images = {**trajectory.images, **recording.images}
     trajectory.inexact += recording.inexact
     trajectory.constrained += recording.constrained
     if recording.calls:

@@ -6,7 +6,9 @@ the calls that produced the answers. The indices refer to ``messages``, or to ``
 conversations.
 
 Token columns are lists, one per sequence. Log-probabilities have nine significant digits, enough to restore the exact
-float32. ``null`` marks tokens that were not sampled and missing rewards. Artifacts are base64-encoded.
+float32. ``null`` marks tokens that were not sampled and missing rewards. Artifacts are base64-encoded, and so are
+images, each of which is on the line once. Messages name them by ``sha256:<hex>``. A sequence's ``images`` lists the
+placeholder tokens of each as ``[start, length, sha256]``.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from megaflow_hpc.trajectories.hdf5.schema import UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal.checks import checked
 from megaflow_hpc.trajectories.reading.sources import SequenceView
-from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.trajectory import Trajectory, image_records
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 HELP = "JSON lines, one trajectory each, with everything; can be imported again"
 
 _SUFFIX = {"none": ".jsonl", "gz": ".jsonl.gz", "zst": ".jsonl.zst"}
-_RAGGED = ("rewards", "messages", "parents", "sequences", "turns", "attempts", "artifacts")
+_RAGGED = ("rewards", "messages", "parents", "sequences", "turns", "attempts", "artifacts", "images")
 
 
 def write(job: ExportJob) -> list[Path]:
@@ -63,6 +65,9 @@ def line(row: Row) -> bytes:
     record["artifacts"] = [
         {"name": artifact.name, "data": base64.b64encode(artifact.data).decode()} for artifact in row.artifacts
     ]
+    if images := row.images:
+        records = image_records(images)
+        record["images"] = [{**one, "data": base64.b64encode(one["data"]).decode()} for one in records]
     text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     sequences = ",".join(_sequence(view) for view in row.sequences)
     return f'{text[:-1]},"sequences":[{sequences}]}}\n'.encode("utf-8", "backslashreplace")
@@ -80,6 +85,8 @@ def _sequence(view: SequenceView) -> str:
         _, layers, per_token = view.experts.shape
         encoded = base64.b64encode(view.experts.tobytes()).decode()
         lists += f',"experts":"{encoded}","expert_layers":{layers},"experts_per_token":{per_token}'
+    if view.images:
+        lists += f',"images":{json.dumps(view.images, separators=(",", ":"))}'
     return f'{{"policy":{json.dumps(view.policy)},{lists}}}'
 
 
@@ -121,6 +128,7 @@ def parse(data: Mapping[str, Any]) -> Trajectory:
             "loss_mask": array("B", s["loss_mask"]).tobytes(),
             "weight_versions": array("i", s["weight_versions"]).tobytes(),
             **_experts(s),
+            "images": s.get("images", ()),
         }
         for s in data.get("sequences", ())
     ]
@@ -128,6 +136,7 @@ def parse(data: Mapping[str, Any]) -> Trajectory:
         {"name": artifact["name"], "data": base64.b64decode(artifact["data"], validate=True)}
         for artifact in data.get("artifacts", ())
     ]
+    record["images"] = [{**one, "data": base64.b64decode(one["data"], validate=True)} for one in data.get("images", ())]
     return Trajectory.from_record(record)
 
 

@@ -93,7 +93,7 @@ def _defaults(file: h5py.File, path: str, start: int, end: int | None) -> Array:
         return parents[start:end]
     column = COLUMNS[path]
     like = [other.path for other in COLUMNS.values() if other.extent == column.extent and other.path in file]
-    start, end, _ = slice(start, end).indices(len(file[like[0]]) if like else 0)
+    start, end, _ = slice(start, end).indices(len(file[like[0]]) if like else int(column.is_offset))
     dtype = "S1" if column.dtype == STRING else column.dtype
     return np.full(max(0, end - start), OPTIONAL[path], dtype)
 

@@ -57,8 +57,22 @@ _EXTENTS = {
     "a": "attempts/attempt",
     "f": "artifacts/name",
     "fb": "artifacts/bytes",
+    "i": "images/sha256",
+    "ib": "images/bytes",
+    "u": "image_uses/image",
+    "p": "image_spans/image",
 }
 """Maps each extent to a column of that length. ``messages/offset`` has one more entry than there are messages."""
+
+_TOGETHER = {
+    "experts": ("sequences/expert_offset",),
+    "images": tuple(path for path, column in COLUMNS.items() if column.group == "images"),
+    "image_uses": ("trajectories/image_offset", "images/sha256"),
+    "image_spans": ("sequences/image_offset", "image_spans/start", "image_spans/length", "image_spans/image"),
+    "trajectories/image_offset": ("image_uses/image",),
+    "sequences/image_offset": ("image_spans/image",),
+}
+"""Maps columns that older files lack, or groups of them, to the columns that a file with any of them must have."""
 
 Datasets = Mapping[str, h5py.Dataset]
 """Datasets of a file, by path."""
@@ -202,8 +216,11 @@ def _length_faults(columns: Datasets) -> Iterator[str]:
     for path, column in COLUMNS.items():
         if path not in columns:
             continue
-        if path.startswith("experts/") and "sequences/expert_offset" not in columns:
-            yield f"/{path}: without /sequences/expert_offset"
+        together = (*_TOGETHER.get(column.group, ()), *_TOGETHER.get(path, ()))
+        missing = next((other for other in together if other not in columns), None)
+        if missing is not None:
+            yield f"/{path}: without /{missing}"
+            continue
         is_offset = column.is_offset
         if column.dtype == TEXT and text_offset(path) in columns:
             path, is_offset = text_offset(path), True

@@ -58,7 +58,7 @@ class Column(NamedTuple):
         """Number of entries per chunk. Chunks have tens of kB, so a rollout's tokens span few chunks."""
         if self.path == "messages/json":
             return _TEXT_CHUNK
-        if self.path in ("artifacts/bytes", "experts/bytes"):
+        if self.path in ("artifacts/bytes", "experts/bytes", "images/bytes"):
             return BYTE_CHUNK
         if self.group == "tokens":
             return TOKEN_CHUNK
@@ -148,6 +148,7 @@ GROUPS = (
             ("turn_offset", "int64", "n+1", "into `/turns`"),
             ("message_offset", "int64", "n+1", "into `/messages/offset`"),
             ("attempt_offset", "int64", "n+1", "into `/attempts`"),
+            ("image_offset", "int64", "n+1", "into `/image_uses`"),
         ),
     ),
     ColumnGroup(
@@ -173,6 +174,7 @@ GROUPS = (
             ("expert_layers", "int32", "m", "layers of `/experts`; 0 if the engine reported no experts"),
             ("experts_per_token", "int32", "m", "number of experts that a layer chose for each token"),
             ("expert_offset", "int64", "m+1", "into `/experts/bytes`"),
+            ("image_offset", "int64", "m+1", "into `/image_spans`"),
         ),
     ),
     ColumnGroup(
@@ -266,16 +268,41 @@ GROUPS = (
             ("bytes", "uint8", "fb", "content"),
         ),
     ),
+    ColumnGroup(
+        "images",
+        "Every image that a model was shown, each once in the file, however many rollouts and calls show it. Image i "
+        "is the file `bytes[offset[i]:offset[i+1]]`. An image part of a message names it: "
+        '`{"type": "image_url", "image_url": {"url": "sha256:<hex>"}}`. Images at the address of another host are not '
+        "stored. `i` images.",
+        (
+            ("sha256", STRING, "i", "SHA-256 of its bytes in hexadecimal; unique"),
+            ("media_type", STRING, "i", "`image/png`, `image/jpeg`, `image/webp` or `image/gif`"),
+            ("width", "int32", "i", "pixels, from its header"),
+            ("height", "int32", "i", "pixels, from its header"),
+            ("offset", "int64", "i+1", "into `bytes`"),
+            ("bytes", "uint8", "ib", "the image file, as it was sent"),
+        ),
+    ),
+    ColumnGroup(
+        "image_uses",
+        "The images of each trajectory, each once. `u` rows, in the order of their trajectories.",
+        (("image", "int64", "u", "row of `/images`"),),
+    ),
+    ColumnGroup(
+        "image_spans",
+        "The placeholder tokens in whose place a model saw an image. `p` rows, in the order of their sequences and "
+        "tokens. They do not overlap.",
+        (
+            ("start", "int64", "p", "first placeholder token, a row of `/tokens` (not relative to the sequence)"),
+            ("length", "int32", "p", "number of placeholder tokens"),
+            ("image", "int64", "p", "row of `/images`; one of its trajectory's"),
+        ),
+    ),
 )
 
 REWARDS_DOC = (
     "One dataset per reward name, float32 `(n)`: the reward, NaN for rollouts without it. Rewards that `reverify` gave "
     "later are not in the file, but in `rewards/NAME` of the run directory, from which this package reads both."
-)
-
-IMAGES_DOC = (
-    "Reserved for the bytes, SHA-256 and size of each distinct image and the token spans that show it. This software "
-    "does not write the group, and ignores it in files that have it."
 )
 
 ROOT_ATTRIBUTES = (
@@ -322,6 +349,9 @@ OFFSETS = {
     "sequences/expert_offset": "experts/bytes",
     "messages/offset": "messages/json",
     "artifacts/offset": "artifacts/bytes",
+    "trajectories/image_offset": "image_uses/image",
+    "sequences/image_offset": "image_spans/image",
+    "images/offset": "images/bytes",
     **{text_offset(column.path): column.path for column in COLUMNS.values() if column.dtype == TEXT},
 }
 """Maps each offset column to the column that it points into."""
@@ -352,6 +382,18 @@ OPTIONAL: dict[str, Any] = {
     "turns/started_by": -1,
     "turns/role": "",
     "messages/parent": None,
+    "trajectories/image_offset": 0,
+    "sequences/image_offset": 0,
+    "images/sha256": "",
+    "images/media_type": "",
+    "images/width": 0,
+    "images/height": 0,
+    "images/offset": 0,
+    "images/bytes": 0,
+    "image_uses/image": 0,
+    "image_spans/start": 0,
+    "image_spans/length": 0,
+    "image_spans/image": 0,
 }
 """Maps each column that is missing from earlier versions' files to its default value. Without ``messages/parent``, the
 messages of a row form a single conversation."""
@@ -372,7 +414,7 @@ def markdown() -> str:
         lines += ["", f"### `/{group.name}`", "", group.doc, "", "| dataset | type | length | holds |"]
         lines += ["| --- | --- | --- | --- |"]
         lines += [f"| `{name}` | {dtype} | {extent} | {doc} |" for name, dtype, extent, doc in group.columns]
-    lines += ["", "### `/rewards/<name>`", "", REWARDS_DOC, "", "### `/images`", "", IMAGES_DOC]
+    lines += ["", "### `/rewards/<name>`", "", REWARDS_DOC]
     return "\n".join(lines) + "\n"
 
 

@@ -36,7 +36,7 @@ from megaflow_hpc.trajectories.hdf5.schema import (
     reward_name,
     text_offset,
 )
-from megaflow_hpc.trajectory import Trajectory, linked
+from megaflow_hpc.trajectory import Image, Trajectory, linked
 
 _FLUSH_ROWS = 256
 
@@ -46,6 +46,7 @@ _TURN = ("finish_reason", *_TIMED, "server", "policy", "message", "started_by", 
 _ATTEMPT = [column.name for column in COLUMNS.values() if column.group == "attempts"]
 
 _ROW_OFFSETS = {"m": "sequence_offset", "t": "turn_offset", "q": "message_offset", "a": "attempt_offset"}
+_ROW_OFFSETS |= {"u": "image_offset"}
 """Maps each extent to the offset column of ``/trajectories`` for its items."""
 _BATCH_BYTES = 1 << 20
 """Size in bytes at which a column flushes its buffer."""
@@ -203,10 +204,13 @@ class ColumnLists:
     def __init__(self, paths: Iterable[str], counts: Counter[str] | None = None) -> None:
         self.values: dict[str, list[Any]] = {path: [] for path in paths}
         self.counts = Counter() if counts is None else counts
+        self.images: dict[bytes, int] = {}
+        """Maps the SHA-256 of each image so far to its row of ``/images``."""
 
-    def add(self, trajectory: Trajectory) -> None:
-        """Adds a trajectory as the next row."""
+    def add(self, trajectory: Trajectory) -> list[Image]:
+        """Adds a trajectory as the next row. Returns its images that no earlier row has."""
         counts = self.counts
+        new = self._add_images(trajectory)
         row = {name: getattr(trajectory, name) for name in _COPIED}
         for name in UNKNOWN_AS_NAN:
             value = getattr(trajectory, name)
@@ -227,10 +231,25 @@ class ColumnLists:
             row[name] = counts[extent]
         for name, value in row.items():
             self._extend(f"trajectories/{name}", [value])
+        return new
 
     def _extend(self, path: str, values: list[Any]) -> None:
         if path in self.values:
             self.values[path] += values
+
+    def _add_images(self, trajectory: Trajectory) -> list[Image]:
+        """Adds the images of a row. Must precede its sequences, whose spans refer to them."""
+        new = []
+        for image in trajectory.images.values():
+            key = bytes.fromhex(image.sha256)
+            if key not in self.images:
+                self.images[key] = len(self.images)
+                new.append(image)
+            self._extend("image_uses/image", [self.images[key]])
+        for name in ("sha256", "media_type", "width", "height"):
+            self._extend(f"images/{name}", [getattr(image, name) for image in new])
+        self.counts["u"] += len(trajectory.images)
+        return new
 
     def _add_turns(self, trajectory: Trajectory) -> None:
         """Adds the turns of a row. Must precede its sequences, because turns refer to the next free sequence and
@@ -255,6 +274,11 @@ class ColumnLists:
         for sequence in trajectory.sequences:
             versions = np.asarray(sequence.weight_versions)
             sampled = versions[versions >= 0]
+            self._extend("image_spans/start", [self.counts["k"] + span.start for span in sequence.images])
+            self._extend("image_spans/length", [span.length for span in sequence.images])
+            rows = [self.images[bytes.fromhex(span.image)] for span in sequence.images]
+            self._extend("image_spans/image", rows)
+            self.counts["p"] += len(sequence.images)
             self.counts["k"] += len(sequence.tokens)
             self.counts["eb"] += len(sequence.experts)
             values = {
@@ -266,6 +290,7 @@ class ColumnLists:
                 "expert_layers": sequence.expert_layers,
                 "experts_per_token": sequence.experts_per_token,
                 "expert_offset": self.counts["eb"],
+                "image_offset": self.counts["p"],
             }
             for name, value in values.items():
                 self._extend(f"sequences/{name}", [value])
@@ -308,6 +333,8 @@ class TrajectoryWriter:
                 self._lists.values[name].append(0)
             elif isinstance(written, ColumnWriter) and not column.is_offset:
                 self._lists.counts[column.extent] = len(written)
+        for row, digest in enumerate(self._file["images/sha256"]):
+            self._lists.images[bytes.fromhex(digest.decode())] = row
 
     def __enter__(self) -> TrajectoryWriter:
         return self
@@ -343,7 +370,8 @@ class TrajectoryWriter:
         messages = [message_json(message) for message in trajectory.messages]
         self._put_items("messages/json", "messages/offset", messages)
         self._put_items("artifacts/bytes", "artifacts/offset", [artifact.data for artifact in trajectory.artifacts])
-        self._lists.add(trajectory)
+        new = self._lists.add(trajectory)
+        self._put_items("images/bytes", "images/offset", [image.data for image in new])
         if len(self) % _FLUSH_ROWS == 0:
             self._flush()
 

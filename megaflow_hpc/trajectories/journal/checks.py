@@ -7,17 +7,18 @@ length. Any trajectory that passes can be stored, and the stored rows are valid.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN, escape
 from megaflow_hpc.trajectories.journal.frames import Heading, head_of, trajectory_data
-from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked
+from megaflow_hpc.trajectory import Attempt, Image, TokenSequence, Trajectory, Turn, images_of, linked
 from megaflow_hpc.types import VERIFIED, Status
 
 MAX_NAME_LENGTH = 1024
@@ -57,6 +58,13 @@ def _row_type(group: str, record: type) -> type[msgspec.Struct]:
 _Trajectory = _row_type("trajectories", Trajectory)
 _Turn = _row_type("turns", Turn)
 _Attempt = _row_type("attempts", Attempt)
+
+
+class _Image(msgspec.Struct):
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+    width: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    height: Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class _HeadingFields(msgspec.Struct):
@@ -121,8 +129,10 @@ def checked(trajectory: Trajectory) -> Trajectory:
     _check_rewards(trajectory.rewards)
     msgspec.convert(trajectory.messages, list[dict[Any, Any]])
     trajectory.parents = _checked_parents(trajectory.parents, len(trajectory.messages))
+    _check_images(trajectory.images)
     for number, sequence in enumerate(trajectory.sequences):
         _check_sequence(number, sequence)
+        _check_spans(number, sequence, trajectory.images)
     for number, turn in enumerate(trajectory.turns):
         _check_row(turn, _Turn)
         _check_turn(number, turn, trajectory)
@@ -156,6 +166,12 @@ def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
         kept["parents"] = _checked_parents(data.get("parents", ()), len(messages))
         kept["messages"] = messages
     except ValueError:  # without parents, the order of messages is unknown
+        pass
+    try:
+        images = images_of(data.get("images", ()))
+        _check_images(images)
+        kept["images"] = images
+    except (AttributeError, KeyError, TypeError, ValueError):
         pass
     return Trajectory(**kept | {name: getattr(heading, name) for name in ("id", "status", "epoch", "attempt")})
 
@@ -239,6 +255,26 @@ def _check_sequence(number: int, sequence: TokenSequence) -> None:
         raise ValueError(f"sequence {number} has loss mask 1 without a log-probability")
     if not np.array_equal(versions >= 0, sampled) or versions.min() < -1:
         raise ValueError(f"sequence {number} has weight versions of other tokens than log-probabilities")
+
+
+def _check_images(images: Mapping[str, Image]) -> None:
+    for image in images.values():
+        msgspec.convert(image, _Image, from_attributes=True)
+        if not isinstance(image.data, bytes) or hashlib.sha256(image.data).hexdigest() != image.sha256:
+            raise ValueError(f"image {image.sha256!r:.80} holds other bytes than its SHA-256 says")
+
+
+def _check_spans(number: int, sequence: TokenSequence, images: Mapping[str, Image]) -> None:
+    end = 0
+    for span in sequence.images:
+        msgspec.convert([span.start, span.length], list[Int32])
+        if not end <= span.start < span.end <= len(sequence.tokens):
+            raise ValueError(f"sequence {number} has an image at tokens {span.start} to {span.end}, after token {end}")
+        if span.image not in images:
+            raise ValueError(f"sequence {number} shows image {span.image!r:.80}, which the trajectory lacks")
+        if any(sequence.loss_mask[span.start : span.end]):
+            raise ValueError(f"sequence {number} has an image at tokens {span.start} to {span.end}, which are sampled")
+        end = span.end
 
 
 def _check_experts(number: int, sequence: TokenSequence) -> None:

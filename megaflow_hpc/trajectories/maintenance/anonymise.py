@@ -95,6 +95,7 @@ def anonymise(
     output: str | os.PathLike[str],
     names: Iterable[str] = (),
     keep_tokens: bool = False,
+    keep_images: bool = False,
 ) -> dict[str, int]:
     """Writes a copy of a campaign file without names.
 
@@ -104,9 +105,11 @@ def anonymise(
         names: Additional words to replace, such as users, projects and machines.
         keep_tokens: Keep the token sequences of rollouts with changed messages. Their ids still encode the original
             text.
+        keep_images: Keep the images, and the token sequences that show them.
 
     Returns:
-        Counts: ``trajectories``; ``changed`` (messages changed); ``without_tokens`` (token sequences dropped).
+        Counts: ``trajectories``; ``changed`` (messages changed); ``without_tokens`` (all or some token sequences
+        dropped); ``images`` (dropped, counted once per trajectory).
 
     Raises:
         ConfigError: ``path`` is not a campaign file, or ``output`` is the same file.
@@ -117,7 +120,7 @@ def anonymise(
     path, output = Path(path), Path(output)
     if output.exists() and path.exists() and os.path.samefile(path, output):
         raise ConfigError(f"{output}: is the file itself; name another one, the original cannot be had back")
-    counts = {"trajectories": 0, "changed": 0, "without_tokens": 0}
+    counts = {"trajectories": 0, "changed": 0, "without_tokens": 0, "images": 0}
     with open_file(path) as source, open_trajectories(path) as store, published(output) as temporary:
         scrub = Scrubber()
         scrub.learn(users=[*names, getpass.getuser()], hosts=[os.uname().nodename])
@@ -130,14 +133,27 @@ def anonymise(
                 changed = _scrub(trajectory, scrub)
                 counts["trajectories"] += 1
                 counts["changed"] += changed
-                if changed and trajectory.sequences and not keep_tokens:
+                if not keep_images:
+                    counts["images"] += len(trajectory.images)
+                    trajectory.images = {}
+                without = changed and not keep_tokens
+                kept = [not (without or (s.images and not keep_images)) for s in trajectory.sequences]
+                if not all(kept):
                     counts["without_tokens"] += 1
-                    trajectory.sequences = []
-                    trajectory.artifacts = [a for a in trajectory.artifacts if a.name != _TOKEN_ID_ARTIFACT]
-                    for turn in trajectory.turns:
-                        turn.sequence, turn.token_start, turn.token_end = -1, 0, 0
+                    _keep_sequences(trajectory, kept)
                 writer.append(trajectory)
     return counts
+
+
+def _keep_sequences(trajectory: Trajectory, kept: list[bool]) -> None:
+    """Drops the token sequences whose entry in ``kept`` is false."""
+    numbers = [sum(kept[:number]) if keep else -1 for number, keep in enumerate(kept)]
+    trajectory.sequences = [one for one, keep in zip(trajectory.sequences, kept, strict=True) if keep]
+    trajectory.artifacts = [a for a in trajectory.artifacts if a.name != _TOKEN_ID_ARTIFACT]
+    for turn in trajectory.turns:
+        turn.sequence = numbers[turn.sequence] if turn.sequence >= 0 else -1
+        if turn.sequence < 0:
+            turn.token_start, turn.token_end = 0, 0
 
 
 def _described(source: Any, scrub: Scrubber) -> dict[str, str]:

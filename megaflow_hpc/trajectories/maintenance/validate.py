@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import h5py
 import numpy as np
@@ -41,7 +42,7 @@ def validate(path: str | os.PathLike[str]) -> list[str]:
         # Each check relies on the ones before it.
         faults = faults or schema_faults(columns) or list(_unreadable(columns)) or list(offset_faults(file))
         if not faults:
-            for check in (_trajectories, _sequences, _turns, _links, _tokens, _messages, _artifacts):
+            for check in (_trajectories, _sequences, _turns, _links, _tokens, _messages, _artifacts, _images):
                 faults += check(file)
     return faults
 
@@ -188,6 +189,48 @@ def _artifacts(file: h5py.File) -> Iterator[str]:
         return
     for row in _first(np.diff(owner) < 0):
         yield f"/artifacts/trajectory: decreases at row {row + 1}"
+
+
+def _images(file: h5py.File) -> Iterator[str]:
+    if "images/sha256" not in file:
+        return
+    digests, offsets = texts(file["images/sha256"]), read(file["images/offset"]).tolist()
+    for number, (digest, bounds) in enumerate(zip(digests, pairwise(offsets), strict=True)):
+        if hashlib.sha256(read(file["images/bytes"], *bounds)).hexdigest() != digest:
+            yield f"/images/bytes: image {number}: not what its sha256 says"
+            break
+    if len(set(digests)) < len(digests):
+        yield "/images/sha256: an image is there twice"
+    for row in _first((read(file["images/width"]) < 1) | (read(file["images/height"]) < 1)):
+        yield f"/images/width: image {row}: no pixels"
+    used = read_column(file, "image_uses/image")
+    for row in _first((used < 0) | (used >= len(digests))):
+        yield f"/image_uses/image: row {row}: {used[row]}, expected 0 to {len(digests) - 1}"
+    yield from _spans(file, used)
+
+
+def _spans(file: h5py.File, used: Array) -> Iterator[str]:
+    """Checks that each image span is inside its sequence, after the span before it, and shows one of its rollout's
+    images."""
+    start, length, image = (read_column(file, f"image_spans/{name}") for name in ("start", "length", "image"))
+    owner = _owners(file, "sequences/image_offset") if "sequences/image_offset" in file else start
+    tokens = read(file["sequences/token_offset"])
+    ends = start + length
+    is_outside = (length < 1) | (start < tokens[owner]) | (ends > tokens[owner + 1])
+    is_outside[1:] |= start[1:] < ends[:-1]
+    for row in _first(is_outside):
+        yield f"/image_spans: row {row}: tokens {start[row]} to {ends[row]}, outside its sequence or within another"
+        return
+    row_of = read(file["sequences/trajectory"])[owner]
+    uses = (
+        set(zip(_owners(file, "trajectories/image_offset").tolist(), used.tolist(), strict=True)) if len(used) else ()
+    )
+    for row in _first(np.array([pair not in uses for pair in zip(row_of.tolist(), image.tolist(), strict=True)], bool)):
+        yield f"/image_spans/image: row {row}: {image[row]}, not an image of trajectory {row_of[row]}"
+    for row, (first, last) in enumerate(zip(start.tolist(), ends.tolist(), strict=True)):
+        if read(file["tokens/loss_mask"], first, last).any():
+            yield f"/image_spans: row {row}: tokens {first} to {last}, some of which are sampled"
+            return
 
 
 def _first(mask: Array) -> list[int]:

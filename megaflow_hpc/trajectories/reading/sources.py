@@ -41,7 +41,7 @@ from megaflow_hpc.trajectories.hdf5.schema import (
 )
 from megaflow_hpc.trajectories.hdf5.writer import ColumnLists
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
-from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked
+from megaflow_hpc.trajectory import Attempt, Image, ImageSpan, TokenSequence, Trajectory, Turn, linked
 from megaflow_hpc.types import Artifact
 
 TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
@@ -64,6 +64,8 @@ class SequenceView:
     experts: Array | None = None
     """Routed experts, uint8 or uint16 of shape (T, layers, experts per token), if the engine reported them. If all
     bytes of a token are 255, its experts are unknown."""
+    images: tuple[ImageSpan, ...] = ()
+    """The placeholder tokens of each image, sorted by their start. :meth:`Source.images` has the images."""
 
 
 def experts_of(sequence: TokenSequence) -> Array | None:
@@ -136,6 +138,9 @@ class Source(Protocol):
 
     def artifacts(self, row: int) -> list[Artifact]:
         """Returns the artifacts of a rollout."""
+
+    def images(self, row: int) -> dict[str, Image]:
+        """Returns the images of a row by their SHA-256."""
 
     def close(self) -> None:
         """Closes the source's files. No data can be read afterwards."""
@@ -278,8 +283,41 @@ class Hdf5Source:
         for number, (first, last) in enumerate(pairwise((offsets - offsets[0]).tolist())):
             own: list[Any] = [column[first:last] for column in columns]
             own.append(self._experts(start + number, last - first))
-            views.append(SequenceView(policies[number], *own))
+            spans = self._spans(row, start + number, int(offsets[number]), int(offsets[number + 1]))
+            views.append(SequenceView(policies[number], *own, spans))
         return views
+
+    def _spans(self, row: int, sequence: int, first_token: int, last_token: int) -> tuple[ImageSpan, ...]:
+        if "image_spans/start" not in self.file:
+            return ()
+        start, end = self._span("sequences/image_offset", sequence)
+        if start == end:
+            return ()
+        columns = [self._slice(f"image_spans/{name}", start, end).tolist() for name in ("start", "length", "image")]
+        spans, before = [], first_token
+        for first, length, image in zip(*columns, strict=True):
+            if not before <= first < first + length <= last_token:
+                raise self._invalid(row, f"an image at tokens {first} to {first + length}, outside its sequence")
+            spans.append(ImageSpan(first - first_token, length, self._digest(row, image)))
+            before = first + length
+        return tuple(spans)
+
+    def images(self, row: int) -> dict[str, Image]:
+        if "image_uses/image" not in self.file:
+            return {}
+        images = {}
+        for number in self._slice("image_uses/image", *self._span("trajectories/image_offset", row)).tolist():
+            digest = self._digest(row, number)
+            media_type = str(text(self._slice("images/media_type", number, number + 1))[0])
+            size = (int(self._slice(f"images/{name}", number, number + 1)[0]) for name in ("width", "height"))
+            data = read(self._dataset("images/bytes"), *self._span("images/offset", number)).tobytes()
+            images[digest] = Image(digest, media_type, *size, data)
+        return images
+
+    def _digest(self, row: int, image: int) -> str:
+        if not 0 <= image < len(self._dataset("images/sha256")):
+            raise self._invalid(row, f"image {image}, which the file lacks")
+        return str(text(self._slice("images/sha256", image, image + 1))[0])
 
     def _experts(self, sequence: int, tokens: int) -> Array | None:
         if "experts/bytes" not in self.file:
@@ -424,7 +462,7 @@ class JournalSource:
         views = []
         for s in self._load(row).sequences:
             columns: list[Any] = [*map(np.array, (s.tokens, s.logprobs, s.loss_mask, s.weight_versions)), experts_of(s)]
-            views.append(SequenceView(escape(s.policy), *columns))
+            views.append(SequenceView(escape(s.policy), *columns, tuple(s.images)))
         return views
 
     def turns(self, row: int) -> list[Turn]:
@@ -447,6 +485,9 @@ class JournalSource:
 
     def artifacts(self, row: int) -> list[Artifact]:
         return [Artifact(escape(artifact.name), artifact.data) for artifact in self._load(row).artifacts]
+
+    def images(self, row: int) -> dict[str, Image]:
+        return dict(self._load(row).images)
 
     def column(self, path: str) -> Array:
         if path not in self._columns:

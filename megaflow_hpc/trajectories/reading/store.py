@@ -45,7 +45,7 @@ from megaflow_hpc.trajectories.reading.given import WithGiven
 from megaflow_hpc.trajectories.reading.selection import RowTable, select
 from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, JournalSource, SequenceView, Source
 from megaflow_hpc.trajectories.reading.tables import Table
-from megaflow_hpc.trajectory import Attempt, TokenSequence, Trajectory, Turn, linked, path_to
+from megaflow_hpc.trajectory import Attempt, Image, TokenSequence, Trajectory, Turn, linked, path_to
 from megaflow_hpc.types import Artifact
 
 if TYPE_CHECKING:
@@ -455,6 +455,11 @@ class Row:
         """The rollout's artifacts."""
         return self._source.artifacts(self.index)
 
+    @property
+    def images(self) -> dict[str, Image]:
+        """The images that the rollout's messages and sequences show, by their SHA-256."""
+        return self._source.images(self.index)
+
     def trajectory(self) -> Trajectory:
         """Returns the whole trajectory as an object that does not depend on the store."""
         scalars = {name: getattr(self, name) for name in _SCALARS & Trajectory.__dataclass_fields__.keys()}
@@ -469,6 +474,7 @@ class Row:
                 array("B", s.loss_mask.tobytes()),
                 array("i", s.weight_versions.tobytes()),
                 *_experts(s),
+                list(s.images),
             )
             for s in self.sequences
         ]
@@ -481,6 +487,7 @@ class Row:
             turns=self.turns,
             attempts=self.attempts,
             artifacts=self.artifacts,
+            images=self.images,
         )
 
     def __repr__(self) -> str:

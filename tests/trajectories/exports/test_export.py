@@ -276,7 +276,7 @@ def test_trainers_read_one_role_of_a_team_with_its_own_reward(tmp_path):
     for number in (5, 8):
         one = trajectory(number, rewards={"reward": 1.0, "right": 0.25 * number})
         three = [trajectory(n).sequences[0] for n in (number, number + 6, number + 9)]
-        one.sequences = [replace(three[n], policy=policy) for n, (_, policy) in enumerate(players)]
+        one.sequences = [replace(three[n], policy=policy, images=[]) for n, (_, policy) in enumerate(players)]
         one.turns = [
             Turn(n, len(s.tokens) - 1, len(s.tokens), policy=s.policy, role=players[n][0])
             for n, s in enumerate(one.sequences)

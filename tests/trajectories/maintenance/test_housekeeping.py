@@ -142,9 +142,10 @@ def test_anonymise_leaves_no_name_anywhere(tmp_path):
         artifacts=[Artifact("patch.diff", SECRET.encode() + b"\xff")],
         attempts=[Attempt(0, "completed", "", SECRET, "fat-node7.cluster.example.edu", "991199_3", 1.0, 2.0)],
     )
-    commit(run, "fat-node7", (0, 0, told), (0, 0, trajectory(4)))
+    commit(run, "fat-node7", (0, 0, told), (0, 0, trajectory(5)), (0, 0, trajectory(4)))
     result = anonymise(gather(run), tmp_path / "shared.h5", ["turing"])
-    assert result == {"trajectories": 2, "changed": 1, "without_tokens": 1}
+    shown = trajectory(4).images
+    assert result == {"trajectories": 3, "changed": 1, "without_tokens": 2, "images": len(shown)}
     assert validate(tmp_path / "shared.h5") == []
     plain = tmp_path / "plain.h5"  # without compression, so that every byte can be searched
     subprocess.run(["h5repack", "-f", "NONE", tmp_path / "shared.h5", plain], check=True)
@@ -152,15 +153,20 @@ def test_anonymise_leaves_no_name_anywhere(tmp_path):
     for word in (b"ada.l", b"fat-node7", b"turing", b"991199", b"cluster.example"):
         assert word not in content, word
     with open_trajectories(tmp_path / "shared.h5") as store:
-        first, second = (row.trajectory() for row in store)
+        first, second, third = (row.trajectory() for row in store)
     assert first.sequences == []
     assert first.node == "node-0"
     assert first.messages[0]["content"].startswith("/home/user/project and /scratch/user/x by user@example.org on host")
     assert first.artifacts[0].data.endswith(b"\xff")
-    assert repr(second.sequences) == repr(trajectory(4).sequences)
-    anonymise(gather(run), tmp_path / "with.h5", keep_tokens=True)
+    assert repr(second.sequences) == repr(trajectory(5).sequences)
+    assert (third.sequences, third.images, third.messages) == ([], {}, trajectory(4).messages)
+    assert {turn.sequence for turn in third.turns} == {-1}
+    assert not any(image.data in content for image in shown.values())
+    anonymise(gather(run), tmp_path / "with.h5", keep_tokens=True, keep_images=True)
     with open_trajectories(tmp_path / "with.h5") as store:
         assert repr(store[0].trajectory().sequences) == repr(told.sequences)
+        assert repr(store[2].trajectory().sequences) == repr(trajectory(4).sequences)
+        assert store[2].images == shown
 
 
 def test_anonymise_refuses_to_overwrite_the_original(run):
