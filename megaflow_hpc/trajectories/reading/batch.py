@@ -154,7 +154,7 @@ def _longest_first(pool: Integers, lengths: Integers) -> list[int]:
     return order
 
 
-# --- Arrow tables of rollouts, turns and sequences, which share the ids of rollouts -------------------------------------
+# --- Arrow tables of rollouts, turns and sequences, which share the ids of rollouts -----------------------------------
 
 Table = Literal["rollouts", "turns", "sequences"]
 Column = Callable[[str], Array]
