@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megaflow_hpc.trajectory import image_label
+
 DIGITS = ((100.0, 0), (10.0, 1), (1.0, 2), (0.1, 3))
 """(Minimum, number of decimals) of numbers that are shown to people."""
 MAX_CONTAINERS = 4_000_000
@@ -68,22 +70,32 @@ def containers_at(value: Any, depth: int) -> list[Any]:
     return level
 
 
-def joined_parts(content: Any) -> Any:
-    """Joins a message's list of content parts into one string. Represents a part without text as ``(<type>)``, and
-    returns content that is not a list unchanged."""
+NO_LABELS: Mapping[str, str] = {}
+
+
+def joined_parts(content: Any, labels: Mapping[str, str] = NO_LABELS) -> Any:
+    """Joins a message's list of content parts into one string. Represents an image by its label, another part without
+    text as ``(<type>)``, and returns content that is not a list unchanged.
+
+    Args:
+        labels: SHA-256 → :attr:`~megaflow_hpc.trajectory.Image.label` of images.
+    """
     if not isinstance(content, list):
         return content
     parts = []
     for part in content:
-        if isinstance(part, dict):
+        if isinstance(part, dict) and isinstance(part.get("image_url"), dict):
+            part = image_label(part, labels)
+        elif isinstance(part, dict):
             part = part.get("text", f"({part.get('type', '?')})")
         parts.append(str(part))
     return "\n".join(parts)
 
 
-def content_of(message: Mapping[str, Any]) -> str:
-    """Renders a message in OpenAI format as text: its reasoning, its content, then its tool calls."""
-    content = joined_parts(message.get("content"))
+def content_of(message: Mapping[str, Any], labels: Mapping[str, str] = NO_LABELS) -> str:
+    """Renders a message in OpenAI format as text: its reasoning, its content, then its tool calls. ``labels`` are those
+    of :func:`joined_parts`."""
+    content = joined_parts(message.get("content"), labels)
     lines = [] if content in (None, "") else [str(content)]
     for field in ("reasoning_content", "reasoning"):
         if message.get(field):
@@ -102,13 +114,16 @@ MESSAGE_CHARACTERS = 20_000
 """Maximum length of each of these texts, in characters. Longer texts are shortened in the middle."""
 
 
-def end_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]], int]:
-    """Returns the roles and shortened texts of a conversation's last messages, and the number of messages left out."""
+def end_of(
+    messages: Sequence[Mapping[str, Any]], labels: Mapping[str, str] = NO_LABELS
+) -> tuple[list[tuple[str, str]], int]:
+    """Returns the roles and shortened texts of a conversation's last messages, and the number of messages left out.
+    ``labels`` are those of :func:`joined_parts`."""
     last: list[tuple[str, str]] = []
     left = END_CHARACTERS
     for message in reversed(messages):
         try:
-            text = content_of(message)
+            text = content_of(message, labels)
         except Exception as error:  # a rendering error must not affect other rollouts
             text = f"it cannot be shown: {error!r}"
         if len(text) > MESSAGE_CHARACTERS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -39,6 +39,11 @@ class Image:
         """A short text in place of the image: ``[image 1280x800 PNG sha256:ab12cd34…]``."""
         kind = self.media_type.removeprefix("image/").upper()
         return f"[image {self.width}x{self.height} {kind} {IMAGE_SCHEME}{self.sha256[:8]}…]"
+
+    @property
+    def file_name(self) -> str:
+        """Name for a file with this image: ``<sha256>.png``."""
+        return f"{self.sha256}.{self.media_type.removeprefix('image/')}"
 
     @property
     def url(self) -> str:
@@ -295,6 +300,40 @@ def shown_images(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     """Returns the SHA-256 of each recorded image in messages, in the order in which they are shown."""
     urls = (part["image_url"].get("url", "") for message in messages for part in image_parts(message))
     return [url.removeprefix(IMAGE_SCHEME) for url in urls if url.startswith(IMAGE_SCHEME)]
+
+
+def with_images(messages: Sequence[Mapping[str, Any]], images: Mapping[str, Image]) -> list[dict[str, Any]]:
+    """Returns messages with their images as ``data:`` URLs in place of ``sha256:<hex>``. Leaves a name without an
+    image."""
+    urls = {f"{IMAGE_SCHEME}{name}": images[name].url for name in shown_images(messages) if name in images}
+    return [replaced_images(message, lambda _, url: urls.get(url, url)) for message in messages]
+
+
+def replaced_images(message: Mapping[str, Any], replace: Callable[[int, str], str]) -> dict[str, Any]:
+    """Returns a message with the URL of each image part replaced by ``replace(index of the part, URL)``."""
+    images = image_parts(message)
+    if not images:
+        return dict(message)
+    parts = [
+        {**part, "image_url": {**part["image_url"], "url": replace(index, part["image_url"].get("url", ""))}}
+        if any(part is image for image in images)
+        else part
+        for index, part in enumerate(message["content"])
+    ]
+    return {**message, "content": parts}
+
+
+def image_label(part: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+    """Returns a short text in place of an image part.
+
+    Args:
+        labels: SHA-256 → :attr:`Image.label`.
+    """
+    url = str(part["image_url"].get("url", ""))
+    if not url.startswith(IMAGE_SCHEME):
+        return f"[image {url[:200]}]" if url.startswith("http") else "[image]"
+    name = url.removeprefix(IMAGE_SCHEME)
+    return labels.get(name, f"[image {IMAGE_SCHEME}{name[:8]}…]")
 
 
 def image_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:

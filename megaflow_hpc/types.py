@@ -435,6 +435,8 @@ class CallBudget:
     """Maximum number of responses. A call with ``n`` choices counts ``n`` times."""
     tokens: int | None = None
     """Maximum number of sampled tokens, including those of calls in progress."""
+    image_bytes: int | None = None
+    """Maximum number of bytes of the images in its calls, each counted once."""
 
 
 NEUTRAL: Mapping[str, float] = {

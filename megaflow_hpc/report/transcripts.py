@@ -10,14 +10,16 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from megaflow_hpc.report.rollouts import RolloutColumns
+from megaflow_hpc.texts import NO_LABELS
 from megaflow_hpc.trajectories.reading.conversations import heading
 from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
+from megaflow_hpc.trajectory import image_label, image_parts
 
 VERIFIER_LOG = "verifier.log"
 Wanted = int | Literal["all", "some", "none"]
@@ -91,28 +93,33 @@ def transcript_of(row: Row) -> Transcript:
 
     Each conversation has a heading if there are several.
     """
-    conversations = row.conversations
+    conversations, labels = row.conversations, row.image_labels
     messages: Transcript = []
     for number, conversation in enumerate(conversations):
         if len(conversations) > 1:
             messages.append({"role": "report", "text": heading(number, conversation)})
-        messages += messages_of(conversation.messages[conversation.shared if len(conversations) > 1 else 0 :])
+        own = conversation.messages[conversation.shared if len(conversations) > 1 else 0 :]
+        messages += messages_of(own, labels)
     if log := next((one.data for one in reversed(row.artifacts) if one.name == VERIFIER_LOG), b"").strip():
         messages.append({"role": "verifier", "text": cut(log.decode("utf-8", "backslashreplace"))})
     return messages
 
 
-def messages_of(messages: list[dict[str, Any]]) -> Transcript:
-    """Converts OpenAI messages to a transcript. Content other than text becomes JSON."""
+def messages_of(messages: list[dict[str, Any]], labels: Mapping[str, str] = NO_LABELS) -> Transcript:
+    """Converts OpenAI messages to a transcript. Images become their ``labels``, other content than text becomes
+    JSON."""
     if len(messages) > MAX_MESSAGES:
         left_out = f"{len(messages) - MAX_MESSAGES} messages are omitted"
         middle = {"role": "report", "content": left_out}
         messages = [*messages[: MAX_MESSAGES // 2], middle, *messages[-(MAX_MESSAGES // 2) :]]
-    return [_message(message) for message in messages]
+    return [_message(message, labels) for message in messages]
 
 
-def _message(message: dict[str, Any]) -> dict[str, str]:
-    shown = {"role": str(message.get("role", ""))[:40], "text": cut(_text(message.get("content")))}
+def _message(message: dict[str, Any], labels: Mapping[str, str]) -> dict[str, str]:
+    content = message.get("content")
+    if images := image_parts(message):
+        content = [image_label(part, labels) if part in images else part for part in message["content"]]
+    shown = {"role": str(message.get("role", ""))[:40], "text": cut(_text(content))}
     thought = message.get("reasoning") or message.get("reasoning_content")
     if thought:
         shown["thought"] = cut(_text(thought))

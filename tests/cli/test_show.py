@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from array import array
+from pathlib import Path
 
 import h5py
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from megaflow_hpc.cli.runs.show import token_lines
 from megaflow_hpc.rundir.record import read_run, write_run
 from megaflow_hpc.trajectories import gather, open_trajectories
-from megaflow_hpc.trajectory import TokenSequence
+from megaflow_hpc.trajectory import TokenSequence, shown_images
 from megaflow_hpc.types import Artifact
 from tests.support.samples import commit, run_dir, trajectory
 
@@ -37,6 +38,28 @@ def run(tmp_path):
         (0, 0, trajectory(0, status="failed", error="node lost")),
     )
     return run
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_show_names_images_and_writes_them_to_files(megaflow, refused, tmp_path, gathered):
+    run, shown = run_dir(tmp_path / "run"), trajectory(4)
+    commit(run, "a", (0, 0, shown))
+    if gathered:
+        gather(run)
+    spans = shown.sequences[0].images
+    text = megaflow("show", run, "0", "--tokens").stdout
+    (asked,) = shown_images(shown.messages)
+    assert f"\nlook\n{shown.images[asked].label}\n" in text
+    placeholders = sum(span.length for span in spans)
+    assert f"  images    {len(shown.images)}, shown {len(spans)} times with {placeholders} tokens" in text
+    assert f"  [{spans[0].start}, {spans[0].end}) {shown.images[spans[0].image].label}\n" in text
+    record = json.loads(megaflow("show", run, "0", "--json").stdout)
+    assert [one["sha256"] for one in record["images"]] == list(shown.images)
+    assert record["sequences"][0]["images"] == [list(span) for span in spans]
+    written = megaflow("show", run, "0", "--images", tmp_path / "pictures").stdout.split()
+    for path, image in zip(written, shown.images.values(), strict=True):
+        assert (Path(path).name, Path(path).read_bytes()) == (f"{image.sha256}.png", image.data)
+    assert "--images: not with --artifact" in refused("show", run, "0", "--images", tmp_path, "--artifact", "x")
 
 
 @pytest.mark.parametrize("gathered", [False, True])

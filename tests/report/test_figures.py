@@ -321,6 +321,10 @@ def test_transcripts_are_cut_and_chosen_failures_first(attacked: RunDir) -> None
         assert loaded.rollouts.status.of(order[0]) == "failed"
         rewards = [loaded.rollouts.reward[row] for row in order[1:3]]
         assert rewards == [1.0, 0.0], "then the best and the worst"
+    part = {"type": "image_url", "image_url": {"url": "sha256:" + 64 * "a"}}
+    content = [{"type": "text", "text": "look"}, part]
+    (shown,) = messages_of([{"role": "user", "content": content}], {64 * "a": "[image 8x6 PNG]"})
+    assert shown["text"] == "look\n[image 8x6 PNG]"
     long = messages_of([{"role": "tool", "content": "x" * 50_000 + "end"}, *({"role": "user"} for _ in range(1000))])
     assert len(long) == 401
     assert len(long[0]["text"]) < 13_000

@@ -167,7 +167,7 @@ def test_engines_and_trainers_repeat_their_requests_too(here: Site) -> None:
 
 def test_a_gather_job_whose_walltime_ends_repeats_its_request(here: Site) -> None:
     python = here.notes.parent / "python"
-    python.write_text("#!/bin/sh\ncase $* in *gather*) kill -USR2 $PPID; /bin/sleep 0.5; exit 130;; esac\n")
+    python.write_text("#!/bin/sh\ncase $* in *gather*) kill -USR2 $PPID; exec /bin/sleep 30;; esac\n")
     here.scontrol("Unable to contact slurm controller")
     assert here.play("gather").returncode == 143, "it was ended"
     assert here.said("scontrol") == ["requeue 7"] * 2

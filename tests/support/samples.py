@@ -57,7 +57,7 @@ def image(width: int = 8, height: int = 6, number: int = 0) -> Image:
     return Image(hashlib.sha256(data).hexdigest(), "image/png", width, height, data)
 
 
-def add_images(one: Trajectory, draw: random.Random) -> None:
+def add_images(one: Trajectory, draw: random.Random, message: int = 0) -> None:
     """Shows images in a trajectory: the sequences' first tokens and a message show some of five images."""
     choice = [image(8, 6, number) for number in range(5)]
     for sequence_ in one.sequences:
@@ -70,7 +70,8 @@ def add_images(one: Trajectory, draw: random.Random) -> None:
     shown = draw.choice(choice)
     one.images[shown.sha256] = shown
     part = {"type": "image_url", "image_url": {"url": f"sha256:{shown.sha256}"}}
-    one.messages[0] = {**one.messages[0], "content": [{"type": "text", "text": "look"}, part]}
+    one.messages = list(one.messages)
+    one.messages[message] = {**one.messages[message], "content": [{"type": "text", "text": "look"}, part]}
 
 
 def trajectory(number: int, task: str = "task", status: str = "completed", **changes: Any) -> Trajectory:

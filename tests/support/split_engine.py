@@ -10,14 +10,16 @@ from typing import Any
 
 from aiohttp import web
 
-from megaflow_hpc.model.engine_api import DERENDER, GENERATE, RENDER, TEXTS
+from megaflow_hpc.model.engine_api import DERENDER, GENERATE, TEXTS
 from megaflow_hpc.model.engines.scripted.engine import (
     END,
+    IMAGE,
     OTHER,
     START,
     ScriptedEngine,
     answer_text,
     body_of,
+    image_tokens,
     logprob,
     message_of,
     messages_of,
@@ -25,6 +27,8 @@ from megaflow_hpc.model.engines.scripted.engine import (
     text_of_tokens,
 )
 from megaflow_hpc.model.engines.scripted.script import ScriptedAnswer
+from megaflow_hpc.model.images import read_data_url
+from megaflow_hpc.trajectory import Image, ImageSpan
 
 
 class SplitEngine(ScriptedEngine):
@@ -43,31 +47,33 @@ class SplitEngine(ScriptedEngine):
         self.drift, self._random = drift, random.Random(seed)
         self.log: list[tuple[list[int], list[int]]] = []
         """(prompt ids, sampled ids) of each answer."""
+        self.shown: list[list[ImageSpan]] = []
+        """Spans of the images in each of these prompts."""
         self._answers: dict[str, tuple[dict[str, Any], str]] = {}
 
     def application(self) -> web.Application:
         app = super().application()
-        app.router.add_post(RENDER, self._render)
         app.router.add_post(GENERATE, self._generate)
         app.router.add_post(DERENDER, self._derender)
         app.router.add_post(TEXTS, self._texts)
         return app
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await body_of(request)
+        self.shown.append([])
+        render(messages_of(body), body.get("tools") or [], self.shown[-1])
+        return await super()._chat(request)
 
     def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
         written = [b + OTHER if self._random.random() < self.drift else b for b in text.encode()]
         self.log.append((list(prompt), [*written, END]))
         return [*written, END]
 
-    async def _render(self, request: web.Request) -> web.Response:
-        body = await body_of(request)
-        tokens = render(messages_of(body), body.get("tools") or [])
-        room = self.max_model_len - len(tokens)
-        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
-        return web.json_response({"token_ids": tokens, "sampling_params": {"max_tokens": wanted}, "features": None})
-
     async def _generate(self, request: web.Request) -> web.Response:
         body = await body_of(request)
-        prompt, limit = body["token_ids"], body["sampling_params"]["max_tokens"]
+        images = [read_data_url(part["url"]) for part in body.get("content_parts") or ()]
+        prompt, spans = expanded(body["token_ids"], images)
+        limit = body["sampling_params"]["max_tokens"]
         messages, tools = parse_prompt(prompt)
         answer: ScriptedAnswer = self.script.answer(messages, tools)
         if refused := await self.refusal(answer, len(prompt), limit):
@@ -78,11 +84,13 @@ class SplitEngine(ScriptedEngine):
             tokens, finish = tokens[:limit], "length"
             message = {"role": "assistant", "content": text_of_tokens(tokens)}
         self.log[-1] = prompt, tokens
+        self.shown.append(spans)
         name = f"gen-{uuid.uuid4().hex}"
         self._answers[name] = message, "tool_calls" if finish == "stop" and answer.calls else finish
         scores = [{"logprob": logprob(t, len(prompt) + n)} for n, t in enumerate(tokens)]
         choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": scores}, "finish_reason": finish}
-        return web.json_response({"request_id": name, "choices": [choice]})
+        prompt_ids = {"prompt_token_ids": prompt} if body.get("return_token_ids") else {}
+        return web.json_response({"request_id": name, "choices": [choice], **prompt_ids})
 
     async def _derender(self, request: web.Request) -> web.Response:
         body = await body_of(request)
@@ -101,6 +109,23 @@ class SplitEngine(ScriptedEngine):
         return web.json_response({"object": "text_completion", "choices": choices})
 
 
+def expanded(tokens: Sequence[int], images: Sequence[Image]) -> tuple[list[int], list[ImageSpan]]:
+    """Replaces the placeholder of each image by as many as it takes, as vLLM does."""
+    prompt: list[int] = []
+    spans = []
+    left = list(images)
+    for token in tokens:
+        if token == IMAGE and left:
+            shown = left.pop(0)
+            spans.append(ImageSpan(len(prompt), image_tokens(shown), shown.sha256))
+            prompt += [IMAGE] * image_tokens(shown)
+        else:
+            prompt.append(token)
+    if left:
+        raise ValueError(f"{len(left)} images without a placeholder")
+    return prompt, spans
+
+
 def parse_prompt(tokens: Sequence[int]) -> tuple[list[dict[str, str]], list[str]]:
     """Parses a prompt. Returns its messages, and the names of the tools that it offers."""
     messages, tools = [], []
@@ -114,6 +139,6 @@ def parse_prompt(tokens: Sequence[int]) -> tuple[list[dict[str, str]], list[str]
                 tools = [tool["function"]["name"] for tool in json.loads(text)]
             else:
                 messages.append({"role": head, "content": text})
-        else:
+        elif token != IMAGE:
             part.append(token - OTHER if token >= OTHER else token)
     return messages, tools

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.sources import SequenceView
     from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
     from megaflow_hpc.trajectories.reading.vocabulary import Vocabulary
+    from megaflow_hpc.trajectory import Image
 
 HEAD_LINES, TAIL_LINES = 20, 10
 """Lines to print from the beginning and end of a long message without ``--full``."""
@@ -72,6 +73,7 @@ def register(subparsers: Subparsers) -> None:
     )
     show.add_argument("--artifact", metavar="NAME", help="print this artifact and nothing else")
     add_output(show, "with --artifact: write it to this file")
+    show.add_argument("--images", metavar="DIR", help="write the rollout's images to this directory, and name them")
     show.add_argument("--full", action="store_true", help="print everything")
 
 
@@ -80,10 +82,14 @@ def _show(arguments: argparse.Namespace) -> int:
 
     if arguments.output is not None and arguments.artifact is None:
         raise ConfigError("--output: only with --artifact NAME")
+    if arguments.images is not None and arguments.artifact is not None:
+        raise ConfigError("--images: not with --artifact NAME; give one of them")
     with open_trajectories(arguments.run_dir) as store:
         row = find(store, arguments.id)
         if arguments.artifact is not None:
             hand_out(row, arguments.artifact, arguments.output, arguments.json)
+        elif arguments.images is not None:
+            hand_out_images(row, Path(arguments.images), arguments.json)
         elif arguments.json:
             print_json(as_json(row, arguments.tokens))
         else:
@@ -117,15 +123,17 @@ def find(store: TrajectoryStore, wanted: str) -> Row:
 def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
     """Returns a trajectory as plain JSON: null for NaN, name and size of artifacts, and token columns on request."""
     trajectory = row.trajectory()
-    other = ("sequences", "artifacts", "messages", "parents")
+    other = ("sequences", "artifacts", "messages", "parents", "images")
     record = {name: value for name, value in vars(trajectory).items() if name not in other}
     record |= row.conversation_record()
     for name in ("turns", "attempts"):
         record[name] = [vars(item) for item in record[name]]
     record["artifacts"] = [{"name": artifact.name, "bytes": len(artifact.data)} for artifact in trajectory.artifacts]
+    record["images"] = [_image_json(image) for image in trajectory.images.values()]
     record["sequences"] = []
     for sequence in trajectory.sequences:
         entry: dict[str, Any] = {"policy": sequence.policy, "length": len(sequence.tokens)}
+        entry["images"] = [list(span) for span in sequence.images]
         if with_tokens:
             entry["tokens"] = sequence.tokens.tolist()
             entry["logprobs"] = [finite(value) for value in sequence.logprobs]
@@ -133,6 +141,11 @@ def as_json(row: Row, with_tokens: bool) -> dict[str, Any]:
             entry["weight_version"] = sequence.weight_versions.tolist()
         record["sequences"].append(entry)
     return record
+
+
+def _image_json(image: Image) -> dict[str, Any]:
+    size = {"width": image.width, "height": image.height, "bytes": len(image.data)}
+    return {"sha256": image.sha256, "media_type": image.media_type, **size}
 
 
 def finite(value: Any) -> Any:
@@ -157,7 +170,7 @@ def print_lines(lines: Iterable[tuple[str, str] | Text]) -> None:
 
 def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
     yield from _head(row)
-    conversations, turns = row.conversations, row.turns
+    conversations, turns, labels = row.conversations, row.turns, row.image_labels
     for number, conversation in enumerate(conversations):
         if len(conversations) > 1 or len(conversation.speakers) > 1:
             yield f"\n{heading(number, conversation)}", "bold reverse"
@@ -167,7 +180,7 @@ def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
             speaker = "" if call is None or not turns[call].role else f", {turns[call].role}"
             by = "" if call is None else f"  (call {call}{speaker})"
             yield f"\n[{index}] {role}{by}", f"bold {ROLE_COLOURS.get(role, 'cyan')}"
-            yield from ((line, "") for line in _fold(content_of(message), full))
+            yield from ((line, "") for line in _fold(content_of(message, labels), full))
     yield from _calls(row)
     verifier = [*verifier_lines(row, full)]
     if verifier:
@@ -194,6 +207,10 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
     masked = f", {sampled - counted} of these with loss mask 0" if counted < sampled else ""
     count = sum(len(sequence.tokens) for sequence in row.sequences)
     yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled{masked}", ""
+    if labels := row.image_labels:
+        shown = sum(len(sequence.images) for sequence in row.sequences)
+        placeholders = sum(span.length for sequence in row.sequences for span in sequence.images)
+        yield f"  images    {len(labels)}, shown {shown} times with {placeholders} tokens (--images DIR)", ""
     if len(conversations := row.conversations) > 1:
         messages = sum(len(one.messages) - one.shared for one in conversations)
         count, first = len(conversations), main(conversations, row.policy)
@@ -271,6 +288,23 @@ def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
         sys.stdout.buffer.flush()
 
 
+def hand_out_images(row: Row, directory: Path, as_json: bool) -> None:
+    """Writes a rollout's images to a directory, in the order of their first use, and prints their paths."""
+    images = row.images.values()
+    directory.mkdir(parents=True, exist_ok=True)
+    written = []
+    for image in images:
+        path = directory / image.file_name
+        write_atomic(path, image.data)
+        written.append({**_image_json(image), "path": str(path)})
+    if as_json:
+        print_json({"id": row.id, "images": written})
+        return
+    note(f"{row.id}: {len(written)} images")
+    for one in written:
+        say(one["path"])
+
+
 def verifier_lines(row: Row, full: bool) -> Iterator[str]:
     """Yields the last lines of the verifier log if the reward is 0 or the verifier failed. With ``full``, yields all
     lines."""
@@ -302,12 +336,14 @@ def token_lines(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | N
     from rich.text import Text
 
     vocabularies: dict[str, Vocabulary | None] = {}
-    sequences = row.sequences
+    sequences, labels = row.sequences, row.image_labels
     for number, sequence in enumerate(sequences):
         if sequence.policy not in vocabularies:
             vocabularies[sequence.policy], source = _vocabulary(store, sequence.policy, tokenizer)
             yield Text(f"\npolicy {printable(sequence.policy)}: {source}", style="dim")
         yield Text(f"\nsequence {number}: {len(sequence.tokens)} tokens, policy {printable(sequence.policy)}", "bold")
+        for span in sequence.images:
+            yield Text(f"  [{span.start}, {span.end}) {labels.get(span.image, span.image)}", "cyan")
         yield from _runs(sequence, vocabularies[sequence.policy], full)
     if sequences:
         scale = Text("\nid:log-probability of what was sampled, coloured by probability: ", style="dim")

@@ -147,7 +147,7 @@ class RunReader(threading.Thread):
             if rollout not in store:  # events are written before records, so the record is not there yet
                 return Detail("", said="it is stored, but cannot be read yet")
             row = store[rollout]
-            messages, left_out = end_of(row.messages)
+            messages, left_out = end_of(row.messages, row.image_labels)
             artifacts = [
                 (f"artifact {artifact.name}", artifact.data[-8192:].decode("utf-8", "backslashreplace"))
                 for artifact in row.artifacts

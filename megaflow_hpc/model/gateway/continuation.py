@@ -8,6 +8,8 @@ answer, the rendering is sent unchanged, and a new sequence starts::
     rendered      [ prompt i           ][ answer i, re-encoded     ][ end of turn, observation, … ]
     sent          [ the sequence so far, with answer i as sampled  ][ end of turn, observation, … ]
 
+The images of the prompt move with its tokens. They must be those of the rendering, in the same order.
+
 Many templates omit the reasoning of earlier answers. Qwen3's template omits it after the next user message. With
 ``thoughts: keep`` in the campaign file's model section, every answer stays in the prompt as it was sampled.
 """
@@ -21,8 +23,9 @@ from typing import Any
 from megaflow_hpc.model.engine_api import DETOKENIZE, RENDER, TEXTS, TOKENIZE, token_ids
 from megaflow_hpc.model.gateway.canonical import reasoning_of
 from megaflow_hpc.model.gateway.engine_call import Call, RefusedCall
-from megaflow_hpc.model.gateway.recorder import Tip
+from megaflow_hpc.model.gateway.recorder import Prompt, Tip
 from megaflow_hpc.model.json_text import offload
+from megaflow_hpc.trajectory import TokenSequence
 
 _MAX_SEQUENCES = 4
 """Maximum number of sequences to compare with a ``thoughts: keep`` call whose prompt extends no recorded rendering."""
@@ -35,8 +38,8 @@ _CONTEXT_TOKENS = 16
 """Number of prompt tokens to decode along with an answer, so that its start is decoded in context."""
 
 
-async def continued(call: Call, rendered: array[int]) -> array[int]:
-    """Returns the token ids to send for a rendered prompt. Raises the same errors as :meth:`Call.post`, and also if a
+async def continued(call: Call, rendered: Prompt) -> Prompt:
+    """Returns the prompt to send for a rendered one. Raises the same errors as :meth:`Call.post`, and also if a
     reply lacks a field."""
     request = call.request
     messages = request.body.get("messages") or ()
@@ -44,7 +47,7 @@ async def continued(call: Call, rendered: array[int]) -> array[int]:
     if continues is None:
         return await _with_thoughts(call, rendered, messages) if request.keep_thoughts else rendered
     sequence, tip = continues
-    after = rendered[len(tip.rendered) :]
+    after = rendered.tokens[len(tip.rendered) :]
     if tip.stop is None:
         tail = await _tail(call, rendered, messages, tip)
         if len(tail) > len(after):
@@ -55,14 +58,26 @@ async def continued(call: Call, rendered: array[int]) -> array[int]:
         return rendered
     sampled, given = sequence.tokens[tip.start : tip.end], after[: len(after) - len(tail)]
     if given == sampled or await _same_text(call, sampled, given, tip):
-        return sequence.tokens[: tip.end] + tail
+        return _joined(sequence, tip, tail, rendered)
     if not request.keep_thoughts:
         return rendered
     tail = await _tail(call, rendered, messages, tip)  # the template may have split the answer into several turns
-    return sequence.tokens[: tip.end] + tail if tail else rendered
+    return _joined(sequence, tip, tail, rendered) if tail else rendered
 
 
-async def _with_thoughts(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]]) -> array[int]:
+def _joined(sequence: TokenSequence, tip: Tip, tail: array[int], rendered: Prompt) -> Prompt:
+    """Returns the sequence up to its answer, and the end of the rendering behind it. Returns the rendering if the two
+    do not show its images."""
+    first = len(rendered.tokens) - len(tail)
+    shift = tip.end - first
+    images = [span for span in sequence.images if span.end <= tip.end]
+    images += [span._replace(start=span.start + shift) for span in rendered.images if span.start >= first]
+    if [span[1:] for span in images] != [span[1:] for span in rendered.images]:
+        return rendered
+    return Prompt(sequence.tokens[: tip.end] + tail, images)
+
+
+async def _with_thoughts(call: Call, rendered: Prompt, messages: Sequence[Mapping[str, Any]]) -> Prompt:
     """Returns a prompt that keeps the sampled answers even though the template now renders earlier turns
     differently."""
     request = call.request
@@ -71,7 +86,7 @@ async def _with_thoughts(call: Call, rendered: array[int], messages: Sequence[Ma
     for sequence, tip in tips:
         if await _rendered(call, messages[: tip.messages]) == tip.rendered:
             tail = await _tail(call, rendered, messages, tip)
-            return sequence.tokens[: tip.end] + tail if tail else rendered
+            return _joined(sequence, tip, tail, rendered) if tail else rendered
     return rendered
 
 
@@ -127,7 +142,7 @@ def _parts(text: str, answer: Mapping[str, Any]) -> list[str]:
     return [*parts, text.strip()]
 
 
-async def _tail(call: Call, rendered: array[int], messages: Sequence[Mapping[str, Any]], tip: Tip) -> array[int]:
+async def _tail(call: Call, rendered: Prompt, messages: Sequence[Mapping[str, Any]], tip: Tip) -> array[int]:
     """Returns the tokens that follow the answer in a rendering, or an empty array if they cannot be determined.
 
     Renders the conversation again with a different answer: both renderings end with the same tokens.
@@ -135,8 +150,8 @@ async def _tail(call: Call, rendered: array[int], messages: Sequence[Mapping[str
     content = str(tip.answer.get("content") or "").rstrip()
     changed = [dict(m) for m in messages]
     changed[tip.messages] = {"role": "assistant", "content": "B" if content.endswith("A") else "A"}
-    common = await offload(call.request.size, _common_end, rendered, await _rendered(call, changed))
-    tail = rendered[len(rendered) - common :]
+    common = await offload(call.request.size, _common_end, rendered.tokens, await _rendered(call, changed))
+    tail = rendered.tokens[len(rendered.tokens) - common :]
     if tip.stop is None:
         return tail
     return tail[tail.index(tip.stop) + 1 :] if tip.stop in tail else array("i")
@@ -151,7 +166,7 @@ async def _rendered(call: Call, messages: Sequence[Mapping[str, Any]]) -> array[
     asked = call.asked(messages=list(messages))
     if call.server.protocol == "sglang":
         return token_ids((await call.post(TOKENIZE, tokenize_request(asked)))["tokens"])
-    return token_ids((await call.post(RENDER, asked))["token_ids"])
+    return token_ids((await call.post(RENDER, call.rendering(asked)))["token_ids"])
 
 
 def tokenize_request(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,9 @@ import aiohttp
 from megaflow_hpc.model.engine_api import CHAT, RENDER, WEIGHT_VERSION
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
+from megaflow_hpc.model.images import asked_images
 from megaflow_hpc.model.json_text import ANSWER, TooMuch, decoded, offload, packed
+from megaflow_hpc.trajectory import Image, with_images
 from megaflow_hpc.types import Sampling
 
 CONNECT_TIMEOUT_S = 10.0
@@ -241,6 +243,8 @@ class EngineRequest(NamedTuple):
     """Path below ``/v1`` at which the agent made the call."""
     started_by: int | None = None
     """Number of the call that caused this one, if the agent named it."""
+    images: Mapping[str, Image] = {}
+    """Images of the messages, which name them by their SHA-256."""
 
     @property
     def chat(self) -> bool:
@@ -254,6 +258,11 @@ class EngineRequest(NamedTuple):
         if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
             return each * len(prompts)
         return each
+
+    @property
+    def asked_images(self) -> list[str | None]:
+        """SHA-256 of each image of the prompt, in order. ``None`` for an image at the address of another host."""
+        return asked_images(self.body.get("messages") or ())
 
     @property
     def may_be_large(self) -> bool:
@@ -270,7 +279,7 @@ class Call(NamedTuple):
     timeout_s: float
 
     async def post(self, path: str, body: Mapping[str, Any], size: int = 0) -> Reply:
-        """Posts one of the call's JSON requests and returns the reply.
+        """Posts one of the call's JSON requests, with the images in its messages, and returns the reply.
 
         Args:
             size: Size in bytes of an earlier engine response that ``body`` contains.
@@ -281,7 +290,7 @@ class Call(NamedTuple):
             Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, or a response that is not JSON.
         """
         server, by_request = self.server, self.request.may_be_large
-        encoded = await offload(max(self.request.size, size), packed, body)
+        encoded = await offload(max(self.request.size, size), _encoded, body, self.request.images)
         try:
             response = await self.client.post(
                 server.url + path,
@@ -346,6 +355,17 @@ class Call(NamedTuple):
         sampling = self.request.sampling
         settings = sampling.unusual if self.server.protocol == "text" else sampling.settings
         return {**settings, **self.request.body, "model": self.server.model_name, "stream": False, **changes}
+
+    def rendering(self, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the body of a request to vLLM's render. Its reply says where images are, but leaves out their
+        pixels: as tensors in JSON, they take a hundred times the bytes of the image."""
+        return {**asked, "mm_payload": "none"} if self.request.images else asked
+
+
+def _encoded(body: Mapping[str, Any], images: Mapping[str, Image]) -> bytes:
+    if images and "messages" in body:
+        body = {**body, "messages": with_images(body["messages"], images)}
+    return packed(body)
 
 
 def parse_weight_version(text: Any) -> int | None:

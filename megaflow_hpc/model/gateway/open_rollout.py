@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from megaflow_hpc.model.gateway.engine_call import Gate
 from megaflow_hpc.model.gateway.http_messages import MAX_BODY
 from megaflow_hpc.model.gateway.recorder import Recorder
+from megaflow_hpc.trajectory import Image
 from megaflow_hpc.types import CallBudget
 
 SEEDS = 2**31
@@ -142,6 +143,18 @@ class OpenRollout:
         """Sets the seed of call n (from 0) to the rollout's seed + n, unless the agent has set one."""
         if self.seed >= 0 and asked.get("seed") is None:
             asked["seed"] = (self.seed + self.recorder.calls + self.in_flight - 1) % SEEDS
+
+    def check_images(self, images: Mapping[str, Image]) -> None:
+        """Raises OverBudget if the rollout's images, with those of a call, take more bytes than the budget has.
+
+        Each image counts once, however often it is sent.
+        """
+        most = self.budget.image_bytes
+        if most is None or not images:
+            return
+        total = sum(len(image.data) for image in (self.recorder.recording.images | dict(images)).values())
+        if total > most:
+            raise OverBudget(f"this rollout's images take {total} bytes; agent.max_image_mb allows {most}")
 
     @asynccontextmanager
     async def reserved(self, asked: dict[str, Any], answers: int) -> AsyncIterator[int]:

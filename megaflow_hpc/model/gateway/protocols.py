@@ -18,6 +18,12 @@ a conversation that only grows is one sequence, even if its text encodes to othe
 If a server lacks the endpoints of its protocol, the gateway falls back to the next lower one. It counts the protocols
 used per rollout (:attr:`~megaflow_hpc.trajectory.Recording.protocols`), so readers know which calls have no tokens.
 
+A prompt with images has a run of placeholder tokens for each. ``split`` learns from ``…/render`` which run stands for
+which image. Then it sends the ids, with one placeholder for each run, and the images themselves, and checks that the
+engine made the same prompt of them. If it did not, and for ``plain``, the engine renders the messages a second time,
+and the two renderings must agree. A call whose placeholders cannot be tied to its images is recorded as ``text``, so
+that no trainer takes placeholders for text.
+
 The gateway removes everything from the reply that it added to the request, so the agent sees only what it asked for.
 """
 
@@ -25,7 +31,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -44,7 +50,8 @@ from megaflow_hpc.model.engine_api import (
 )
 from megaflow_hpc.model.gateway.continuation import continued, tokenize_request
 from megaflow_hpc.model.gateway.engine_call import Call, RefusedCall, Reply, UnusableAnswer, parse_weight_version
-from megaflow_hpc.model.gateway.recorder import SampledTokens
+from megaflow_hpc.model.gateway.recorder import Prompt, SampledTokens
+from megaflow_hpc.model.images import image_spans
 from megaflow_hpc.model.json_text import TooMuch, offload
 
 T = TypeVar("T")
@@ -92,6 +99,7 @@ async def plain(call: Call) -> Answer:
     """Calls ``/v1/chat/completions`` or ``/v1/completions`` with token ids and log-probabilities enabled."""
     server, request = call.server, call.request
     logprobs = True if request.chat else max(1, int(request.body.get("logprobs") or 0))
+    rendered = await _rendered_images(call)
     try:
         reply = await call.complete(return_token_ids=True, logprobs=logprobs)
     except RefusedCall as refusal:
@@ -103,10 +111,32 @@ async def plain(call: Call) -> Answer:
             raise
         server.protocol, server.degraded = "text", True
         return await text(call)
-    return await _read(call, reply, "no token ids or log-probabilities in the answer", _plain, call, reply)
+    return await _read(call, reply, "no token ids or log-probabilities in the answer", _plain, call, reply, rendered)
 
 
-def _plain(call: Call, reply: Reply) -> Answer:
+async def _rendered_images(call: Call) -> Prompt | None:
+    """Returns the prompt with the spans of its images, or ``None`` if the server does not report them or there are
+    none."""
+    if not call.request.asked_images or None in call.request.asked_images:
+        return None
+    try:
+        reply = await call.post(RENDER, call.rendering(call.asked()))
+    except RefusedCall:
+        return None
+    return await _read(call, reply, "an answer of render lacks a part", _prompt, call, reply)
+
+
+def _prompt(call: Call, reply: Reply) -> Prompt | None:
+    """Returns a rendered prompt. ``None`` if the server does not report where it shows the request's images."""
+    tokens, asked = token_ids(reply["token_ids"]), call.request.asked_images
+    if not asked:
+        return Prompt(tokens)
+    if None in asked or not reply.get("features"):
+        return None
+    return Prompt(tokens, image_spans(reply["features"], [image for image in asked if image], len(tokens)))
+
+
+def _plain(call: Call, reply: Reply, rendered: Prompt | None) -> Answer:
     request, server = call.request, call.server
     check(reply, request.chat, request.choices)
     reply["model"] = request.body.get("model") or server.model_name
@@ -114,6 +144,12 @@ def _plain(call: Call, reply: Reply) -> Answer:
         check_size(reply, reply.size)
         return _text_answer(call, reply)
     samples = [_sample(reply, choice, request.chat, server.name) for choice in reply["choices"]]
+    for sample in samples if request.asked_images else ():
+        if rendered is None or sample.prompt != rendered.tokens:
+            _strip(reply, request.body, request.chat)
+            check_size(reply, reply.size)
+            return _text_answer(call, reply)
+        sample.images = rendered.images
     _strip(reply, request.body, request.chat)
     check_size(reply, reply.size)
     return _token_answer(reply, samples, "plain")
@@ -124,23 +160,27 @@ async def split(call: Call) -> Answer:
     body, server = call.request.body, call.server
     if not call.request.chat or body.get("stop") or call.request.choices > 1:
         return await plain(call)  # derender supports neither stop strings nor multiple choices
+    images = call.request.asked_images
+    if images and (None in images or not server.expands_images):
+        return await plain(call)
     asked = call.asked(logprobs=True)
     try:
-        request = await call.post(RENDER, asked)
+        request = await call.post(RENDER, call.rendering(asked))
     except RefusedCall as refusal:
         if refusal.status not in _NOT_SERVED or await _control_status(call, RENDER) not in _NOT_SERVED:
             raise
         server.protocol, server.degraded = "plain", True
         return await plain(call)
     lacking = "an answer of render, generate or derender lacks a part"
+    rendered = await _read(call, request, lacking, _prompt, call, request)
+    if rendered is None:
+        return await plain(call)
     try:
-        rendered, sampling = (
-            await offload(request.size, token_ids, request["token_ids"]),
-            {**request["sampling_params"]},
-        )
-        prompt = rendered if request.get("features") else await continued(call, rendered)
+        sampling = {**request["sampling_params"]}
+        prompt = await continued(call, rendered)
         if prompt is not rendered and not (body.get("max_tokens") or body.get("max_completion_tokens")):
-            sampling["max_tokens"] += len(rendered) - len(prompt)  # the limit was the space after the rendered prompt
+            # The limit was the space after the rendered prompt.
+            sampling["max_tokens"] += len(rendered.tokens) - len(prompt.tokens)
         if call.request.limit:
             sampling["max_tokens"] = min(sampling["max_tokens"], call.request.limit)
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
@@ -148,15 +188,23 @@ async def split(call: Call) -> Answer:
             sampling["routed_experts_prompt_start"] = routed
     except _MALFORMED as error:
         raise UnusableAnswer(f"{server.name}: {lacking} ({error!r})", retry=False) from error
-    prompt_ids = await offload(len(prompt), prompt.tolist)
+    prompt_ids = await offload(len(prompt.tokens), prompt.tokens.tolist)
     generate = {**request, "token_ids": prompt_ids, "sampling_params": sampling, "stream": False}
-    generated = await call.post(GENERATE, generate, request.size)
+    if images:
+        shown = _with_pixels(call, prompt)
+        if shown is None:
+            return await plain(call)
+        generate |= shown
+    generated = await call.post(GENERATE, generate, max(request.size, call.request.size))
+    if images and generated.pop("prompt_token_ids", None) != prompt_ids:
+        server.expands_images = False
+        return await plain(call)
     choice, tokens, logprobs, spans = await _read(call, generated, lacking, _generated, generated)
     encoded = choice.pop("routed_experts", None)
-    experts = await _read(call, generated, lacking, routed_experts, encoded, len(prompt) + len(tokens), routed)
+    experts = await _read(call, generated, lacking, routed_experts, encoded, len(prompt_ids) + len(tokens), routed)
     derender = {
         "model": server.model_name,
-        "prompt_tokens": len(prompt),
+        "prompt_tokens": len(prompt_ids),
         "generate_response": generated,
         "chat_request": asked,
         "prompt_token_ids": prompt_ids,
@@ -169,7 +217,8 @@ async def split(call: Call) -> Answer:
         check(reply, True, 1)
         message = _without_empty(reply["choices"][0]["message"])
         sample = SampledTokens(
-            prompt=prompt,
+            prompt=prompt.tokens,
+            images=prompt.images,
             tokens=tokens,
             logprobs=logprobs,
             text=message.get("content") or "",
@@ -190,10 +239,29 @@ async def split(call: Call) -> Answer:
     return await _read(call, reply, lacking, derendered)
 
 
+def _with_pixels(call: Call, prompt: Prompt) -> dict[str, Any] | None:
+    """Returns the fields of a generate request that show the prompt's images, or ``None`` if ids cannot say where.
+
+    vLLM replaces the first placeholder token that it finds by as many as the first image takes, and so on. So each run
+    is sent as one token, if a run has only one kind of token and the prompt has that kind nowhere else.
+    """
+    tokens, spans = prompt.tokens, prompt.images
+    kinds = {tokens[span.start] for span in spans}
+    if sum(map(tokens.count, kinds)) != sum(span.length for span in spans):
+        return None
+    ids, start = list[int](), 0
+    for span in spans:
+        ids += tokens[start : span.start + 1]
+        start = span.end
+    ids += tokens[start:]
+    parts = [{"type": "image_url", "url": call.request.images[span.image].url} for span in spans]
+    return {"token_ids": ids, "features": None, "content_parts": parts, "return_token_ids": True}
+
+
 async def sglang(call: Call) -> Answer:
     """Makes a chat call to SGLang in two requests: tokenize, and a chat completion of the ids. Falls back to ``text``
     for other requests."""
-    if not call.request.chat or call.request.choices > 1 or _has_images(call.request.body["messages"]):
+    if not call.request.chat or call.request.choices > 1 or call.request.asked_images:
         return await text(call)  # a prompt given as ids cannot contain images
     asked = call.asked()
     try:
@@ -205,12 +273,12 @@ async def sglang(call: Call) -> Answer:
         call.server.protocol, call.server.degraded = "text", True
         return await text(call)
     lacking = "an answer of tokenize or of a chat completion lacks a part"
-    rendered = await _read(call, rendered_reply, lacking, lambda: token_ids(rendered_reply["tokens"]))
+    rendered = await _read(call, rendered_reply, lacking, lambda: Prompt(token_ids(rendered_reply["tokens"])))
     try:
         prompt = await continued(call, rendered)
     except _MALFORMED as error:
         raise UnusableAnswer(f"{call.server.name}: {lacking} ({error!r})", retry=False) from error
-    ids = await offload(len(prompt), prompt.tolist)
+    ids = await offload(len(prompt.tokens), prompt.tokens.tolist)
     reply = await call.complete(input_ids=ids, return_token_ids=True, logprobs=True)
 
     def answered() -> Answer:
@@ -223,19 +291,14 @@ async def sglang(call: Call) -> Answer:
         reply["model"] = call.request.body.get("model") or call.server.model_name
         reply["prompt_token_ids"], choice["token_ids"] = choice["prompt_token_ids"], choice.pop("response_token_ids")
         sample = _sample(reply, choice, True, call.server.name)
-        if sample.prompt != prompt:
-            raise ValueError(f"{len(prompt)} prompt tokens, answered for {len(sample.prompt)} others")
+        if sample.prompt != prompt.tokens:
+            raise ValueError(f"{len(prompt.tokens)} prompt tokens, answered for {len(sample.prompt)} others")
         sample.rendered, sample.stopped = rendered, isinstance(choice.get("matched_stop"), int)
         _strip(reply, call.request.body, True)
         check_size(reply, reply.size)
         return _token_answer(reply, [sample], "sglang")
 
     return await _read(call, reply, lacking, answered)
-
-
-def _has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
-    contents = (message.get("content") for message in messages)
-    return any(part["type"] == "image_url" for content in contents if isinstance(content, list) for part in content)
 
 
 def _generated(generated: Reply) -> tuple[dict[str, Any], array[int], array[float], list[tuple[int, int]]]:
@@ -283,7 +346,7 @@ async def count(call: Call) -> int:
     """Returns the number of tokens in the request's prompt. Raises the same errors as :meth:`Call.post`."""
     try:
         if call.server.protocol == "split":
-            return len((await call.post(RENDER, call.asked()))["token_ids"])
+            return len((await call.post(RENDER, call.rendering(call.asked())))["token_ids"])
         if call.server.protocol == "sglang":
             return len((await call.post(TOKENIZE, tokenize_request(call.asked())))["tokens"])
         reply = await call.post(call.request.path, call.asked(max_tokens=1))  # every engine reports this count

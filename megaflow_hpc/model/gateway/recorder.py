@@ -10,6 +10,9 @@ as for a second conversation of the rollout or an edited history.
     call 2   [ prompt 1 ][ sampled 1 ][ observation ][ sampled 2 ] sequence 0, turn 1
     call 3   [ summary ][ sampled 3 ]                              sequence 1, turn 2
 
+An image is a run of placeholder tokens, the same for all images of one size. So a prompt extends a sequence only if the
+same images are in the same places, and the sequence keeps which image each run stands for.
+
 Invariants: a sampled token has a log-probability and the engine's weight version. Every other token has NaN and -1.
 ``loss_mask`` is 1 exactly for tokens that the policy sampled freely (:attr:`SampledTokens.free`). Tokens are stored as
 the engine reported them, and never tokenised again.
@@ -23,12 +26,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaflow_hpc.model.engine_api import RoutedExperts
 from megaflow_hpc.model.gateway.canonical import conversation_digest, same_message
 from megaflow_hpc.model.gateway.conversations import AskedPrompt, Conversations
-from megaflow_hpc.trajectory import UNROUTED, Recording, TokenSequence, Turn, image_records, images_of
+from megaflow_hpc.trajectory import (
+    UNROUTED,
+    Image,
+    ImageSpan,
+    Recording,
+    TokenSequence,
+    Turn,
+    image_records,
+    images_of,
+)
+
+
+class Prompt(NamedTuple):
+    """Token ids of a prompt, and the spans of its images."""
+
+    tokens: array[int]
+    images: Sequence[ImageSpan] = ()
+
+    def images_before(self, end: int) -> list[ImageSpan]:
+        """Returns the spans that start before token ``end``."""
+        return [span for span in self.images if span.start < end]
 
 
 @dataclass
@@ -47,7 +70,9 @@ class SampledTokens:
     message: Mapping[str, Any] | None = None
     """The answer as an OpenAI message, or ``None`` for plain completions."""
     request_id: str = ""
-    rendered: Sequence[int] | None = None
+    images: Sequence[ImageSpan] = ()
+    """Spans of the images in ``prompt``."""
+    rendered: Prompt | None = None
     """The prompt as the engine rendered it from the messages, if known. ``prompt`` is what the engine actually
     sampled from."""
     stopped: bool = False
@@ -81,6 +106,8 @@ class Tip:
     """The token that ended the turn, or ``None`` if a limit ended it."""
     start: int = 0
     """Number of tokens in the sequence before the answer."""
+    images: list[ImageSpan] = field(default_factory=list)
+    """Spans of the images in ``rendered``."""
 
 
 @dataclass
@@ -133,22 +160,26 @@ class Recorder:
             if not self._operations and self._operating_turn:
                 self._operating_turn.sandbox_s += time.monotonic() - self._operations_began
 
-    def find(self, prompt: Sequence[int], policy: str = "", role: str = "") -> int | None:
+    def find(
+        self, prompt: Sequence[int], policy: str = "", role: str = "", images: Sequence[ImageSpan] = ()
+    ) -> int | None:
         """Returns the index of the longest sequence of this policy and role that ``prompt`` extends, or ``None`` if it
-        extends no sequence."""
-        candidate, policy = _as_array(prompt), policy or self.policy
+        extends no sequence. Both must show the same images at the same tokens."""
+        candidate, policy = Prompt(_as_array(prompt), images), policy or self.policy
         best, best_length = None, -1
         for number, sequence in enumerate(self.recording.sequences):
             tokens, length = sequence.tokens, len(sequence.tokens)
-            if sequence.policy != policy or self._roles[number] != role or not best_length < length <= len(candidate):
+            if sequence.policy != policy or self._roles[number] != role or not best_length < length <= len(prompt):
                 continue
-            if not length or (candidate[length - 1] == tokens[-1] and candidate[:length] == tokens):
+            if candidate.images_before(length) != sequence.images:
+                continue
+            if not length or (candidate.tokens[length - 1] == tokens[-1] and candidate.tokens[:length] == tokens):
                 best, best_length = number, length
         return best
 
-    def routed(self, prompt: Sequence[int], policy: str = "", role: str = "") -> int:
+    def routed(self, prompt: Prompt, policy: str = "", role: str = "") -> int:
         """Returns the number of tokens at the start of ``prompt`` whose experts are recorded."""
-        number = self.find(prompt, policy, role)
+        number = self.find(prompt.tokens, policy, role, prompt.images)
         sequence = number is not None and self.recording.sequences[number]
         return len(sequence.tokens) - 1 if sequence and sequence.experts else 0
 
@@ -160,6 +191,7 @@ class Recorder:
         *,
         model_s: float = 0.0,
         wait_s: float = 0.0,
+        images: Mapping[str, Image] | None = None,
     ) -> Turn:
         """Stores one answer and returns its turn.
 
@@ -170,6 +202,7 @@ class Recorder:
             asked: Digest of the conversation, if already computed.
             model_s: Seconds from the request to the engine's response.
             wait_s: Seconds spent waiting for a server and on failed attempts.
+            images: The images that the messages name, by their SHA-256.
 
         Raises:
             ValueError: The numbers of tokens and log-probabilities differ.
@@ -192,9 +225,11 @@ class Recorder:
         self.recording.turns.append(turn)
         self.calls += 1
         self.sampled += len(sample.tokens) if sample.counted is None else sample.counted
+        self.recording.images.update(images or {})
         if sample.rendered is not None and sample.message is not None:
             stop = sample.tokens[-1] if sample.stopped else None
-            self.tips[number] = Tip(array("i", sample.rendered), len(messages), sample.message, end, stop, start)
+            rendered, shown = array("i", sample.rendered.tokens), list(sample.rendered.images)
+            self.tips[number] = Tip(rendered, len(messages), sample.message, end, stop, start, shown)
         conversation = messages if isinstance(messages, AskedPrompt) else self.restore(messages, policy)
         turn.started_by = conversation.started_by
         turn.message = self.conversations.add(conversation, sample.message, len(self.recording.turns) - 1)
@@ -211,13 +246,14 @@ class Recorder:
     def _add_tokens(self, sample: SampledTokens, policy: str) -> tuple[int, int, int]:
         """Appends prompt and sampled tokens to a sequence. Returns its number, and the start and end of the answer."""
         prompt = _as_array(sample.prompt)
-        number = self.find(prompt, policy, sample.role)
+        number = self.find(prompt, policy, sample.role, sample.images)
         if number is None:
             number = len(self.recording.sequences)
             self.recording.sequences.append(TokenSequence(policy=policy))
             self._roles.append(sample.role)
         sequence = self.recording.sequences[number]
         previous_length = len(sequence.tokens)
+        sequence.images += [span for span in sample.images if span.start >= previous_length]
         _extend(sequence, prompt[len(sequence.tokens) :], None, -1)
         start, done = len(sequence.tokens), 0
         for version, end in sample.weight_spans or [(sample.weight_version, len(sample.tokens))]:
@@ -239,14 +275,14 @@ class Recorder:
         self.recording.inexact += degraded or protocol == "text"
 
     def tip(
-        self, rendered: Sequence[int], messages: Sequence[Mapping[str, Any]], policy: str = "", role: str = ""
+        self, rendered: Prompt, messages: Sequence[Mapping[str, Any]], policy: str = "", role: str = ""
     ) -> tuple[TokenSequence, Tip] | None:
         """Returns the sequence and tip of the latest turn that this conversation continues, with the same prompt and an
         unchanged answer. Returns ``None`` if it continues no recorded turn."""
-        candidate = _as_array(rendered)
 
         def continues(tip: Tip) -> bool:
-            return candidate[: len(tip.rendered)] == tip.rendered
+            length = len(tip.rendered)
+            return rendered.tokens[:length] == tip.rendered and rendered.images_before(length) == tip.images
 
         return next(self._answered(messages, policy, role, continues), None)
 
@@ -306,7 +342,10 @@ class Recorder:
         turns = [Turn(**turn) for turn in record["turns"]]
         images = images_of(record["images"])
         recording = Recording(**{**record, "sequences": sequences, "turns": turns, "images": images})
-        tips = {number: Tip(**{**tip, "rendered": array("i", tip["rendered"])}) for number, tip in state["tips"]}
+        tips = {}
+        for number, tip in state["tips"]:
+            spans = [ImageSpan(*span) for span in tip["images"]]
+            tips[number] = Tip(**{**tip, "rendered": array("i", tip["rendered"]), "images": spans})
         return cls(state["policy"], recording, state["sampled"], state["calls"], tips)
 
 

@@ -79,6 +79,7 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
         prompt, tokens = sequence.tokens[: turn.token_start], list(sequence.tokens[part])
         sample = SampledTokens(
             prompt=prompt,
+            images=[span for span in sequence.images if span.end <= turn.token_start],
             tokens=tokens,
             logprobs=list(sequence.logprobs[part]),
             text=message.get("content") or "",

@@ -69,8 +69,9 @@ from megaflow_hpc.model.gateway.open_rollout import OpenRollout, OverBudget
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.replay import Replay, body_of
 from megaflow_hpc.model.http_server import HttpServer, bearer_key
+from megaflow_hpc.model.images import named
 from megaflow_hpc.model.json_text import offload
-from megaflow_hpc.trajectory import Recording, path_to
+from megaflow_hpc.trajectory import Image, Recording, path_to
 from megaflow_hpc.types import CALL_HEADER, STARTED_BY_HEADER, CallBudget, ModelEndpoint, Sampling
 
 LOG = logging.getLogger(__name__)
@@ -275,6 +276,12 @@ class ModelGateway:
         last = next((turn.message for turn in reversed(recording.turns) if turn.message >= 0), -1)
         return [recording.messages[node] for node in path_to(recording.parents, last)]
 
+    def image_labels(self, rollout_id: str) -> dict[str, str]:
+        """Returns a short text for each image of an open rollout, by its SHA-256."""
+        rollout = self._by_id.get(rollout_id)
+        images = rollout.recorder.recording.images if rollout else {}
+        return {name: image.label for name, image in images.items()}
+
     def update_endpoints(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
         """Replaces the list of engine servers with decoded ``RUN/endpoints/*.json`` records."""
         self._caller.router.update(endpoints)
@@ -379,11 +386,12 @@ class ModelGateway:
         if rollout.suspended:
             raise _suspension(rollout)
         path = COMPLETIONS if endpoint == "/completions" else CHAT
-        asked = await offload(size, self._convert, rollout, path, dialect.request, body)
-        request = self._engine_request(rollout, path, asked, size)
+        asked, images = await offload(size, self._convert, rollout, path, dialect.request, body)
+        request = self._engine_request(rollout, path, asked, size, images)
         free = not is_constrained(request.body, request.sampling.settings)
         request = request._replace(free=free, api=endpoint, started_by=_named_call(http, rollout))
         try:
+            rollout.check_images(images)
             async with rollout.reserved(asked, request.choices) as limit:
                 if rollout.suspended:  # the rollout was suspended while this call waited for budget
                     raise _suspension(rollout)
@@ -401,22 +409,30 @@ class ModelGateway:
         self, rollout: OpenRollout, body: dict[str, Any], size: int, convert: Callable[[Any], dict[str, Any]]
     ) -> int:
         """Returns the number of tokens of a prompt. Nothing is recorded."""
-        asked = await offload(size, self._convert, rollout, CHAT, convert, body)
-        request = self._engine_request(rollout, CHAT, asked, size)
+        asked, images = await offload(size, self._convert, rollout, CHAT, convert, body)
+        request = self._engine_request(rollout, CHAT, asked, size, images)
         async with rollout.quota.large_answer() as gate:
             answered = await self._call(rollout, request._replace(gate=gate), protocols.count)
         return answered.answer
 
     def _convert(
         self, rollout: OpenRollout, path: str, convert: Callable[[Mapping[str, Any]], dict[str, Any]], body: Any
-    ) -> dict[str, Any]:
-        """Converts and checks an agent's request. Returns the request for the engine."""
+    ) -> tuple[dict[str, Any], dict[str, Image]]:
+        """Converts and checks an agent's request. Returns the request for the engine, whose messages name images by
+        their SHA-256, and these images."""
         try:
             asked = convert(body)
             domains = self._media_domains.get(self._speaker(rollout, asked)[0], ())
-            return engine_request(asked, path == CHAT, domains)
+            asked = engine_request(asked, path == CHAT, domains)
         except BadRequest as error:
             raise CallError(400, str(error)) from None
+        images: dict[str, Image] = {}
+        try:
+            if path == CHAT:
+                asked["messages"], images = named(asked["messages"])
+        except ValueError as error:
+            raise CallError(400, str(error)) from None
+        return asked, images
 
     def _speaker(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> tuple[str, str]:
         """Returns the policy and the role that the request names as its model, or else the rollout's own.
@@ -437,10 +453,12 @@ class ModelGateway:
         known = self._policies | self._judges if rollout.judging else self._policies
         return named if named in known else rollout.policy, ""
 
-    def _engine_request(self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int) -> EngineRequest:
+    def _engine_request(
+        self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int, images: Mapping[str, Image]
+    ) -> EngineRequest:
         policy, role = self._speaker(rollout, asked)
         sampling, keep = self._sampling.get(policy, Sampling()), policy in self._keep_thoughts
-        return EngineRequest(policy, path, asked, rollout.recorder, size, sampling, keep, role=role)
+        return EngineRequest(policy, path, asked, rollout.recorder, size, sampling, keep, role=role, images=images)
 
     async def _respond(
         self,
@@ -488,7 +506,7 @@ class ModelGateway:
         for number, sample in enumerate(answer.samples):
             sample.policy, sample.role, sample.free = request.policy, request.role, request.free
             times = {} if number else {"model_s": model_s, "wait_s": wait_s}
-            rollout.recorder.add(sample, conversation, digest, **times)
+            rollout.recorder.add(sample, conversation, digest, **times, images=request.images)
             rollout.recorder.recording.calls[-1]["api"] = request.api
         rollout.recorder.count(answer.protocol, server.degraded, request.free)
         self._caller.limits.charge(answer.total_tokens)
@@ -554,7 +572,7 @@ class ModelGateway:
         rollout.failed("")
         message = sample.message if request.chat else None
         sample = replace(sample, policy=request.policy, role=request.role, message=message)
-        rollout.recorder.add(sample, conversation, digest)
+        rollout.recorder.add(sample, conversation, digest, images=request.images)
         if sample.counted is None:
             rollout.recorder.count("replay", free=sample.free)
         else:

@@ -15,7 +15,7 @@ from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir.budget import ModelUse, Used, total_use
 from megaflow_hpc.tasks.judging import Judge
 from megaflow_hpc.trajectories.reading.conversations import conversations, main
-from megaflow_hpc.trajectory import Recording, Trajectory, linked, path_to
+from megaflow_hpc.trajectory import Recording, Trajectory, linked, path_to, with_images
 from megaflow_hpc.types import Artifact
 
 JUDGE_FILE = "judge.json"
@@ -131,15 +131,17 @@ def _counted(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
 
 
 def by_role(trajectory: Trajectory) -> dict[str, list[dict[str, Any]]]:
-    """Returns the conversation of each role's latest call; empty without a team."""
+    """Returns the conversation of each role's latest call, with its images; empty without a team."""
     parents = linked(trajectory.parents, len(trajectory.messages))
     latest = {turn.role: turn.message for turn in trajectory.turns if turn.role and turn.message >= 0}
-    return {role: [trajectory.messages[node] for node in path_to(parents, end)] for role, end in latest.items()}
+    paths = {role: [trajectory.messages[node] for node in path_to(parents, end)] for role, end in latest.items()}
+    return {role: with_images(messages, trajectory.images) for role, messages in paths.items()}
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Returns the messages of a rollout's main conversation, which is the conversation of its policy with the most
-    calls."""
+    calls. Their images are ``data:`` URLs, as a judge takes them."""
     parents = linked(trajectory.parents, len(trajectory.messages))
     candidates = conversations(trajectory.messages, parents, trajectory.turns)
-    return candidates[main(candidates, trajectory.policy)].messages if candidates else list(trajectory.messages)
+    messages = candidates[main(candidates, trajectory.policy)].messages if candidates else trajectory.messages
+    return with_images(messages, trajectory.images)

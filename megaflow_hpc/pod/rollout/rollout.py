@@ -232,7 +232,7 @@ class AgentRun:
         gateway, rollout, trajectory = self._services.gateway, self._rollout, self._trajectory
         network = self._services.config.environment.network_of(task)
         limits = self._agent
-        budget = CallBudget(calls=limits.max_turns, tokens=limits.max_tokens)
+        budget = CallBudget(limits.max_turns, limits.max_tokens, int(limits.max_image_mb * 1e6))
         seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
         if network == "gateway" and getattr(agent, "in_sandbox", False):
             return await gateway.open(rollout.id, rollout.policy, await self._sandbox.listen(), budget, seed)

@@ -131,7 +131,7 @@ class Runner:
         calls, *_ = gateway.activity().get(rollout, (-1,))
         if calls in (-1, message["calls"]):
             return
-        messages, left_out = end_of(gateway.conversation(rollout))
+        messages, left_out = end_of(gateway.conversation(rollout), gateway.image_labels(rollout))
         await self._send(
             {"op": "transcript", "id": rollout, "calls": calls, "messages": messages, "left_out": left_out}
         )

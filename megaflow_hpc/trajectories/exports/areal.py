@@ -2,7 +2,9 @@
 
 ``input_ids`` int32, ``loss_mask`` int32, ``logprobs`` float32 (0.0 if not sampled), ``versions`` int32 (-1 if not
 sampled), ``attention_mask`` bool and ``rewards`` float32 have the names of AReaL's tensors. :func:`tensors` pads rows
-into the batch that AReaL's ``concat_padded_tensors`` would produce. ``trajectory`` and ``group`` identify the row. In a
+into the batch that AReaL's ``concat_padded_tensors`` would produce. ``images`` are those of the sequence in the order
+of their placeholders, ``{"start": …, "length": …, "bytes": …}``, from which a processor makes AReaL's
+``multi_modal_input``. ``trajectory`` and ``group`` identify the row. In a
 team, select one role's sequences by ``role``, and its reward in ``named_rewards``, which has all rewards by name.
 (AReaL 1.0: ``areal/workflow/rlvr.py``, ``areal/infra/workflow_executor.py``.)
 """
@@ -22,6 +24,7 @@ from megaflow_hpc.trajectories.reading.batch import padded_lines
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
+    from megaflow_hpc.trajectories.reading.store import Row
 
 HELP = "Parquet, one row per token sequence, with the keys of AReaL's rollout workflows"
 
@@ -42,6 +45,8 @@ def write(job: ExportJob) -> list[Path]:
     fields = {name: pa.list_(pa.from_numpy_dtype(dtype)) for name, (dtype, _) in COLUMNS.items()}
     fields["rewards"] = pa.float32()
     fields |= dict.fromkeys(("trajectory", "group", "policy", "role"), pa.string())
+    image = {"start": pa.int64(), "length": pa.int64(), "bytes": pa.binary()}
+    fields["images"] = pa.list_(pa.struct(image))
     if names := job.store.reward_names:
         fields["named_rewards"] = pa.struct(dict.fromkeys(names, pa.float32()))
     schema = pa.schema(fields)
@@ -62,11 +67,21 @@ def write(job: ExportJob) -> list[Path]:
             columns["group"] = job.store.column("group")[flat.row]
             columns["policy"] = flat.policy
             columns["role"] = [role for row in job.store.rows(numbers) for role in row.sequence_roles]
+            columns["images"] = [images for row in job.store.rows(numbers) for images in _images(row)]
             if names:
                 named = [pa.array(job.store.column(f"rewards/{name}")[flat.row], pa.float32()) for name in names]
                 columns["named_rewards"] = pa.StructArray.from_arrays(named, list(names))
             writer.write_table(pa.Table.from_pydict(columns, schema=schema))
     return [path]
+
+
+def _images(row: Row) -> list[list[dict[str, Any]]]:
+    """Returns the images of each of a row's sequences."""
+    images = row.images
+    return [
+        [{"start": span.start, "length": span.length, "bytes": images[span.image].data} for span in view.images]
+        for view in row.sequences
+    ]
 
 
 def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Array]:

@@ -11,6 +11,8 @@ model call that started a conversation refers to that conversation. Steps shared
 as copied context, so each call has exactly one original step. Calls without a linked message count only towards the
 totals.
 
+Images are files in ``images/``, next to the document.
+
 Follows schema ATIF-v1.7 (Harbor's RFC 0001); the output validates against Harbor's models.
 """
 
@@ -23,10 +25,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
-from megaflow_hpc.trajectories.exports.messages import RecordedToolCall, as_text, iso_time, reasoning_of, tool_calls
+from megaflow_hpc.trajectories.exports.messages import (
+    RecordedToolCall,
+    as_text,
+    iso_time,
+    reasoning_of,
+    text_and_images,
+    tool_calls,
+)
 from megaflow_hpc.trajectories.reading.conversations import Conversation, main
 from megaflow_hpc.trajectories.reading.sources import SequenceView
-from megaflow_hpc.trajectory import Turn
+from megaflow_hpc.trajectory import Image, Turn
 from megaflow_hpc.types import round_of
 from megaflow_hpc.version import __version__
 
@@ -37,6 +46,8 @@ if TYPE_CHECKING:
 HELP = "ATIF, Harbor's trajectory format, one JSON document per trajectory"
 
 SCHEMA = "ATIF-v1.7"
+IMAGES = "images"
+"""Folder of the images, next to the documents that name them."""
 _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
 
 
@@ -51,7 +62,17 @@ def write(job: ExportJob) -> list[Path]:
             suffix = f"@{round_number}" if round_number else ""
             text = json.dumps(document(row, job.store.campaign), allow_nan=False)
             (folder / f"{row.sample_index}{suffix}.json").write_text(text, encoding="utf-8")
+            write_images(folder, row)
     return [directory]
+
+
+def write_images(folder: Path, row: Row) -> None:
+    """Writes the images that a document in this folder names. Those of other rollouts are the same file."""
+    for image in row.images.values():
+        path = folder / IMAGES / image.file_name
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            path.write_bytes(image.data)
 
 
 def document(row: Row, campaign: str) -> dict[str, Any]:
@@ -119,7 +140,7 @@ class _Documents:
 
     def __init__(self, row: Row) -> None:
         views = row.sequences
-        self._row = row
+        self._row, self._images = row, row.images
         self.metrics = [_metrics(turn, views) for turn in row.turns]
         """Metrics of each model call, by call number."""
         self.step_of_call: dict[int | None, dict[str, Any]] = {}
@@ -145,9 +166,9 @@ class _Documents:
                 own.append(metrics)
             role = str(message.get("role", "user"))
             if role in ("tool", "function"):
-                _observe(steps, message)
+                _observe(steps, message, self._images)
                 continue
-            step = _step(role, message)
+            step = _step(role, message, self._images)
             if step["source"] == "agent" and metrics is not None:
                 self.step_of_call[call] = step
                 step |= {"metrics": metrics, "llm_call_count": 1}
@@ -168,8 +189,8 @@ class _Documents:
         }
 
 
-def _step(role: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    step: dict[str, Any] = {"source": _SOURCES.get(role, "user"), "message": as_text(message.get("content"))}
+def _step(role: str, message: Mapping[str, Any], images: Mapping[str, Image]) -> dict[str, Any]:
+    step: dict[str, Any] = {"source": _SOURCES.get(role, "user"), "message": _content(message, images)}
     if step["source"] == "agent":
         if reasoning := reasoning_of(message):
             step["reasoning_content"] = reasoning
@@ -178,15 +199,27 @@ def _step(role: str, message: Mapping[str, Any]) -> dict[str, Any]:
     return step
 
 
+def _content(message: Mapping[str, Any], images: Mapping[str, Image]) -> str | list[dict[str, Any]]:
+    parts = text_and_images(message.get("content"), images)
+    if not any(isinstance(part, Image) for part in parts):
+        return as_text(message.get("content"))
+    return [
+        {"type": "image", "source": {"media_type": part.media_type, "path": f"{IMAGES}/{part.file_name}"}}
+        if isinstance(part, Image)
+        else {"type": "text", "text": part}
+        for part in parts
+    ]
+
+
 def _numbered(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, step in enumerate(steps, 1):
         step["step_id"] = number
     return steps
 
 
-def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
+def _observe(steps: list[dict[str, Any]], message: Mapping[str, Any], images: Mapping[str, Image]) -> None:
     """Adds a tool result to the step that made the call, or to the latest agent step if the call is unknown."""
-    result: dict[str, Any] = {"content": as_text(message.get("content"))}
+    result: dict[str, Any] = {"content": _content(message, images)}
     wanted = as_text(message.get("tool_call_id"))
     if not steps:
         steps.append({"source": "system", "message": ""})

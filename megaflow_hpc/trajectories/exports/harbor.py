@@ -5,7 +5,7 @@
     harbor/CAMPAIGN/config.json, result.json
     harbor/CAMPAIGN/TASK__POLICY__SAMPLE/
       config.json, result.json
-      agent/trajectory.json      ATIF (:mod:`~megaflow_hpc.trajectories.exports.atif`)
+      agent/trajectory.json      ATIF (:mod:`~megaflow_hpc.trajectories.exports.atif`), with images/
       verifier/                  test-stdout.txt, reward.json, and the verifier's artifacts
       artifacts/                 other artifacts
 
@@ -21,7 +21,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.trajectories.exports.atif import document
+from megaflow_hpc.trajectories.exports.atif import document, write_images
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
 from megaflow_hpc.trajectories.exports.messages import as_text, iso_time
 from megaflow_hpc.types import round_of
@@ -170,6 +170,7 @@ def _write_trial(folder: Path, trial: dict[str, Any], row: Row, campaign: str) -
     _put(folder / "result.json", trial)
     _put(folder / "config.json", trial["config"])
     _put(folder / "agent" / "trajectory.json", document(row, campaign))
+    write_images(folder / "agent", row)
     if "verifier_result" in trial:
         _put(folder / "verifier" / "reward.json", trial["verifier_result"]["rewards"])
     for artifact in row.artifacts:

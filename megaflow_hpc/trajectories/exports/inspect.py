@@ -4,6 +4,8 @@ Files are named ``inspect/POLICY.eval``, or ``inspect/POLICY+AGENT.eval`` if a p
 rollout: its id is the task's, its epoch the number of the sample, counted from 1. The sample's messages and events are
 the main conversation; other conversations are in its metadata. Scores are the rewards by name.
 
+Images are ``data:`` URLs in the content of their messages.
+
 Follows the log schema of version 2 (Inspect 0.3): a ZIP file with a JSON document for each sample, their summaries, and
 a header.
 """
@@ -20,8 +22,16 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
-from megaflow_hpc.trajectories.exports.messages import as_json, as_text, iso_time, reasoning_of, tool_calls
+from megaflow_hpc.trajectories.exports.messages import (
+    as_json,
+    as_text,
+    iso_time,
+    reasoning_of,
+    text_and_images,
+    tool_calls,
+)
 from megaflow_hpc.trajectories.reading.conversations import Conversation, main
+from megaflow_hpc.trajectory import Image
 from megaflow_hpc.types import round_of
 from megaflow_hpc.version import __version__
 
@@ -177,7 +187,8 @@ def _metrics(name: str, count: float, total: float, squares: float) -> dict[str,
 def _sample(row: Row) -> dict[str, Any]:
     conversations = row.conversations
     first = main(conversations, row.policy) if conversations else -1
-    messages = _messages(conversations[first]) if conversations else []
+    images = row.images
+    messages = _messages(conversations[first], images) if conversations else []
     answers = [message for message in messages if message["role"] == "assistant"]
     turns = row.turns
     usage = _usage(sum(turn.token_start for turn in turns), sum(turn.token_end - turn.token_start for turn in turns))
@@ -207,7 +218,7 @@ def _sample(row: Row) -> dict[str, Any]:
             "status": row.status,
             "node": as_text(row.node),
             "other_conversations": [
-                {"policy": as_text(talk.policy), "role": as_text(talk.role), "messages": _messages(talk)}
+                {"policy": as_text(talk.policy), "role": as_text(talk.role), "messages": _messages(talk, images)}
                 for talk in others
             ],
         },
@@ -258,13 +269,19 @@ def _events(row: Row, talk: Conversation, messages: list[dict[str, Any]]) -> Ite
         seconds += turn.model_s + turn.sandbox_s + turn.agent_s + turn.wait_s
 
 
-def _messages(talk: Conversation) -> list[dict[str, Any]]:
-    return [_message(message, talk.policy) for message in talk.messages]
+def _messages(talk: Conversation, images: Mapping[str, Image]) -> list[dict[str, Any]]:
+    return [_message(message, talk.policy, images) for message in talk.messages]
 
 
-def _message(message: Mapping[str, Any], policy: str) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], policy: str, images: Mapping[str, Image]) -> dict[str, Any]:
     role = str(message.get("role", "user"))
-    text = as_text(message.get("content"))
+    parts = text_and_images(message.get("content"), images)
+    text: Any = as_text(message.get("content"))
+    if role != "assistant" and any(isinstance(part, Image) for part in parts):
+        text = [
+            {"type": "image", "image": part.url} if isinstance(part, Image) else {"type": "text", "text": part}
+            for part in parts
+        ]
     if role in ("system", "developer"):
         return {"role": "system", "content": text}
     if role in ("tool", "function"):
@@ -294,6 +311,8 @@ def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
     asked = sample["input"]
     if not isinstance(asked, str):
         asked = next((message["content"] for message in reversed(asked) if message["role"] == "user"), "")
+        if isinstance(asked, list):
+            asked = "\n".join(part.get("text", "[image]") for part in asked)
     kept = ("id", "epoch", "target", "scores", "model_usage", "started_at", "completed_at", "total_time")
     summary = {name: sample[name] for name in (*kept, "working_time", "uuid", "turn_count")}
     summary |= {"input": asked[:MAX_SUMMARY_CHARS], "completed": True, "message_count": len(sample["messages"])}

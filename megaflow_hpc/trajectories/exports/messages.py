@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaflow_hpc.texts import containers_at, joined_parts
+from megaflow_hpc.texts import NO_LABELS, containers_at, joined_parts
+from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, image_parts
 
 MAX_SECONDS = 253_402_300_799
 """The last second of the year 9999."""
@@ -17,11 +18,24 @@ MAX_DEPTH = 64
 """Maximum nesting of a tool call's arguments. Readers of exports process them recursively."""
 
 
-def as_text(content: Any) -> str:
-    """Converts any message content to valid Unicode text."""
-    content = joined_parts(content)
+def as_text(content: Any, labels: Mapping[str, str] = NO_LABELS) -> str:
+    """Converts any message content to valid Unicode text. ``labels`` are those of
+    :func:`~megaflow_hpc.texts.joined_parts`."""
+    content = joined_parts(content, labels)
     text = "" if content is None else str(content)
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def text_and_images(content: Any, images: Mapping[str, Image]) -> list[str | Image]:
+    """Returns a message's content as texts and images in their order. An image that was not stored is its label."""
+    if not isinstance(content, list):
+        return [as_text(content)]
+    shown = image_parts({"content": content})
+    parts: list[str | Image] = []
+    for part in content:
+        name = str(part["image_url"].get("url", "")).removeprefix(IMAGE_SCHEME) if part in shown else ""
+        parts.append(images.get(name) or as_text([part]))
+    return parts
 
 
 def as_json(value: Any) -> Any:

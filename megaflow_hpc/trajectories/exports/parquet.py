@@ -3,7 +3,9 @@
 Scalar columns have the same names as in ``trajectories.h5``. ``rewards`` is a struct with one field per reward.
 ``sequences``, ``turns``, ``attempts`` and ``artifacts`` are lists of structs, with token columns as nested lists.
 ``messages`` (the main conversation), ``conversations`` and ``tree`` are JSON strings as in the JSON Lines export,
-because messages have no fixed schema. NaN is preserved.
+because messages have no fixed schema. ``images`` has each image of a rollout once, with its file as bytes; messages
+name it by ``sha256:<hex>``, and ``image_spans`` lists the placeholder tokens that stand for it: the number of the
+sequence, ``start``, ``length`` and ``image``. NaN is preserved.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from megaflow_hpc.trajectories.reading.sources import Flat
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
+    from megaflow_hpc.trajectories.reading.store import Row
 
 HELP = "Parquet, one row per trajectory, for pandas, Polars, DuckDB and Hugging Face datasets"
 
@@ -65,8 +68,15 @@ def write(job: ExportJob) -> list[Path]:
             columns["turn_list"] = [[asdict(turn) for turn in row.turns] for row in rows]
             columns["attempt_list"] = [[asdict(attempt) for attempt in row.attempts] for row in rows]
             columns["artifacts"] = [[asdict(artifact) for artifact in row.artifacts] for row in rows]
+            columns["images"] = [[dict(vars(image)) for image in row.images.values()] for row in rows]
+            columns["image_spans"] = [_spans(row) for row in rows]
             writer.write_table(pa.Table.from_pydict(columns, schema=schema))
     return [path]
+
+
+def _spans(row: Row) -> list[dict[str, Any]]:
+    numbered = enumerate(row.sequences)
+    return [{"sequence": number, **span._asdict()} for number, one in numbered for span in one.images]
 
 
 def sequences(pa: Any, flat: Flat, numbers: Any) -> Any:
@@ -116,6 +126,9 @@ def _schema(pa: Any, rewards: tuple[str, ...]) -> Any:
         fields["rewards"] = pa.struct(dict.fromkeys(rewards, pa.float32()))
     fields |= dict.fromkeys(_JSON, text)
     records = {"sequences": sequence, "turn_list": turn, "attempt_list": attempt, "artifacts": artifact}
+    size = {"width": pa.int32(), "height": pa.int32()}
+    records["images"] = {"sha256": text, "media_type": text, **size, "data": pa.binary()}
+    records["image_spans"] = {**dict.fromkeys(("sequence", "start", "length"), pa.int64()), "image": text}
     for name, record in records.items():
         fields[name] = pa.list_(pa.struct(record))
     return pa.schema(fields)

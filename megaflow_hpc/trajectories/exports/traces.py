@@ -7,8 +7,8 @@
     traces/TASK__POLICY__SAMPLE.1.jsonl    another conversation of the rollout, such as a sub-agent's
 
 Follows the Session Trace Simple Format (https://huggingface.co/docs/hub/session-traces-format): a line for the session,
-then a line for each message. Upload the directory to a dataset or a bucket, and read it first: traces hold whatever
-agents saw.
+then a line for each message. The format has no images, so their labels take their place. Upload the directory to a
+dataset or a bucket, and read it first: traces hold whatever agents saw.
 """
 
 from __future__ import annotations
@@ -86,12 +86,13 @@ def _lines(row: Row, talk: Conversation | None, suffix: str) -> Iterator[dict[st
     }
     if talk is None:
         return
+    labels = row.image_labels
     for message in talk.messages:
         role = str(message.get("role", "user"))
         role = _ROLES.get(role, role)
         line: dict[str, Any] = {
             "role": role if role in _KNOWN else "user",
-            "content": as_text(message.get("content")),
+            "content": as_text(message.get("content"), labels),
         }
         if role == "assistant":
             line["model"] = as_text(talk.policy)

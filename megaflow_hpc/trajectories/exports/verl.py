@@ -6,6 +6,10 @@ the same names contain lists: ``prompts`` (tokens before the first sampled one),
 computing advantages), ``__num_turns__``, ``min_global_steps`` and ``max_global_steps`` (weight versions). :func:`proto`
 pads rows into the tensors that ``DataProto.from_single_dict`` expects.
 
+``images`` are those that the prompt's messages show, in order, each as ``{"bytes": …}``, which verl's processors take.
+The messages have ``<image>`` in their place. ``sequence_images`` are those of the whole sequence in the order of their
+placeholders, with ``start`` and ``length`` in ``prompts + responses``.
+
 In a team, select one role's sequences by ``role``, and its reward in ``named_rewards``, which has all rewards by name.
 
 The columns ``data_source``, ``prompt``, ``ability``, ``reward_model`` and ``extra_info`` match verl's ``RLHFDataset``,
@@ -26,6 +30,7 @@ from megaflow_hpc.trajectories.hdf5.columns import Array
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.reading.batch import padded_lines
 from megaflow_hpc.trajectories.reading.sources import Flat
+from megaflow_hpc.trajectory import Image, shown_images
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
@@ -60,9 +65,16 @@ def _rows(job: ExportJob, flat: Flat) -> Iterator[dict[str, Any]]:
         response = slice(begin, tokens.stop)
         versions = flat.weight_versions[tokens][mask == 1]
         row = job.store[row_number]
+        images = row.images
+        prompt, shown = _prompt(_messages_of(row, sequence_number), images)
         yield {
             "data_source": job.store.campaign,
-            "prompt": _prompt(_messages_of(row, sequence_number)),
+            "prompt": prompt,
+            "images": [{"bytes": images[name].data} for name in shown],
+            "sequence_images": [
+                {"start": span.start, "length": span.length, "bytes": images[span.image].data}
+                for span in row.sequences[sequence_number].images
+            ],
             "ability": "agent",
             "reward_model": {"style": "rule", "ground_truth": row.task_id},
             "extra_info": {
@@ -95,18 +107,27 @@ def _messages_of(row: Row, sequence: int) -> list[dict[str, Any]]:
     return row.messages
 
 
-def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Returns the messages before the first assistant message, with their content as text."""
-    prompt = []
+def _prompt(
+    messages: Sequence[Mapping[str, Any]], images: Mapping[str, Image]
+) -> tuple[list[dict[str, str]], list[str]]:
+    """Returns the messages before the first assistant message, with their content as text, and the SHA-256 of each
+    image for which the text has ``<image>``."""
+    prompt: list[dict[str, str]] = []
+    shown: list[str] = []
     for message in messages:
         if message.get("role") == "assistant":
             break
         content = message.get("content")
         if isinstance(content, list):
-            content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+            texts = []
+            for part in (part for part in content if isinstance(part, dict)):
+                stored = [name for name in shown_images([{"content": [part]}]) if name in images]
+                shown += stored
+                texts.append("<image>" if stored else str(part.get("text", "")))
+            content = "\n".join(texts)
         text = str(content or "").encode("utf-8", "backslashreplace").decode()
         prompt.append({"role": str(message.get("role", "user")), "content": text})
-    return prompt
+    return prompt, shown
 
 
 def _schema(pa: Any, rewards: tuple[str, ...]) -> Any:
@@ -115,6 +136,8 @@ def _schema(pa: Any, rewards: tuple[str, ...]) -> Any:
         [
             ("data_source", text),
             ("prompt", pa.list_(pa.struct({"role": text, "content": text}))),
+            ("images", pa.list_(pa.struct({"bytes": pa.binary()}))),
+            ("sequence_images", pa.list_(pa.struct({"start": integer, "length": integer, "bytes": pa.binary()}))),
             ("ability", text),
             ("reward_model", pa.struct({"style": text, "ground_truth": text})),
             ("extra_info", pa.struct({"index": integer, "sequence": integer, "task_id": text, "trajectory": text})),

@@ -196,7 +196,7 @@ def _images(file: h5py.File) -> Iterator[str]:
         return
     digests, offsets = texts(file["images/sha256"]), read(file["images/offset"]).tolist()
     for number, (digest, bounds) in enumerate(zip(digests, pairwise(offsets), strict=True)):
-        if hashlib.sha256(read(file["images/bytes"], *bounds)).hexdigest() != digest:
+        if hashlib.sha256(read(file["images/bytes"], *bounds).tobytes()).hexdigest() != digest:
             yield f"/images/bytes: image {number}: not what its sha256 says"
             break
     if len(set(digests)) < len(digests):

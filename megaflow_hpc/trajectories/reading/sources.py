@@ -141,8 +141,8 @@ class Source(Protocol):
     def artifacts(self, row: int) -> list[Artifact]:
         """Returns the artifacts of a rollout."""
 
-    def images(self, row: int) -> dict[str, Image]:
-        """Returns the images of a row by their SHA-256."""
+    def images(self, row: int, with_data: bool = True) -> dict[str, Image]:
+        """Returns the images of a row by their SHA-256. ``with_data=False`` may leave out their bytes."""
 
     def close(self) -> None:
         """Closes the source's files. No data can be read afterwards."""
@@ -285,8 +285,8 @@ class Hdf5Source:
         for number, (first, last) in enumerate(pairwise((offsets - offsets[0]).tolist())):
             own: list[Any] = [column[first:last] for column in columns]
             own.append(self._experts(start + number, last - first))
-            spans = self._spans(row, start + number, int(offsets[number]), int(offsets[number + 1]))
-            views.append(SequenceView(policies[number], *own, spans))
+            own.append(self._spans(row, start + number, int(offsets[number]), int(offsets[number + 1])))
+            views.append(SequenceView(policies[number], *own))
         return views
 
     def _spans(self, row: int, sequence: int, first_token: int, last_token: int) -> tuple[ImageSpan, ...]:
@@ -304,16 +304,18 @@ class Hdf5Source:
             before = first + length
         return tuple(spans)
 
-    def images(self, row: int) -> dict[str, Image]:
+    def images(self, row: int, with_data: bool = True) -> dict[str, Image]:
         if "image_uses/image" not in self.file:
             return {}
         images = {}
         for number in self._slice("image_uses/image", *self._span("trajectories/image_offset", row)).tolist():
             digest = self._digest(row, number)
             media_type = str(text(self._slice("images/media_type", number, number + 1))[0])
-            size = (int(self._slice(f"images/{name}", number, number + 1)[0]) for name in ("width", "height"))
-            data = read(self._dataset("images/bytes"), *self._span("images/offset", number)).tobytes()
-            images[digest] = Image(digest, media_type, *size, data)
+            sizes = (self._slice(f"images/{name}", number, number + 1)[0] for name in ("width", "height"))
+            width, height = map(int, sizes)
+            bounds = self._span("images/offset", number) if with_data else (0, 0)
+            data = read(self._dataset("images/bytes"), *bounds).tobytes()
+            images[digest] = Image(digest, media_type, width, height, data)
         return images
 
     def _digest(self, row: int, image: int) -> str:
@@ -463,8 +465,9 @@ class JournalSource:
     def sequences(self, row: int) -> list[SequenceView]:
         views = []
         for s in self._load(row).sequences:
-            columns: list[Any] = [*map(np.array, (s.tokens, s.logprobs, s.loss_mask, s.weight_versions)), experts_of(s)]
-            views.append(SequenceView(escape(s.policy), *columns, tuple(s.images)))
+            columns: list[Any] = [*map(np.array, (s.tokens, s.logprobs, s.loss_mask, s.weight_versions))]
+            columns += [experts_of(s), tuple(s.images)]
+            views.append(SequenceView(escape(s.policy), *columns))
         return views
 
     def turns(self, row: int) -> list[Turn]:
@@ -488,7 +491,7 @@ class JournalSource:
     def artifacts(self, row: int) -> list[Artifact]:
         return [Artifact(escape(artifact.name), artifact.data) for artifact in self._load(row).artifacts]
 
-    def images(self, row: int) -> dict[str, Image]:
+    def images(self, row: int, with_data: bool = True) -> dict[str, Image]:
         return dict(self._load(row).images)
 
     def column(self, path: str) -> Array:

@@ -457,6 +457,11 @@ class Row:
         """The images that the rollout's messages and sequences show, by their SHA-256."""
         return self._source.images(self.index)
 
+    @property
+    def image_labels(self) -> dict[str, str]:
+        """A short text for each of the images, by their SHA-256. Reads no image."""
+        return {name: image.label for name, image in self._source.images(self.index, with_data=False).items()}
+
     def trajectory(self) -> Trajectory:
         """Returns the whole trajectory as an object that does not depend on the store."""
         scalars = {name: getattr(self, name) for name in _SCALARS & Trajectory.__dataclass_fields__.keys()}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import subprocess
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +19,10 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import exports, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.exports import areal, verl
 from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
-from megaflow_hpc.trajectory import Turn
+from megaflow_hpc.trajectory import Turn, shown_images
 from megaflow_hpc.types import Artifact
 from tests.support.places import LAUNCHERS
-from tests.support.samples import commit, run_dir, trajectory
+from tests.support.samples import add_images, commit, run_dir, trajectory
 from tests.support.viewers_environment import environment
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
@@ -43,6 +45,10 @@ STRANGE = [
 ]
 
 
+SHOWING = 8
+"""The rollout that shows images."""
+
+
 @pytest.fixture(scope="module")
 def rollouts():
     found = [
@@ -50,6 +56,7 @@ def rollouts():
     ]
     found += [trajectory(n, task="nul", messages=STRANGE, error="a \0 b \udcff") for n in range(3)]
     found += [trajectory(n, task="lost", status="failed", messages=[], sequences=[], turns=[]) for n in range(3)]
+    add_images(found[SHOWING], random.Random(1), message=1)
     found[1].artifacts = [Artifact("notes.txt", b"x"), Artifact("fix.patch", b"--- a\n+++ b\n\xff")]
     return found
 
@@ -175,7 +182,7 @@ def test_parquet_holds_everything(parquet, rollouts):
         assert [turn["token_end"] for turn in row["turn_list"]] == [turn.token_end for turn in t.turns]
         assert [(a["name"], a["data"]) for a in row["artifacts"]] == [(a.name, a.data) for a in t.artifacts]
         if t.task_id == "task":
-            assert json.loads(row["messages"]) == TALK
+            assert json.loads(row["messages"]) == t.messages
 
 
 def test_pandas_polars_and_duckdb_read_the_parquet_file(parquet, rollouts):
@@ -295,6 +302,45 @@ def test_trainers_read_one_role_of_a_team_with_its_own_reward(tmp_path):
             )
         scores = batch["rm_scores"].sum(axis=1) if name == "verl" else batch["rewards"]
         assert scores.tolist() == [one.rewards["right"] for one in own]
+
+
+# --- images ---
+
+
+def test_every_format_carries_images_in_its_own_form(run, rollouts, tmp_path):
+    import pyarrow.parquet
+
+    made = export(run, tmp_path, "parquet", "verl", "areal", "atif", "harbor", "inspect", "traces")
+    shown = rollouts[SHOWING]
+    (asked,) = shown_images(shown.messages)
+    asked = shown.images[asked]
+    spans = [[(span.start, span.length, shown.images[span.image].data) for span in s.images] for s in shown.sequences]
+    assert sum(map(len, spans)) > 3
+
+    (row,) = (row for row in pyarrow.parquet.read_table(made["parquet"][0]).to_pylist() if row["id"] == shown.id)
+    assert {one["sha256"]: one["data"] for one in row["images"]} == {n: i.data for n, i in shown.images.items()}
+    assert [(one["sequence"], one["start"], one["image"]) for one in row["image_spans"]] == [
+        (number, span.start, span.image) for number, s in enumerate(shown.sequences) for span in s.images
+    ]
+    for name, column in (("verl", "sequence_images"), ("areal", "images")):
+        rows = pyarrow.parquet.read_table(made[name][0]).to_pylist()
+        own = [row for row in rows if shown.id in (row.get("trajectory"), row.get("extra_info", {}).get("trajectory"))]
+        assert [[(i["start"], i["length"], i["bytes"]) for i in row[column]] for row in own] == spans
+        assert all(not row[column] for row in rows if row not in own)
+    row = next(row for row in pyarrow.parquet.read_table(made["verl"][0]).to_pylist() if row["images"])
+    assert row["images"] == [{"bytes": asked.data}]
+    assert [message["content"].count("<image>") for message in row["prompt"]] == [0, 1]
+
+    folder = made["atif"][0] / "task" / "default"
+    steps = json.loads((folder / f"{SHOWING}.json").read_text())["steps"]
+    assert steps[1]["message"][0] == {"type": "text", "text": "look"}
+    assert (folder / steps[1]["message"][1]["source"]["path"]).read_bytes() == asked.data
+    assert next(made["harbor"][0].rglob(f"agent/images/{asked.file_name}")).read_bytes() == asked.data
+    with zipfile.ZipFile(made["inspect"][0] / "default.eval") as log:
+        sample = json.loads(log.read(f"samples/task_epoch_{SHOWING + 1}.json"))
+    assert sample["messages"][1]["content"][1] == {"type": "image", "image": asked.url}
+    (trace,) = made["traces"][0].glob(f"task__default__{SHOWING}.jsonl")
+    assert json.loads(trace.read_text().splitlines()[2])["message"]["content"] == f"look\n{asked.label}"
 
 
 # --- ATIF ---

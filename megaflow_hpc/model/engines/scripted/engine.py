@@ -1,12 +1,13 @@
 """The scripted engine's HTTP application and its tokenizer.
 
-It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health``, and vLLM's ``/sleep``,
+It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health``, and vLLM's render, ``/sleep``,
 ``/wake_up`` and ``/is_sleeping``. While asleep, it answers completion requests with an error. The engine runs in the
 same server as any other engine, so a campaign can run without weights and with a known outcome.
 
-Tokens are UTF-8 bytes (ids 0 to 255), the end of a turn (256) and the start of a turn (257). Log-probabilities are a
-function of id and position. Reasoning and tool calls are tagged text, as models write them. So each prompt of a
-conversation extends the previous prompt, and the recording has a single sequence.
+Tokens are UTF-8 bytes (ids 0 to 255), the end of a turn (256), the start of a turn (257) and an image's placeholder
+(258), of which an image has one for each 64x64 pixels. Log-probabilities are a function of id and position. Reasoning
+and tool calls are tagged text, as models write them. So each prompt of a conversation extends the previous prompt, and
+the recording has a single sequence.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS
+from megaflow_hpc.model.engine_api import CHAT, COMPLETIONS, RENDER
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, text_of
+from megaflow_hpc.model.images import read_data_url
+from megaflow_hpc.trajectory import Image, ImageSpan, image_parts
 
-END, START, OTHER = 256, 257, 512
-"""Token ids: end of a turn, start of a turn, and the first of the alternative ids of bytes. Only engines with drift
-sample alternative ids."""
+END, START, IMAGE, OTHER = 256, 257, 258, 512
+"""Token ids: end of a turn, start of a turn, placeholder of an image, and the first of the alternative ids of bytes.
+Only engines with drift sample alternative ids."""
+PATCH = 64
+"""Width and height in pixels of the part of an image that one placeholder stands for."""
 SLEEP_TAGS = frozenset({"weights", "kv_cache"})
 """vLLM's tags for the parts of an engine that can be woken separately."""
 
@@ -53,6 +58,7 @@ class ScriptedEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post(CHAT, self._chat)
+        app.router.add_post(RENDER, self._render)
         app.router.add_post(COMPLETIONS, self._complete)
         app.router.add_post("/sleep", self._sleep)
         app.router.add_post("/wake_up", self._wake_up)
@@ -85,6 +91,15 @@ class ScriptedEngine:
         prompt = render(messages, tools)
         answer = self.script.answer(messages, [tool["function"]["name"] for tool in tools])
         return await self._reply(body, answer, prompt, chat=True)
+
+    async def _render(self, request: web.Request) -> web.Response:
+        body = await body_of(request)
+        spans: list[ImageSpan] = []
+        tokens = render(messages_of(body), body.get("tools") or [], spans)
+        room = self.max_model_len - len(tokens)
+        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
+        found = {"token_ids": tokens, "sampling_params": {"max_tokens": wanted}, "features": features_of(spans)}
+        return web.json_response(found)
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = await body_of(request)
@@ -247,16 +262,41 @@ def answer_text(message: Mapping[str, Any]) -> str:
     return (f"<think>{thought}</think>\n" if thought else "") + text_of(message) + "".join(calls)
 
 
-def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
+def render(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), spans: list[ImageSpan] | None = None
+) -> list[int]:
     """Renders a prompt: ``START role NEWLINE content END NEWLINE`` per message, then the answer's head.
 
     Tools come first, as in most chat templates, so a changed tool list changes the prompt.
+
+    Args:
+        spans: Gets the placeholders of each image.
     """
     tokens: list[int] = [START, *f"tools\n{json.dumps(tools)}".encode(), END, 10] if tools else []
     for message in messages:
         text = answer_text(message) if message.get("role") == "assistant" else text_of(message)
-        tokens += [START, *f"{message.get('role', 'user')}\n".encode(), *text.encode("utf-8", "replace"), END, 10]
+        tokens += [START, *f"{message.get('role', 'user')}\n".encode()]
+        for part in image_parts(message):
+            image = read_data_url(part["image_url"]["url"])
+            span = ImageSpan(len(tokens), image_tokens(image), image.sha256)
+            tokens += [IMAGE] * span.length
+            if spans is not None:
+                spans.append(span)
+        tokens += [*text.encode("utf-8", "replace"), END, 10]
     return [*tokens, START, *b"assistant\n"]
+
+
+def image_tokens(image: Image) -> int:
+    """Returns the number of an image's placeholders."""
+    return -(-image.width // PATCH) * -(-image.height // PATCH)
+
+
+def features_of(spans: Sequence[ImageSpan]) -> dict[str, Any] | None:
+    """Returns images as vLLM reports them in a rendered prompt."""
+    if not spans:
+        return None
+    ranges = [{"offset": span.start, "length": span.length} for span in spans]
+    return {"mm_hashes": {"image": [span.image for span in spans]}, "mm_placeholders": {"image": ranges}}
 
 
 def logprob(token: int, position: int) -> float:
@@ -266,4 +306,4 @@ def logprob(token: int, position: int) -> float:
 
 def text_of_tokens(tokens: Sequence[int]) -> str:
     """Decodes token ids to text. Turn markers have no text."""
-    return bytes(t % OTHER for t in tokens if t not in (END, START)).decode("utf-8", "replace")
+    return bytes(t % OTHER for t in tokens if t not in (END, START, IMAGE)).decode("utf-8", "replace")

@@ -1,0 +1,167 @@
+"""Images of model calls: checked when they arrive, named by their content, and put back for the engine.
+
+::
+
+    agent ── data:image/png;base64,… ──► named() ── sha256:ab12… ──► recorder, digests, journal
+                                           └──── Image, once ──────► with_images() ── data:image/png;base64,… ──► engine
+
+Only an image's header is read, never its pixels: type and size are enough to refuse a file that is no image, or one
+that would take gigabytes when an engine decodes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, ImageSpan, image_parts, replaced_images
+
+MAX_PIXELS = 2**26
+"""Maximum number of pixels of an image. An engine decodes one of this size to 200 MB. A screen of 8K has half of it."""
+_MAX_SEGMENTS = 1000
+"""Maximum number of segments of a JPEG before its size. Real ones have a few dozen."""
+_SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+"""Markers of JPEG segments with the size."""
+_BARE = frozenset(range(0xD0, 0xD9)) | {0x01}
+"""Markers of JPEG segments without a length."""
+
+Message = Mapping[str, Any]
+
+
+def read_image(data: bytes) -> Image:
+    """Returns an image with its type and size, as its header says.
+
+    Raises:
+        ValueError: It is no PNG, JPEG, WebP or GIF, or has too many pixels.
+    """
+    try:
+        media_type, width, height = _header(data)
+    except (struct.error, IndexError):
+        media_type, width, height = "", 0, 0
+    if not media_type or not (width and height):
+        raise ValueError("not a PNG, JPEG, WebP or GIF image, or one without its header")
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"an image of {width}x{height} pixels; {MAX_PIXELS} pixels are allowed, so scale it down")
+    return Image(hashlib.sha256(data).hexdigest(), media_type, width, height, data)
+
+
+def read_data_url(url: str) -> Image:
+    """Returns the image of a ``data:image/…;base64,…`` URL. Its real type replaces the one that the URL claims.
+
+    Raises:
+        ValueError: It is not base64, or raises :func:`read_image`'s error.
+    """
+    try:
+        data = base64.b64decode(url.partition(",")[2], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"not base64 ({error})") from None
+    return read_image(data)
+
+
+def named(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, Image]]:
+    """Replaces the ``data:`` URL of each image in messages by ``sha256:<hex>``. Returns the images by their SHA-256.
+
+    Raises:
+        ValueError: An image is invalid. The message names it.
+    """
+    images: dict[str, Image] = {}
+    urls: dict[str, str] = {}
+
+    def name(message: int, part: int, url: str) -> str:
+        if url[:5].lower() == "data:" and url not in urls:
+            try:
+                image = read_data_url(url)
+            except ValueError as error:
+                raise ValueError(f"messages[{message}].content[{part}].image_url.url: {error}") from None
+            images[image.sha256], urls[url] = image, IMAGE_SCHEME + image.sha256
+        return urls.get(url, url)
+
+    return [replaced_images(message, partial(name, number)) for number, message in enumerate(messages)], images
+
+
+def asked_images(messages: Sequence[Message]) -> list[str | None]:
+    """Returns the SHA-256 of each image in messages, in their order. ``None`` for an image at an address elsewhere."""
+    urls = [part["image_url"]["url"] for message in messages for part in image_parts(message)]
+    return [url.removeprefix(IMAGE_SCHEME) if url.startswith(IMAGE_SCHEME) else None for url in urls]
+
+
+def image_spans(features: Any, asked: Sequence[str], tokens: int) -> list[ImageSpan]:
+    """Ties the placeholder tokens that an engine reports to the images of a request.
+
+    An engine lists its images in the order of the messages. Its own digests confirm that: equal images have equal ones.
+
+    Args:
+        features: ``features`` of vLLM's rendered prompt, with ``mm_placeholders`` and ``mm_hashes``.
+        asked: SHA-256 of the request's images, in their order.
+        tokens: Number of tokens in the prompt.
+
+    Raises:
+        KeyError, TypeError, ValueError: The engine reports other images, or placeholders that overlap.
+    """
+    ranges = features["mm_placeholders"]["image"]
+    hashes = features.get("mm_hashes", {}).get("image", asked)
+    spans = [ImageSpan(int(one["offset"]), int(one["length"]), image) for one, image in zip(ranges, asked, strict=True)]
+    pairs = set(zip(asked, map(str, hashes), strict=True))
+    if len({image for image, _ in pairs}) != len(pairs):
+        raise ValueError("features: different digests for the same image")
+    spans.sort()
+    bounds = [0, *(bound for span in spans for bound in (span.start, span.end)), tokens]
+    if any(first > last for first, last in pairwise(bounds)) or any(span.length < 1 for span in spans):
+        raise ValueError(f"features: placeholders that overlap, or are not among {tokens} tokens")
+    return spans
+
+
+# --- headers ---------------------------------------------------------------------------------------------------------
+
+
+def _header(data: bytes) -> tuple[str, int, int]:
+    """Returns the media type, width and height of an image. The type is empty if it is unknown.
+
+    Sources: PNG 3rd edition, section 11.2.1; GIF89a, section 18; RFC 9649 (WebP); ITU-T T.81, annex B (JPEG).
+    """
+    if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
+        return "image/png", *struct.unpack_from(">II", data, 16)
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return "image/gif", *struct.unpack_from("<HH", data, 6)
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return "image/webp", *_webp_size(data)
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg", *_jpeg_size(data)
+    return "", 0, 0
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    chunk = data[12:16]
+    if chunk == b"VP8X" and len(data) >= 30:
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if chunk == b"VP8L" and data[20] == 0x2F:
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if chunk == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":
+        width, height = struct.unpack_from("<HH", data, 26)
+        return width & 0x3FFF, height & 0x3FFF
+    return 0, 0
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int]:
+    position = 2
+    for _ in range(_MAX_SEGMENTS):
+        if data[position] != 0xFF:
+            break
+        marker = data[position + 1]
+        if marker in _SIZES:
+            height, width = struct.unpack_from(">HH", data, position + 5)
+            return width, height
+        if marker == 0xFF:  # padding
+            position += 1
+        elif marker in _BARE:
+            position += 2
+        else:
+            position += 2 + struct.unpack_from(">H", data, position + 2)[0]
+    return 0, 0

@@ -1,0 +1,374 @@
+"""Images of model calls: stored once by content, tied to their placeholders, refused if they are none."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import struct
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megaflow_hpc.model.engine_api import GENERATE, RENDER
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
+from megaflow_hpc.model.gateway.recorder import Prompt, Recorder, SampledTokens
+from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
+from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.model.images import MAX_PIXELS, image_spans, read_image
+from megaflow_hpc.trajectory import Image, ImageSpan, Trajectory
+from megaflow_hpc.types import CallBudget, ModelEndpoint
+from tests.model.gateway.image_conversations import check, part
+from tests.support.samples import image, png
+from tests.support.serving import call, gateway_before, in_loop
+from tests.support.split_engine import SplitEngine
+
+ONE, OTHER = image(100, 70, 1), image(100, 70, 2)
+"""Two images of one size, and so of the same placeholders."""
+
+
+class Noting(SplitEngine):
+    """Notes the bodies that it was asked."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(Script(default=(ScriptedAnswer("a click"),)), "m", **options)
+        self.bodies: list[tuple[str, Any]] = []
+
+    def application(self) -> web.Application:
+        @web.middleware
+        async def note(request: web.Request, handler: Any) -> Any:
+            self.bodies.append((request.path, await request.json()))
+            return await handler(request)
+
+        app = super().application()
+        app.middlewares.append(note)
+        return app
+
+    def asked(self, path: str) -> list[Any]:
+        return [body for own, body in self.bodies if own == path]
+
+
+def user(*shown: Image, text: str = "look") -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": text}, *map(part, shown)]}
+
+
+@pytest.mark.parametrize("protocol", ["split", "plain"])
+def test_every_placeholder_is_tied_to_its_own_image(protocol: str) -> None:
+    """Ten thousand: ``python -m tests.model.gateway.image_conversations``."""
+    counts = asyncio.run(check(150, seed=1, protocol=protocol))
+    assert counts["wrong"] == 0
+    assert min(counts["spans"], counts["sequences"], counts["equal sized"]) > 40
+
+
+@in_loop
+async def test_an_image_is_stored_once_and_its_engine_gets_all_of_it() -> None:
+    engine = Noting()
+    async with gateway_before(engine, "split", "p") as gateway:
+        model = await gateway.open("t/p/0", "p")
+        history = [user(ONE, OTHER)]
+        for _ in range(3):
+            status, reply = await call(model, {"messages": history})
+            assert status == 200, reply
+            history += [reply["choices"][0]["message"], user(ONE)]
+        shown = gateway.conversation("t/p/0")
+        recording = await gateway.close("t/p/0")
+    assert recording.images == {ONE.sha256: ONE, OTHER.sha256: OTHER}
+    urls = [one["image_url"]["url"] for one in recording.messages[0]["content"] if one["type"] == "image_url"]
+    assert urls == [f"sha256:{ONE.sha256}", f"sha256:{OTHER.sha256}"]
+    assert all("base64" not in str(messages) for messages in (recording.messages, shown, recording.calls))
+    assert len(recording.sequences) == 1
+    assert [span.image for span in recording.sequences[0].images] == [one.sha256 for one in (ONE, OTHER, ONE, ONE)]
+    for path in (RENDER, GENERATE):
+        assert all(str(body).count("data:image/png;base64,") == n for n, body in enumerate(engine.asked(path), 2))
+    assert all(body["mm_payload"] == "none" for body in engine.asked(RENDER))
+
+
+@in_loop
+async def test_images_of_one_size_do_not_join_a_sequence() -> None:
+    async with gateway_before(Noting(), "split", "p") as gateway:
+        model = await gateway.open("t/p/0", "p")
+        _, reply = await call(model, {"messages": [user(ONE)]})
+        answer = reply["choices"][0]["message"]
+        for first in (ONE, OTHER):
+            await call(model, {"messages": [user(first), answer, user(OTHER)]})
+        recording = await gateway.close("t/p/0")
+    assert [turn.sequence for turn in recording.turns] == [0, 0, 1]
+    assert [[span.image for span in one.images] for one in recording.sequences] == [
+        [ONE.sha256, OTHER.sha256],
+        [OTHER.sha256, OTHER.sha256],
+    ]
+
+
+URL = "data:image/png;base64," + base64.b64encode(ONE.data).decode()
+RAW = URL.partition(",")[2]
+SOURCE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": RAW}}
+INLINE = {"inlineData": {"mimeType": "image/png", "data": RAW}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f"}}
+RESULT = {"functionResponse": {"id": "c", "name": "f", "response": {}, "parts": [INLINE]}}
+DIALECTS = {
+    "/chat/completions": {
+        "messages": [
+            {"role": "user", "content": [part(ONE)]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f"}}],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "done"}, part(ONE)]},
+        ]
+    },
+    "/messages": {
+        "max_tokens": 100,
+        "messages": [
+            {"role": "user", "content": [SOURCE]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [SOURCE]}]},
+        ],
+    },
+    "/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_image", "image_url": URL}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": URL}]},
+        ]
+    },
+    "/models/m:generateContent": {
+        "contents": [
+            {"role": "user", "parts": [INLINE]},
+            {"role": "model", "parts": [{"functionCall": {"id": "c", "name": "f", "args": {}}}]},
+            {
+                "role": "user",
+                "parts": [{"functionResponse": {"id": "c", "name": "f", "response": {}, "parts": [INLINE]}}],
+            },
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+@in_loop
+async def test_images_of_every_dialect_and_of_tool_results_are_recorded(path: str) -> None:
+    async with gateway_before(Noting(), "split", "p") as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, DIALECTS[path], path)
+        assert status == 200, reply
+        recording = await gateway.close("t/p/0")
+    assert recording.images == {ONE.sha256: ONE}
+    assert [span.image for span in recording.sequences[0].images] == [ONE.sha256] * 2
+    assert str(recording.messages).count(f"sha256:{ONE.sha256}") == 2
+
+
+def data_url(data: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG whose header says that it has this size."""
+    return ONE.data[:16] + struct.pack(">II", width, height) + ONE.data[24:]
+
+
+REFUSED = {
+    "not a PNG, JPEG, WebP or GIF image": data_url(b"<svg/>", "image/svg+xml"),
+    "not base64": "data:image/png;base64,*",
+    "an image of 100000x100000 pixels": data_url(bomb(100_000, 100_000)),
+    "or one without its header": data_url(bomb(0, 5)),
+    "'files.example' is not a host that the campaign allows": "http://files.example/a.png",
+    "expected data:image/": "file:///etc/passwd",
+    "expected data:image": f"sha256:{ONE.sha256}",
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+@in_loop
+async def test_an_image_that_is_none_is_refused_and_not_stored(message: str) -> None:
+    engine = Noting()
+    bad = {"role": "user", "content": [part(ONE), {"type": "image_url", "image_url": {"url": REFUSED[message]}}]}
+    async with gateway_before(engine, "split", "p") as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, {"messages": [bad]})
+        recording = await gateway.close("t/p/0")
+    assert status == 400
+    assert "messages[0].content[1].image_url.url: " in reply["error"]["message"]
+    assert message in reply["error"]["message"]
+    assert (recording.images, recording.turns, engine.bodies) == ({}, [], [])
+
+
+@in_loop
+async def test_a_rollout_stores_no_more_images_than_its_budget() -> None:
+    async with gateway_before(Noting(), "split", "p") as gateway:
+        budget = CallBudget(image_bytes=len(ONE.data) + 10)
+        model = await gateway.open("t/p/0", "p", budget=budget)
+        for shown, expected in ((ONE, 200), (ONE, 200), (OTHER, 429), (ONE, 200)):
+            status, reply = await call(model, {"messages": [user(shown)]})
+            assert status == expected, reply
+            if status == 429:
+                assert "agent.max_image_mb" in reply["error"]["message"]
+        recording = await gateway.close("t/p/0")
+    assert recording.images == {ONE.sha256: ONE}
+    assert "images take" in recording.over_budget
+
+
+class Mute(ScriptedEngine):
+    """An engine that cannot render, as SGLang and other endpoints."""
+
+    async def _render(self, request: web.Request) -> web.Response:
+        raise web.HTTPNotFound
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@in_loop
+async def test_tokens_whose_images_are_unknown_are_not_recorded(remote: bool) -> None:
+    """The engine reports no placeholders, or fetches an image that the record does not have."""
+    script = Script(default=(ScriptedAnswer("a click"),))
+    engine = Fetching(script, "m") if remote else Mute(script, "m")
+    url = {"url": "https://files.example/a.png"} if remote else {"url": URL}
+    hosts = {"p": ["files.example"]}
+    async with gateway_before(engine, "split" if remote else "plain", "p", media_domains=hosts) as gateway:
+        model = await gateway.open("t/p/0", "p")
+        content = [{"type": "image_url", "image_url": url}]
+        status, reply = await call(model, {"messages": [{"role": "user", "content": content}], "logprobs": True})
+        assert status == 200, reply
+        await call(model, {"messages": [{"role": "user", "content": "no image"}]})
+        recording = await gateway.close("t/p/0")
+    assert [turn.sequence for turn in recording.turns] == [-1, 0]
+    assert recording.inexact == 1
+    assert recording.calls[0]["tokens"][1] == len("a click") + 1
+    assert recording.messages[0]["content"][0]["image_url"]["url"] == (url["url"] if remote else f"sha256:{ONE.sha256}")
+
+
+class Fetching(SplitEngine):
+    """An engine that fetches images of other hosts, here always the same."""
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        for message in body["messages"]:
+            for one in message["content"] if isinstance(message["content"], list) else ():
+                one["image_url"]["url"] = URL
+        request._read_bytes = json.dumps(body).encode()
+        return await super()._chat(request)
+
+
+class Bracketing(Noting):
+    """An engine whose image begins and ends with a token of its own, inside its placeholders."""
+
+    async def _render(self, request: web.Request) -> web.Response:
+        response = await super()._render(request)
+        body = json.loads(response.text or "")
+        for one in (body["features"] or {"mm_placeholders": {"image": []}})["mm_placeholders"]["image"]:
+            body["token_ids"][one["offset"]] = 300
+        return web.json_response(body)
+
+
+@in_loop
+async def test_an_engine_that_makes_another_prompt_of_ids_renders_the_messages_itself() -> None:
+    """The prompt with ids would need a placeholder that stands for the whole image. Its own rendering differs here."""
+    engine = Bracketing()
+    async with gateway_before(engine, "split", "p") as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, {"messages": [user(ONE)]})
+        assert status == 200, reply
+        recording = await gateway.close("t/p/0")
+    assert not engine.asked(GENERATE)
+    assert recording.protocols == {"text": 1}
+
+
+@in_loop
+async def test_a_recording_with_images_is_replayed() -> None:
+    async with gateway_before(Noting(drift=0.4), "split", "p") as gateway:
+        recording = await _two_calls(await gateway.open("t/p/0", "p"), gateway)
+    heading = {"id": "t/p/0", "task_id": "t", "group_id": "t/p", "policy": "p", "agent": "a", "status": "completed"}
+    names = ("messages", "parents", "sequences", "turns", "images")
+    recorded = Trajectory(**heading, **{name: getattr(recording, name) for name in names})
+    recorded.artifacts = [calls_artifact(recording)]
+
+    class Store:
+        def trajectory(self, rollout_id: str) -> Trajectory:
+            return recorded
+
+    async with ModelGateway(replays={"p": Replay(Store())}) as gateway:
+        again = await _two_calls(await gateway.open("t/p/0", "p"), gateway)
+    assert repr(again.sequences) == repr(recording.sequences)  # NaN differs from itself
+    assert (again.images, again.messages) == (recording.images, recording.messages)
+
+
+async def _two_calls(model: ModelEndpoint, gateway: ModelGateway) -> Any:
+    history = [user(ONE)]
+    for _ in range(2):
+        status, reply = await call(model, {"messages": history})
+        assert status == 200, reply
+        history += [reply["choices"][0]["message"], user(OTHER)]
+    return await gateway.close("t/p/0")
+
+
+def test_a_checkpoint_keeps_images_and_their_places() -> None:
+    recorder = Recorder("p")
+    spans = [ImageSpan(1, 2, ONE.sha256)]
+    sample = SampledTokens([1, 9, 9], [4], [-1.0], images=spans, message={"role": "assistant", "content": "x"})
+    sample.rendered = Prompt((recorder.recording.sequences and []) or __import__("array").array("i", [1, 9, 9]), spans)
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"sha256:{ONE.sha256}"}}]}]
+    recorder.add(sample, messages, images={ONE.sha256: ONE})
+    again = Recorder.resumed(recorder.state())
+    assert repr(again.recording) == repr(recorder.recording)
+    assert again.tips == recorder.tips
+    assert again.find([1, 9, 9, 4, 5], images=spans) == 0
+    assert again.find([1, 9, 9, 4, 5], images=[ImageSpan(1, 2, OTHER.sha256)]) is None
+    assert again.find([1, 9, 9, 4, 5]) is None
+
+
+# --- headers ---
+
+JPEG = (
+    b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00\xff\xfe\x00\x04hi\xff\xff\xc2\x00\x11\x08"
+    + struct.pack(">HH", 480, 640)
+)
+HEADERS = {
+    "png": (png(7, 5), "image/png", 7, 5),
+    "gif": (b"GIF89a" + struct.pack("<HH", 640, 480), "image/gif", 640, 480),
+    "jpeg": (JPEG, "image/jpeg", 640, 480),
+    "lossy webp": (
+        b"RIFF0000WEBPVP8 0000\x00\x00\x00\x9d\x01\x2a" + struct.pack("<HH", 640 | 0x4000, 480), "image/webp", 640, 480,
+    ),
+    "lossless webp": (
+        b"RIFF0000WEBPVP8L0000\x2f" + struct.pack("<I", 639 | 479 << 14), "image/webp", 640, 480,
+    ),
+    "extended webp": (
+        b"RIFF0000WEBPVP8X0000\x00\x00\x00\x00" + (639).to_bytes(3, "little") + (479).to_bytes(3, "little"),
+        "image/webp", 640, 480,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_the_header_says_type_and_size(kind: str) -> None:
+    data, *expected = HEADERS[kind]
+    found = read_image(data)
+    assert [found.media_type, found.width, found.height] == expected
+    assert found.sha256 == hashlib.sha256(data).hexdigest()
+    for length in range(len(data) if kind != "png" else 24):
+        with pytest.raises(ValueError, match="not a PNG"):
+            read_image(data[:length])
+
+
+def test_a_jpeg_of_endless_segments_is_refused_in_time() -> None:
+    with pytest.raises(ValueError, match="not a PNG"):
+        read_image(b"\xff\xd8" + b"\xff\xe0\x00\x02" * 5_000_000)
+    with pytest.raises(ValueError, match=str(MAX_PIXELS)):
+        read_image(bomb(2**13, 2**13 + 1))
+
+
+def test_an_engine_whose_placeholders_are_impossible_is_not_believed() -> None:
+    asked = ["a", "b"]
+
+    def features(*ranges: tuple[int, int], hashes: tuple[str, ...] = ("1", "2")) -> dict[str, Any]:
+        spans = [{"offset": offset, "length": length} for offset, length in ranges]
+        return {"mm_placeholders": {"image": spans}, "mm_hashes": {"image": list(hashes)}}
+
+    assert image_spans(features((5, 2), (1, 3)), asked, 9) == [ImageSpan(1, 3, "b"), ImageSpan(5, 2, "a")]
+    for wrong in (((0, 2),), ((0, 3), (2, 2)), ((0, 2), (8, 2)), ((-1, 2), (4, 2)), ((0, 0), (4, 2))):
+        with pytest.raises(ValueError):  # noqa: PT011
+            image_spans(features(*wrong), asked, 9)
+    with pytest.raises(ValueError, match="different digests"):
+        image_spans(features((0, 1), (2, 1)), ["a", "a"], 9)
