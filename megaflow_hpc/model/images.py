@@ -22,8 +22,9 @@ from typing import Any
 
 from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, ImageSpan, image_parts, replaced_images
 
-MAX_PIXELS = 2**26
-"""Maximum number of pixels of an image. An engine decodes one of this size to 200 MB. A screen of 8K has half of it."""
+MAX_PIXELS = 40_000_000
+"""Maximum number of pixels of an image, which an engine decodes to 120 MB. A screen of 8K has 33 million. vLLM gets the
+same limit."""
 _MAX_SEGMENTS = 1000
 """Maximum number of segments of a JPEG before its size. Real ones have a few dozen."""
 _SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}

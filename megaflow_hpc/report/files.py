@@ -163,6 +163,7 @@ def _samples(run: RunFigures) -> Iterator[Sample]:
                 point["value"],
             )
         yield "tokens_total", "Tokens, including prompts.", own, policy.tokens.total
+        yield "token_sequences_total", "Token sequences, whose prompts overlap.", own, policy.sequences.total
         yield "sampled_tokens_total", "Tokens that a model sampled.", own, policy.sampled_tokens.total
         yield "rollout_cpu_seconds_total", "CPU seconds of sandboxes.", own, policy.cpu_s.total
         peak = 1e6 * policy.memory_peak_mb.max

@@ -148,7 +148,7 @@ def _rounded(value: float, digits: int) -> float | None:
 
 _COLUMNS = (
     *("run", "id", "task", "policy", "status", "kind", "node", "reward", "seconds"),
-    *("turns", "tokens", "attempts", "cpu", "memory", "place"),
+    *("turns", "tokens", "sequences", "attempts", "cpu", "memory", "place"),
 )
 """Columns of the rollout list."""
 
@@ -200,6 +200,7 @@ def _browser(
                 "seconds": round(float(rows.seconds[row]), 2),
                 "turns": int(rows.turns[row]),
                 "tokens": int(rows.tokens[row]),
+                "sequences": int(rows.sequences[row]),
                 "attempts": int(rows.attempts[row]),
                 "cpu": _rounded(rows.cpu_s[row], 1),
                 "memory": _rounded(rows.memory_peak_mb[row], 0),

@@ -72,6 +72,7 @@ class PolicyFigures(msgspec.Struct, kw_only=True):
     rewards: list[Bin]
     tokens: Spread
     sampled_tokens: Spread
+    sequences: Spread
     turns: Spread
     seconds: Spread
     cpu_s: Spread
@@ -160,6 +161,7 @@ def policy_figures(rows: RolloutColumns, policy: str, threshold: float) -> Polic
         rewards=histogram(rows.reward[own], edges_of(rows.reward, 20)),
         tokens=spread(tokens[ran]),
         sampled_tokens=spread(rows.sampled[ran]),
+        sequences=spread(rows.sequences[ran]),
         turns=spread(turns[ran]),
         seconds=spread(rows.seconds[ran]),
         cpu_s=spread(rows.cpu_s[ran]),

@@ -69,6 +69,8 @@ class RolloutColumns:
     disk_peak_mb: Floats
     turns: Integers
     tokens: Integers
+    sequences: Integers
+    """Token sequences of each rollout. An agent that drops old screenshots begins one at each call."""
     sampled: Integers
     attempts: Integers
     inexact: Integers
@@ -134,6 +136,7 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
         disk_peak_mb=number("disk_peak_mb"),
         turns=np.diff(turns),
         tokens=store.column("tokens").astype(np.int64),
+        sequences=store.column("sequences").astype(np.int64),
         sampled=store.column("sampled_tokens").astype(np.int64),
         attempts=column("trajectories/attempt").astype(np.int64) + 1,
         inexact=column("trajectories/inexact").astype(np.int64),

@@ -72,6 +72,7 @@ class Sums(msgspec.Struct):
     reward: float = 0.0
     tokens: int = 0
     sampled_tokens: int = 0
+    sequences: int = 0
     calls: int = 0
     seconds: float = 0.0
 
@@ -86,6 +87,7 @@ class Sums(msgspec.Struct):
         turns = row.turns
         self.tokens += sum(len(view.tokens) for view in row.sequences)
         self.sampled_tokens += sum(max(0, turn.token_end - turn.token_start) for turn in turns)
+        self.sequences += len(row.sequences)
         self.calls += len(turns)
         seconds = row.finished_at - row.started_at
         self.seconds += max(0.0, seconds) if math.isfinite(seconds) else 0.0
@@ -114,12 +116,14 @@ class TrackedArm(msgspec.Struct):
 
     def values(self) -> dict[str, float]:
         """Returns the values of a point, and begins a new window. ``reward``, ``passed``, ``seconds``,
-        ``tokens_per_rollout`` and ``calls_per_rollout`` are means over the window, the others count from the start."""
+        ``tokens_per_rollout``, ``sequences_per_rollout`` and ``calls_per_rollout`` are means over the window, the
+        others count from the start."""
         total, window = self.total, self.window
         values: dict[str, float] = {"rollouts": total.rollouts, "failed": total.failed}
         values |= {"tokens": total.tokens, "sampled_tokens": total.sampled_tokens}
         values["seconds"] = window.seconds / window.rollouts
         values["tokens_per_rollout"] = window.tokens / window.rollouts
+        values["sequences_per_rollout"] = window.sequences / window.rollouts
         values["calls_per_rollout"] = window.calls / window.rollouts
         if window.verified:
             values["reward"] = window.reward / window.verified

@@ -24,6 +24,7 @@ from megaflow_hpc.model.gateway.dialects.options import CHAT, COMPLETIONS, engin
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.types import NEUTRAL, ModelEndpoint
 from tests.support.poison import GOOD, POISON, TOOL, image
+from tests.support.samples import image as image_file
 from tests.support.serving import call_failure, endpoint, in_loop, listening
 from tests.support.split_engine import SplitEngine
 
@@ -203,6 +204,9 @@ async def test_what_clients_send_without_need_is_left_out_and_the_call_answered(
     }
 
 
+PIXEL = image_file(1, 1).url
+
+
 @in_loop
 async def test_unknown_fields_of_messages_parts_calls_and_tools_are_left_out() -> None:
     said = {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": [], "task": "x"}
@@ -210,7 +214,7 @@ async def test_unknown_fields_of_messages_parts_calls_and_tools_are_left_out() -
         {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}", "x": 1}}
     ]
     part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}, "image_url": "http://127.0.0.1:9/"}
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "high"}, "uuid": "u"}
+    picture = {"type": "image_url", "image_url": {"url": PIXEL, "detail": "high"}, "uuid": "u"}
     sent = [
         {"role": "user", "content": [part, "x", picture], "tools": [{}]},
         said,
@@ -227,7 +231,7 @@ async def test_unknown_fields_of_messages_parts_calls_and_tools_are_left_out() -
             "content": [
                 {"type": "text", "text": "hello"},
                 {"type": "text", "text": "x"},
-                {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+                {"type": "image_url", "image_url": {"url": PIXEL}},
             ],
         },
         {

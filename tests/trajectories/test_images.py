@@ -8,7 +8,9 @@ from dataclasses import replace
 import h5py
 import pytest
 
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
+from megaflow_hpc.trajectories.exports import export
 from megaflow_hpc.trajectories.exports.jsonl import import_jsonl, line
 from megaflow_hpc.trajectories.journal.checks import checked
 from megaflow_hpc.trajectories.journal.frames import read_journal
@@ -124,6 +126,18 @@ def test_an_image_that_is_wrong_is_refused_and_costs_no_more_than_its_tokens(cha
     with open_trajectories(gather(run)) as store:
         assert (store[0].images, store[0].sequences, store[0].reward) == ({}, [], one.reward)
         assert "tokens lost" in store[0].error
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("sha256", b"../../../etc/passwd"), ("media_type", b"image/../x"), ("bytes", 1)]
+)
+def test_a_file_of_others_names_no_path_and_no_other_bytes(run, tmp_path, column, value):
+    path = gather(run)
+    with h5py.File(path, "r+") as file:
+        file[f"images/{column}"][0 if column != "bytes" else 30] = value
+    with open_trajectories(path) as store, pytest.raises(ConfigError, match="megaflow-hpc validate"):
+        export(store, ["atif"], tmp_path / "out")
+    assert not list(tmp_path.rglob("passwd*"))
 
 
 def test_a_sequence_is_never_cut_inside_an_image():

@@ -25,12 +25,11 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import LOOPBACK, address, free_port
 from megaflow_hpc.host.private import open_to_others
 from megaflow_hpc.model.engines.launch import IMAGE_PYTHON, Launch, in_image, over_nodes
+from megaflow_hpc.model.images import MAX_PIXELS
 
 NO_HOST = "nowhere.invalid"
 """Host name that cannot exist (RFC 6761). It replaces an empty list of allowed hosts, which vLLM takes to mean all
 hosts."""
-MAX_IMAGE_PIXELS = 40_000_000
-"""Maximum number of pixels in an image. Even a file of a few kilobytes can decode to this size, about 120 MB."""
 MAX_SOCKET_PATH = 100
 """Maximum length of a Unix socket path in bytes (sun_path holds 108)."""
 
@@ -82,7 +81,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     if nodes == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise torch.distributed listens on the address of the host name
-    env |= {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_MAX_IMAGE_PIXELS": str(MAX_IMAGE_PIXELS)}
+    env |= {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS)}
     # Otherwise the parsers of some models enforce a grammar even if calling a tool is optional.
     env["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     env["VLLM_SERVER_DEV_MODE"] = "1"  # endpoints that change weights; the proxy forwards no request to them

@@ -121,9 +121,9 @@ async def _rendered_images(call: Call) -> Prompt | None:
         return None
     try:
         reply = await call.post(RENDER, call.rendering(call.asked()))
-    except RefusedCall:
+        return await _read(call, reply, "an answer of render lacks a part", _prompt, call, reply)
+    except (RefusedCall, UnusableAnswer):
         return None
-    return await _read(call, reply, "an answer of render lacks a part", _prompt, call, reply)
 
 
 def _prompt(call: Call, reply: Reply) -> Prompt | None:

@@ -50,7 +50,7 @@ from megaflow_hpc.types import Artifact, Verdict
 # --- checkpoints ---
 
 
-FORMAT = 2
+FORMAT = 3
 _LENGTH = struct.Struct("<Q")
 _DIGEST = hashlib.sha256().digest_size
 COPIED = (

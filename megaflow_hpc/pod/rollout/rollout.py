@@ -232,7 +232,9 @@ class AgentRun:
         gateway, rollout, trajectory = self._services.gateway, self._rollout, self._trajectory
         network = self._services.config.environment.network_of(task)
         limits = self._agent
-        budget = CallBudget(limits.max_turns, limits.max_tokens, int(limits.max_image_mb * 1e6))
+        stored = sum(len(image.data) for image in trajectory.images.values())
+        image_bytes = max(0, int(limits.max_image_mb * 1e6) - stored)
+        budget = CallBudget(limits.max_turns, limits.max_tokens, image_bytes)
         seed = (trajectory.seed + len(trajectory.turns)) % SEEDS if trajectory.seed >= 0 else -1
         if network == "gateway" and getattr(agent, "in_sandbox", False):
             return await gateway.open(rollout.id, rollout.policy, await self._sandbox.listen(), budget, seed)

@@ -155,7 +155,7 @@
       "reward " + figure(rows.reward[r], 3),
       figure(rows.seconds[r], 1) + " s",
       rows.turns[r] + " turns",
-      figure(rows.tokens[r], 0) + " tokens",
+      figure(rows.tokens[r], 0) + " tokens in " + rows.sequences[r] + (rows.sequences[r] === 1 ? " sequence" : " sequences"),
       rows.attempts[r] + (rows.attempts[r] === 1 ? " attempt" : " attempts"),
       rows.cpu[r] === null ? "" : figure(rows.cpu[r], 1) + " s of CPU",
       rows.memory[r] === null ? "" : "at most " + figure(rows.memory[r], 0) + " MB",

@@ -129,7 +129,7 @@ def checked(trajectory: Trajectory) -> Trajectory:
     _check_rewards(trajectory.rewards)
     msgspec.convert(trajectory.messages, list[dict[Any, Any]])
     trajectory.parents = _checked_parents(trajectory.parents, len(trajectory.messages))
-    _check_images(trajectory.images)
+    check_images(trajectory.images)
     for number, sequence in enumerate(trajectory.sequences):
         _check_sequence(number, sequence)
         _check_spans(number, sequence, trajectory.images)
@@ -169,7 +169,7 @@ def salvaged(data: Mapping[str, Any], heading: Heading) -> Trajectory:
         pass
     try:
         images = images_of(data.get("images", ()))
-        _check_images(images)
+        check_images(images)
         kept["images"] = images
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
@@ -257,9 +257,16 @@ def _check_sequence(number: int, sequence: TokenSequence) -> None:
         raise ValueError(f"sequence {number} has weight versions of other tokens than log-probabilities")
 
 
-def _check_images(images: Mapping[str, Image]) -> None:
+def check_images(images: Mapping[str, Image], with_data: bool = True) -> None:
+    """Checks the fields of images and, unless their bytes were left out, that these have their SHA-256.
+
+    Raises:
+        ValueError: An image is invalid.
+    """
     for image in images.values():
         msgspec.convert(image, _Image, from_attributes=True)
+        if not with_data:
+            continue
         if not isinstance(image.data, bytes) or hashlib.sha256(image.data).hexdigest() != image.sha256:
             raise ValueError(f"image {image.sha256!r:.80} holds other bytes than its SHA-256 says")
 

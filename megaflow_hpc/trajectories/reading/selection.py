@@ -81,6 +81,7 @@ class RowTable:
             "duration_s": lambda: self.column("finished_at") - self.column("started_at"),
             "sequences": lambda: self._count("sequence"),
             "messages": lambda: self._count("message"),
+            "images": lambda: self._count("image"),
             "attempts": lambda: self._count("attempt"),
             "weight_version_min": lambda: _weight_versions(source, "weight_version_min", np.minimum),
             "weight_version_max": lambda: _weight_versions(source, "weight_version_max", np.maximum),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ from megaflow_hpc.trajectories.hdf5.schema import (
     reward_name,
 )
 from megaflow_hpc.trajectories.hdf5.writer import ColumnLists
+from megaflow_hpc.trajectories.journal.checks import check_images
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
 from megaflow_hpc.trajectory import Attempt, Image, ImageSpan, TokenSequence, Trajectory, Turn, linked
 from megaflow_hpc.types import Artifact
@@ -316,12 +318,19 @@ class Hdf5Source:
             bounds = self._span("images/offset", number) if with_data else (0, 0)
             data = read(self._dataset("images/bytes"), *bounds).tobytes()
             images[digest] = Image(digest, media_type, width, height, data)
+        try:
+            check_images(images, with_data)
+        except ValueError as error:
+            raise self._invalid(row, str(error)) from None
         return images
 
     def _digest(self, row: int, image: int) -> str:
         if not 0 <= image < len(self._dataset("images/sha256")):
             raise self._invalid(row, f"image {image}, which the file lacks")
-        return str(text(self._slice("images/sha256", image, image + 1))[0])
+        digest = str(text(self._slice("images/sha256", image, image + 1))[0])
+        if not re.fullmatch("[0-9a-f]{64}", digest):  # readers name files by it
+            raise self._invalid(row, f"image {image} is named {digest[:80]!r}, expected a SHA-256")
+        return digest
 
     def _experts(self, sequence: int, tokens: int) -> Array | None:
         if "experts/bytes" not in self.file:

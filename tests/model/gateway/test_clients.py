@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import CallBudget, ModelEndpoint
+from tests.support.samples import png
 from tests.support.serving import Servers, call_failure, in_loop
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -149,7 +151,7 @@ async def test_messages_with_tools(servers: Servers, streamed: bool) -> None:
 
 @in_loop
 async def test_images_limits_and_systems_reach_the_engine(servers: Servers) -> None:
-    image = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(b"png").decode()}
+    image = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(1, 1)).decode()}
     async with rollout(servers) as (gateway, model), claude(model) as client:
         content: Any = [{"type": "text", "text": "See:"}, {"type": "image", "source": image}]
         answer = await client.messages.create(
@@ -158,7 +160,7 @@ async def test_images_limits_and_systems_reach_the_engine(servers: Servers) -> N
         assert (answer.stop_reason, answer.content[0].text) == ("max_tokens", "hé")  # three bytes are three tokens
         system, user, _ = (await gateway.close(ID)).messages
         assert system["content"] == "Short."
-        assert user["content"][1]["image_url"]["url"] == f"data:image/png;base64,{image['data']}"
+        assert user["content"][1]["image_url"]["url"] == f"sha256:{hashlib.sha256(png(1, 1)).hexdigest()}"
 
 
 @in_loop

@@ -277,13 +277,20 @@ def render(
         text = answer_text(message) if message.get("role") == "assistant" else text_of(message)
         tokens += [START, *f"{message.get('role', 'user')}\n".encode()]
         for part in image_parts(message):
-            image = read_data_url(part["image_url"]["url"])
-            span = ImageSpan(len(tokens), image_tokens(image), image.sha256)
+            span = _span(len(tokens), part["image_url"]["url"])
             tokens += [IMAGE] * span.length
             if spans is not None:
                 spans.append(span)
         tokens += [*text.encode("utf-8", "replace"), END, 10]
     return [*tokens, START, *b"assistant\n"]
+
+
+def _span(start: int, url: str) -> ImageSpan:
+    """Returns the placeholders of an image. One that another host has, which is not fetched, is a single one."""
+    if not url.startswith("data:"):
+        return ImageSpan(start, 1, url)
+    image = read_data_url(url)
+    return ImageSpan(start, image_tokens(image), image.sha256)
 
 
 def image_tokens(image: Image) -> int:
