@@ -183,8 +183,9 @@ async def split(call: Call) -> Answer:
             sampling["max_tokens"] += len(rendered.tokens) - len(prompt.tokens)
         if call.request.limit:
             sampling["max_tokens"] = min(sampling["max_tokens"], call.request.limit)
+        speaker = call.request.policy, call.request.role
         sampling["logprobs"] = max(0, sampling.get("logprobs") or 0)
-        if routed := call.request.recorder.routed(prompt, call.request.policy, call.request.role):
+        if routed := call.request.recorder.routed(prompt.tokens, *speaker, prompt.images):
             sampling["routed_experts_prompt_start"] = routed
     except _MALFORMED as error:
         raise UnusableAnswer(f"{server.name}: {lacking} ({error!r})", retry=False) from error

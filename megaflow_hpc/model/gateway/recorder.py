@@ -177,9 +177,9 @@ class Recorder:
                 best, best_length = number, length
         return best
 
-    def routed(self, prompt: Prompt, policy: str = "", role: str = "") -> int:
+    def routed(self, prompt: Sequence[int], policy: str = "", role: str = "", images: Sequence[ImageSpan] = ()) -> int:
         """Returns the number of tokens at the start of ``prompt`` whose experts are recorded."""
-        number = self.find(prompt.tokens, policy, role, prompt.images)
+        number = self.find(prompt, policy, role, images)
         sequence = number is not None and self.recording.sequences[number]
         return len(sequence.tokens) - 1 if sequence and sequence.experts else 0
 

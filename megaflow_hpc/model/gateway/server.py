@@ -76,6 +76,7 @@ from megaflow_hpc.types import CALL_HEADER, STARTED_BY_HEADER, CallBudget, Model
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+NO_IMAGES: Mapping[str, Image] = {}
 MAX_CONNECTIONS = 256
 """Maximum number of connections from one rollout to its gateway."""
 
@@ -454,7 +455,7 @@ class ModelGateway:
         return named if named in known else rollout.policy, ""
 
     def _engine_request(
-        self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int, images: Mapping[str, Image]
+        self, rollout: OpenRollout, path: str, asked: dict[str, Any], size: int, images: Mapping[str, Image] = NO_IMAGES
     ) -> EngineRequest:
         policy, role = self._speaker(rollout, asked)
         sampling, keep = self._sampling.get(policy, Sampling()), policy in self._keep_thoughts

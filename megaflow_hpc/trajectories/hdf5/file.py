@@ -68,7 +68,13 @@ _TOGETHER = {
     "experts": ("sequences/expert_offset",),
     "images": tuple(path for path, column in COLUMNS.items() if column.group == "images"),
     "image_uses": ("trajectories/image_offset", "images/sha256"),
-    "image_spans": ("sequences/image_offset", "image_spans/start", "image_spans/length", "image_spans/image"),
+    "image_spans": (
+        "sequences/image_offset",
+        "image_uses/image",
+        "image_spans/start",
+        "image_spans/length",
+        "image_spans/image",
+    ),
     "trajectories/image_offset": ("image_uses/image",),
     "sequences/image_offset": ("image_spans/image",),
 }

@@ -298,8 +298,11 @@ class Hdf5Source:
         if start == end:
             return ()
         columns = [self._slice(f"image_spans/{name}", start, end).tolist() for name in ("start", "length", "image")]
+        uses = set(self._slice("image_uses/image", *self._span("trajectories/image_offset", row)).tolist())
         spans, before = [], first_token
         for first, length, image in zip(*columns, strict=True):
+            if image not in uses:
+                raise self._invalid(row, f"a sequence shows image {image}, which is not one of its trajectory's")
             if not before <= first < first + length <= last_token:
                 raise self._invalid(row, f"an image at tokens {first} to {first + length}, outside its sequence")
             spans.append(ImageSpan(first - first_token, length, self._digest(row, image)))

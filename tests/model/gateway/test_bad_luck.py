@@ -216,9 +216,17 @@ async def test_half_a_surrogate_pair_and_nan_pass_through_and_are_recorded(strea
         says_good(recording, 1)
 
 
+class Whole(ScriptedEngine):
+    """An engine that does not render prompts apart."""
+
+    async def _render(self, request: web.Request) -> web.Response:
+        raise web.HTTPNotFound
+
+
 @in_loop
 async def test_an_engine_without_the_split_is_asked_plainly_and_that_is_counted() -> None:
-    async with listening(good()) as port, ModelGateway() as gateway:
+    engine = Whole(Script(default=(ScriptedAnswer("good"),)), "m")
+    async with listening(engine.application()) as port, ModelGateway() as gateway:
         gateway.update_endpoints([record(port, "p.1", protocol="split")])
         model = await gateway.open("t/p/0", "p")
         assert [(await call(model))[0] for _ in range(2)] == [200, 200]
