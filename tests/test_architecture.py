@@ -18,9 +18,9 @@ from tests.support.places import ROOT
 PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
-    "campaign keys": 240,
+    "campaign keys": 241,
     "environment variables": 30,
-    "modules": 501,
+    "modules": 504,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 5,
     "thousand tokens of agents": 16,
@@ -39,8 +39,8 @@ BUDGETS = {
     "thousand tokens of report": 26,
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
-    "thousand tokens of tasks": 52,
-    "thousand tokens of training": 66,
+    "thousand tokens of tasks": 55,
+    "thousand tokens of training": 71,
     "thousand tokens of trajectories": 57,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
@@ -87,7 +87,7 @@ DOORS: dict[str, str] = {
     "tasks/harbor": "tasks config environments/images environments/images/dockerfile environments/sandbox "
     "environments/sandbox/rootfs",
     "tasks/releases": "tasks config environments/builds environments/images environments/images/dockerfile",
-    "tasks/sets": "tasks tasks/releases tasks/swebench",
+    "tasks/sets": "environments/sandbox tasks tasks/releases tasks/swebench",
     "tasks/swebench": "tasks environments/images/dockerfile environments/sandbox",
     # Gateway and engine server communicate only over HTTP and the endpoint files.
     "model": "",
@@ -150,6 +150,7 @@ HEAVY = {
         "training/trainer/metrics.py",
         "training/trainer/checkpoint.py",
         "training/trainer/columns.py",
+        "training/trainer/vision.py",
         "training/trainer/probe.py",
         "training/trainer/recipes.py",
         "training/trainer/warm_start.py",

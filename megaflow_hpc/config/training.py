@@ -247,6 +247,9 @@ class PolicyTraining(Section):
     """AdamW and its learning-rate schedule."""
     lora: LoraConfig | None = None
     """Adapters to train instead of all parameters. Needs much less memory. Default: none."""
+    vision: Literal["trained", "frozen"] = "trained"
+    """Training of the vision part of an image-text model, its tower and projection. ``frozen`` leaves it unchanged.
+    Adapters (``lora``) are of the language model only. Default: ``trained``."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of the computation. Parameters and optimizer are always float32. Default: ``bfloat16``."""
     microbatch: int = Field(32768, ge=1)

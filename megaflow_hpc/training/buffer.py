@@ -34,7 +34,7 @@ from megaflow_hpc.training.plan import RecordPlace, Settled, StepPlan
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
 from megaflow_hpc.trajectories.reading.follow import MAX_CACHE_AGE_S, Follower
 from megaflow_hpc.trajectories.reading.sources import experts_of
-from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
+from megaflow_hpc.trajectory import Image, TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import VERIFIED, Rollout
 
 logger = logging.getLogger(__name__)
@@ -339,7 +339,7 @@ class Sequences:
 
     def __init__(self, run: RunDir, policy: str, longest: int | None = None) -> None:
         self._journals, self.policy, self._longest = Index(run.journal), policy, longest
-        self._kept: OrderedDict[RecordPlace, list[TokenSequence]] = OrderedDict()
+        self._kept: OrderedDict[RecordPlace, tuple[list[TokenSequence], Mapping[str, Image]]] = OrderedDict()
         self._tokens = 0
         """Number of cached tokens."""
 
@@ -347,7 +347,12 @@ class Sequences:
         """Returns the sequences of a planned rollout. Raises the errors of :meth:`read`."""
         if place not in self._kept:
             self.read(place)
-        return self._kept[place]
+        return self._kept[place][0]
+
+    def images(self, place: RecordPlace) -> Mapping[str, Image]:
+        """Returns the images of a planned rollout by their SHA-256. Raises the errors of :meth:`read`."""
+        self.at(place)
+        return self._kept[place][1]
 
     def read(self, place: RecordPlace) -> tuple[Trajectory, list[TokenSequence]]:
         """Reads a rollout. Returns it together with the policy's sequences, which may be truncated.
@@ -363,17 +368,20 @@ class Sequences:
                 raise
             raise DamagedRecord(str(error)) from None
         sequences = [s.first(self._longest) for s in trajectory.sequences if s.policy == self.policy]
-        self._tokens -= _tokens(self._kept.pop(place, []))
-        self._kept[place] = sequences
-        self._tokens += _tokens(sequences)
+        if lost := {span.image for s in sequences for span in s.images} - trajectory.images.keys():
+            raise DamagedRecord(f"{place.journal}: the record at byte {place.start} lacks the image {min(lost)[:12]}…")
+        self._tokens -= _tokens(*self._kept.pop(place, ([], {})))
+        self._kept[place] = sequences, trajectory.images
+        self._tokens += _tokens(sequences, trajectory.images)
         while self._tokens > MAX_CACHED_TOKENS and len(self._kept) > 1:
-            self._tokens -= _tokens(self._kept.popitem(last=False)[1])
+            self._tokens -= _tokens(*self._kept.popitem(last=False)[1])
         return trajectory, sequences
 
 
-def _tokens(sequences: Iterable[TokenSequence]) -> int:
-    """Returns the size of sequences in tokens. Recorded experts count as tokens that take the same number of bytes."""
-    return sum(len(sequence.tokens) + len(sequence.experts) // TOKEN_BYTES for sequence in sequences)
+def _tokens(sequences: Iterable[TokenSequence], images: Mapping[str, Image]) -> int:
+    """Returns the size of sequences in tokens. Experts and images count as tokens that take as many bytes."""
+    more = sum(len(image.data) for image in images.values()) // TOKEN_BYTES
+    return more + sum(len(sequence.tokens) + len(sequence.experts) // TOKEN_BYTES for sequence in sequences)
 
 
 def read_sample(sequences_of: Sequences, place: RecordPlace, ordinal: Ordinal) -> tuple[Sample, Arrived]:

@@ -57,7 +57,7 @@ from megaflow_hpc.training.plan import Columns, PlannedRollout, StepPlan, Traini
 from megaflow_hpc.training.planning import NO_TASK_LEFT, Planning
 from megaflow_hpc.training.policy import trained_policy
 from megaflow_hpc.training.readiness import PodWatch
-from megaflow_hpc.trajectory import TokenSequence
+from megaflow_hpc.trajectory import Image, TokenSequence
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Step:
         flow, copies = self._flow, self._flow.settings.parallel.copies  # successive ranks have the same micro-batches
         share = flow.rank // copies, max(flow.ranks // copies, 1)
         planned = self.plan.rollouts
-        return Minibatch(planned, chosen, self.groups, self.sequences, flow.ordinal, *share, self.columns)
+        return Minibatch(planned, chosen, self.groups, self.sequences, flow.ordinal, *share, self.columns, self.images)
 
     def sequences(self, rollout: int) -> list[TokenSequence]:
         """Reads the policy's sequences of a rollout, by its index in the plan.
@@ -156,6 +156,15 @@ class Step:
             ConfigError: the file system cannot read it.
         """
         return self._flow.sequences(self.plan.rollouts[rollout])
+
+    def images(self, rollout: int) -> Mapping[str, Image]:
+        """Reads the images of a rollout, by its index in the plan. Returns them by their SHA-256.
+
+        Raises:
+            UnreadableRollout: its record is damaged.
+            ConfigError: the file system cannot read it.
+        """
+        return self._flow.images(self.plan.rollouts[rollout])
 
     def statistics(self) -> dict[str, float]:
         """Returns statistics of the step's rollouts: rewards, tokens, staleness and drops."""
@@ -564,6 +573,13 @@ class Dataflow:
         except DamagedRecord as error:
             raise UnreadableRollout(rollout.id, error) from None
         return sequences
+
+    def images(self, rollout: PlannedRollout) -> Mapping[str, Image]:
+        """Reads the images of a rollout. Raises the errors of :meth:`sequences`."""
+        try:
+            return self._sequences.images(rollout.place)
+        except DamagedRecord as error:
+            raise UnreadableRollout(rollout.id, error) from None
 
     # --- plans ---
 

@@ -15,7 +15,8 @@ update the step of the optimizer
 The arithmetic follows transformers' models with RMSNorm in float32, rotary embeddings and gated MLPs or experts, and
 :mod:`~megaflow_hpc.training.trainer`. ``tests/bench/memory.py`` compares it with torch's memory tracker. It assumes
 that experts get equal numbers of tokens. It omits the CUDA context, NCCL's buffers and fragmentation, which take a few
-GB.
+GB. Of the vision part of an image-text model it counts what its parameters need, not its activations, which depend on
+the images of a row.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ GPU_GB = {
     "a40": 48, "b200": 180, "h100": 80, "h200": 141, "l4": 24, "l40": 48, "l40s": 48, "mi300x": 192, "t4": 16,
 }  # fmt: skip
 """Memory in GB (10^9 bytes) of GPU types that are sold with one memory size only, from the data sheets."""
+
+
+VISION = re.compile(r"(^|\.)(visual|vision_\w+|\w*_?projector|mlp_AR|connector|aligner|embed_vision)\.")
+"""Matches the names of parameters before the language model of an image-text model: its vision tower and projection."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ class ModelShape:
     """Size of the model's tensors on disk in bytes."""
     limit: int | None
     """Maximum number of positions; ``None`` if the config has no limit."""
+    vision: int = 0
+    """Number of parameters of the vision part, included in ``total``; 0 if the model takes text only."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
@@ -135,9 +142,12 @@ class ModelShape:
         if not tensors:
             raise ConfigError(f"{folder}: has no safetensors, whose headers give the sizes of all parameters")
         dense, inside, ends, norms = dict[str, int](), dict[str, int](), 0, dict[str, int]()
-        head_norms, linear = False, dict[str, int]()
+        head_norms, linear, vision = False, dict[str, int](), 0
         for name, (_, shape) in tensors.items():
             count, layer = math.prod(shape), re.search(r"\.(\d+)\.", name)
+            if VISION.search(name):
+                vision += count
+                continue
             if layer is None:
                 ends += count
                 continue
@@ -165,6 +175,7 @@ class ModelShape:
             linear=linear,
             stored_bytes=sum(math.prod(shape) * BITS.get(dtype, 16) // 8 for dtype, shape in tensors.values()),
             limit=int(limit) if limit else None,
+            vision=vision,
         )
 
     @property
@@ -232,17 +243,19 @@ def predict(
     # Parameters that a rank stores, and parameters that it computes with.
     ends_divided = 1 if model.tied or model.words % tensor else tensor
     expert_shares = layout.ranks // layout.replicas
-    dense_all = model.total - model.all_experts - model.ends
+    dense_all = model.total - model.all_experts - model.ends - model.vision
     share = (dense_all / tensor + model.ends / ends_divided) / layout.sharded + model.all_experts / expert_shares
+    vision = model.vision / layout.sharded
     layer = model.dense / tensor + model.expert / layout.expert
     gathered = model.dense / tensor + (model.expert / layout.expert if layout.expert < expert_shares else 0)
     ends, output = model.ends / ends_divided, model.output / ends_divided
 
     # Memory that stays allocated.
     adapters = _adapters(model, settings.lora) if settings.lora else 0
-    trained = adapters or share
+    sees = settings.vision == "trained"
+    trained = adapters or share + vision * sees
     on_gpu = 0.0 if settings.optimizer.offload else trained
-    frozen = share if adapters else 0
+    frozen = share + vision if adapters else vision * (not sees)
     stays: dict[str, float] = {
         "parameters": size * (frozen + trained),
         "masters": 4 * on_gpu if size == 2 else 0,
@@ -294,9 +307,9 @@ def predict(
 
     # Host memory and file sizes.
     ranks = max(gpus, 1)
-    everything = adapters or model.total
+    everything = adapters or model.total - model.vision * (not sees)
     version = adapters * size if adapters else model.stored_bytes
-    load = ranks * (PROCESS_BYTES + size * share) + size * model.largest
+    load = ranks * (PROCESS_BYTES + size * (share + vision)) + size * model.largest
     node = ranks * (PROCESS_BYTES + 12 * trained + (16 * trained if settings.optimizer.offload else 0))
     return Prediction(
         moments={name: {part: round(value) for part, value in parts.items()} for name, parts in moments.items()},

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.training.plan import Columns, PlannedRollout
 from megaflow_hpc.trajectories.reading.sources import experts_of
-from megaflow_hpc.trajectory import TokenSequence
+from megaflow_hpc.trajectory import Image, ImageSpan, TokenSequence
+
+ShownImage = tuple[ImageSpan, Image]
+"""An image, and the placeholder tokens of a sequence in whose place the model saw it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class MicroBatch:
     experts: NDArray[np.int16] | None = None
     """The engine's routing, shape (T, layers, experts per token); -1 for tokens with unknown experts. ``None`` if no
     sequence has recorded experts."""
+    images: tuple[tuple[ShownImage, ...], ...] = ()
+    """Images of each sequence (S), sorted by their start in the sequence. Empty if no sequence shows any."""
 
     def __repr__(self) -> str:
         sequences = len(self.offsets) - 1
@@ -87,6 +92,8 @@ fits a model with 8 billion parameters, and only affects packing."""
 
 Load = Callable[[int], list[TokenSequence]]
 """Function that returns the policy's sequences of a rollout, given the rollout's index in the plan."""
+LoadImages = Callable[[int], Mapping[str, Image]]
+"""Function that returns the images of a rollout by their SHA-256, given the rollout's index in the plan."""
 Ordinal = Callable[[int], int]
 """Function that converts a campaign-wide weight version to the policy's own count."""
 
@@ -111,8 +118,9 @@ class Minibatch:
         rank: int = 0,
         ranks: int = 1,
         columns: Columns | None = None,
+        images: LoadImages | None = None,
     ) -> None:
-        self._columns = columns or {}
+        self._columns, self._images = columns or {}, images
         self.rollouts = tuple(rollouts)
         self._planned, self._groups, self._load, self._ordinal = planned, groups, load, ordinal
         self._rank, self._ranks = rank, ranks
@@ -178,7 +186,18 @@ class Minibatch:
                 for name, values in self._columns.items()
             },
             experts=_experts(sequences),
+            images=self._shown(parts, sequences),
         )
+
+    def _shown(self, parts: Sequence[SequencePart], sequences: Sequence[TokenSequence]) -> tuple[Any, ...]:
+        if self._images is None or not any(sequence.images for sequence in sequences):
+            return ()
+        return tuple(shown_images(s, self._images(p.rollout)) for p, s in zip(parts, sequences, strict=True))
+
+
+def shown_images(sequence: TokenSequence, images: Mapping[str, Image]) -> tuple[ShownImage, ...]:
+    """Returns the images that a sequence shows, each with its placeholder tokens."""
+    return tuple((span, images[span.image]) for span in sequence.images)
 
 
 def ordinals_of(versions: NDArray[np.int32], ordinal: Ordinal) -> NDArray[np.int32]:

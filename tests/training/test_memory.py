@@ -26,6 +26,9 @@ def settings(**changes: Any) -> PolicyTraining:
     return PolicyTraining.model_validate({"microbatch": 1024, **changes})
 
 
+FROZEN = settings(vision="frozen")
+
+
 def test_what_stays_is_18_bytes_a_parameter(tmp_path: Path) -> None:
     shape = ModelShape.read(model(tmp_path))
     count = (WORDS + 1) * HIDDEN + LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INSIDE + 2 * HIDDEN)
@@ -59,6 +62,24 @@ def test_adapters_need_memory_for_themselves_alone(tmp_path: Path) -> None:
     assert found.parts["moments"] == 8 * adapters
     some = predict(shape, settings(lora={"rank": 2, "targets": ["q_proj"]}))
     assert some.trained == 2 * LAYERS * 2 * HIDDEN
+
+
+def test_a_vision_part_counts_by_its_parameters_and_a_frozen_one_has_no_moments(tmp_path: Path) -> None:
+    plain = ModelShape.read(model(tmp_path / "plain"))
+    folder = model(tmp_path / "sees")
+    tower = {"visual.blocks.0.attn.qkv.weight": (99, 33), "model.visual.merger.weight": (64, 33), "mlp_AR.bias": (7,)}
+    headers(folder / "vision.safetensors", tower)
+    shape = ModelShape.read(folder)
+    extra = 99 * 33 + 64 * 33 + 7
+    assert (shape.vision, shape.total) == (extra, plain.total + extra)
+    assert (shape.ends, shape.dense, shape.linear, shape.tied) == (plain.ends, plain.dense, plain.linear, plain.tied)
+    stays = ("parameters", "masters", "moments", "gradients")
+    before, trained, frozen = predict(plain, settings()), predict(shape, settings()), predict(shape, FROZEN)
+    for found, each in ((trained, 18), (frozen, 2)):
+        assert sum(found.parts[name] - before.parts[name] for name in stays) == each * extra
+    assert trained.trained - frozen.trained == extra
+    assert frozen.checkpoint == before.checkpoint
+    assert frozen.version == trained.version == 2 * shape.total
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ def _fit_facts(fit: Fit) -> dict[str, Any]:
         "policy": fit.policy,
         "model": fit.model.name,
         "parameters": fit.model.total,
+        "vision_parameters": fit.model.vision,
         "trained": prediction.trained,
         "nodes": fit.nodes,
         "gpus": fit.gpus,
@@ -146,6 +147,11 @@ def _fit_page(fit: Fit) -> str:
         f"checkpoint: {prediction.checkpoint / 1e9:.1f} GB",
         f"version: {prediction.version / 1e9:.1f} GB",
     ]
+    if fit.model.vision:
+        lines.append(
+            f"vision part: {fit.model.vision / 1e9:.2f} billion parameters, {fit.settings.vision}; its activations, "
+            "which depend on the images of a row, are not counted"
+        )
     peak = f"peak of a GPU: {prediction.peak / 1e9:.1f} GB ({prediction.moment})"
     if fit.fits is None:
         lines.append(f"{peak}; its memory is unknown (--gpu-memory)")

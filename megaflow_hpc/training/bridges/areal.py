@@ -3,7 +3,7 @@
     from megaflow_hpc.training.bridges import areal
 
     for step in flow.steps():
-        data = [{k: torch.from_numpy(v) for k, v in group.items()} for group in areal.batch(step)]
+        data = [{k: torch.from_numpy(v) for k, v in group.items()} for group in areal.batch(step)]  # without images
         for group, logprobs in zip(data, actor.compute_logp(data)):
             group["prox_logp"] = logprobs
         actor.ppo_update(data)
@@ -18,26 +18,31 @@ for token weights, so they are multiplied into the advantages; its clipped losse
 logits by the ``temperature`` of its own configuration, which must be equal to ``step.temperature``.
 
 (Written against AReaL 1.0.4 of PyPI: ``areal/workflow/rlvr.py``, ``areal/trainer/ppo/actor.py``,
-``areal/utils/data.py``, ``areal/utils/functional/functional.py``; ``areal/trainer/rl_trainer.py`` for the order of
-calls.)
+``areal/utils/data.py``, ``areal/utils/functional/functional.py``; ``areal/workflow/vision_rlvr.py`` for images;
+``areal/trainer/rl_trainer.py`` for the order of calls.)
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.training.bridges.rows import TrainerRow, rows
+from megaflow_hpc.training.bridges.rows import TrainerRow, pixels_of, rows
 from megaflow_hpc.training.dataflow import Step
 from megaflow_hpc.training.microbatch import Minibatch
 from megaflow_hpc.trajectories.exports.areal import tensors
 from megaflow_hpc.trajectories.reading.batch import padded_lines
 
+if TYPE_CHECKING:
+    from megaflow_hpc.training.trainer.vision import Vision
 
-def batch(step: Step, minibatch: Minibatch | None = None, *, aligned: bool = True) -> list[dict[str, NDArray[Any]]]:
+
+def batch(
+    step: Step, minibatch: Minibatch | None = None, *, aligned: bool = True, vision: Vision | None = None
+) -> list[dict[str, Any]]:
     """Returns the step's sequences by group, each group as B rows padded on the right to its longest sequence (L).
 
     Sequences without a token to train on are left out.
@@ -47,17 +52,24 @@ def batch(step: Step, minibatch: Minibatch | None = None, *, aligned: bool = Tru
         minibatch: part of the step to convert; by default the whole step.
         aligned: return the columns that ``ppo_update`` expects after ``compute_advantages``. If false, return those of
             a workflow, so that AReaL computes its own advantages.
+        vision: makes pixels of the images that sequences show; needed if there are any.
 
     Returns:
         int32 ``input_ids`` and ``versions`` (ordinals; -1 if not sampled), bool ``attention_mask``, int32
         ``loss_mask``, float32 ``logprobs`` (0 if not sampled), all (B, L); float32 ``rewards`` (B). With ``aligned``,
         ``loss_mask`` is float32, and float32 ``advantages``, ``returns``, ``kl_rewards`` and ``tot_rewards`` are added.
+        A group that shows images has ``multi_modal_input`` in addition, a list with the tensors of each row, such as
+        ``pixel_values`` and ``image_grid_thw``.
 
     Raises:
         ConfigError: the step has no token to train on, or the dataflow has several ranks.
     """
     groups = [list(lines) for _, lines in itertools.groupby(rows(step, minibatch), lambda row: row.rollout.group)]
-    return [_aligned(lines) if aligned else _plain(lines) for lines in groups]
+    converted: list[dict[str, Any]] = [_aligned(lines) if aligned else _plain(lines) for lines in groups]
+    for data, lines in zip(converted, groups, strict=True):
+        if any(row.images for row in lines):
+            data["multi_modal_input"] = [pixels_of(row, vision) for row in lines]
+    return converted
 
 
 def _plain(lines: list[TrainerRow]) -> dict[str, NDArray[Any]]:

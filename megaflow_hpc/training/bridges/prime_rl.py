@@ -98,7 +98,7 @@ def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Ra
         name: environment name for prime-rl's metrics.
 
     Raises:
-        ConfigError: a sequence has more than ``tokens`` tokens.
+        ConfigError: a sequence has more than ``tokens`` tokens, or shows an image.
     """
     encoded = [_encoded(_micro_batch(batch, name, step.temperature)) for batch in step.minibatch().microbatches(tokens)]
     encoded += [_encoded(_empty_batch(name))] * (max(-(-len(encoded) // ranks), 1) * ranks - len(encoded))
@@ -110,6 +110,8 @@ def _encoded(batch: PrimeMicroBatch) -> msgspec.Raw:
 
 
 def _micro_batch(batch: microbatch.MicroBatch, name: str, temperature: float) -> PrimeMicroBatch:
+    if batch.images:
+        raise ConfigError("rollouts show images, which this bridge does not carry; use this package's trainer")
     total, lengths = len(batch.tokens), np.diff(batch.offsets).tolist()
     counted = batch.weights[batch.mask == 1]
     return PrimeMicroBatch(

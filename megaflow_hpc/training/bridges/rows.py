@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.dataflow import Step
-from megaflow_hpc.training.microbatch import Minibatch
+from megaflow_hpc.training.microbatch import Minibatch, ShownImage
 from megaflow_hpc.training.plan import PlannedRollout
+
+if TYPE_CHECKING:
+    from megaflow_hpc.training.trainer.vision import Vision
 
 UNLIMITED_TOKENS = 2**62
 """Token limit of a micro-batch that holds the whole minibatch."""
@@ -27,6 +31,8 @@ class TrainerRow:
     versions: NDArray[np.int32]
     advantages: NDArray[np.float32]
     weights: NDArray[np.float32]
+    images: tuple[ShownImage, ...] = ()
+    """Images that the sequence shows, each with its placeholder tokens."""
 
     @property
     def first(self) -> int:
@@ -42,6 +48,27 @@ class TrainerRow:
     def reward(self) -> float:
         """Reward of the rollout; 0 for an unverified rollout that a penalty makes trainable."""
         return self.rollout.reward or 0.0
+
+
+def pixels_of(row: TrainerRow, vision: Vision | None) -> dict[str, Any]:
+    """Returns the model's inputs for the images of a row, as tensors by name; empty if it shows none.
+
+    Args:
+        vision: makes them (``Vision.read`` of :mod:`megaflow_hpc.training.trainer.vision`).
+
+    Raises:
+        ConfigError: ``vision`` is missing, or does not reproduce the placeholders.
+    """
+    if not row.images:
+        return {}
+    if vision is None:
+        raise ConfigError(
+            f"rollout {row.rollout.id}: shows images; give batch(…, vision=Vision.read(MODEL)) of "
+            "megaflow_hpc.training.trainer.vision"
+        )
+    from megaflow_hpc.training.trainer.vision import joined
+
+    return joined(vision.inputs(row.images))
 
 
 def rows(step: Step, minibatch: Minibatch | None = None) -> list[TrainerRow]:
@@ -74,6 +101,7 @@ def rows(step: Step, minibatch: Minibatch | None = None) -> list[TrainerRow]:
             versions=packed.versions[part],
             advantages=packed.advantages[part],
             weights=packed.weights[part],
+            images=packed.images[s] if packed.images else (),
         )
         converted.append(row)
     return converted

@@ -37,9 +37,14 @@ from megaflow_hpc.host.atomic import fsync, fsync_tree
 from megaflow_hpc.training.dataflow import KEPT_CHECKPOINTS, KEPT_VERSIONS, Dataflow, Step
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, importance_weights
+from megaflow_hpc.training.trainer.vision import Vision, joined, kinds_of, takes_images
 
 TRL_VERSION = "1.16"
 """Supported TRL version without its patch number. The check is strict because the bridge uses private methods."""
+
+
+IMAGE_INPUTS = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
+"""Columns of rows that show images."""
 
 
 def _check_version() -> None:
@@ -171,6 +176,10 @@ class DataflowTrainer(GRPOTrainer):
         assert isinstance(importance, str)  # `arguments` refuses functions
         self._correction = Loss("dapo", importance=importance, truncate=flow.settings.truncate)
         self._proximal: dict[tuple[int, bytes], Any] = {}
+        source = Path(model if isinstance(model, str | os.PathLike) else self.model.config._name_or_path)
+        self._vision = Vision.read(source) if takes_images(source) else None
+        if self._vision is not None:
+            self._vision.attach(self.accelerator.unwrap_model(self.model))
         self._stream = self._minibatches()
         self.add_callback(_AfterStep(self))
 
@@ -235,7 +244,7 @@ class DataflowTrainer(GRPOTrainer):
         for batch in self._packed(item.minibatch):
             # TRL gathers metrics by row, so all ranks need the same number of rows.
             count = torch.tensor([len(batch.sample)], device=self.accelerator.device)
-            rows = to_rows(batch, int(self.accelerator.gather(count).max()))
+            rows = to_rows(batch, int(self.accelerator.gather(count).max()), self._vision)
             yield {**rows, **self._given(batch, rows), **self._shares(batch, len(rows["prompt_ids"]), item.minibatch)}
 
     def _shares(self, batch: MicroBatch, rows: int, minibatch: Minibatch) -> dict[str, Any]:
@@ -256,12 +265,14 @@ class DataflowTrainer(GRPOTrainer):
         """Computes the proximal log-probabilities of sequences that lack them."""
         if all(key in self._proximal for key in batch.sequence_keys()):
             return
-        rows = to_rows(batch)
+        rows = to_rows(batch, vision=self._vision)
+        images = {name: rows[name] for name in IMAGE_INPUTS if name in rows}
+        images = {n: v.to(self.accelerator.device) if torch.is_tensor(v) else v for n, v in images.items()}
         ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1).to(self.accelerator.device)
         attended = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1).to(self.accelerator.device)
         with torch.no_grad():
             logprobs, _, _ = self._get_per_token_logps_and_entropies(
-                self.model, ids, attended, rows["completion_ids"].shape[1]
+                self.model, ids, attended, rows["completion_ids"].shape[1], **images
             )
         first = rows["prompt_ids"].shape[1]
         for key, length, row in zip(
@@ -328,12 +339,16 @@ class _AfterStep(TrainerCallback):
         self._trainer._after_minibatch()
 
 
-def to_rows(batch: MicroBatch, rows: int = 1) -> dict[str, Any]:
+def to_rows(batch: MicroBatch, rows: int = 1, vision: Vision | None = None) -> dict[str, Any]:
     """Converts a micro-batch to TRL's format: one sequence per row, right-padded, with empty rows added up to ``rows``.
 
     TRL scores *completions*, the right part of every row. In this conversion, the completion starts at the earliest
     sampled token of any row, and ``tool_mask`` marks the sampled tokens. So no row is padded on the left, and positions
-    equal the engine's.
+    equal the engine's. Rows that show images bring their pixels, the number of images of each row, and
+    ``mm_token_type_ids``.
+
+    Raises:
+        ConfigError: a row shows images, and the model takes none or does not reproduce their placeholders.
     """
     own = np.diff(batch.offsets)
     lengths = np.concatenate([own, np.full(max(rows, 1) - len(own), 2)]) if len(own) < max(rows, 1) else own
@@ -347,7 +362,15 @@ def to_rows(batch: MicroBatch, rows: int = 1) -> dict[str, Any]:
         "completion_mask": present[:, first:],
         "tool_mask": mask[:, first:],
     }
-    return {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}
+    made: dict[str, Any] = {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}
+    if batch.images:
+        if vision is None:
+            raise ConfigError("rollouts show images, but the model that TRL trains takes text only")
+        made |= joined([image for shown in batch.images for image in vision.inputs(shown)])
+        made["num_images"] = [len(shown) for shown in batch.images] + [0] * (len(lengths) - len(own))
+        kinds = np.concatenate([kinds_of(n, shown) for n, shown in zip(own.tolist(), batch.images, strict=True)])
+        made["mm_token_type_ids"] = torch.from_numpy(_padded(kinds, own, lengths))
+    return made
 
 
 def _padded(column: Any, own: Any, lengths: Any) -> Any:

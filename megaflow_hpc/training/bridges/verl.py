@@ -19,16 +19,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaflow_hpc.training.bridges.rows import TrainerRow, rows
+from megaflow_hpc.training.bridges.rows import TrainerRow, pixels_of, rows
 from megaflow_hpc.training.dataflow import Step
 from megaflow_hpc.training.microbatch import Minibatch
 from megaflow_hpc.trajectories.exports.verl import proto
 from megaflow_hpc.trajectories.reading.batch import padded_lines
+
+if TYPE_CHECKING:
+    from megaflow_hpc.training.trainer.vision import Vision
 
 
 def batch(
@@ -38,6 +41,7 @@ def batch(
     pad_token_id: int = 0,
     multiple: int = 1,
     bypass: bool = False,
+    vision: Vision | None = None,
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
     """Returns the step's sequences in verl's format: B rows, with left-padded prompts and right-padded responses.
 
@@ -52,6 +56,7 @@ def batch(
         bypass: add the engine's log-probabilities as ``old_log_probs``, as in verl's bypass mode. Otherwise verl's
             ``_compute_old_log_prob`` adds them. Engine and trainer round differently, so in bypass mode the ratios
             exceed narrow clip ranges before any update.
+        vision: makes pixels of the images that sequences show; needed if there are any.
 
     Returns:
         The tensors, and the other columns (B): ``uid`` (the group), ``__num_turns__``, ``min_global_steps`` and
@@ -59,7 +64,10 @@ def batch(
         ``responses`` and ``response_mask``; float32 ``rollout_log_probs``, ``advantages``, ``returns`` (equal to the
         advantages), ``token_level_scores``, ``token_level_rewards`` and ``rm_scores`` (the reward, on the last token),
         ``rollout_is_weights`` if a weight is not 1, ``old_log_probs`` with ``bypass``. int64 ``prompts`` (B, prompts);
-        ``input_ids``, ``attention_mask``, ``position_ids`` (B, prompts + responses).
+        ``input_ids``, ``attention_mask``, ``position_ids`` (B, prompts + responses). If a sequence shows images,
+        ``position_ids`` has the shape (B, 4, prompts + responses): the number of the token, then its positions of
+        three dimensions. The other columns then have ``multi_modal_inputs``: tensors such as ``pixel_values`` and
+        ``image_grid_thw`` by name.
 
     Raises:
         ConfigError: the step has no token to train on, or the dataflow has several ranks.
@@ -71,6 +79,10 @@ def batch(
     others = {name: padded.pop(name) for name in ("uid", "__num_turns__")}
     others["min_global_steps"] = np.array([row.versions[row.mask == 1].min() for row in lines], np.int32)
     others["max_global_steps"] = np.array([row.versions[row.mask == 1].max() for row in lines], np.int32)
+    if any(row.images for row in lines):
+        others["multi_modal_inputs"] = np.array([pixels_of(row, vision) for row in lines], object)
+        assert vision is not None
+        padded["position_ids"] = _positions(lines, vision, padded)
     padded["advantages"] = _responses(lines, [row.advantages for row in lines])
     weights = _responses(lines, [row.weights for row in lines])
     for name in ("response_mask", "advantages", "rm_scores"):
@@ -83,6 +95,17 @@ def batch(
     if bypass:
         padded["old_log_probs"] = padded["rollout_log_probs"].copy()
     return padded, others
+
+
+def _positions(lines: list[TrainerRow], vision: Vision, padded: dict[str, NDArray[Any]]) -> NDArray[np.int64]:
+    """Returns the positions of padded rows, shape (B, 4, length)."""
+    positions = np.zeros((len(lines), 4, padded["input_ids"].shape[1]), np.int64)
+    for line, row in enumerate(lines):
+        begin = padded["prompts"].shape[1] - row.first
+        place = slice(begin, begin + len(row.tokens))
+        positions[line, 0, place] = np.arange(len(row.tokens))
+        positions[line, 1:, place] = vision.positions(row.tokens, row.images).numpy()
+    return positions
 
 
 def _line(row: TrainerRow) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.methods import call, numbers, wrong
-from megaflow_hpc.training.microbatch import ordinals_of, rows_in_order, token_advantages
+from megaflow_hpc.training.microbatch import ShownImage, ordinals_of, rows_in_order, shown_images, token_advantages
 from megaflow_hpc.training.plan import BySequence, Columns
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load, row_of
 
@@ -60,6 +60,8 @@ class ColumnSequence:
     """Ordinal of the version that sampled each token, shape (L); -1 where the mask is 0."""
     advantages: NDArray[np.float32]
     """Advantage of each token, shape (L); 0 where the mask is 0."""
+    images: Sequence[ShownImage] = ()
+    """Images that the sequence shows, each with its placeholder tokens."""
 
 
 class FrozenModels:
@@ -116,7 +118,7 @@ class FrozenModels:
         with torch.no_grad():
             for row in [*rows, *[[]] * (rounds - len(rows))]:
                 chosen = [sequences[number] for number in row]
-                inputs = row_of([(s.tokens, s.mask.nonzero()[0]) for s in chosen], self._ranks.device)
+                inputs = row_of([(s.tokens, s.mask.nonzero()[0], s.images) for s in chosen], model)
                 values = model(*inputs)[0].float().cpu().numpy()
                 cuts = np.cumsum([len(s.tokens) for s in chosen])[:-1]
                 logprobs_of |= dict(zip(row, np.split(values, cuts), strict=False))
@@ -238,6 +240,7 @@ def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
                 logprobs=np.where(mask == 1, np.frombuffer(sequence.logprobs, np.float32), np.float32(0)),
                 versions=np.where(mask == 1, versions, np.int32(-1)),
                 advantages=np.where(mask == 1, advantages, np.float32(0)),
+                images=shown_images(sequence, step.images(index)),
             )
 
 

@@ -46,6 +46,7 @@ from megaflow_hpc.training.trainer.columns import columns_of
 from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
 from megaflow_hpc.training.trainer.model import ProcessGroup, Reader, load, row_of
 from megaflow_hpc.training.trainer.optimizer import Optimizer
+from megaflow_hpc.training.trainer.vision import BadImage, processor_options
 
 MAX_MISMATCH = 1.0
 """Maximum mean of |engine − trainer| log-probabilities in the first update after a start. Rounding and staleness cannot
@@ -73,6 +74,14 @@ class OutOfMemory(Exception):
     def __init__(self, batch: MicroBatch, cause: BaseException) -> None:
         super().__init__(str(cause).partition("\n")[0])
         self.sequences, self.tokens = batch.sample.tolist(), len(batch.tokens)
+
+
+class UnusableRollout(Exception):
+    """Raised if a rollout shows an image that cannot be decoded. ``rollout`` is its index in the step."""
+
+    def __init__(self, rollout: int, cause: BadImage) -> None:
+        super().__init__(str(cause))
+        self.rollout = rollout
 
 
 class TrainingLoop:
@@ -108,7 +117,9 @@ class TrainingLoop:
         lora = settings.lora.model_dump() if settings.lora else None
         parallel = settings.parallel.model_dump()
         how: dict[str, Any] = {"lora": lora, "recompute": settings.recompute, "parallel": parallel, "read": read}
-        self.policy = load(base, settings.dtype, ranks, **how)
+        self.policy = load(base, settings.dtype, ranks, frozen_vision=settings.vision == "frozen", **how)
+        if self.policy.vision is not None:
+            self.policy.vision.options = processor_options(model.get("args") or {})
         self.policy.temperature = flow.temperature
         flow.routing = self.policy.routing
         options = settings.optimizer.model_dump(include={"lr", "weight_decay", "clip_norm", "offload"})
@@ -250,7 +261,7 @@ class TrainingLoop:
     # --- one step ---
 
     def _train_amended(self, step: Step, clock: StageClock) -> tuple[Step, dict[str, float]]:
-        """Trains a step. If a rollout cannot be read or does not fit into memory, amends the step and trains it again.
+        """Trains a step. If a rollout is unusable or does not fit into memory, amends the step and trains it again.
 
         If the failed attempt made no update, the step starts again at once. Otherwise training restarts. It also
         restarts if there are several ranks, because the others are waiting in collective operations.
@@ -259,7 +270,7 @@ class TrainingLoop:
             self._updated = False
             try:
                 return step, self._train(step, clock)
-            except (UnreadableRollout, OutOfMemory) as error:
+            except (UnreadableRollout, UnusableRollout, OutOfMemory) as error:
                 failure = error
             failure.__traceback__ = failure.__context__ = None  # they would keep the attempt's tensors alive
             self.optimizer.clear()
@@ -267,6 +278,8 @@ class TrainingLoop:
                 torch.cuda.empty_cache()
             if isinstance(failure, UnreadableRollout):
                 self.flow.leave_out(step.number, failure.rollout, failure)
+            elif isinstance(failure, UnusableRollout):
+                self.flow.leave_out(step.number, step.plan.rollouts[failure.rollout].id, failure)
             else:
                 self._make_room(step, failure)
             if self._updated or self.ranks.count > 1:
@@ -434,11 +447,30 @@ class TrainingLoop:
             )
         device = self.ranks.device
         if not len(batch.tokens):
-            return row_of([], device)
+            return row_of([], self.policy)
+        if batch.images or self.policy.vision is not None:
+            return self._row_with_images(batch)
         tokens, positions = (torch.from_numpy(a).to(device, torch.int64) for a in (batch.tokens, batch.positions))
         where = torch.from_numpy(batch.mask.nonzero()[0]).to(device)
         experts = None if batch.experts is None else torch.from_numpy(batch.experts).to(device)
         return tokens, positions, batch.offsets.tolist(), where, experts
+
+    def _row_with_images(self, batch: MicroBatch) -> tuple[Any, ...]:
+        """Returns the inputs for a row of an image-text model, or of a model that must refuse the row's images."""
+        if batch.experts is not None:
+            raise ConfigError(
+                f"{self.policy.source}: routed experts cannot be replayed in an image-text model; leave "
+                "enable-return-routed-experts out of the engine's args"
+            )
+        images = batch.images or ((),) * len(batch.sample)
+        parts = [
+            (batch.tokens[part], batch.mask[part].nonzero()[0], shown)
+            for (_, part), shown in zip(_sequences(batch), images, strict=True)
+        ]
+        try:
+            return row_of(parts, self.policy)
+        except BadImage as error:
+            raise UnusableRollout(int(batch.sample[error.sequence]), error) from None
 
     def _tokens(self, batch: MicroBatch, proximal: Any, device: Any) -> losses.Tokens:
         def on_device(values: np.ndarray[Any, Any]) -> Any:

@@ -8,6 +8,9 @@ and rejects a model with different results.
 Logits are computed in chunks, for the target tokens only, and recomputed in the backward pass. So the logits for a
 vocabulary of 150,000 and 32,768 tokens are never in memory together.
 
+An image-text model gets the pixels of the images that a row shows (:mod:`~megaflow_hpc.training.trainer.vision`). Its
+vision tower keeps its own attention, and its language model attends as any other.
+
 Several ranks (``torchrun``) share parameters and rows as described in :mod:`~megaflow_hpc.training.trainer.sharding`.
 Gradients are summed over ranks, because losses divide by the tokens of all ranks.
 """
@@ -19,7 +22,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, pairwise
@@ -33,9 +36,20 @@ from torch.utils.checkpoint import checkpoint  # type: ignore[import-not-found]
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.layout import Layout
+from megaflow_hpc.training.microbatch import ShownImage
 from megaflow_hpc.training.trainer import layers
 from megaflow_hpc.training.trainer.layers import Packing, RouterReplay
 from megaflow_hpc.training.trainer.sharding import Grid, SumOverRanks, divide_adapters, read_sharded
+from megaflow_hpc.training.trainer.vision import (
+    BadImage,
+    NoVision,
+    Vision,
+    embedding,
+    joined,
+    kinds_of,
+    takes_images,
+    vision_parameters,
+)
 
 CHUNK_LOGITS = 2**26
 """Number of logits in a chunk: 256 MB in float32. The backward pass needs three or four times as much."""
@@ -165,28 +179,48 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-def row_of(sequences: Sequence[tuple[Any, Any]], device: Any) -> tuple[Any, Any, list[int], Any]:
+RowPart = tuple[Any, Any, Sequence[ShownImage]]
+"""A sequence of a row: its token ids, the indices of its target tokens, and the images that it shows."""
+
+
+def row_of(parts: Sequence[RowPart], policy: PolicyModel) -> tuple[Any, ...]:
     """Returns the inputs of :meth:`PolicyModel.forward` for a row of sequences.
 
     If there are no sequences, the row is a single token to ignore, because every rank must take part in a pass.
 
-    Args:
-        sequences: tokens of each sequence, and the indices of its target tokens.
-        device: the device of the model.
+    Raises:
+        BadImage: an image cannot be decoded.
+        ConfigError: the model takes no images, or does not reproduce the placeholders of an image.
     """
-    if not sequences:
+    device = policy.ranks.device
+    if not parts:
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
         return nothing, nothing, [0, 1], nothing[:0]
+    sequences = [(np.asarray(tokens), np.asarray(targets)) for tokens, targets, _ in parts]
+    shown = [images for _, _, images in parts]
     offsets = [0, *accumulate(len(tokens) for tokens, _ in sequences)]
     columns = (
         [tokens for tokens, _ in sequences],
-        [np.arange(len(tokens)) for tokens, _ in sequences],
-        [begin + np.asarray(targets) for begin, (_, targets) in zip(offsets, sequences, strict=False)],
+        [begin + targets for begin, (_, targets) in zip(offsets, sequences, strict=False)],
     )
-    tokens, positions, where = (
-        torch.from_numpy(np.concatenate(column).astype(np.int64)).to(device) for column in columns
-    )
-    return tokens, positions, offsets, where
+    tokens, where = (torch.from_numpy(np.concatenate(column).astype(np.int64)).to(device) for column in columns)
+    if policy.vision is None:
+        if any(shown):
+            raise policy.text_only or NoVision(f"{policy.source}: takes text only, but rollouts show it images")
+        positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(offsets)]).to(device)
+        return tokens, positions, offsets, where
+    places, of_images = [], list[dict[str, Any]]()
+    for number, ((each, _), images) in enumerate(zip(sequences, shown, strict=True)):
+        try:
+            of_images += policy.vision.inputs(images)
+            places.append(policy.vision.positions(each, images))
+        except BadImage as error:
+            error.sequence = number
+            raise
+    pixels = {name: value.to(device) for name, value in joined(of_images).items()}
+    if pixels:
+        pixels["input_ids"] = policy.vision.marked(tokens, shown, offsets)
+    return tokens, torch.cat(places, 1).to(device), offsets, where, None, pixels
 
 
 class PolicyModel(torch.nn.Module):
@@ -200,6 +234,8 @@ class PolicyModel(torch.nn.Module):
         ranks: all ranks.
         context: process group of the ranks that share each row, or ``None``.
         router: replays the experts that the engine chose.
+        vision: makes the pixel inputs of an image-text model. ``None`` if the model takes text only.
+        text_only: reason why a model with a vision part takes text only, or ``None``.
     """
 
     def __init__(self, causal: Any, source: Path, ranks: ProcessGroup | None = None) -> None:
@@ -212,6 +248,8 @@ class PolicyModel(torch.nn.Module):
         self.temperature = 1.0
         self.context: Any = None
         self.router = RouterReplay(causal)
+        self.vision: Vision | None = None
+        self.text_only: NoVision | None = None
         # The tuple hides the adapter from torch, which would otherwise find the parameters of ``causal`` twice.
         self._adapter: tuple[Any, ...] = ()
 
@@ -225,16 +263,23 @@ class PolicyModel(torch.nn.Module):
         return self.router.shape
 
     def forward(
-        self, tokens: Any, positions: Any, offsets: Sequence[int], where: Any, experts: Any = None
+        self,
+        tokens: Any,
+        positions: Any,
+        offsets: Sequence[int],
+        where: Any,
+        experts: Any = None,
+        pixels: Mapping[str, Any] | None = None,
     ) -> tuple[Any, Any]:
         """Returns log-probabilities and entropies, each float32 (T); 0 except for the target tokens.
 
         Args:
             tokens: int64 (T), the concatenated sequences.
-            positions: int64 (T), from 0 in each sequence.
+            positions: int64 (T), from 0 in each sequence; (3, T) if positions have three dimensions.
             offsets: (S + 1), start of each sequence.
             where: int64 (N), indices of the target tokens. The first token of a sequence cannot be a target.
             experts: int16 (T, layers, experts per token), experts that the routers must use; -1 lets the router choose.
+            pixels: the model's inputs for the row's images, and ``input_ids`` (T), whose placeholders mark them.
         """
         lengths = [end - begin for begin, end in pairwise(offsets)]
         total, begin, mine = len(tokens), 0, where
@@ -254,7 +299,11 @@ class PolicyModel(torch.nn.Module):
         packing = Packing.of(lengths, tokens.device, self.context)
         self.router.replay(experts)
         inner = self.causal.base_model
-        out = inner(input_ids=inputs[None], position_ids=positions[None], use_cache=False, packing=packing)
+        given = dict(pixels or {})
+        ids = given.pop("input_ids", inputs)[None]
+        positions = positions[None] if positions.ndim == 1 else positions[:, None]
+        with embedding(self.causal, inputs[None]) if given else nullcontext():
+            out = inner(input_ids=ids, position_ids=positions, use_cache=False, packing=packing, **given)
         hidden = out.last_hidden_state[0]
         picked, wanted = hidden[mine - 1 - begin], tokens[mine]
         size = max(1, CHUNK_LOGITS // self.words)
@@ -264,6 +313,10 @@ class PolicyModel(torch.nn.Module):
         ]
         # A rank with only masked tokens must still take part in the backward pass.
         nothing = hidden.sum(dtype=torch.float32) * 0.0
+        if self.vision is not None and not given and self.ranks.count > 1:  # FSDP gathers the vision tower on all ranks
+            blank = {name: value.to(tokens.device) for name, value in self.vision.blank().items()}
+            features = inner.get_image_features(**blank, return_dict=True).pooler_output
+            nothing = nothing + sum(part.sum(dtype=torch.float32) for part in features) * 0.0
         logprobs, entropies = (
             (torch.zeros(total, device=tokens.device) + nothing).index_copy(0, mine, torch.cat(column))
             for column in zip(*parts, strict=True)
@@ -276,7 +329,7 @@ class PolicyModel(torch.nn.Module):
         """Returns the log-probabilities of ``tokens`` (n) given ``hidden`` (n, H), and the entropies of their
         distributions."""
         logits = self.causal.get_output_embeddings()(hidden).float()
-        config = self.causal.config
+        config = self.causal.config.get_text_config()
         logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         cap = getattr(config, "final_logit_softcapping", None)
         if cap:
@@ -293,10 +346,10 @@ class PolicyModel(torch.nn.Module):
         them."""
         return dict(tensors)
 
-    def logprobs_alone(self, tokens: Any) -> Any:
+    def logprobs_alone(self, tokens: Any, **given: Any) -> Any:
         """Returns the log-probabilities (T - 1) of a sequence's tokens (T) except the first, by the model's own forward
         method and head."""
-        logits = self.causal(input_ids=tokens[None], use_cache=False).logits[0].float()
+        logits = self.causal(input_ids=tokens[None], use_cache=False, **given).logits[0].float()
         return torch.log_softmax(logits[:-1], -1).gather(-1, tokens[1:, None])[:, 0]
 
 
@@ -312,9 +365,11 @@ def load(
     lora: Mapping[str, Any] | None = None,
     recompute: bool = False,
     parallel: Mapping[str, int] | None = None,
+    frozen_vision: bool = False,
     read: Reader | None = None,
 ) -> PolicyModel:
-    """Loads a causal language model from a Hugging Face directory onto the ranks' devices. Never uses the network.
+    """Loads a causal language model or an image-text model from a Hugging Face directory onto the ranks' devices.
+    Never uses the network.
 
     Each rank reads only its own share of the parameters. All ranks must call it.
 
@@ -326,6 +381,7 @@ def load(
             peft.
         recompute: recompute layers in the backward pass instead of storing their activations.
         parallel: ``replicas``, ``context``, ``tensor`` and ``expert``, as in the campaign file.
+        frozen_vision: do not train the vision part of an image-text model.
         read: creates and shards the model. By default, transformers creates it and this package shards it.
 
     Raises:
@@ -346,6 +402,8 @@ def load(
     policy = (read or _read)(source, dtype, ranks, layout)
     causal = policy.causal
     causal.requires_grad_(lora is None)  # before the first pass, in which FSDP decides which gradients it adds up
+    if frozen_vision:
+        _freeze_vision(policy)
     for module in causal.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the engine samples without dropout
@@ -354,10 +412,13 @@ def load(
     policy.stored = getattr(torch, str(stored)) if stored in DTYPES or stored == "float16" else DTYPES[dtype]
     policy.to(ranks.device)
     policy.router.attach(causal)
-    alone = _alone(policy, ranks.device)
+    alone = _alone(policy)
     layers.register()
-    causal.set_attn_implementation(layers.ATTENTION_NAME)
-    _check_packing(policy, alone, ranks.device, DTYPES[dtype])
+    if policy.vision is None:
+        causal.set_attn_implementation(layers.ATTENTION_NAME)
+    else:  # patches of an image attend to each other, in both directions
+        causal.set_attn_implementation({"": layers.ATTENTION_NAME, "text_config": layers.ATTENTION_NAME})
+    _check_packing(policy, alone, DTYPES[dtype])
     if lora is not None:
         policy._adapter = (_with_lora(causal, lora),)
         divide_adapters(causal)
@@ -374,8 +435,22 @@ def load(
 
 def _read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> PolicyModel:
     """Reads this rank's share of the model."""
-    from transformers import AutoModelForCausalLM  # type: ignore[import-not-found]
+    from transformers import (  # type: ignore[import-not-found]
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
+    vision, text_only = _vision(source, MODEL_FOR_CAUSAL_LM_MAPPING)
+    if vision is not None and layout.copies > 1:
+        raise ConfigError(
+            f"{source}: parallel.context and parallel.tensor cannot divide an image-text model; leave them out (FSDP "
+            "divides its parameters)"
+        )
+    kind, kinds = AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
+    if vision is not None:
+        kind, kinds = AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     options = {"dtype": DTYPES[dtype], "local_files_only": True}
     divided: list[PolicyModel] = []
     grid = Grid(layout, ranks.device.type) if ranks.count > 1 else None
@@ -390,9 +465,9 @@ def _read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Poli
     try:
         # If trust_remote_code is unset, transformers asks on the terminal whether to run the model's code.
         if grid is None:
-            causal = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **options)
+            causal = kind.from_pretrained(source, trust_remote_code=False, **options)
         else:
-            causal = read_sharded(source, shard, **options)
+            causal = read_sharded(source, kinds, shard, **options)
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(
@@ -401,7 +476,43 @@ def _read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Poli
             ) from None
         raise ConfigError(f"{source}: cannot be loaded as a causal language model: {error}") from None
     _copy(causal)
-    return divided[0] if divided else PolicyModel(causal, source, ranks)
+    policy = divided[0] if divided else PolicyModel(causal, source, ranks)
+    policy.vision, policy.text_only = vision, text_only
+    if vision is not None:
+        vision.attach(causal)
+    return policy
+
+
+def _vision(source: Path, text_kinds: Any) -> tuple[Vision | None, NoVision | None]:
+    """Returns what makes the images of a model with a vision part, or the reason why it takes text only.
+
+    Args:
+        text_kinds: transformers' mapping of the configurations that can be loaded without a vision part.
+
+    Raises:
+        NoVision: the model can be loaded neither with images nor without.
+    """
+    from transformers import AutoConfig
+
+    if not takes_images(source):
+        return None, None
+    try:
+        return Vision.read(source), None
+    except NoVision as reason:
+        try:
+            config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError):
+            raise reason from None
+        if type(config) not in text_kinds:
+            raise
+        return None, reason
+
+
+def _freeze_vision(policy: PolicyModel) -> None:
+    if policy.vision is None:
+        raise ConfigError(f"{policy.source}: vision: frozen: this model has no vision part; leave the key out")
+    for _, parameter in vision_parameters(policy.causal):
+        parameter.requires_grad_(False)
 
 
 @torch.no_grad()
@@ -415,29 +526,38 @@ def _copy(causal: Any) -> None:
             setattr(module, name, copies[id(parameter)])
 
 
-def _row(words: int, device: Any) -> tuple[Any, list[int]]:
-    """Returns the tokens and offsets of three short sequences that fit any vocabulary."""
-    offsets = [0, 5, 6, 14]
-    return torch.arange(1, offsets[-1] + 1, device=device) * 7 % words, offsets
+def _row(policy: PolicyModel) -> list[RowPart]:
+    """Returns short sequences that fit the model's vocabulary. All tokens but each first one are targets."""
+    tokens = np.arange(1, 15) * 7 % policy.words
+    parts: list[RowPart] = [(part, np.arange(1, len(part)), ()) for part in np.split(tokens, [5, 6])]
+    if policy.vision is not None:
+        parts += [(tokens, np.arange(1, len(tokens)), shown) for tokens, shown in policy.vision.example()]
+    return parts
 
 
 @torch.no_grad()
-def _alone(policy: PolicyModel, device: Any) -> Any:
+def _alone(policy: PolicyModel) -> Any:
     """Returns the log-probabilities of :func:`_row`. Runs each sequence separately through the model's own forward
     method and head. With several ranks, gathers one layer at a time, never the whole model."""
-    tokens, offsets = _row(policy.words, device)
     policy.eval()
-    return torch.cat([policy.logprobs_alone(tokens[begin:end]) for begin, end in pairwise(offsets)])
+    logprobs = []
+    for part in _row(policy):
+        tokens, _, _, _, *more = row_of([part], policy)
+        given = dict(more[1]) if more else {}
+        if given:
+            del given["input_ids"]
+            given["mm_token_type_ids"] = torch.from_numpy(kinds_of(len(tokens), part[2])).to(tokens.device)[None]
+        logprobs.append(policy.logprobs_alone(tokens, **given))
+    return torch.cat(logprobs)
 
 
 @torch.no_grad()
-def _check_packing(policy: PolicyModel, alone: Any, device: Any, dtype: Any) -> None:
-    tokens, offsets = _row(policy.words, device)
-    positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(offsets)]).to(device)
-    where = (positions > 0).nonzero()[:, 0]
+def _check_packing(policy: PolicyModel, alone: Any, dtype: Any) -> None:
+    row = row_of(_row(policy), policy)
+    where = row[3]
     kind = type(policy.causal).__name__
     try:
-        packed = policy(tokens, positions, offsets, where)[0][where]
+        packed = policy(*row)[0][where]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{policy.source}: {kind} cannot be trained on packed sequences: {error}") from error
     if not (off := float((packed - alone).abs().mean())) <= MAX_PACKING_ERROR[dtype]:
@@ -454,10 +574,13 @@ def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise ConfigError(f"lora: needs peft in the trainer's environment (pip install peft): {error}") from None
     every = lora["targets"] == "all-linear"
+    # Engines load adapters of the language model only.
+    vision = {name.rpartition(".")[0] for name, _ in vision_parameters(causal)}
     config = LoraConfig(
         r=int(lora["rank"]),
         lora_alpha=float(lora["alpha"]),
         target_modules="all-linear" if every else list(lora["targets"]),
+        exclude_modules=sorted(vision) or None,
         # Fused experts are three-dimensional parameters, not linear modules.
         target_parameters=sorted(name for name, p in causal.named_parameters() if p.ndim == 3) if every else None,
         lora_dropout=0.0,

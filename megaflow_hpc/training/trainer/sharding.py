@@ -165,19 +165,20 @@ def check_model(layout: Layout, causal: Any) -> None:
     layout.check_heads(kind, heads, int(getattr(config, "num_key_value_heads", None) or heads))
 
 
-def read_sharded(source: Any, shard: Callable[[Any], None], **options: Any) -> Any:
-    """Loads a causal language model from a directory. ``shard`` divides it before any weight is read.
+def read_sharded(source: Any, kinds: Any, shard: Callable[[Any], None], **options: Any) -> Any:
+    """Loads a model from a directory. ``shard`` divides it before any weight is read.
 
     Args:
         source: the directory.
+        kinds: transformers' mapping of configurations to classes.
         shard: divides the parameters of the model, which are placeholders.
         options: options of ``from_pretrained``.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig  # type: ignore[import-not-found]
+    from transformers import AutoConfig  # type: ignore[import-not-found]
     from transformers.distributed import DistributedConfig
 
     config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = kinds[type(config)]
 
     @classmethod  # type: ignore[misc]
     def prepare(cls: Any, config: Any, device_map: Any = None) -> tuple[Any, Any, None]:

@@ -7,11 +7,15 @@ conversation, {"messages": [{"role": "user", "content": "…"}, {"role": "assist
 mean negative log-likelihood of the tokens in the assistant's messages. OUT is a model directory with the tokenizer of
 MODEL, for `model.path` of a campaign. A model without demonstrations seldom earns a reward by chance, and then learns
 nothing.
+
+An image-text model takes images too. A message's content is then a list of parts, {"type": "text", "text": "…"} and
+{"type": "image_url", "image_url": {"url": "…"}}. The URL is a data: URL, or a file name relative to DEMONSTRATIONS.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import random
@@ -23,11 +27,13 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.texts import printable
+from megaflow_hpc.training.microbatch import ShownImage
+from megaflow_hpc.trajectory import Image, ImageSpan, image_parts
 
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 """File name endings of weight files. All other files are copied from MODEL."""
-Example = tuple[list[int], list[int]]
-"""Tokens of a conversation, and the indices of the tokens that the assistant wrote."""
+Example = tuple[list[int], list[int], list[ShownImage]]
+"""Tokens of a conversation, the indices of the tokens that the assistant wrote, and the images that it shows."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,13 +81,13 @@ def _train(arguments: argparse.Namespace) -> None:
         batch for epoch in range(arguments.epochs) for batch in _shuffled(demonstrations, arguments.batch, epoch)
     ]
     for number, batch in enumerate(batches):
-        count = sum(len(written) for _, written in batch)
+        count = sum(len(example[1]) for example in batch)
         mine = batch[ranks.rank :: ranks.count]
-        rows = list(rows_in_order((len(tokens) for tokens, _ in mine), arguments.microbatch))
+        rows = list(rows_in_order((len(example[0]) for example in mine), arguments.microbatch))
         rows += [[]] * (max(ranks.gather(len(rows))) - len(rows))
         total = 0.0
         for row in rows:
-            logprobs = policy(*row_of([mine[index] for index in row], ranks.device))[0]
+            logprobs = policy(*row_of([mine[index] for index in row], policy))[0]
             nll = -logprobs.sum() / count
             nll.backward()
             total += float(nll.detach())
@@ -111,9 +117,11 @@ def examples(model: Path, demonstrations: Path) -> list[Example]:
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
 
-    def encode(messages: Sequence[Any], prompt: bool) -> list[int]:
+    images = _Images(model, demonstrations)
+
+    def encode(messages: Sequence[Any], prompt: bool, where: str) -> tuple[list[int], list[ShownImage]]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return images.placed(list(tokenizer(text, add_special_tokens=False)["input_ids"]), messages, where)
 
     encoded: list[Example] = []
     for number, line in enumerate(demonstrations.read_text(encoding="utf-8").splitlines(), 1):
@@ -126,7 +134,9 @@ def examples(model: Path, demonstrations: Path) -> list[Example]:
             ) from None
         tokens: list[int] = []
         for index in (i for i, role in enumerate(roles) if role == "assistant"):
-            before, tokens_so_far = encode(messages[:index], True), encode(messages[: index + 1], False)
+            where = f"{demonstrations}:{number}"
+            before, _ = encode(messages[:index], True, where)
+            tokens_so_far, shown = encode(messages[: index + 1], False, where)
             if tokens_so_far[: len(before)] != before or len(tokens_so_far) == len(before) or not before:
                 raise ConfigError(
                     f"{demonstrations}:{number}: message {index}: the chat template of {model} does not add the answer "
@@ -136,10 +146,56 @@ def examples(model: Path, demonstrations: Path) -> list[Example]:
             if tokens and before[: len(tokens)] == tokens:
                 written = encoded.pop()[1] + written
             tokens = tokens_so_far
-            encoded.append((tokens_so_far, written))
+            encoded.append((tokens_so_far, written, shown))
     if not encoded:
         raise ConfigError(f"{demonstrations}: has no message of an assistant; there is nothing to learn")
     return encoded
+
+
+class _Images:
+    """Images of demonstrations, placed as a model's image processor asks."""
+
+    def __init__(self, model: Path, demonstrations: Path) -> None:
+        self._model, self._folder = model, demonstrations.parent
+        self._vision: Any = None
+
+    def placed(self, tokens: list[int], messages: Sequence[Any], where: str) -> tuple[list[int], list[ShownImage]]:
+        """Returns tokens with as many placeholders for each image as its size needs, and the images.
+
+        Raises:
+            ConfigError: an image is missing or damaged, the model takes none, or its template shows another number.
+        """
+        urls = [part["image_url"]["url"] for message in messages for part in image_parts(message)]
+        if not urls:
+            return tokens, []
+        if self._vision is None:
+            from megaflow_hpc.training.trainer.vision import Vision
+
+            self._vision = Vision.read(self._model)
+        placeholder = self._vision.placeholder
+        if (count := tokens.count(placeholder)) != len(urls):
+            raise ConfigError(f"{where}: shows {len(urls)} images, but the chat template of {self._model} {count}")
+        placed: list[int] = []
+        shown: list[ShownImage] = []
+        rest = iter(urls)
+        for token in tokens:
+            if token != placeholder:
+                placed.append(token)
+                continue
+            image = self._read(next(rest), where)
+            shown.append((ImageSpan(len(placed), self._vision.tokens_of(image), image.sha256), image))
+            placed += [placeholder] * shown[-1][0].length
+        return placed, shown
+
+    def _read(self, url: str, where: str) -> Image:
+        from megaflow_hpc.training.trainer.vision import image_of
+
+        try:
+            if url.startswith("data:"):
+                return image_of(base64.b64decode(url.partition(",")[2], validate=True), where)
+            return image_of((self._folder / url).read_bytes(), self._folder / url)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{where}: the image {url[:80]!r} cannot be read: {error}") from None
 
 
 def _shuffled(demonstrations: Sequence[Example], size: int, epoch: int) -> Iterator[list[Example]]:

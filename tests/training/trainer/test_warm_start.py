@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.places import ROOT
+from tests.support.samples import image
 from tests.support.torch_ranks import engine_python, run_ranks
+from tests.support.vision import PLACEHOLDER
 
 pytestmark = pytest.mark.slow  # each waits for torch
 
@@ -57,8 +59,9 @@ def test_a_model_learns_demonstrations(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     found, apart, (empty, bad) = run_ranks(MAKE % FORGETFUL, tmp_path)
     assert found == [found[0]] * 4, "an example for each conversation"
-    tokens, written = found[0]
+    tokens, written, shown = found[0]
     assert bytes(tokens[place] for place in written if tokens[place] < 256) == b"3\n4\n", "the assistant's alone"
+    assert shown == []
     assert len(apart) == 2, "the second answer's prompt does not contain the first"
     assert "empty.jsonl: has no message of an assistant" in empty
     assert "bad.jsonl:1: KeyError('messages'); expected" in bad
@@ -74,3 +77,53 @@ def test_a_model_learns_demonstrations(tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert [path.name for path in tmp_path.glob(".out*")] == []
     assert "out: exists already" in warm_start(tmp_path, "demonstrations.jsonl", "out").stderr
+
+
+SEEING = """
+import json
+from pathlib import Path
+from launchers.tiny_model import make
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.trainer.warm_start import examples
+
+make(Path("tiny"), layers=1, vision=True)
+(tokens, written, shown), = examples(Path("tiny"), Path("demonstrations.jsonl"))
+errors = []
+for name in ("lost", "text"):
+    try:
+        examples(Path("tiny"), Path(f"{name}.jsonl"))
+    except ConfigError as error:
+        errors.append(str(error))
+print(json.dumps([tokens, written, [list(span) for span, _ in shown], errors]))
+"""
+
+
+def test_an_image_text_model_learns_demonstrations_with_images(tmp_path: Path) -> None:
+    first, second = image(56, 28, 1), image(28, 28, 2)
+    (tmp_path / "first.png").write_bytes(first.data)
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in ("first.png", second.url, "no.png", "data:,x")]
+    messages = [
+        {"role": "user", "content": [parts[0], {"type": "text", "text": "what?"}]},
+        {"role": "assistant", "content": "noise"},
+        {"role": "user", "content": [parts[1]]},
+        {"role": "assistant", "content": "more"},
+    ]
+    (tmp_path / "demonstrations.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    for name, part in (("lost", parts[2]), ("text", parts[3])):
+        bad = [{"role": "user", "content": [part]}, messages[1]]
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": bad}) + "\n")
+    tokens, written, shown, (lost, text) = run_ranks(SEEING, tmp_path)
+    assert [(length, sha256) for _, length, sha256 in shown] == [(2, first.sha256), (1, second.sha256)]
+    assert all(tokens[start : start + length] == [PLACEHOLDER] * length for start, length, _ in shown)
+    assert bytes(tokens[place] for place in written if tokens[place] < 256) == b"noise\nmore\n"
+    assert "lost.jsonl:1: the image 'no.png' cannot be read" in lost
+    assert "text.jsonl:1" in text
+    with (tmp_path / "demonstrations.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": messages}) + "\n")
+    done = warm_start(
+        tmp_path, "demonstrations.jsonl", "out", "--epochs=8", "--batch=2", "--lr=3e-3", "--dtype=float32"
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line)["loss"] for line in done.stdout.splitlines() if line.startswith("{")]
+    assert losses[-1] < losses[0] / 2
+    assert (tmp_path / "out" / "processor_config.json").exists()

@@ -1,0 +1,341 @@
+"""Images in the trainer: pixel inputs and positions of sequences that show images to an image-text model.
+
+The record holds each image file and the placeholder tokens in whose place the engine put it. The image processor of
+the model directory makes pixels of the file again, as the engine's did. So both see the same numbers. Images are
+placed by the recorded spans, never by token ids, because a model may sample a placeholder itself.
+
+Supported are models whose processor cuts images into a grid of patches (``image_grid_thw``), merges squares of patches
+to one token, and marks each by the same placeholder: Qwen2-VL and its successors, GLM-4V, PaddleOCR-VL and others.
+Positions come from the model's own ``get_rope_index``, one sequence at a time, because row and column of a patch count
+there (multi-dimensional rotary embeddings: Wang et al. 2024, Qwen2-VL, arXiv 2409.12191).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # type: ignore[import-not-found]
+from numpy.typing import NDArray
+
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.training.microbatch import ShownImage
+from megaflow_hpc.trajectory import Image, ImageSpan
+
+GRID = "image_grid_thw"
+"""Input of the model that holds the number of patches of each image: frames, rows, columns."""
+MAX_CACHED_BYTES = 2**29
+"""Processed images that are kept. A step reads each several times: in each epoch, and in each window that shows it."""
+
+
+class BadImage(ConfigError):
+    """An image of a rollout cannot be decoded.
+
+    Attributes:
+        sequence: index in its row of the sequence that shows the image.
+    """
+
+    sequence = 0
+
+
+class NoVision(ConfigError):
+    """The model directory cannot take images. The message says why, and what to do."""
+
+
+class Vision:
+    """Makes the inputs of one image-text model. Created by :meth:`read`.
+
+    Attributes:
+        options: options of the image processor that differ from its files, as in vLLM's ``mm-processor-kwargs``.
+    """
+
+    def __init__(self, source: Path, processor: Any, placeholder: int) -> None:
+        self.source, self._processor, self._placeholder = source, processor, placeholder
+        self.options: Mapping[str, Any] = {}
+        self._model: Any = None
+        self._kept: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._kept_bytes = 0
+
+    @classmethod
+    def read(cls, source: Path) -> Vision:
+        """Reads the image processor of a model directory.
+
+        Raises:
+            NoVision: the directory has no image processor, or one of another kind.
+        """
+        from transformers import AutoConfig, AutoImageProcessor  # type: ignore[import-not-found]
+
+        options = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            config = AutoConfig.from_pretrained(source, **options)
+            processor = AutoImageProcessor.from_pretrained(source, **options)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise NoVision(
+                f"{source}: has no image processor that transformers can load ({str(error).partition(chr(10))[0]:.200})"
+                "; copy preprocessor_config.json, or processor_config.json, from the original model"
+            ) from None
+        placeholder = getattr(config, "image_token_id", None)
+        if GRID not in processor.model_input_names or placeholder is None or not hasattr(processor, "merge_size"):
+            raise NoVision(
+                f"{source}: the image processor {type(processor).__name__} does not cut images into grids of patches "
+                f"({GRID}); this trainer takes images with Qwen2-VL and models like it, and others as text only"
+            )
+        return cls(source, processor, int(placeholder))
+
+    def attach(self, causal: Any) -> None:
+        """Takes positions from a model. Otherwise they come from one without weights."""
+        self._model = causal
+        for module in causal.modules():
+            if type(module).__name__ == "PaddleOCRVisionEmbeddings":  # transformers 5.19 and vLLM 0.32 differ here
+                module.interpolation_align_corners = False
+
+    def _rope_index(self) -> Callable[..., Any] | None:
+        if self._model is None:
+            from transformers import AutoConfig, AutoModelForImageTextToText
+
+            config = AutoConfig.from_pretrained(self.source, local_files_only=True, trust_remote_code=False)
+            with torch.device("meta"):
+                self._model = AutoModelForImageTextToText.from_config(config)
+        return getattr(self._model.base_model, "get_rope_index", None)
+
+    # --- images ---
+
+    @property
+    def placeholder(self) -> int:
+        """Id of the token that stands for a part of an image."""
+        return self._placeholder
+
+    def tokens_of(self, image: Image) -> int:
+        """Returns the number of placeholder tokens that the model's processor gives to an image.
+
+        Raises:
+            BadImage: the image cannot be decoded.
+        """
+        return self._tokens(self._pixels(image))
+
+    def _tokens(self, pixels: Mapping[str, Any]) -> int:
+        return int(pixels[GRID].prod()) // int(self._processor.merge_size) ** 2
+
+    def _pixels(self, image: Image) -> dict[str, Any]:
+        """Returns the model's inputs for one image."""
+        if image.sha256 in self._kept:
+            self._kept.move_to_end(image.sha256)
+            return self._kept[image.sha256]
+        opened = decoded(image)
+        try:
+            made = self._processor(images=[opened], return_tensors="pt", **self.options)
+        except ValueError as error:  # such as an image that is too long and thin
+            raise BadImage(f"the image {image.sha256[:12]}… cannot be processed: {error}") from None
+        pixels = {name: made[name] for name in self._processor.model_input_names if name in made}
+        self._kept[image.sha256] = pixels
+        self._kept_bytes += _bytes(pixels)
+        while self._kept_bytes > MAX_CACHED_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= _bytes(self._kept.popitem(last=False)[1])
+        return pixels
+
+    def inputs(self, shown: Sequence[ShownImage]) -> list[dict[str, Any]]:
+        """Returns the pixel inputs of each image that a sequence shows.
+
+        Raises:
+            BadImage: an image cannot be decoded.
+            ConfigError: the processor gives an image another number of tokens than the engine did.
+        """
+        parts = []
+        for span, image in shown:
+            pixels = self._pixels(image)
+            if (count := self._tokens(pixels)) != span.length:
+                raise ConfigError(
+                    f"{self.source}: its image processor gives the image {image.sha256[:12]}… of {image.width} × "
+                    f"{image.height} pixels {count} tokens, but the engine gave it {span.length}: serve and train "
+                    "with the same processor files and mm-processor-kwargs; no step was taken"
+                )
+            parts.append(pixels)
+        return parts
+
+    # --- placeholders ---
+
+    def positions(self, tokens: Any, shown: Sequence[ShownImage]) -> Any:
+        """Returns the positions of a sequence, int64 (3, T), or (1, T) if the model's have one dimension.
+
+        Args:
+            tokens: token ids (T).
+            shown: its images, sorted by their start.
+
+        Raises:
+            BadImage: an image cannot be decoded.
+            ConfigError: a span holds other tokens than placeholders, or touches another.
+        """
+        length = len(tokens)
+        plain = torch.arange(length)[None]
+        for before, after in pairwise([span for span, _ in shown]):
+            if before.end >= after.start:  # the model would take both for one
+                raise ConfigError(
+                    f"{self.source}: no token is between the images at tokens {before.start} and {after.start}: use a "
+                    "chat template that marks where an image begins; no step was taken"
+                )
+        for span, _ in shown:
+            if not 0 <= span.start < span.end <= length or (tokens[span.start : span.end] != self._placeholder).any():
+                raise ConfigError(
+                    f"{self.source}: tokens {span.start} to {span.end} of {length} are not the placeholders of an "
+                    f"image ({self._placeholder}): the rollouts come from another model; no step was taken"
+                )
+        rope_index = self._rope_index()
+        if rope_index is None:
+            return plain
+        if not shown:
+            return plain.expand(3, -1)
+        grids = torch.cat([self._pixels(image)[GRID] for _, image in shown])
+        ids, kinds = torch.as_tensor(tokens)[None].long(), torch.from_numpy(kinds_of(length, shown))[None]
+        return rope_index(input_ids=ids, mm_token_type_ids=kinds, **{GRID: grids})[0][:, 0]
+
+    def marked(self, tokens: Any, sequences: Sequence[Sequence[ShownImage]], offsets: Sequence[int]) -> Any:
+        """Returns a row's token ids (T) with placeholders only where images are shown, which is where the model puts
+        images; others get the id 0."""
+        shown = torch.zeros(len(tokens), dtype=torch.bool)
+        for begin, images in zip(offsets, sequences, strict=False):
+            for span, _ in images:
+                shown[begin + span.start : begin + span.end] = True
+        stray = (tokens == self._placeholder) & ~shown.to(tokens.device)
+        return torch.where(stray, torch.zeros_like(tokens), tokens)
+
+    # --- examples ---
+
+    def example(self) -> list[tuple[Any, list[ShownImage]]]:
+        """Returns sequences with one, two and no images, which fit any vocabulary: int64 tokens (T), and what is
+        shown."""
+        first, second = _drawn(2, 3), _drawn(3, 2)
+        sequences: list[tuple[Any, list[ShownImage]]] = []
+        for images in ([first], [second, first], []):
+            tokens, shown = [1, 2], []
+            for image in images:
+                count = self.tokens_of(image)
+                shown.append((ImageSpan(len(tokens), count, image.sha256), image))
+                tokens += [self._placeholder] * count + [3, 4]
+            sequences.append((np.array(tokens), shown))
+        return sequences
+
+    def blank(self) -> dict[str, Any]:
+        """Returns the pixel inputs of a small image."""
+        return dict(self._pixels(_drawn(1, 1)))
+
+
+def kinds_of(length: int, shown: Sequence[ShownImage]) -> NDArray[np.int32]:
+    """Returns 1 for each token of a sequence that stands for an image, otherwise 0 (``mm_token_type_ids``)."""
+    kinds = np.zeros(length, np.int32)
+    for span, _ in shown:
+        kinds[span.start : span.end] = 1
+    return kinds
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the pixel inputs of several images as those of one call. Empty without images."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def image_of(data: bytes, where: object) -> Image:
+    """Returns the image in a file.
+
+    Args:
+        data: content of the file.
+        where: name of the file, for errors.
+
+    Raises:
+        BadImage: the file is no image that Pillow reads.
+    """
+    from PIL import Image as Pillow  # type: ignore[import-not-found]
+
+    try:
+        with Pillow.open(io.BytesIO(data)) as opened:
+            kind, (width, height) = str(opened.format).lower(), opened.size
+    except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
+        raise BadImage(f"{where}: is no image ({error})") from None
+    return Image(hashlib.sha256(data).hexdigest(), f"image/{kind}", width, height, data)
+
+
+def decoded(image: Image) -> Any:
+    """Decodes an image as vLLM does: turned upright, with transparent pixels on white, in RGB. Returns a PIL image.
+
+    Raises:
+        BadImage: the file is damaged, or no image that Pillow reads within its limit of pixels.
+    """
+    from PIL import Image as Pillow
+    from PIL import ImageOps
+
+    kind = image.media_type.removeprefix("image/").upper()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Pillow.DecompressionBombWarning)
+            opened = Pillow.open(io.BytesIO(image.data), formats=[kind])
+            opened = ImageOps.exif_transpose(opened)
+            if opened.mode == "RGB" and "transparency" not in opened.info:
+                opened.load()
+                return opened
+            if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
+                opened = opened.convert("RGBA")
+                white = Pillow.new("RGB", opened.size, (255, 255, 255))
+                white.paste(opened, mask=opened.getchannel("A"))
+                return white
+            return opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError, KeyError, Pillow.DecompressionBombError, Warning) as error:
+        raise BadImage(f"the image {image.sha256[:12]}… ({image.media_type}) cannot be decoded: {error}") from None
+
+
+@contextmanager
+def embedding(causal: Any, tokens: Any) -> Iterator[None]:
+    """Makes a model embed these token ids (1, T), whatever ids it is called with."""
+    hook = causal.get_input_embeddings().register_forward_pre_hook(lambda module, given: (tokens,))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def processor_options(args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the options of the image processor among an engine's ``args``.
+
+    Raises:
+        ConfigError: they are not a mapping.
+    """
+    given = next((value for name, value in args.items() if name.replace("_", "-") == "mm-processor-kwargs"), None) or {}
+    try:
+        options = json.loads(given) if isinstance(given, str) else given
+        return {**options.get("images_kwargs", {}), **{k: v for k, v in options.items() if k != "images_kwargs"}}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"mm-processor-kwargs: {given!r}: expected a mapping ({error})") from None
+
+
+def takes_images(source: Path) -> bool:
+    """Returns whether a model's configuration has a vision part."""
+    try:
+        return isinstance(json.loads((source / "config.json").read_text()).get("vision_config"), dict)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def vision_parameters(causal: Any) -> list[tuple[str, Any]]:
+    """Returns the parameters before the language model: those of the vision tower and of its projection."""
+    language = {id(p) for module in (causal.get_decoder(), causal.get_output_embeddings()) for p in module.parameters()}
+    return [(name, p) for name, p in causal.named_parameters() if id(p) not in language]
+
+
+def _drawn(rows: int, columns: int) -> Image:
+    """Draws a small image of coloured squares."""
+    from PIL import Image as Pillow
+
+    numbers = np.arange(rows * columns * 3, dtype=np.uint8).reshape(rows, columns, 3) * 37
+    file = io.BytesIO()
+    Pillow.fromarray(np.kron(numbers, np.ones((28, 28, 1), np.uint8))).save(file, "PNG")
+    return image_of(file.getvalue(), "example")
+
+
+def _bytes(pixels: Mapping[str, Any]) -> int:
+    return sum(value.numel() * value.element_size() for value in pixels.values())

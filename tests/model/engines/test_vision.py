@@ -1,0 +1,130 @@
+"""A real vLLM (CPU build) that sees images, and the trainer on what it recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgpack
+import pytest
+
+from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.trajectory import Recording, image_records
+from megaflow_hpc.types import ModelEndpoint
+from tests.support.places import TINY_MODEL
+from tests.support.samples import image
+from tests.support.serving import Servers
+from tests.support.torch_ranks import run_ranks
+from tests.support.vision import PLACEHOLDER
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+TRAINER = r"""
+import json, sys
+from pathlib import Path
+import msgpack
+import numpy as np
+import torch
+from megaflow_hpc.training.microbatch import shown_images
+from megaflow_hpc.training.trainer.model import load, row_of
+from megaflow_hpc.trajectory import TokenSequence, images_of
+
+model, path = sys.argv[1:]
+record = msgpack.unpackb(Path(path).read_bytes())
+images = images_of(record["images"])
+sequences = [TokenSequence.from_record(sequence) for sequence in record["sequences"]]
+policy = load(model, "float32")
+parts = []
+for sequence in sequences:
+    mask = np.frombuffer(sequence.loss_mask, np.uint8)
+    parts.append((np.array(sequence.tokens), mask.nonzero()[0], shown_images(sequence, images)))
+engine = np.concatenate([np.frombuffer(s.logprobs, np.float32) for s in sequences])
+with torch.no_grad():
+    row = row_of(parts, policy)  # one packed row of all sequences and images
+    ours = policy(*row)[0].numpy()
+where = row[3].numpy()
+apart = np.abs(ours[where] - engine[where])
+print(json.dumps({"tokens": len(where), "images": sum(len(p[2]) for p in parts), "apart": float(apart.max())}))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seeing") / "tiny"
+    subprocess.run([interpreter, TINY_MODEL, str(folder), "--vision", "--context", "2048"], check=True, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vllm(interpreter: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with Servers(tmp_path_factory.mktemp("vllm")) as servers, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        args: dict[str, Any] = {"max-model-len": 2048, "dtype": "float32", "distributed-executor-backend": "uni"}
+        args["limit-mm-per-prompt"] = json.dumps({"image": 8})
+        section = {"engine": "vllm", "path": str(model), "gpus": 0, "python": interpreter, "args": args}
+        servers.start(section, "default", "--poll-s", "0.3")
+        servers.record(0, timeout_s=600)
+        yield servers
+
+
+async def post(model: ModelEndpoint, body: dict[str, Any]) -> Any:
+    headers = {"Authorization": f"Bearer {model.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.post(f"{model.base_url}/chat/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+
+def part(number: int, width: int, height: int) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": image(width, height, number).url}}
+
+
+async def talk(model: ModelEndpoint, seed: int) -> None:
+    """Talks about images of several sizes. Two of one size follow each other, one is shown twice."""
+    shown = [[part(seed, 84, 56), part(seed + 1, 84, 56)], [part(seed + 2, 131, 200)], [], [part(seed, 84, 56)]]
+    messages: list[dict[str, Any]] = []
+    for turn, images in enumerate(shown):
+        messages.append({"role": "user", "content": [*images, {"type": "text", "text": f"What now, {turn}?"}]})
+        reply = await post(model, {"messages": messages, "max_tokens": 12, "seed": seed})
+        messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
+
+
+async def recorded(vllm: Servers) -> list[Recording]:
+    async with ModelGateway(wait_s=60) as gateway:
+        gateway.update_endpoints([{**vllm.record(0), "protocol": "split"}])
+        names = [f"t/default/{number}" for number in range(4)]
+        models = [await gateway.open(name, "default") for name in names]
+        await asyncio.gather(*(talk(model, 10 * number) for number, model in enumerate(models)))
+        return [await gateway.close(name) for name in names]
+
+
+def test_engine_and_trainer_agree_token_by_token_with_images_in_the_prompt(
+    vllm: Servers, model: Path, tmp_path: Path
+) -> None:
+    recordings = asyncio.run(recorded(vllm))
+    sequences, images = [], {}
+    for recording in recordings:
+        assert recording.protocols == {"split": 4}
+        assert recording.inexact == 0
+        for sequence in recording.sequences:
+            for span in sequence.images:
+                assert sequence.tokens[span.start : span.end].tolist() == [PLACEHOLDER] * span.length
+                if (recording.images[span.image].width, recording.images[span.image].height) == (84, 56):
+                    assert span.length == 6
+        sequences += [sequence.to_record() for sequence in recording.sequences]
+        images |= recording.images
+    assert len(images) == 12
+    path = tmp_path / "recorded"
+    path.write_bytes(msgpack.packb({"sequences": sequences, "images": image_records(images)}))
+    found = run_ranks(TRAINER, tmp_path, model, path)
+    print(found)
+    assert found["tokens"] >= 4 * 4
+    assert found["images"] >= 4 * 4
+    assert found["apart"] <= 1e-4
