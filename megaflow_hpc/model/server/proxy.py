@@ -49,9 +49,9 @@ from megaflow_hpc.model.engines import upstream
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.http_server import BadBody, HttpServer, bearer_key, read_body
 from megaflow_hpc.model.json_text import ANSWER, TooMuch, check_bounds, decoded, offload, packed
-from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.model.server.weight_copies import ROOT, WeightCopies
+from megaflow_hpc.rundir.endpoints import Load
 from megaflow_hpc.rundir.weights import Version
 
 SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS, CLASSIFY))

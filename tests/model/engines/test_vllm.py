@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.model.server import template_probe
+from megaflow_hpc.model.server import registration
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.weight_delta import write_delta
 from megaflow_hpc.trajectory import Recording, TokenSequence
@@ -185,7 +185,7 @@ def test_every_dialect_is_recorded_as_what_was_sampled(vllm: Servers, protocol: 
 
 def test_thoughts_that_the_template_leaves_out_are_in_no_prompt(vllm: Servers) -> None:
     """The server asked its template at the start; each call follows it, by every protocol alike."""
-    assert vllm.record(0)["template"] == template_probe.DROPS_AT_USER
+    assert vllm.record(0)["template"] == registration.DROPS_AT_USER
 
     async def last_prompt(protocol: str, **options: Any) -> tuple[str, int]:
         async with ModelGateway(wait_s=60, **options) as gateway:
