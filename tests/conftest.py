@@ -18,6 +18,7 @@ from tests.support.requirements import REMEDY, required
 
 pytest_plugins = [
     "tests.docs.group",
+    "tests.support.desktops",
     "tests.support.engines",
     "tests.support.harbor_environment",
     "tests.support.viewers_environment",

@@ -137,13 +137,13 @@ async def _at_once(
         for sandbox in sandboxes:
             root = host_pid(sandbox)
             pids = [root, *descendants(root)] if root else []
-            memory.append(sum(map(_proportional, pids)) / 1000)
+            memory.append(sum(map(proportional, pids)) / 1000)
         await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))
         limits.append(await bare.container_rate(provider.apptainer, rootfs, arguments.sandboxes))
     return rates, limits, memory
 
 
-def _proportional(pid: int) -> float:
+def proportional(pid: int) -> float:
     """Returns the proportional set size of a process in KB."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:

@@ -25,7 +25,8 @@ from tests.support.places import ROOT
 def made(recipes_python: Path, base_sif: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Write a recipe's files by ``init --recipe`` and make its tasks, in the environment of recipes."""
     (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "base.sif").symlink_to(base_sif)
+    for name in ("base.sif", "desktop.sif"):
+        (tmp_path / "images" / name).symlink_to(base_sif.with_name(name))
     return initialised(request.param, tmp_path, recipes_python)
 
 

@@ -413,7 +413,7 @@ def test_exercises_and_bugs_become_tasks_whose_tests_tell_right_from_wrong(
 
 def test_every_registered_set_has_facts_and_a_place(capsys: pytest.CaptureFixture[str]) -> None:
     for name, each in task_sets().items():
-        assert bool(each.hub) != bool(each.archive), name
+        assert [bool(each.hub), bool(each.archive), bool(each.home)].count(True) == 1, name
         assert bool(each.format) != bool(each.unread), name
         assert all(url.startswith("https://") for url in each.sources), name
         unknown = (each.tasks, each.bytes, each.image_bytes) == ("unknown",) * 3 and each.licence == "unknown"

@@ -167,8 +167,10 @@ def _add_import(verbs: Subparsers) -> None:
         "--image",
         metavar="NAME",
         default="",
-        help="image of every instance; {id} stands for its id, {id_1776} and {id_s} for the id with __ replaced",
+        help="image of every instance; {id} stands for its id, {id_1776} and {id_s} for the id with __ replaced. For "
+        "miniwob: the file of the image that has its pages",
     )
+    parser.add_argument("--seeds", metavar="N", type=whole(1), default=1, help="miniwob: tasks of each page (1)")
     parser.add_argument("--workdir", metavar="DIR", default="", help="checkout in the images, for lines that name none")
     parser.add_argument(
         "--test-cmd", metavar="CMD", default="", help="command that runs the tests, for lines without one"
@@ -187,7 +189,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.tasks.loading import summarise
     from megaflow_hpc.tasks.sets.importing import import_set
     from megaflow_hpc.tasks.sets.registry import task_sets
-    from megaflow_hpc.tasks.swebench.importing import import_file
+    from megaflow_hpc.tasks.swebench.format import import_file
 
     if arguments.list:
         return _list_sets(arguments.json)
@@ -220,6 +222,8 @@ def run_import(arguments: argparse.Namespace) -> int:
                 accepted=arguments.accept_licence,
                 change=change,
                 say=note,
+                image=Path(arguments.image).absolute() if arguments.image else None,
+                seeds=arguments.seeds,
             )
             note(f"{result.path}: {len(result.rows)} tasks, version {result.revision}")
             note(f"in a campaign file: tasks: [{{path: {result.pattern}}}]")

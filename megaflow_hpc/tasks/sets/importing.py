@@ -16,13 +16,14 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.host.locks import lock_descriptor
+from megaflow_hpc.resources import docs
 from megaflow_hpc.tasks.formats import refuse_into
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.releases.sdists import cache_directory
 from megaflow_hpc.tasks.sets.converters import DIRECTORIES, to_lines, unpack
 from megaflow_hpc.tasks.sets.download import SetSource, digest_of, fetch
 from megaflow_hpc.tasks.sets.registry import TaskSet, find
-from megaflow_hpc.tasks.swebench.importing import import_file
+from megaflow_hpc.tasks.swebench.format import import_file
 from megaflow_hpc.tasks.swebench.instances import IMAGE, Instance, image_name
 
 
@@ -53,6 +54,8 @@ def import_set(
     accepted: bool,
     change: Callable[[Instance], Instance] | None,
     say: Callable[[str], None],
+    image: Path | None = None,
+    seeds: int = 1,
 ) -> ImportedSet:
     """Writes the tasks of ``NAME[@VERSION]`` below ``output``, and ``NAME.source.json`` next to them.
 
@@ -62,6 +65,8 @@ def import_set(
         accepted: True if the user accepts the licence.
         change: Returns an instance with the values that the user gives for all lines.
         say: Reports progress.
+        image: Image that contains the set's pages, for a set that is in an image.
+        seeds: Number of tasks of each page.
 
     Raises:
         ConfigError: The set is unknown or not read, its licence must be accepted, or its files are invalid.
@@ -80,7 +85,9 @@ def import_set(
         raise ConfigError(f"{target}: exists, and tasks import did not write it; delete it, or name another directory")
     output.mkdir(parents=True, exist_ok=True)
     revision, files = version or task_set.revision, list[tuple[Path, str]]()
-    if origin is not None:
+    if task_set.format == "miniwob":
+        origin = _image_of_pages(base, image, version, origin, mirror)
+    elif origin is not None:
         paths, root = _local(base, task_set, origin), origin
         if paths[0].is_dir() and output.resolve().is_relative_to(paths[0].resolve()):
             raise ConfigError(f"--output {output}: is in {paths[0]}, from which is read; name a directory outside")
@@ -93,7 +100,10 @@ def import_set(
     read = [{"path": str(path.relative_to(root)), "sha256": digest} for path, digest in files]
     with tempfile.TemporaryDirectory(prefix=".import-", dir=output) as scratch:
         made, earlier = Path(scratch, target.name), Path(scratch, "earlier")
-        if task_set.format == "swebench":
+        if task_set.format == "miniwob":
+            assert origin is not None
+            revision, rows, left_out = _episodes(origin, seeds, made, say)
+        elif task_set.format == "swebench":
             rows, left_out = _instances(base, task_set, [path for path, _ in files], made, change)
         else:
             rows, left_out = _directories(task_set, files[0][0], made)
@@ -123,6 +133,32 @@ def import_set(
                 target.rename(earlier)
             made.rename(target)
     return imported
+
+
+def _image_of_pages(name: str, image: Path | None, version: str, origin: Path | None, mirror: str) -> Path:
+    """Returns the image to read pages from. Raises ConfigError if it is missing, or for what has no meaning here."""
+    if version or origin or mirror:
+        raise ConfigError(
+            f"{name}: its pages are in an image, at the image's version; leave out @VERSION, --from, --mirror"
+        )
+    if image is None or not image.exists():
+        given = f"--image {image}: no such file" if image else f"{name}: its pages are in the image of desktops"
+        raise ConfigError(
+            f"{given}; build one ({docs('how-to/screens.md')}), then: tasks import {name} --image images/desktop.sif"
+        )
+    return image
+
+
+def _episodes(
+    image: Path, seeds: int, target: Path, say: Callable[[str], None]
+) -> tuple[str, list[dict[str, Any]], list[str]]:
+    from megaflow_hpc.tasks.sets import miniwob
+
+    left_out = list[str]()
+    target.mkdir()
+    say(f"reading the pages of {image}")
+    version = miniwob.write_tasks(image, seeds, target, refuse_into(left_out))
+    return version, *_read_back(target, left_out)
 
 
 @contextmanager
@@ -183,5 +219,10 @@ def _directories(task_set: TaskSet, file: Path, target: Path) -> tuple[list[dict
     DIRECTORIES[task_set.format](source, target, refuse_into(left_out))
     if not any(target.iterdir()):
         raise Mistakes(left_out or [f"{file}: has no {task_set.format} task; name another version or directory"])
+    return _read_back(target, left_out)
+
+
+def _read_back(target: Path, left_out: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Reads the tasks that were written, as a campaign would."""
     tasks = load_tasks([f"{glob.escape(str(target))}/*"], "/", left_out=left_out)
     return [{"id": task.id, "image": task.image, "path": task.path} for task in tasks], left_out

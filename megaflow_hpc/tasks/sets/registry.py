@@ -33,8 +33,10 @@ class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Patterns of the dataset's files."""
     archive: str = ""
     """Address of a tar.gz. ``{revision}`` is replaced by the version."""
+    home: str = ""
+    """Page of a set that is in an image."""
     revision: str = "main"
-    format: Literal["", "swebench", "harbor", "aider-polyglot", "humanevalfix"] = ""
+    format: Literal["", "swebench", "harbor", "aider-polyglot", "humanevalfix", "miniwob"] = ""
     unread: str = ""
     """Why the set is not read."""
     accept: bool = False
@@ -45,7 +47,9 @@ class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def page(self) -> str:
         """Address of the set, for people."""
-        return f"https://huggingface.co/datasets/{self.hub}" if self.hub else self.archive.partition("/archive/")[0]
+        if self.hub:
+            return f"https://huggingface.co/datasets/{self.hub}"
+        return self.home or self.archive.partition("/archive/")[0]
 
 
 def task_sets() -> dict[str, TaskSet]:

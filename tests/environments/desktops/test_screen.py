@@ -1,0 +1,256 @@
+"""``screen`` in real sandboxes: it starts a desktop once, acts, looks, and says when the desktop has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import struct
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
+from tests.support.desktops import act, screen
+
+PAGE = """<!DOCTYPE html><title>Form</title>
+<style>body { margin: 0; height: 3000px } body > * { position: absolute; left: 100px }</style>
+<button style="top:100px; width:120px; height:40px" onclick="note('pressed')">Press</button>
+<input id="box" aria-label="box" style="top:200px; width:300px; height:30px">
+<div role="region" aria-label="pad" id="pad" style="left:500px; top:100px; width:300px; height:300px"></div>
+<iframe style="left:900px; top:100px; width:200px; height:200px; border:0"
+ srcdoc="<button style='position:absolute; left:50px; top:60px; width:80px; height:30px'>Inner</button>"></iframe>
+<div role="status" aria-label="" id="log" style="position:fixed; top:500px"></div>
+<script>
+const log = document.getElementById('log');
+function note(text) { log.setAttribute('aria-label', log.getAttribute('aria-label') + text + ';'); }
+const pad = document.getElementById('pad');
+for (const kind of ['dblclick', 'contextmenu', 'auxclick'])
+  pad.addEventListener(kind, event => { event.preventDefault(); note(kind); });
+let down = null;
+pad.addEventListener('mousedown', event => { down = event.clientX; });
+pad.addEventListener('mouseup', event => { if (event.clientX !== down) note('dragged ' + (event.clientX - down)); });
+addEventListener('scroll', () => { if (scrollY > 0) note('scrolled'); }, { once: true });
+addEventListener('keydown', event => {
+  if (event.ctrlKey && event.key === 'k') { event.preventDefault(); note('ctrl+k'); }
+});
+</script>
+"""
+
+
+def on_a_desktop(
+    image: Path, scratch: Path, use: Callable[[ApptainerSandbox], Awaitable[Any]], *, started: bool = True, **spec: Any
+) -> Any:
+    """Return the result of ``use(sandbox)`` in a sandbox with a started desktop that shows the page."""
+
+    async def run() -> Any:
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(str(image), network="gateway", **spec)) as sandbox:
+                await sandbox.exec(["sh", "-c", "cat > /page.html"], user_input=PAGE)
+                if started:
+                    assert (await screen(sandbox, "start", "--url", "file:///page.html"))["ok"]
+                return await use(sandbox)
+
+    return asyncio.run(run())
+
+
+async def tree(sandbox: ApptainerSandbox, *words: str) -> str:
+    done = await sandbox.exec(["screen", "tree", *words])
+    assert done.exit_code == 0, done.stdout
+    return done.stdout
+
+
+async def place(sandbox: ApptainerSandbox, start: str, *words: str) -> list[int]:
+    """Return the middle of the node whose line of the tree starts like this."""
+    for line in (await tree(sandbox, *words)).splitlines():
+        if line.strip().startswith(start):
+            found = re.search(r"\((-?\d+),(-?\d+)\)", line)
+            assert found, line
+            return [int(found[1]), int(found[2])]
+    raise AssertionError(f"no {start} in {await tree(sandbox)}")
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", data[16:24])
+
+
+def test_a_desktop_starts_once_and_its_screenshots_have_the_size_that_is_asked_for(
+    desktop_sif: Path, scratch: Path
+) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        servers = (await sandbox.exec("pgrep -x Xvfb; pgrep -x openbox; pgrep -o chromium")).stdout
+        again = await screen(sandbox, "start", "--url", "file:///page.html")
+        assert again == {"ok": True, "size": [1280, 800]}
+        assert (await sandbox.exec("pgrep -x Xvfb; pgrep -x openbox; pgrep -o chromium")).stdout == servers
+        assert len(servers.split()) == 3
+        for words, size in (([], (1280, 800)), (["--scale", "640x400"], (640, 400))):
+            answer = await screen(sandbox, "do", '{"action": "screenshot"}', "--screenshot", "/tmp/a.png", *words)
+            assert answer == {"ok": True, "screenshot": "/tmp/a.png"}
+            shot = await sandbox.read("/tmp/a.png", 1 << 22)
+            assert shot
+            assert png_size(shot) == size
+
+    on_a_desktop(desktop_sif, scratch, use)
+
+
+def test_each_action_reaches_the_page(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        async def after(expected: str, **action: Any) -> None:
+            assert await act(sandbox, **action) == {"ok": True}
+            for _ in range(20):
+                if f"{expected};" in (shown := await tree(sandbox)):
+                    return
+                await asyncio.sleep(0.1)
+            raise AssertionError(f"{action} has not led to {expected}: {shown}")
+
+        button = await place(sandbox, 'button "Press"')
+        pad = await place(sandbox, 'region "pad"')
+        await after("pressed", action="left_click", coordinate=button)
+        await after("dblclick", action="double_click", coordinate=pad)
+        await after("contextmenu", action="right_click", coordinate=pad)
+        await after("auxclick", action="middle_click", coordinate=pad)
+        x, y = pad
+        await after("dragged 60", action="left_click_drag", start_coordinate=pad, coordinate=[x + 60, y])
+        await act(sandbox, action="mouse_move", coordinate=pad)
+        await act(sandbox, action="left_mouse_down")
+        await act(sandbox, action="mouse_move", coordinate=[x - 30, y])
+        await after("dragged -30", action="left_mouse_up")
+        assert await act(sandbox, action="cursor_position") == {"ok": True, "coordinate": [x - 30, y]}
+        await after("ctrl+k", action="key", text="ctrl+k")
+        box = await place(sandbox, 'textbox "box"')
+        await act(sandbox, action="left_click", coordinate=box)
+        text = "Ünï ćode – \"quoted\" $HOME 'x' -- 100%"
+        await act(sandbox, action="type", text=text)
+        assert f"value={json.dumps(text, ensure_ascii=False)}" in await tree(sandbox)
+        await act(sandbox, action="triple_click", coordinate=box)
+        await act(sandbox, action="hold_key", text="Delete", duration=0.1)
+        assert "value=" not in await tree(sandbox)
+        await after("scrolled", action="scroll", coordinate=pad, scroll_direction="down", scroll_amount=3)
+        assert (await place(sandbox, 'button "Press"'))[1] < button[1]
+
+    on_a_desktop(desktop_sif, scratch, use)
+
+
+def test_coordinates_are_those_of_the_scaled_screenshot(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        scale = ("--scale", "640x400")
+        whole, half = await place(sandbox, 'button "Inner"'), await place(sandbox, 'button "Inner"', *scale)
+        assert [abs(2 * a - b) <= 1 for a, b in zip(half, whole, strict=True)] == [True, True]
+        press = await place(sandbox, 'button "Press"', *scale)
+        click = json.dumps({"action": "left_click", "coordinate": press})
+        assert (await screen(sandbox, "do", click, *scale))["ok"]
+        assert "pressed;" in await tree(sandbox)
+
+    on_a_desktop(desktop_sif, scratch, use)
+
+
+WRONG: list[tuple[Any, str]] = [
+    ({"action": "fly"}, "not one of Anthropic's computer tool"),
+    ({}, "expected an object with"),
+    ([], "expected an object with"),
+    ({"action": "mouse_move"}, "coordinate is missing"),
+    ({"action": "left_click", "coordinate": [1280, 10]}, "outside the screen of 1280x800"),
+    ({"action": "left_click", "coordinate": [-1, 10]}, "outside the screen of 1280x800"),
+    ({"action": "left_click", "coordinate": "10,10"}, "expected [x, y]"),
+    ({"action": "left_click", "coordinate": [True, 1]}, "expected [x, y]"),
+    ({"action": "left_click_drag", "start_coordinate": [1, 1]}, "coordinate is missing"),
+    ({"action": "scroll", "scroll_direction": "inwards"}, "expected one of up, down, left, right"),
+    ({"action": "scroll", "scroll_direction": "up", "scroll_amount": 10**9}, "expected a number from 0 to 100"),
+    ({"action": "wait", "duration": 10**9}, "expected a number from 0 to 60"),
+    ({"action": "wait", "duration": float("nan")}, "expected a number from 0 to 60"),
+    ({"action": "type"}, "text None: expected a text"),
+    ({"action": "type", "text": ["a"]}, "expected a text"),
+    ({"action": "type", "text": "a\x07"}, "has a character that no key writes"),
+    ({"action": "type", "text": "a\ud800"}, "has a character that no key writes"),
+    ({"action": "key", "text": "NoSuchKey"}, "NoSuchKey"),
+    ({"action": "key", "text": "--help"}, "--help"),
+]
+
+
+def test_a_wrong_action_is_refused_with_a_reason_and_the_desktop_goes_on(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        for action, reason in WRONG:
+            done = await sandbox.exec(["screen", "do", json.dumps(action)])
+            answer = json.loads(done.stdout)
+            assert (done.exit_code, answer["ok"]) == (1, False)
+            assert reason in answer["error"], (action, answer)
+        done = await sandbox.exec(["screen", "do", "{"])
+        assert "not JSON" in json.loads(done.stdout)["error"]
+        assert (await act(sandbox, action="screenshot"))["ok"]
+
+    on_a_desktop(desktop_sif, scratch, use)
+
+
+def test_without_a_desktop_the_tool_says_how_to_start_one(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        assert await act(sandbox, action="screenshot") == {
+            "ok": False,
+            "error": "no desktop was started here; start one with: screen start",
+        }
+
+    on_a_desktop(desktop_sif, scratch, use, started=False)
+
+
+@pytest.mark.parametrize("victim", ["Xvfb", "openbox", "chromium", "screen"])
+def test_a_display_that_dies_is_named_by_every_later_call_and_files_are_kept(
+    victim: str, desktop_sif: Path, scratch: Path
+) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        await sandbox.exec("echo kept > /work.txt")
+        kill = f"pkill -9 -x {victim}" if victim != "screen" else "pkill -9 -f screen_server.py"
+        await sandbox.exec(f"{kill} || true")
+        shoot = ("do", '{"action": "screenshot"}', "--screenshot", "/tmp/a.png")
+        for _ in range(50):  # a killed process takes a moment to end
+            if not (await screen(sandbox, *shoot))["ok"]:
+                break
+            await asyncio.sleep(0.1)
+        for _ in range(3):
+            answer = await screen(sandbox, *shoot)
+            assert not answer["ok"]
+            assert answer["error"].startswith("display lost")
+            await asyncio.sleep(0.7)
+        assert await sandbox.read("/work.txt") == b"kept\n"
+        again = await screen(sandbox, "start", "--url", "file:///page.html")
+        assert again["ok"], again
+        assert (await act(sandbox, action="screenshot"))["ok"]
+
+    on_a_desktop(desktop_sif, scratch, use)
+
+
+def test_a_desktop_beyond_its_memory_is_a_named_failure(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        done = await sandbox.exec(["screen", "start", "--url", "file:///page.html"], timeout_s=60)
+        for _ in range(40):
+            if sandbox.breaches:
+                break
+            await asyncio.sleep(0.1)
+        assert any(breach.limit == "memory" for breach in sandbox.breaches), done.stdout
+
+    on_a_desktop(desktop_sif, scratch, use, started=False, memory_mb=100)
+
+
+def test_the_tree_lists_windows_of_programs(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        await sandbox.exec("echo text > /note.txt")
+        assert (await screen(sandbox, "start", "--run", "l3afpad /note.txt"))["ok"]
+        for _ in range(50):
+            if 'window "note.txt' in (shown := await tree(sandbox)):
+                break
+            await asyncio.sleep(0.1)
+        assert re.search(r'window "note\.txt[^"]*" \(\d+,\d+\) \d+x\d+', shown), shown
+
+    on_a_desktop(desktop_sif, scratch, use, started=False)
+
+
+def test_screenshots_show_the_page(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        await sandbox.exec(["sh", "-c", "cat > /red.html"], user_input="<body style='background: #f00'>")
+        await screen(sandbox, "start", "--url", "file:///red.html", "--kiosk")
+        await screen(sandbox, "do", '{"action": "screenshot"}', "--screenshot", "/tmp/a.png")
+        look = "from PIL import Image; print(Image.open('/tmp/a.png').convert('RGB').getpixel((300, 300)))"
+        assert (await sandbox.exec(["python3", "-c", look])).stdout == "(255, 0, 0)\n"
+
+    on_a_desktop(desktop_sif, scratch, use, started=False)

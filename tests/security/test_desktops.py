@@ -1,0 +1,187 @@
+"""What an agent with a desktop may try: to reach the page's browser, to forge an episode, to stop the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
+from megaflow_hpc.tasks.loading import load_tasks
+from megaflow_hpc.tasks.sets import miniwob
+from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
+from tests.support.desktops import act, played, screen
+
+LISTENERS = "cat /proc/net/tcp /proc/net/tcp6 | awk '$4 == \"0A\" {print $2}'"
+FORGE = "core.EP_TIMER = core.EP_TIMER || 1; core.endEpisode(1)"
+
+
+class Trying:
+    """An agent that is one function."""
+
+    def __init__(self, use: Callable[[Sandbox], Awaitable[None]]) -> None:
+        self._use = use
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        await self._use(sandbox)
+        return AgentResult()
+
+
+def reward_of(
+    page: str, asks: str, image: Path, scratch: Path, where: Path, use: Callable[[Sandbox], Awaitable[None]]
+) -> float:
+    """Return the reward of an episode in which the agent does this."""
+    miniwob.write_task(where / "tasks", miniwob.AskedPage(page, "1", asks), "1.1.0")
+    [task] = load_tasks([f"{where}/tasks/*"], "/")
+
+    async def run() -> float:
+        async with ApptainerProvider(scratch) as provider:
+            reward, error = await played(task, {"desktop": str(image)}, provider, Trying(use))
+            assert not error, error
+            return reward
+
+    return asyncio.run(run())
+
+
+async def keys(sandbox: Sandbox, *names: str) -> None:
+    for name in names:
+        await act(sandbox, action="key", text=name)
+        await asyncio.sleep(0.3)
+
+
+async def write(sandbox: Sandbox, text: str) -> None:
+    await act(sandbox, action="type", text=text)
+    await asyncio.sleep(0.3)
+
+
+async def developer_tools(sandbox: Sandbox) -> None:
+    for name in ("F12", "ctrl+shift+j", "ctrl+shift+i"):
+        await keys(sandbox, name)
+        await asyncio.sleep(1.5)
+        await write(sandbox, FORGE)
+        await keys(sandbox, "Return")
+
+
+async def inspect_by_the_menu(sandbox: Sandbox) -> None:
+    await act(sandbox, action="right_click", coordinate=[250, 640])
+    await asyncio.sleep(0.5)
+    await keys(sandbox, "Up", "Return")
+    await asyncio.sleep(1.5)
+    await write(sandbox, FORGE)
+    await keys(sandbox, "Return")
+
+
+async def address_bar(sandbox: Sandbox) -> None:
+    for name in ("ctrl+l", "F6", "alt+d", "ctrl+t", "ctrl+n"):
+        await keys(sandbox, name)
+        await write(sandbox, f"javascript:{FORGE}")
+        await keys(sandbox, "Return")
+
+
+async def load_again_and_solve(sandbox: Sandbox) -> None:
+    await click_button(sandbox, "TWO")  # which is wrong
+    await keys(sandbox, "F5")
+    await asyncio.sleep(1.0)
+    await act(sandbox, action="left_click", coordinate=[240, 300])  # START
+    await asyncio.sleep(0.5)
+    await click_button(sandbox, "ONE")
+
+
+async def begin_again_and_solve(sandbox: Sandbox) -> None:
+    await click_button(sandbox, "TWO")
+    await act(sandbox, action="left_click", coordinate=[240, 300])
+    await asyncio.sleep(0.5)
+    await click_button(sandbox, "ONE")
+
+
+async def click_button(sandbox: Sandbox, name: str) -> None:
+    done = await sandbox.exec(["screen", "tree"])
+    if found := re.search(rf'button "{name}" \((\d+),(\d+)\)', done.stdout):
+        await act(sandbox, action="left_click", coordinate=[int(found[1]), int(found[2])])
+
+
+@pytest.mark.parametrize(
+    "attack", [developer_tools, inspect_by_the_menu, address_bar, load_again_and_solve, begin_again_and_solve]
+)
+def test_no_keys_and_clicks_but_the_solution_give_a_reward(
+    attack: Callable[[Sandbox], Awaitable[None]], desktop_sif: Path, scratch: Path, tmp_path: Path
+) -> None:
+    assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, attack) == 0.0
+
+
+def test_the_solution_gives_the_reward(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:
+    async def solve(sandbox: Sandbox) -> None:
+        await click_button(sandbox, "ONE")
+
+    assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, solve) == 1.0
+
+
+def test_markup_that_is_typed_runs_no_code(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:
+    """The page `terminal` writes what the user types into itself as HTML."""
+
+    async def inject(sandbox: Sandbox) -> None:
+        await act(sandbox, action="left_click", coordinate=[240, 400])
+        await write(sandbox, f"<img src=x onerror='{FORGE}'>\n<script>{FORGE}</script>\n")
+        await write(sandbox, f"echo <svg onload='{FORGE}'>\n")
+
+    assert reward_of("terminal", "Use the terminal.", desktop_sif, scratch, tmp_path, inject) == 0.0
+
+
+def test_the_agent_reaches_nothing_of_the_page_but_the_port_of_screen(
+    desktop_sif: Path, scratch: Path, tmp_path: Path
+) -> None:
+    async def look(sandbox: Sandbox) -> None:
+        for key in ({}, {"SCREEN_KEY": ""}, {"SCREEN_KEY": "0" * 32}):
+            answer = await screen(sandbox, "episode", **key)
+            assert answer == {"ok": False, "error": "only the verifier has the key to the episode"}
+        assert (await sandbox.exec("env; ls -A /work /tests /solution 2>/dev/null")).stdout.count("KEY") == 0
+        assert (await sandbox.exec("ls -A /work")).stdout == ""
+        assert (await sandbox.exec("pgrep -c 'chromium|Xvfb'")).stdout.strip() == "0"
+        probe = (
+            "import socket\n"
+            "host = socket.gethostbyname('screen')\n"
+            "found = []\n"
+            "for port in [*range(1, 10000), *range(30000, 61000, 7)]:\n"
+            "    try: socket.create_connection((host, port), 1).close(); found.append(port)\n"
+            "    except OSError: pass\n"
+            "print(found)"
+        )
+        assert (await sandbox.exec(["python3", "-c", probe], timeout_s=60)).stdout.strip() == f"[{miniwob.PORT}]"
+
+    assert reward_of("click-test", "Click the button.", desktop_sif, scratch, tmp_path, look) == 0.0
+
+
+def test_requests_that_are_none_hold_up_nobody(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:
+    bodies = ["", "{", "[]", "null", "{}", '{"verb": 1}', '{"verb": "do"}', '{"verb": "do", "action": 1}']
+    bodies += ['{"verb": "tree", "scale": [1e9, 1]}', '{"verb": "tree", "scale": "x"}', "[" * 100_000, "9" * 100_000]
+    flood = (
+        "import socket, sys, time\n"
+        "host = (socket.gethostbyname('screen'), 7900)\n"
+        "held = [socket.create_connection(host) for _ in range(100)]\n"
+        "for body in sys.stdin.read().split('\\n'):\n"
+        "    with socket.create_connection(host) as connection:\n"
+        "        connection.sendall(body.encode() + b'\\n')\n"
+        "        connection.shutdown(socket.SHUT_WR)\n"
+        "        connection.recv(100)\n"
+        "import subprocess\n"
+        "print(subprocess.run(['screen', 'do', sys.argv[1]], capture_output=True, text=True).stdout)\n"
+    )
+
+    async def attack(sandbox: Sandbox) -> None:
+        done = await sandbox.exec(
+            ["python3", "-c", flood, '{"action": "screenshot"}'], user_input="\n".join(bodies), timeout_s=60
+        )
+        assert json.loads(done.stdout) == {"ok": True}, done.stderr
+
+    assert reward_of("click-test", "Click the button.", desktop_sif, scratch, tmp_path, attack) == 0.0
+
+
+async def test_a_desktop_in_the_agents_own_sandbox_opens_no_port(desktop_sif: Path, scratch: Path) -> None:
+    async with ApptainerProvider(scratch) as provider:
+        async with await provider.start(SandboxSpec(str(desktop_sif), network="gateway")) as sandbox:
+            assert (await screen(sandbox, "start", "--url", "about:blank"))["ok"]
+            assert (await sandbox.exec(LISTENERS)).stdout == ""
