@@ -437,6 +437,17 @@ class Desktop:
             self._programs["Chromium"] = self.chromium.process
             self.chromium.attach()
 
+    def await_manager(self):
+        """Waits until the window manager answers. A window that appears before it never gets the focus."""
+        deadline = time.monotonic() + START_S
+        while "the window manager" in self._programs:
+            with contextlib.suppress(Refused):
+                self._xdotool(["get_num_desktops"])
+                return
+            if time.monotonic() > deadline:
+                raise Lost("the window manager does not start")
+            time.sleep(LOOK_S)
+
     def run(self, command):
         """Starts a program on the desktop."""
         return subprocess.Popen(
@@ -773,6 +784,7 @@ def serve(options):
         if options.miniwob:
             episode = Episode(desktop.chromium, options.miniwob, options.seed, options.time)
         if options.run:
+            desktop.await_manager()
             desktop.run(["/bin/sh", "-c", options.run])
         # Only a desktop that is ready accepts connections, so that a health check can try one.
         listener.listen(64)

@@ -20,32 +20,32 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 BUDGETS = {
     "campaign keys": 241,
     "environment variables": 30,
-    "modules": 504,
+    "modules": 480,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 5,
-    "thousand tokens of agents": 16,
+    "thousand tokens of agents": 19,
     "thousand tokens of at the top": 7,
-    "thousand tokens of campaign": 38,
+    "thousand tokens of campaign": 39,
     "thousand tokens of cli": 50,
     "thousand tokens of config": 17,
     "thousand tokens of environments": 99,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 5,
     "thousand tokens of ledger": 20,
-    "thousand tokens of model": 73,
+    "thousand tokens of model": 76,
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 38,
     "thousand tokens of prove": 8,
     "thousand tokens of report": 26,
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
-    "thousand tokens of tasks": 55,
+    "thousand tokens of tasks": 54,
     "thousand tokens of training": 71,
     "thousand tokens of trajectories": 57,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
 
-EVERYBODYS = {"types", "trajectory", "errors", "version", "texts", "resources", "host"}
+EVERYBODYS = {"types", "trajectory", "errors", "version", "texts", "resources", "screen", "host"}
 """Rooms that every room may import. They import only one another."""
 
 DOORS: dict[str, str] = {
@@ -57,6 +57,7 @@ DOORS: dict[str, str] = {
     "version": "",
     "texts": "",
     "resources": "",
+    "screen": "",
     "recipes": "",
     "host": "",
     # The campaign file, and all files of a run directory.
@@ -121,7 +122,7 @@ DOORS: dict[str, str] = {
     "monitor": "config ledger rundir rundir/pods",
     "campaign/planning": "campaign slurm config rundir ledger agents tasks tasks/harbor environments/builds "
     "environments/images environments/sandbox model/engines training trajectories/reading",
-    "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks model/engines model/server "
+    "campaign": "campaign/planning slurm monitor config rundir ledger agents tasks model/engines "
     "training trajectories trajectories/journal trajectories/reading",
     # A site is proved by its own jobs and by campaigns.
     "prove": "agents campaign environments/sandbox rundir slurm trajectories",
@@ -132,7 +133,7 @@ DOORS: dict[str, str] = {
     "tasks training training/algorithms trajectories trajectories/reading",
     "cli/view": "cli campaign monitor rundir trajectories",
     "cli/files": "cli rundir trajectories trajectories/exports trajectories/maintenance",
-    "cli/making": "cli config recipes tasks tasks/harbor tasks/releases tasks/sets tasks/swebench agents "
+    "cli/making": "cli config tasks tasks/harbor tasks/releases tasks/sets tasks/swebench agents "
     "environments/builds environments/images environments/images/cache environments/sandbox",
 }
 """Room → rooms from which it may import, in addition to :data:`EVERYBODYS`."""

@@ -23,6 +23,7 @@ NAMES: Mapping[str, str] = {
     "oracle": "megaflow_hpc.agents.without_model:OracleAgent",
     "nop": "megaflow_hpc.agents.without_model:NopAgent",
     "mini-swe-agent": "megaflow_hpc.agents.mini_swe:MiniSweAgent",
+    "computer-use": "megaflow_hpc.agents.computer_use:ComputerUseAgent",
     "command": "megaflow_hpc.agents.command:CommandAgent",
     "claude-code": "megaflow_hpc.agents.command:claude_code",
     "codex": "megaflow_hpc.agents.command:codex",

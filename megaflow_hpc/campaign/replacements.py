@@ -23,8 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from megaflow_hpc.errors import SiteError
-from megaflow_hpc.rundir.json_files import try_read_json, write_record
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, try_read_json, write_record
 from megaflow_hpc.rundir.record import JobRecord
 from megaflow_hpc.slurm import site
 from megaflow_hpc.slurm.accounting import JobState

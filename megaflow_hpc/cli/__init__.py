@@ -28,28 +28,24 @@ from megaflow_hpc.resources import missing_package
 from megaflow_hpc.version import __version__
 
 GROUPS = {
-    "campaigns.start": ("init", "check", "plan", "run", "submit"),
+    "campaigns.start": ("recipes", "init", "check", "plan", "run", "submit"),
     "campaigns.control": ("resume", "extend", "scale", "cancel", "gather"),
-    "runs.status": ("list", "status", "usage"),
-    "runs.watch": ("watch",),
-    "doctor": ("doctor",),
+    "runs.status": ("list", "status", "watch", "usage"),
+    "doctor": ("doctor", "janitor"),
     "prove": ("prove",),
     "runs.logs": ("logs",),
-    "runs.report": ("compare", "report"),
-    "runs.track": ("track",),
+    "runs.report": ("compare", "report", "track"),
     "runs.shell": ("shell",),
     "runs.show": ("show",),
     "runs.reverify": ("reverify",),
     "runs.diff": ("diff",),
     "files.export": ("export", "import"),
     "files.store": ("validate", "verify", "compact", "anonymise", "du"),
-    "making.recipes": ("recipes",),
     "making.tasks": ("tasks",),
     "making.agents": ("agents",),
     "making.images": ("images",),
     "runs.weights": ("weights",),
     "runs.training": ("training",),
-    "janitor": ("janitor",),
     "help": ("completion", "help"),
 }
 """Module in this package → verbs that it adds. The ``help`` module needs the parser of every verb."""

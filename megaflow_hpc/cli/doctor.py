@@ -1,4 +1,5 @@
-"""``doctor``: reports what the site provides, what is missing, and remedies."""
+"""``doctor`` reports what the site provides, what is missing, and remedies. ``janitor`` removes leftover files and
+processes of killed sandboxes from this node."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -32,8 +35,8 @@ TRAINED_WITH = ("torch", "transformers", "safetensors", "numpy", "h5py", "msgspe
 
 
 def register(subparsers: Subparsers) -> None:
-    """Registers the verb ``doctor``."""
-    parser = add_verb(
+    """Registers the verbs ``doctor`` and ``janitor``."""
+    doctor = add_verb(
         subparsers,
         "doctor",
         _doctor,
@@ -41,8 +44,21 @@ def register(subparsers: Subparsers) -> None:
         examples=["doctor", "doctor --job      # also two MPI ranks through srun"],
         description="Checks the interpreter, Slurm, MPI, Apptainer, scratch, engines and trainers. Changes nothing.",
     )
-    parser.add_argument(
+    doctor.add_argument(
         "--job", action="store_true", help="also run two MPI ranks through srun, and kill one (waits for two CPUs)"
+    )
+
+    janitor = add_verb(
+        subparsers,
+        "janitor",
+        _janitor,
+        "remove what killed sandboxes left on this node",
+        examples=["janitor", "janitor --scratch /local/me/megaflow"],
+        description="Ends processes and removes scratch files of sandboxes whose owner has ended. Never touches files "
+        "of a live process. Processes are identified by pid and start time.",
+    )
+    janitor.add_argument(
+        "--scratch", metavar="DIR", help="scratch directory to clean; default: the sandboxes' scratch on this node"
     )
 
 
@@ -380,3 +396,27 @@ def _trainer() -> Iterator[Finding]:
         yield Finding("trainer", "warn", f"{python} lacks {' '.join(missing)}", remedy)
     else:
         yield Finding("trainer", "ok", python)
+
+
+def _janitor(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.environments.sandbox.scratch import scratch_directories, sweep
+    from megaflow_hpc.host.private import BUILD_DIRECTORY, sweep_directories, sweep_shared_memory
+
+    places = [arguments.scratch] if arguments.scratch else scratch_directories()
+    counts: Counter[str] = Counter(owners=0, sandboxes=0, processes=0, left=0)
+    for directory in places:
+        counts.update(sweep(directory))
+    scratch = ", ".join(map(str, places)) or "no scratch on this node"
+    counts["pods"] = sweep_directories(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
+    counts["builds"] = sweep_directories(tempfile.gettempdir(), BUILD_DIRECTORY)
+    counts["shared_memory"] = sweep_shared_memory()
+    if arguments.json:
+        print_json({"scratch": scratch, **counts})
+    else:
+        say(
+            f"{scratch}: {counts['owners']} dead owners, {counts['sandboxes']} sandboxes, "
+            f"{counts['processes']} processes, {counts['pods']} directories of pods and "
+            f"{counts['builds']} of builds, {counts['shared_memory']} shared-memory files removed, "
+            f"{counts['left']} could not be removed"
+        )
+    return 1 if counts["left"] else 0

@@ -16,7 +16,7 @@ from typing import Any
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import docs
-from megaflow_hpc.rundir.model_use import use_lines
+from megaflow_hpc.rundir.budget import use_lines
 from megaflow_hpc.texts import in_one_line, printable
 
 FINAL = ("completed", "truncated", "failed", "cancelled")

@@ -8,7 +8,8 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -256,3 +257,87 @@ def copy_tree(source: Path, target: Path) -> None:
         return []
 
     shutil.copytree(source, target, symlinks=True, ignore=special)
+
+
+# --- paths below a directory ------------------------------------------------------------------------------------------
+
+_STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_LINKS = 40
+
+
+@contextlib.contextmanager
+def opened_below(root: int, path: str, *, follow: bool = True, as_root: bool = False) -> Iterator[tuple[int, str]]:
+    """Yields an ``O_PATH`` descriptor for ``path`` below ``root``, and its path relative to ``root`` without symlinks.
+
+    Resolving a path twice may give different results, because another process can change symlinks in between. So every
+    component is opened by name, relative to the directory already open, and the object that was checked is also the
+    object that is used. Since Linux 5.6, ``openat2`` does the same.
+
+    Args:
+        root: Descriptor of a directory.
+        follow: If the last component is a symlink, open its target. Otherwise open the symlink itself.
+        as_root: Resolve symlinks as if ``root`` were ``/``, as after a chroot, so that no symlink can escape.
+
+    Raises:
+        OSError: ``EXDEV`` if the path escapes ``root``, otherwise the kernel's error.
+    """
+    descriptor = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
+    names: list[str] = []
+    waiting = deque(path.split("/"))
+    links = 0
+    try:
+        while waiting:
+            name = waiting.popleft()
+            if name in ("", "."):
+                continue
+            if name == "..":
+                if not names and not as_root:
+                    raise OSError(errno.EXDEV, "leads out of its directory", path)
+                names = names[:-1]
+                descriptor = _replace(descriptor, _descend(root, names))
+                continue
+            below = os.open(name, _STEP, dir_fd=descriptor)
+            if stat.S_ISLNK(os.fstat(below).st_mode) and (follow or any(each not in ("", ".") for each in waiting)):
+                try:
+                    target = os.readlink("", dir_fd=below)
+                finally:
+                    os.close(below)
+                links += 1
+                if links > _MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+                if target.startswith("/"):
+                    if not as_root:
+                        raise OSError(errno.EXDEV, "leads out of its directory", path)
+                    names = []
+                    descriptor = _replace(descriptor, _descend(root, names))
+                waiting.extendleft(reversed(target.split("/")))
+                continue
+            descriptor = _replace(descriptor, below)
+            names = [*names, name]
+        yield descriptor, "/".join(names) or "."
+    finally:
+        os.close(descriptor)
+
+
+def reopen(descriptor: int, flags: int) -> int:
+    """Reopens the object of an ``O_PATH`` descriptor for reading or writing. The object must not be a symlink."""
+    return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
+
+
+def _descend(root: int, names: list[str]) -> int:
+    """Opens a directory by descending from the root. Following ``..`` would be unsafe if a directory was moved
+    meanwhile."""
+    descriptor = os.open(".", _STEP | os.O_DIRECTORY, dir_fd=root)
+    for name in names:
+        try:
+            below = os.open(name, _STEP | os.O_DIRECTORY, dir_fd=descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        descriptor = _replace(descriptor, below)
+    return descriptor
+
+
+def _replace(old: int, new: int) -> int:
+    os.close(old)
+    return new

@@ -33,8 +33,7 @@ from megaflow_hpc.host.atomic import make_directory
 from megaflow_hpc.ledger.calls import Link, Names, Read, Steps
 from megaflow_hpc.ledger.files import Files, passing
 from megaflow_hpc.ledger.names import ADDED, FIRST_HANDED_OFF, TASKS, added_path, block_numbers, task_path
-from megaflow_hpc.rundir.json_files import read_json
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json
 from megaflow_hpc.types import Rollout
 
 MAX_BLOCK = 256

@@ -33,8 +33,7 @@ import msgspec
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import new_file, write_atomic, write_json
 from megaflow_hpc.host.files import open_regular, read_regular
-from megaflow_hpc.rundir.json_files import read_json
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json
 from megaflow_hpc.rundir.record import PackedTasks, RunRecord, decode
 
 # --- accepted changes ---

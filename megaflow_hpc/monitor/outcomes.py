@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.monitor.evaluation import evaluate
+from megaflow_hpc.rundir.budget import Used, total_use
 from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import RolloutEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.logs import pod_log
-from megaflow_hpc.rundir.model_use import Used, total
 from megaflow_hpc.rundir.pods.running import AttemptPlace
 from megaflow_hpc.rundir.summaries import RECENT_S, Summary, WantedPods
 from megaflow_hpc.types import VERIFIED, RolloutName
@@ -60,7 +60,7 @@ class Outcomes:
         """Adds the outcome of a stored rollout."""
         self._recent[int(event.t)] += 1
         if event.models:
-            self.models = total([self.models, event.models])
+            self.models = total_use([self.models, event.models])
         if event.status not in VERIFIED or self.limit is None:
             self._keep(event)
             return
@@ -77,7 +77,7 @@ class Outcomes:
             self._well.setdefault(policy, Counter()).update(statuses)
         self._inexact.update(summary.inexact)
         self._constrained.update(summary.constrained)
-        self.models = total([self.models, summary.models])
+        self.models = total_use([self.models, summary.models])
         self._recent.update(summary.recent)
         self._digests.append(summary.digests)
         for ended in summary.ended_badly:

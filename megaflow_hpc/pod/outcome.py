@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 import msgspec
 
 from megaflow_hpc.host.wire import Message, pack
+from megaflow_hpc.rundir.budget import Used
 from megaflow_hpc.rundir.events import RolloutEvent, rounded, shown
-from megaflow_hpc.rundir.model_use import Used
 from megaflow_hpc.trajectory import Attempt, Trajectory
 
 COST_FILE = "cost.json"

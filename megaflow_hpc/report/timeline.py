@@ -17,11 +17,11 @@ import numpy as np
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.report.series import CURVE_POINTS, Floats, Span, lanes, mean_level, peak_level, significant, thinned
+from megaflow_hpc.rundir.budget import Used, total_use
 from megaflow_hpc.rundir.event_reader import EventReader
 from megaflow_hpc.rundir.events import AttemptEvent, PodEvent, RolloutEvent, WorkerEvent
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
-from megaflow_hpc.rundir.model_use import Used, total
 from megaflow_hpc.rundir.summaries import Condensed
 
 MAX_BARS = 2500
@@ -110,7 +110,7 @@ def read_events(run: RunDir) -> Events:
                 case RolloutEvent():
                     all_events.pod_of[event.id] = name
                     pod.stored += 1
-                    all_events.models = total([all_events.models, event.models])
+                    all_events.models = total_use([all_events.models, event.models])
         for worker in workers.values():
             _add_span(pod, worker, pod.last_at)
         if pod.started_at:
@@ -121,7 +121,7 @@ def read_events(run: RunDir) -> Events:
 
 def _add_condensed(all_events: Events, name: str, condensed: Condensed) -> None:
     """Adds an entry for the condensed starts of a pod, up to ``name``."""
-    all_events.models = total([all_events.models, condensed.models])
+    all_events.models = total_use([all_events.models, condensed.models])
     all_events.repeated.update(condensed.retries)
     all_events.repeated_on[name] += sum(condensed.retries.values())
     spans = [((begin, end), slots) for begin, end, slots in condensed.slots if begin < end]

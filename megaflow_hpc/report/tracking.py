@@ -30,8 +30,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_atomic
 from megaflow_hpc.host.locks import locked
 from megaflow_hpc.report.series import significant
-from megaflow_hpc.rundir.json_files import read_json
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.rundir.training import TrainingView

@@ -1,4 +1,5 @@
-"""A campaign's total limits: ``limits.core_hours``, ``limits.gpu_hours``, ``limits.wall`` and ``limits.usd``.
+"""What a campaign uses, and its total limits: ``limits.core_hours``, ``limits.gpu_hours``, ``limits.wall`` and
+``limits.usd``.
 
 Every pod reports the core-seconds of its allocation and the price of its model calls in its lease. Every engine server
 reports its GPU-seconds in a file of its own. One pod sums the reports for the whole campaign. A campaign can exceed a
@@ -15,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,8 +26,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory, write_json
-from megaflow_hpc.rundir.json_files import read_json, write_record
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json, write_record
 
 LIMITS = ("core_hours", "gpu_hours", "wall", "usd")
 REPORT_INTERVAL_S = 30.0
@@ -177,3 +177,45 @@ def spent_usd(leases: Mapping[str, Mapping[str, Any]]) -> float:
 def measured(value: object) -> float | None:
     """Validates a number of seconds or dollars read from a file. Returns ``None`` if the value is implausible."""
     return float(value) if isinstance(value, int | float) and 0 <= value <= MAX_S else None
+
+
+# --- calls of judges and of models with a price -----------------------------------------------------------------------
+
+
+class ModelUse(msgspec.Struct, omit_defaults=True):
+    """Calls of one judge, or of one model with a price. They are counted apart from the tokens of policies."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    usd: float | None = None
+    """Price in US dollars. ``None`` without a price in the campaign file."""
+
+    def __add__(self, other: ModelUse) -> ModelUse:
+        usd = None if self.usd is None and other.usd is None else (self.usd or 0.0) + (other.usd or 0.0)
+        tokens = self.prompt_tokens + other.prompt_tokens, self.sampled_tokens + other.sampled_tokens
+        return ModelUse(self.calls + other.calls, *tokens, usd)
+
+
+Used = dict[str, ModelUse]
+"""Model → its calls."""
+
+
+def total_use(uses: Iterable[Mapping[str, ModelUse]]) -> Used:
+    """Returns the sum of several counts, model by model."""
+    sums: Used = {}
+    for use in uses:
+        for model, one in use.items():
+            sums[model] = sums.get(model, ModelUse()) + one
+    return sums
+
+
+def use_lines(used: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Describes the calls of models, one line each, for a person."""
+    lines = []
+    for model, use in used.items():
+        usd = use.get("usd")
+        price = f", {usd:.4g} USD" if isinstance(usd, float) else ""
+        tokens = f"{use.get('prompt_tokens', 0)} prompt and {use.get('sampled_tokens', 0)} sampled tokens"
+        lines.append(f"model {model}: {use.get('calls', 0)} calls, {tokens}{price}")
+    return lines

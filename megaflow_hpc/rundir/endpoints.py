@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megaflow_hpc.rundir.json_files import read_json, try_read_json, write_record
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json, try_read_json, write_record
 
 T = TypeVar("T")
 
@@ -36,6 +35,17 @@ STALE_S = 100.0
 
 SERVICE = "service:"
 """Prefix of a service's name in place of a policy. No policy's name has a colon."""
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Load of one server since its previous heartbeat."""
+
+    in_flight: int = 0
+    """Number of requests that are queued or being processed."""
+    waiting: int = 0
+    """Number of requests waiting in the engine's queue or, in a pool, at the proxy."""
+    wait_s: float = 0.0
+    """Seconds until the last queued request starts, at the rate of the past half minute."""
 
 
 class RefusedWeights(msgspec.Struct):

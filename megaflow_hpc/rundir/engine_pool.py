@@ -29,8 +29,7 @@ from megaflow_hpc.host.atomic import write_atomic, write_json
 from megaflow_hpc.host.private import who_may_replace
 from megaflow_hpc.host.process import user_name
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, PoolMembership
-from megaflow_hpc.rundir.json_files import read_json, try_read_json, write_record
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json, try_read_json, write_record
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from megaflow_hpc.host.atomic import file_mode
-from megaflow_hpc.rundir.model_use import Used
+from megaflow_hpc.rundir.budget import Used
 from megaflow_hpc.types import Status
 
 ERROR_CHARS = 300

@@ -1,4 +1,4 @@
-"""The layout of a run directory. One class defines every path.
+"""The layout of a run directory, and its typed JSON files. One class defines every path.
 
 ::
 
@@ -35,9 +35,13 @@ import os
 import secrets
 import time
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.atomic import file_mode, make_directory
+from megaflow_hpc.host.atomic import file_mode, make_directory, write_json
+from megaflow_hpc.host.files import LARGEST, read_regular
 from megaflow_hpc.host.mounts import refusal_of_links
 from megaflow_hpc.host.private import make_parents, who_may_replace
 from megaflow_hpc.host.process import user_name
@@ -163,3 +167,35 @@ class RunDir:
 def new_run_name(campaign: str) -> str:
     """Generates a run name of the form ``<campaign>-<UTC timestamp>-<4 hex digits>``."""
     return f"{campaign}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
+
+
+# --- JSON files, whose content is untrusted ---------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = LARGEST) -> T:
+    """Reads and decodes one file. Ignores unknown keys.
+
+    Raises:
+        OSError: The file is missing, not a regular file, or temporarily unreadable.
+        ValueError: The file is damaged. The message names the file, the field and the expected type.
+    """
+    data = read_regular(path, max_bytes)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def try_read_json(path: str | os.PathLike[str], kind: type[T], max_bytes: int = LARGEST) -> T | None:
+    """Reads and decodes one file. Returns ``None`` if it is missing, damaged or temporarily unreadable."""
+    try:
+        return read_json(path, kind, max_bytes)
+    except (OSError, ValueError):
+        return None
+
+
+def write_record(path: Path, record: msgspec.Struct, mode: int | None = None) -> None:
+    """Publishes a record atomically at ``path`` (:func:`~megaflow_hpc.host.atomic.write_atomic`)."""
+    write_json(path, msgspec.to_builtins(record), mode)

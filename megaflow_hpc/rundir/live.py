@@ -25,8 +25,7 @@ from megaflow_hpc.host.atomic import without_links, write_atomic
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.endpoints import Heartbeats
 from megaflow_hpc.rundir.events import Count, Number
-from megaflow_hpc.rundir.json_files import try_read_json
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, try_read_json
 from megaflow_hpc.rundir.summaries import start_number
 
 RENEW_S = 10.0

@@ -34,8 +34,7 @@ import msgspec
 
 from megaflow_hpc.host.atomic import make_directory
 from megaflow_hpc.host.files import read_regular
-from megaflow_hpc.rundir.json_files import read_json, write_record
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json, write_record
 from megaflow_hpc.texts import in_one_line
 
 FINISHED = "ledger/finished"

@@ -17,8 +17,7 @@ from megaflow_hpc.config import CampaignConfig, resolved
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
-from megaflow_hpc.rundir.json_files import read_json
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json
 
 ROLES = ("pods", "servers", "trainer", "gather")
 OPTIONS = {

@@ -24,8 +24,8 @@ import msgspec
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import file_mode, fsync, make_directory
 from megaflow_hpc.host.files import open_regular
+from megaflow_hpc.rundir.budget import Used
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.model_use import Used
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Pattern of a name. It contains no dot, which separates it from the names of its parts."""

@@ -30,6 +30,7 @@ import msgspec
 
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.rundir.budget import Used
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
@@ -41,7 +42,6 @@ from megaflow_hpc.rundir.events import (
     StartEvent,
     Time,
 )
-from megaflow_hpc.rundir.model_use import Used
 
 VERSION = 1
 SUFFIX = ".summary"

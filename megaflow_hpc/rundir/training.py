@@ -26,8 +26,7 @@ import msgspec
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.host.process import Identity, boot_id, node_name
-from megaflow_hpc.rundir.json_files import read_json, try_read_json
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json, try_read_json
 from megaflow_hpc.rundir.marks import cause
 
 LAST_WORD_LOG_BYTES = 4000

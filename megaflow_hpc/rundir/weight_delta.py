@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import make_directory
 from megaflow_hpc.host.files import open_regular, remove_tree
-from megaflow_hpc.rundir.json_files import read_json, write_record
+from megaflow_hpc.rundir.layout import read_json, write_record
 from megaflow_hpc.rundir.safetensors import read_header
 from megaflow_hpc.rundir.weight_source import ADAPTER, DELTA, Delta, DeltaFile
 

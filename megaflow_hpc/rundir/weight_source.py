@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir.json_files import read_json, try_read_json
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json, try_read_json
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.safetensors import read_directory, why_not_of
 

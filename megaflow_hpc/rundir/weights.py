@@ -46,8 +46,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import fsync, fsync_tree, make_directory, write_json
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import Identity, boot_id
-from megaflow_hpc.rundir.json_files import read_json, write_record
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json, write_record
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.rundir.weight_source import ADAPTER, base_of, check, complete, policy_of
 

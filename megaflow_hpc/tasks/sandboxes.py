@@ -1,15 +1,18 @@
-"""Derives a task's sandbox spec and verification context from the campaign's environment."""
+"""The sandbox of a task: its spec and verification context by the campaign's environment, its replacement for a task
+without an image, and a hint at a missing network."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
+from megaflow_hpc.errors import UserCodeError
 from megaflow_hpc.tasks.formats import OpenJudge, VerificationContext
-from megaflow_hpc.types import Task
+from megaflow_hpc.types import ExecResult, Network, Task
 
 
 def sandbox_spec(task: Task, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
@@ -65,4 +68,68 @@ def verification_context(
         artifacts=artifacts,
         judge=judge,
         roles=roles,
+    )
+
+
+class NoSandbox:
+    """The sandbox of a task without an image, whose agent only takes part in a conversation. It has no container and no
+    files, and every operation raises an error that blames the calling code.
+
+    Args:
+        task: The task, which error messages name.
+    """
+
+    breaches: Sequence[Any] = ()
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    async def exec(self, command: Any, **options: Any) -> ExecResult:
+        """Raises :class:`UserCodeError`, as do the other operations."""
+        self._refuse("exec")
+
+    async def upload(self, source: str, target: str) -> None:
+        self._refuse("upload")
+
+    async def download(self, source: str, target: str) -> None:
+        self._refuse("download")
+
+    async def read(self, path: str, limit: int = 0) -> bytes | None:
+        self._refuse("read")
+
+    async def listen(self, port: int = 0) -> Any:
+        self._refuse("listen")
+
+    async def kill_processes(self) -> None:
+        """Does nothing, because there are no processes."""
+
+    async def end_processes(self) -> None:
+        """Does nothing, because there are no processes."""
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise UserCodeError(f"sandbox.{operation}: task {self._task.id} has no sandbox (image: none); name an image")
+
+
+_NETWORK_FAILED = re.compile(
+    r"Could not resolve host|Temporary failure in name resolution|Temporary failure resolving|Name or service not known"
+    r"|Network is unreachable|getaddrinfo (?:ENOTFOUND|EAI_AGAIN)|NameResolutionError|no such host",
+    re.IGNORECASE,
+)
+
+
+def network_hint(output: str, network: Network) -> str:
+    """Returns the end of a message about a failed program: the key that gives its sandbox a network.
+
+    Returns an empty string if the sandbox has the host's network, or if the output names no network failure.
+
+    Args:
+        output: What the program printed.
+        network: The sandbox's network.
+    """
+    failed = None if network == "host" else _NETWORK_FAILED.search(output)
+    if failed is None:
+        return ""
+    return (
+        f"; it printed {failed[0]!r}, and its sandbox has network: {network}; set environment: {{network: host}}, or "
+        "tasks validate --network host, if the task may use the network, or install what it fetches in the image"
     )

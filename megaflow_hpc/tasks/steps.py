@@ -31,7 +31,7 @@ from megaflow_hpc.errors import (
 )
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext, format_of
-from megaflow_hpc.tasks.no_sandbox import NoSandbox
+from megaflow_hpc.tasks.sandboxes import NoSandbox
 from megaflow_hpc.types import Task, Verdict
 
 T = TypeVar("T")

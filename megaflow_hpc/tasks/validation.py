@@ -21,9 +21,7 @@ from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import ConfigError, SandboxError, UserCodeError
 from megaflow_hpc.tasks.formats import format_of
-from megaflow_hpc.tasks.no_network import network_hint
-from megaflow_hpc.tasks.no_sandbox import NoSandbox
-from megaflow_hpc.tasks.sandboxes import sandbox_spec, verification_context
+from megaflow_hpc.tasks.sandboxes import NoSandbox, network_hint, sandbox_spec, verification_context
 from megaflow_hpc.tasks.services import services_of
 from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
 from megaflow_hpc.types import Agent, Task

@@ -51,11 +51,10 @@ from megaflow_hpc.rundir.weights import Checksum, Version, current, ordinals, pu
 from megaflow_hpc.training import methods
 from megaflow_hpc.training.algorithms.samples import SCORE
 from megaflow_hpc.training.buffer import DamagedRecord, Routing, Sequences, check_experts
-from megaflow_hpc.training.evaluation import request_evaluation
 from megaflow_hpc.training.microbatch import Minibatch, split
 from megaflow_hpc.training.plan import Columns, PlannedRollout, StepPlan, TrainingFiles, amended
 from megaflow_hpc.training.planning import NO_TASK_LEFT, Planning
-from megaflow_hpc.training.policy import trained_policy
+from megaflow_hpc.training.policy import request_evaluation, trained_policy
 from megaflow_hpc.training.readiness import PodWatch
 from megaflow_hpc.trajectory import Image, TokenSequence
 

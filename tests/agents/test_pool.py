@@ -17,7 +17,7 @@ from megaflow_hpc.agents import pool
 from megaflow_hpc.agents.pool import AgentPool
 from megaflow_hpc.agents.remote import AgentJob, ProcessLostError, Zygote
 from megaflow_hpc.errors import UserCodeError
-from megaflow_hpc.tasks.no_sandbox import NoSandbox
+from megaflow_hpc.tasks.sandboxes import NoSandbox
 from megaflow_hpc.types import Task
 from tests.support.places import ROOT
 from tests.support.serving import in_loop

@@ -1,4 +1,4 @@
-"""The backlog counts the rollouts that are left to run, although some end twice."""
+"""Servers follow the load, and the backlog counts the rollouts that are left to run, although some end twice."""
 
 from __future__ import annotations
 
@@ -6,13 +6,34 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc.campaign.autoscaler import Backlog
+from megaflow_hpc.campaign.autoscaler import Backlog, wanted_servers
 from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.rundir import summaries
+from megaflow_hpc.rundir.endpoints import Load
 from megaflow_hpc.rundir.events import RolloutEvent, decode, encode
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.pods.aggregator import EventAggregator
 from megaflow_hpc.types import Rollout
+
+BUSY, IDLE, QUICK = Load(9, 6, 20.0), Load(1, 0, 0.0), Load(40, 30, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("loads", "asking", "expected"),
+    [
+        ([], False, 0),  # no rollouts are left
+        ([], True, 1),
+        ([IDLE], False, 0),
+        ([IDLE], True, 1),
+        ([BUSY], True, 2),
+        ([QUICK], True, 1),  # many wait, none for long
+        ([BUSY, BUSY], True, 3),
+        ([BUSY, IDLE], True, 2),  # the router will even that out
+        ([BUSY] * 4, True, 4),
+    ],
+)
+def test_servers_follow_what_waits(loads: list[Load], asking: bool, expected: int) -> None:
+    assert wanted_servers(0, 4, loads, asking) == expected
 
 
 @pytest.mark.parametrize("with_summaries", [False, True])

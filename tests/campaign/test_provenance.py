@@ -10,7 +10,7 @@ from pathlib import Path
 
 import h5py
 
-from megaflow_hpc.campaign import provenance
+from megaflow_hpc.campaign import plan
 from megaflow_hpc.config import AgentConfig, ModelConfig, Policy
 from megaflow_hpc.ledger.tasks import PlannedTask, write_tasks
 from megaflow_hpc.rundir.record import RunRecord, write_run
@@ -37,7 +37,7 @@ def test_versions_name_engine_model_and_agent_and_reach_the_campaign_file(tmp_pa
     (engine / "bin").mkdir()
     (engine / "bin" / "python").symlink_to(sys.executable)
     policies = {"a": policy(model(tmp_path / "model"), engine)}
-    found = provenance.versions(policies)
+    found = plan.versions(policies)
     assert found["mpi4py"] == version("mpi4py")
     assert {name: found["models"]["a"][name] for name in ("engine", "vllm", "torch")} == {
         "engine": "vllm",
@@ -59,15 +59,15 @@ def test_versions_name_engine_model_and_agent_and_reach_the_campaign_file(tmp_pa
 
 
 def test_a_models_fingerprint_changes_with_its_files(tmp_path: Path) -> None:
-    one = provenance.fingerprint(model(tmp_path / "one"))
-    assert one == provenance.fingerprint(model(tmp_path / "two"))
-    assert one != provenance.fingerprint(model(tmp_path / "two", weights=b"w" * 101))
+    one = plan.fingerprint(model(tmp_path / "one"))
+    assert one == plan.fingerprint(model(tmp_path / "two"))
+    assert one != plan.fingerprint(model(tmp_path / "two", weights=b"w" * 101))
     (model(tmp_path / "two") / "config.json").write_text('{"layers": 3}')
-    assert one != provenance.fingerprint(tmp_path / "two")
+    assert one != plan.fingerprint(tmp_path / "two")
 
 
 def test_a_run_keeps_the_tokenizer_of_its_model(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run")
-    provenance.keep_tokenizers(run, {"a": policy(model(tmp_path / "model"), tmp_path), "b": policy(tmp_path, tmp_path)})
+    plan.keep_tokenizers(run, {"a": policy(model(tmp_path / "model"), tmp_path), "b": policy(tmp_path, tmp_path)})
     (kept,) = (run.path / "tokenizers").iterdir()
     assert (kept.name, gzip.decompress(kept.read_bytes())) == ("a.json.gz", b'{"model": {"vocab": {"a": 0}}}')

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import yaml
 
-from megaflow_hpc.campaign.judge_servers import JudgeServers
+from megaflow_hpc.campaign.local import JudgeServers
 from megaflow_hpc.cli import main
 from megaflow_hpc.cli.runs.reverify import MAX_ERROR_CHARS, Reverified, _tasks_of_today
 from megaflow_hpc.config import Policy, parse, resolved

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megaflow_hpc.campaign.facade import check
-from megaflow_hpc.campaign.planning.gpu_sharing import sleeping
+from megaflow_hpc.campaign.planning.gpus import sleeping
 from megaflow_hpc.config import parse
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import read_blocks

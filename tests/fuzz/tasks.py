@@ -10,10 +10,10 @@ from pathlib import Path
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, format_of
 from megaflow_hpc.tasks.harbor.data import HarborData
+from megaflow_hpc.tasks.harbor.format import steps_of
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.tasks.harbor.rewards import read_rewards
-from megaflow_hpc.tasks.harbor.steps import steps_of
 from megaflow_hpc.tasks.swebench.instances import read_instances
 from megaflow_hpc.tasks.swebench.plan import load, read_tasks
 from megaflow_hpc.tasks.swebench.runs import judge

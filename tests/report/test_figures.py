@@ -21,10 +21,9 @@ from megaflow_hpc.monitor.usage import JobUse, totals
 from megaflow_hpc.report.comparison import Difference, compare, matrix_of, paired_interval, sign_flip_test
 from megaflow_hpc.report.cost import Prices
 from megaflow_hpc.report.figures import LoadedRun, RunFigures, figures_of, to_builtins
-from megaflow_hpc.report.files import charts_of
+from megaflow_hpc.report.files import charts_of, prometheus_text
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.policies import STAGES, Arm
-from megaflow_hpc.report.prometheus import text as metrics
 from megaflow_hpc.report.rollouts import attempt_spans, read_rollouts
 from megaflow_hpc.report.series import lanes, mean_level, peak_level, thinned
 from megaflow_hpc.report.timeline import bars_of
@@ -96,7 +95,7 @@ def test_phases_add_up_to_what_a_rollout_took_and_stages_to_the_time_since_the_p
     assert parts["environment startup"] == pytest.approx(len(ran))
     assert sum(parts.values()) == pytest.approx(sum(100 + 10 * (n // 4) + 40 + n for n in ran))
     assert sum(one.share for one in found.stages) == pytest.approx(2, abs=1e-4)
-    assert 'policy="first",stage="submission"} 220' in metrics([found])
+    assert 'policy="first",stage="submission"} 220' in prometheus_text([found])
 
 
 def test_what_rollouts_used_is_counted_where_it_is_known(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_what_rollouts_used_is_counted_where_it_is_known(tmp_path: Path) -> None
     assert sum(one.count for one in policy.cpu_bins) == sum(one.count for one in policy.memory_bins) == 2
     names = {chart.title for chart in charts_of([found], [[]], [])}
     assert {"CPU of rollouts", "Memory of rollouts"} <= names
-    assert 'policy="default"} 300000000' in metrics([found])
+    assert 'policy="default"} 300000000' in prometheus_text([found])
 
 
 def test_a_pod_that_left_no_word_is_gone_once_somebody_knows(attacked: RunDir, tmp_path: Path) -> None:
@@ -298,7 +297,7 @@ def test_a_run_that_trains_has_a_curve_for_each_metric(tmp_path: Path) -> None:
     assert (curves["reward"].steps[-1], curves["reward"].values[-1]) == (7, 0.7)
     assert curves["entropy"].steps == [1, 2, 4, 5, 6, 7]
     assert [chart.name for chart in charts_of([found], [[]], [])] == ["training-reward", "training-entropy"]
-    assert "megaflow_training_steps_total" in metrics([found])
+    assert "megaflow_training_steps_total" in prometheus_text([found])
 
 
 def test_levels_lanes_and_thinning() -> None:

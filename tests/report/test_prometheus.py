@@ -5,14 +5,14 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from megaflow_hpc.report.figures import figures_of
-from megaflow_hpc.report.prometheus import text
+from megaflow_hpc.report.files import prometheus_text
 from megaflow_hpc.rundir.layout import RunDir
 from tests.support.reports import ATTACK
 
 
 def test_metrics_are_understood_and_are_the_figures(attacked: RunDir, better: RunDir) -> None:
     figures = [figures_of(attacked.path), figures_of(better.path), figures_of(better.trajectories.parent)]
-    families = {family.name: family for family in text_string_to_metric_families(text(figures))}
+    families = {family.name: family for family in text_string_to_metric_families(prometheus_text(figures))}
     samples = [sample for family in families.values() for sample in family.samples]
     assert len({(s.name, tuple(sorted(s.labels.items()))) for s in samples}) == len(samples), "no sample comes twice"
     assert all(family.documentation for family in families.values())

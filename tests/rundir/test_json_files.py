@@ -14,8 +14,7 @@ from megaflow_hpc.rundir import overrides, weights
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles
 from megaflow_hpc.rundir.engine_pool import EnginePool
-from megaflow_hpc.rundir.json_files import read_json
-from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.layout import RunDir, read_json
 from megaflow_hpc.rundir.marks import Marks
 from tests.support.samples import run_dir
 

@@ -470,13 +470,19 @@ async def test_an_answer_that_cannot_be_recorded_is_refused_at_once_and_no_serve
 # --- whatever an agent sends --------------------------------------------------------------------------------
 
 WORDS = st.sampled_from(
-    ["user", "assistant", "tool", "text", "image_url", "function", "tool_use", "tool_result", "http://a/", "auto"]
+    [
+        *("user", "assistant", "tool", "text", "image_url", "function", "tool_use", "tool_result", "http://a/", "auto"),
+        *("computer", "computer_20250124", "computer_toolset_20260801", "computer_use_preview", "computer_call"),
+        *("computer_call_output", "computer_screenshot", "linux", "wait"),
+    ]
 )
 KEYS = st.sampled_from(
     [
         *("role", "content", "type", "text", "name", "id", "function", "arguments", "parameters", "tool_calls"),
         *("source", "url", "image_url", "input", "output", "call_id", "tools", "format", "schema", "json_schema"),
         *("thinking", "tool_name", "tool_use_id", "namespace", "refusal", "description", "mode", "x"),
+        *("toolset_name", "configs", "display_width_px", "display_height_px", "display_width", "display_height"),
+        *("environment", "action", "actions", "acknowledged_safety_checks"),
     ]
 )
 VALUES: Any = st.recursive(
@@ -491,7 +497,7 @@ FIELDS_OF_MESSAGES = {
     "system": {"role", "content", "name"},
     "user": {"role", "content", "name"},
     "assistant": {"role", "content", "name", "reasoning", "reasoning_content", "tool_calls"},
-    "tool": {"role", "content", "name", "tool_call_id"},
+    "tool": {"role", "content", "name", "tool_call_id", "acknowledged_safety_checks"},
 }
 """Fields of a message that engines get."""
 

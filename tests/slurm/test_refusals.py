@@ -12,8 +12,7 @@ import pytest
 
 from megaflow_hpc import config
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.model.engines import multinode
-from megaflow_hpc.model.engines.launch import Launch
+from megaflow_hpc.model.engines.launch import Launch, over_nodes
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.slurm import script
@@ -216,7 +215,7 @@ def test_every_srun_waits_for_all_tasks_and_has_the_sites_options(here: Site) ->
         for call in path.read_text().replace("\\\n", " ").splitlines():
             if call.strip().startswith("srun "):
                 assert "--wait=0" in call, (path, call)
-    over = multinode.over_nodes(Launch(["engine"], {}), 2, Path("/p"), ["--site"], {"SLURM_JOB_NUM_NODES": "2"})
+    over = over_nodes(Launch(["engine"], {}), 2, Path("/p"), ["--site"], {"SLURM_JOB_NUM_NODES": "2"})
     assert "--wait=0" in over.command
     assert over.command.index("--site") < over.command.index("engine")
 

@@ -15,8 +15,8 @@ import pytest
 
 from megaflow_hpc.environments import ApptainerProvider, ApptainerSandbox, SandboxSpec
 from megaflow_hpc.tasks import checkout
+from megaflow_hpc.tasks.harbor.format import step_name, steps_of
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.harbor.steps import step_name, steps_of
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Verdict
 from tests.support.harbor_tasks import write_task

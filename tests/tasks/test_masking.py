@@ -12,7 +12,7 @@ import pytest
 from megaflow_hpc.config.sections import EnvironmentConfig
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.masking import Mask
+from megaflow_hpc.tasks.harbor.verifier import Mask
 from megaflow_hpc.tasks.sandboxes import sandbox_spec, verification_context
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import Verdict

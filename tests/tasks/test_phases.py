@@ -16,8 +16,8 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext
 from megaflow_hpc.tasks.harbor.artifacts import MAX_FILE
 from megaflow_hpc.tasks.harbor.data import HarborData
+from megaflow_hpc.tasks.harbor.format import combine, may_continue, steps_of
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.harbor.steps import combine, may_continue, steps_of
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.tasks.validation import Validation, validate
 from megaflow_hpc.types import Sandbox, Task, Verdict

@@ -26,8 +26,8 @@ from megaflow_hpc.rundir.weight_delta import put_together
 from megaflow_hpc.rundir.weight_source import DELTA
 from megaflow_hpc.rundir.weights import current, ordinals, versions
 from megaflow_hpc.training.dataflow import Dataflow, Step
-from megaflow_hpc.training.evaluation import evaluations
 from megaflow_hpc.training.plan import Refill, StepPlan, TaskBatch, TrainingFiles
+from megaflow_hpc.training.policy import evaluations
 from megaflow_hpc.training.staleness import FIRST_ADDED_ROUND, FIRST_REFILL_ROUND
 from megaflow_hpc.types import Rollout
 from tests.support.hash_trainer import START, drink, step_through, train, trained, watched

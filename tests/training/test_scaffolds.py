@@ -15,9 +15,8 @@ from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.training.dataflow import Dataflow
-from megaflow_hpc.training.evaluation import evaluations
 from megaflow_hpc.training.plan import StepPlan
-from megaflow_hpc.training.policy import TrainedPolicy, trained_policy
+from megaflow_hpc.training.policy import TrainedPolicy, evaluations, trained_policy
 from megaflow_hpc.types import Rollout
 from tests.support.hash_trainer import drink
 from tests.support.programs import repair, train_with_programs

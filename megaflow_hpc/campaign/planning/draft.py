@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megaflow_hpc.agents.registry import WITHOUT_MODEL
-from megaflow_hpc.campaign.planning.gpu_sharing import check_gpu_types, check_sharing, sleeping
+from megaflow_hpc.campaign.planning.gpus import check_gpu_types, check_memory, check_sharing, sleeping
 from megaflow_hpc.campaign.planning.model_paths import Where, absolute, absolute_training, check_models
 from megaflow_hpc.campaign.planning.own_code import check_agents, check_methods
-from megaflow_hpc.campaign.planning.training_memory import check_memory
 from megaflow_hpc.config import CampaignConfig, Policy
 from megaflow_hpc.config.model import EnginePoolConfig
 from megaflow_hpc.config.quotas import settle, site_caps

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megaflow_hpc.campaign.planning.model_paths import cached_models, why_no_engine
 from megaflow_hpc.config import site_profile
 from megaflow_hpc.config.sections import NAME
 from megaflow_hpc.config.site_profile import Profile
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.model.engines.offline import cached_models, why_no_engine
 from megaflow_hpc.resources import docs, install
 from megaflow_hpc.slurm import fits, site
 from megaflow_hpc.slurm.site import Partition

@@ -1,4 +1,4 @@
-"""Verbs that begin a campaign: ``init``, ``check``, ``plan``, ``run`` and ``submit``."""
+"""Verbs that begin a campaign: ``recipes``, ``init``, ``check``, ``plan``, ``run`` and ``submit``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
-from megaflow_hpc.cli.output import note, print_json, say, seconds
+from megaflow_hpc.cli.output import note, print_json, say, seconds, table
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.cli.verb import Subparsers, above_zero, add_verb, run_path, whole
 from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.resources import docs
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.facade import Campaign
@@ -24,7 +25,18 @@ MAX_LINES = 100
 
 
 def register(subparsers: Subparsers) -> None:
-    """Registers the verbs ``init``, ``check``, ``plan``, ``run`` and ``submit``."""
+    """Registers the verbs ``recipes``, ``init``, ``check``, ``plan``, ``run`` and ``submit``."""
+    recipes = add_verb(
+        subparsers,
+        "recipes",
+        _recipes,
+        "list complete campaigns to start from, or show one",
+        examples=["recipes", "recipes reasoning", "init --recipe reasoning"],
+        description="A recipe is a campaign with its tasks, its agent, a rehearsal that takes seconds, and figures to "
+        f"compare with. megaflow-hpc init --recipe NAME writes its files. {docs('how-to/recipes.md')} compares all.",
+    )
+    recipes.add_argument("name", metavar="NAME", nargs="?", help="show this recipe; default: list all")
+
     init = add_verb(
         subparsers,
         "init",
@@ -120,6 +132,38 @@ def _add_max_rollouts(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="refuse a campaign with more rollouts than N (10,000,000)",
     )
+
+
+def _recipes(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.recipes import find_recipe, recipe_names
+
+    recipes = [find_recipe(name) for name in ([arguments.name] if arguments.name else recipe_names())]
+    if arguments.json:
+        print_json([recipe.to_builtins() for recipe in recipes])
+        return 0
+    if not arguments.name:
+        rows = [(recipe.name, recipe.title, recipe.needs.image, recipe.needs.gpu) for recipe in recipes]
+        say(table(("recipe", "what it is", "image", "GPU"), rows))
+        say("One of them: megaflow-hpc recipes NAME; its files: megaflow-hpc init --recipe NAME")
+        return 0
+    [recipe] = recipes
+    say(f"{recipe.title}\n{recipe.summary}")
+    say(f"  image     {recipe.needs.image}\n  GPU       {recipe.needs.gpu}")
+    missing = recipe.missing
+    for package in recipe.needs.packages:
+        lacks = ", not installed" if package in missing else ""
+        say(f"  package   {package.name} {package.version} ({package.licence}{lacks})")
+    for expected in recipe.expected:
+        say(f"  expected  {expected.figure}\n            {expected.source}")
+    for measured in recipe.measured:
+        say(f"  measured  {measured.figure}\n            {measured.on}; {measured.took}; {measured.date}")
+    if not recipe.measured:
+        say("  measured  nothing yet")
+    say(f"  files     {', '.join(recipe.files)}")
+    say("Next:")
+    for command in (f"megaflow-hpc init --recipe {recipe.name} && cd {recipe.name}", *recipe.commands):
+        say(f"  {command}")
+    return 0
 
 
 def _init(arguments: argparse.Namespace) -> int:

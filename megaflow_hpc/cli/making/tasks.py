@@ -189,7 +189,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.tasks.loading import summarise
     from megaflow_hpc.tasks.sets.importing import import_set
     from megaflow_hpc.tasks.sets.registry import task_sets
-    from megaflow_hpc.tasks.swebench.importing import import_file
+    from megaflow_hpc.tasks.swebench.format import import_file
 
     if arguments.list:
         return _list_sets(arguments.json)

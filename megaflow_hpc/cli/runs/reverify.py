@@ -24,14 +24,14 @@ from megaflow_hpc.cli.runs.shell import until_signalled
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, share, whole
 from megaflow_hpc.errors import ConfigError, MegaflowError, ModelServiceError, UnscoredError
 from megaflow_hpc.ledger.tasks import PlannedTask, planned_tasks
+from megaflow_hpc.rundir.budget import total_use, use_lines
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.model_use import total, use_lines
 from megaflow_hpc.rundir.record import RunRecord, check_version, read_run
 from megaflow_hpc.rundir.rewards import GivenReward, RewardLog, check_name, given_as
 from megaflow_hpc.types import VERIFIED, RolloutName, Task
 
 if TYPE_CHECKING:
-    from megaflow_hpc.campaign.judge_servers import JudgeServers
+    from megaflow_hpc.campaign.local import JudgeServers
     from megaflow_hpc.pod.rollout.rescoring import NewScore, Rescoring
     from megaflow_hpc.pod.rollout.services import Services
     from megaflow_hpc.tasks.scoring import Scorer
@@ -122,7 +122,7 @@ class Reverified:
         """Returns the outcome as plain JSON."""
         new = {rollout: given.reward for rollout, given in self.scored.items() if given.reward is not None}
         old = [self.before[rollout] for rollout in new]
-        judge = total(given.judge for given in self.scored.values())
+        judge = total_use(given.judge for given in self.scored.values())
         return {
             "run": str(run),
             "name": name,
@@ -351,7 +351,7 @@ class _Work:
             reward=score.reward,
             rewards=dict(score.rewards),
             error=score.error[:MAX_ERROR_CHARS],
-            judge=total(map(use_of, score.calls)),
+            judge=total_use(map(use_of, score.calls)),
         )
         self._log.add(given)
         self._outcome.scored[rollout] = given
@@ -372,7 +372,7 @@ async def _judging(
     Raises:
         ModelServiceError: An engine does not start.
     """
-    from megaflow_hpc.campaign.judge_servers import JudgeServers
+    from megaflow_hpc.campaign.local import JudgeServers
 
     watch.step("starting the judges")
     with JudgeServers(run, planned, judges) as servers:

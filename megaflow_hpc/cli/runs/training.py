@@ -16,7 +16,7 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import read_run
 
 if TYPE_CHECKING:
-    from megaflow_hpc.campaign.planning.training_memory import Fit
+    from megaflow_hpc.campaign.planning.gpus import Fit
 
 SETTINGS = {"lr": zero_or_more, "microbatch": whole(1), "steps": whole(1)}
 """Name of a setting → parser of its value."""
@@ -91,7 +91,7 @@ def _setting(text: str) -> tuple[str, float | int]:
 
 def _fit(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
-    from megaflow_hpc.campaign.planning.training_memory import fit_of, model_of
+    from megaflow_hpc.campaign.planning.gpus import fit_of, model_of
 
     campaign = Campaign.from_yaml(arguments.campaign)
     config = campaign.config

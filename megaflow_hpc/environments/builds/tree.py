@@ -31,9 +31,9 @@ from megaflow_hpc.environments.images.layers import merging
 from megaflow_hpc.environments.images.layers.blob import OPEN_DIRECTORY, LayerFacts, Packer, opened, pack_tree
 from megaflow_hpc.environments.images.layers.view import LayerView, Tree
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.host import child, safe_path
+from megaflow_hpc.host import child
 from megaflow_hpc.host.apptainer import last_line
-from megaflow_hpc.host.files import remove_tree
+from megaflow_hpc.host.files import opened_below, remove_tree
 from megaflow_hpc.host.tar import RefusedMember
 
 MOUNTED_DIRECTORIES = (".megaflow", ".megaflow-build", "dev")
@@ -53,7 +53,7 @@ def copy(root: str, target: str, *sources: str) -> None:
         directory = os.path.join(target, str(number))
         os.makedirs(directory)
         item = os.path.join(directory, posixpath.basename(posixpath.normpath(source)) or "root")
-        with safe_path.opened(top, source, as_root=True) as (descriptor, _):
+        with opened_below(top, source, as_root=True) as (descriptor, _):
             path = f"/proc/self/fd/{descriptor}"
             if stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 path += "/."

@@ -24,8 +24,7 @@ from urllib.parse import urlsplit
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.address import LOOPBACK, address, free_port
 from megaflow_hpc.host.private import open_to_others
-from megaflow_hpc.model.engines import container, multinode
-from megaflow_hpc.model.engines.launch import Launch
+from megaflow_hpc.model.engines.launch import IMAGE_PYTHON, Launch, in_image, over_nodes
 from megaflow_hpc.model.images import MAX_PIXELS
 
 NO_HOST = "nowhere.invalid"
@@ -52,9 +51,9 @@ def launch(model: Mapping[str, Any], policy: str, private: Path, seen: Iterable[
         raise ConfigError(f"model.engine: {engine!r} is not one of {', '.join(ADAPTERS)}")
     result = ADAPTERS[engine](model, policy, private)
     if model.get("image") and result.command:
-        result = container.in_image(result, model, private, seen)
+        result = in_image(result, model, private, seen)
     nodes = int(model.get("nodes") or 1)
-    return multinode.over_nodes(result, nodes, private, model.get("srun") or ()) if nodes > 1 else result
+    return over_nodes(result, nodes, private, model.get("srun") or ()) if nodes > 1 else result
 
 
 def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
@@ -218,7 +217,7 @@ def interpreter(model: Mapping[str, Any]) -> str:
         ConfigError: The interpreter does not exist or is not executable.
     """
     if model.get("image"):
-        inside = str(model.get("python") or container.PYTHON)
+        inside = str(model.get("python") or IMAGE_PYTHON)
         return f"{inside}/bin/python" if Path(inside).is_dir() else inside
     chosen = model.get("python") or os.environ.get("MEGAFLOW_ENGINE_VENV")
     if not chosen:

@@ -19,6 +19,16 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from megaflow_hpc.model.computer_tools import (
+    BETAS,
+    COMPUTER,
+    anthropic_tool,
+    is_toolset,
+    openai_actions,
+    openai_arguments,
+    openai_tool,
+    safety_checks_of,
+)
 from megaflow_hpc.model.engine_api import CHAT, MODELS
 from megaflow_hpc.model.engines.launch import Launch
 
@@ -41,11 +51,11 @@ class Upstream(Protocol):
     defaults: Mapping[str, Any]
     """Fields of every request that neither the agent nor the campaign sets."""
 
-    def headers(self, key: str) -> dict[str, str]:
-        """Returns the headers that carry the key."""
+    def headers(self, key: str, body: Mapping[str, Any]) -> dict[str, str]:
+        """Returns the headers that carry the key, and those that a chat request needs."""
 
-    def path(self, path: str, model: str) -> str:
-        """Returns the endpoint's path, below the base URL, for a path of OpenAI's API.
+    def path(self, path: str, model: str, body: Mapping[str, Any]) -> str:
+        """Returns the endpoint's path, below the base URL, for a path of OpenAI's API and a chat request.
 
         Raises:
             Unsupported: The API has no such path.
@@ -62,16 +72,23 @@ class Upstream(Protocol):
         """
 
 
-def headers_of(engine: Launch) -> dict[str, str]:
-    """Returns the headers that carry an engine's key."""
+_NOTHING: Mapping[str, Any] = {}
+
+
+def headers_of(engine: Launch, body: Mapping[str, Any] = _NOTHING) -> dict[str, str]:
+    """Returns the headers that carry an engine's key, and those that a chat request needs."""
     if not engine.key:
         return {}
-    return UPSTREAMS[engine.api].headers(engine.key) if engine.api else {"Authorization": f"Bearer {engine.key}"}
+    if not engine.api:
+        return {"Authorization": f"Bearer {engine.key}"}
+    return UPSTREAMS[engine.api].headers(engine.key, body)
 
 
-def url_of(engine: Launch, path: str) -> str:
-    """Returns the URL of a path of OpenAI's API at an engine. Raises Unsupported."""
-    return engine.api_url + UPSTREAMS[engine.api].path(path, engine.model_name) if engine.api else engine.url(path)
+def url_of(engine: Launch, path: str, body: Mapping[str, Any] = _NOTHING) -> str:
+    """Returns the URL of a path of OpenAI's API, and of a chat request, at an engine. Raises Unsupported."""
+    if not engine.api:
+        return engine.url(path)
+    return engine.api_url + UPSTREAMS[engine.api].path(path, engine.model_name, body)
 
 
 def request_of(engine: Launch, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,20 +200,26 @@ def _reply(
 
 
 class OpenAi:
-    """OpenAI's own API. Its newer models refuse ``max_tokens``, and all refuse options of other engines."""
+    """OpenAI's own API. Its newer models refuse ``max_tokens``, and all refuse options of other engines.
+
+    Only its responses API has a computer tool, so requests with one go there. The answer carries that API's own items
+    (``extra_content``), which later requests repeat.
+    """
 
     defaults: Mapping[str, Any] = {}
     _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id")
     _DROPPED = ("top_k", "min_p", "repetition_penalty", "chat_template_kwargs", "structured_outputs", "stream")
     _CALL = ("id", "type", "function")
 
-    def headers(self, key: str) -> dict[str, str]:
+    def headers(self, key: str, body: Mapping[str, Any]) -> dict[str, str]:
         return {"Authorization": f"Bearer {key}"}
 
-    def path(self, path: str, model: str) -> str:
-        return path.removeprefix("/v1")
+    def path(self, path: str, model: str, body: Mapping[str, Any]) -> str:
+        return "/responses" if path == CHAT and self._computer(body) else path.removeprefix("/v1")
 
     def request(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if computer := self._computer(body):
+            return self._response_request(body, computer)
         passed = {name: value for name, value in body.items() if name not in self._DROPPED}
         if limit := passed.pop("max_tokens", None):
             passed.setdefault("max_completion_tokens", limit)
@@ -210,7 +233,107 @@ class OpenAi:
         return kept
 
     def answer(self, path: str, reply: Any) -> dict[str, Any]:
-        return {**reply}
+        return self._chat_reply(reply) if reply.get("object") == "response" else {**reply}
+
+    def _computer(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Returns the request's computer tool, or ``None``."""
+        return next(filter(None, map(openai_tool, _functions(body))), None)
+
+    def _response_request(self, body: Mapping[str, Any], computer: Mapping[str, Any]) -> dict[str, Any]:
+        _refuse(body, "OpenAI's responses API", "n", "logprobs", "logit_bias", "structured_outputs", "stop")
+        asked: dict[str, Any] = {"model": body["model"], "input": list(self._items(body["messages"])), "store": False}
+        asked["include"] = ["reasoning.encrypted_content"]  # nothing is stored, so the thoughts come back
+        asked["tools"] = [openai_tool(function) or {"type": "function", **function} for function in _functions(body)]
+        asked |= {name: body[name] for name in ("temperature", "top_p", "parallel_tool_calls") if name in body}
+        if limit := body.get("max_completion_tokens") or body.get("max_tokens"):
+            asked["max_output_tokens"] = limit
+        if computer["type"] == "computer_use_preview":
+            asked["truncation"] = "auto"  # its model requires it
+        if schema := _schema_of(body):
+            asked["text"] = {"format": {"type": "json_schema", "name": "output", "schema": schema}}
+        if effort := body.get("reasoning_effort"):
+            asked["reasoning"] = {"effort": effort}
+        choice = body.get("tool_choice")
+        if isinstance(choice, Mapping):
+            name = choice["function"]["name"]
+            choice = {"type": computer["type"]} if name == COMPUTER else {"type": "function", "name": name}
+        return {**asked, **({"tool_choice": choice} if choice else {})}
+
+    def _items(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields the items of a conversation. The screenshot of a computer call is in the user message after it."""
+        screens: dict[str, Mapping[str, Any]] = {}
+        for message in messages:
+            content = message.get("content")
+            if message["role"] == "assistant":
+                own = ((message.get("extra_content") or {}).get("openai") or {}).get("output")
+                yield from own or self._own_items(message)
+                calls = [call for call in message.get("tool_calls") or () if call["function"]["name"] == COMPUTER]
+                screens = {call.get("id") or "": {} for call in calls}
+            elif message["role"] == "tool" and message.get("tool_call_id") in screens:
+                screens[message["tool_call_id"]] = message
+            elif message["role"] == "tool":
+                yield {
+                    "type": "function_call_output",
+                    "call_id": message.get("tool_call_id"),
+                    "output": _text(content),
+                }
+            else:
+                parts = [self._part(part) for part in _parts(content)]
+                answered = [name for name, result in screens.items() if result]
+                if answered:
+                    pictures = [part for part in parts if part["type"] == "input_image"]
+                    for name, picture in zip(answered, pictures, strict=False):
+                        checks = screens.pop(name).get("acknowledged_safety_checks")
+                        yield {
+                            "type": "computer_call_output",
+                            "call_id": name,
+                            "output": {"type": "computer_screenshot", "image_url": picture["image_url"]},
+                            **({"acknowledged_safety_checks": checks} if checks else {}),
+                        }
+                        parts.remove(picture)
+                if parts:
+                    yield {"role": message["role"], "content": parts}
+
+    def _own_items(self, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the items of an answer that another model gave."""
+        if text := _text(message.get("content")):
+            yield {"role": "assistant", "content": text}
+        for call in message.get("tool_calls") or ():
+            item = {"call_id": call.get("id"), "status": "completed"}
+            actions = openai_actions(_arguments(call)) if call["function"]["name"] == COMPUTER else None
+            if actions is not None:
+                yield {"type": "computer_call", **item, **actions, "pending_safety_checks": safety_checks_of(call)}
+            else:
+                yield {"type": "function_call", **item, **call["function"]}
+
+    def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        if part["type"] == "text":
+            return {"type": "input_text", "text": part["text"]}
+        return {"type": "input_image", "image_url": part["image_url"]["url"]}
+
+    def _chat_reply(self, reply: Mapping[str, Any]) -> dict[str, Any]:
+        texts, thoughts, calls = [], [], []
+        for item in reply["output"]:
+            if item["type"] == "message":
+                texts += [part.get("text") or part.get("refusal") or "" for part in item["content"]]
+            elif item["type"] == "reasoning":
+                thoughts += [part["text"] for part in item.get("summary") or ()]
+            elif item["type"] == "function_call":
+                calls.append(_tool_call(item["call_id"], item["name"], json.loads(item["arguments"])))
+            elif item["type"] == "computer_call":
+                call = _tool_call(item["call_id"], COMPUTER, openai_arguments(item))
+                if checks := item.get("pending_safety_checks"):
+                    call["extra_content"] = {"openai": {"pending_safety_checks": checks}}
+                calls.append(call)
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        message["extra_content"] = {"openai": {"output": reply["output"]}}
+        message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+        message |= {"tool_calls": calls} if calls else {}
+        reason = "tool_calls" if calls else "length" if reply.get("status") == "incomplete" else "stop"
+        usage = reply["usage"]
+        cached = (usage.get("input_tokens_details") or {}).get("cached_tokens") or 0
+        prompt, sampled = usage["input_tokens"], usage["output_tokens"]
+        return _reply(reply.get("id"), reply.get("model"), message, reason, prompt, sampled, cached)
 
 
 # --- Anthropic -------------------------------------------------------------------------------------------------------
@@ -228,10 +351,13 @@ class Anthropic:
     }
     _CHOICES: Mapping[str, str] = {"none": "none", "auto": "auto", "required": "any"}
 
-    def headers(self, key: str) -> dict[str, str]:
-        return {"x-api-key": key, "anthropic-version": ANTHROPIC_VERSION}
+    def headers(self, key: str, body: Mapping[str, Any]) -> dict[str, str]:
+        kinds = [tool["type"] for tool in filter(None, map(anthropic_tool, _functions(body)))]
+        betas = sorted({BETAS[kind] for kind in kinds if kind in BETAS})
+        headers = {"x-api-key": key, "anthropic-version": ANTHROPIC_VERSION}
+        return {**headers, **({"anthropic-beta": ",".join(betas)} if betas else {})}
 
-    def path(self, path: str, model: str) -> str:
+    def path(self, path: str, model: str, body: Mapping[str, Any]) -> str:
         if path not in (CHAT, MODELS):
             raise Unsupported("Anthropic's API has no plain completions; use chat completions")
         return "/messages" if path == CHAT else "/models"
@@ -240,7 +366,8 @@ class Anthropic:
         _refuse(body, "Anthropic's API", "n", "logprobs", "logit_bias", "structured_outputs")
         system, messages = _system(body["messages"])
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        asked: dict[str, Any] = {"model": body["model"], "messages": _grouped(self._turns(messages), "content")}
+        turns = self._turns(messages, list(filter(None, map(anthropic_tool, _functions(body)))))
+        asked: dict[str, Any] = {"model": body["model"], "messages": _grouped(turns, "content")}
         asked |= {"max_tokens": limit} if limit else {}
         asked |= {"system": system} if system else {}
         asked |= {name: body[name] for name in ("temperature", "top_p", "top_k") if body.get(name) is not None}
@@ -253,15 +380,24 @@ class Anthropic:
             asked |= self._choice(body)
         return asked
 
-    def _turns(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    def _turns(
+        self, messages: Sequence[Mapping[str, Any]], own_tools: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Yields the role and the blocks of each turn. A result of one of Anthropic's own tools has its pictures."""
+        result: dict[str, Any] | None = None
         for message in messages:
+            blocks, before, result = self._blocks(message), result, None
             if message["role"] == "assistant":
-                yield "assistant", [*message.get("thinking_blocks", ()), *self._blocks(message), *self._uses(message)]
+                uses = self._uses(message, any(map(is_toolset, own_tools)))
+                yield "assistant", [*message.get("thinking_blocks", ()), *blocks, *uses]
             elif message["role"] == "tool":
                 result = {"type": "tool_result", "tool_use_id": _anthropic_id(message.get("tool_call_id"))}
-                yield "user", [{**result, "content": self._blocks(message)}]
+                result["content"] = blocks
+                yield "user", [result]
+            elif own_tools and before and all(block["type"] == "image" for block in blocks):
+                before["content"] += blocks
             else:  # a system message in the middle of a conversation is a user's here
-                yield "user", self._blocks(message)
+                yield "user", blocks
 
     def _blocks(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         blocks = []
@@ -276,13 +412,17 @@ class Anthropic:
             blocks.append({"type": "image", "source": source})
         return blocks
 
-    def _uses(self, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _uses(self, message: Mapping[str, Any], toolset: bool) -> Iterator[dict[str, Any]]:
         for call in message.get("tool_calls") or ():
             name = call["function"]["name"]
-            call_id = _anthropic_id(call.get("id"))
-            yield {"type": "tool_use", "id": call_id, "name": name, "input": _arguments(call)}
+            use = {"type": "tool_use", "id": _anthropic_id(call.get("id")), "name": name, "input": _arguments(call)}
+            if toolset and name == COMPUTER and "action" in use["input"]:
+                use |= {"toolset_name": name, "name": use["input"].pop("action")}
+            yield use
 
     def _tool(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        if own := anthropic_tool(function):
+            return own
         described = {"description": function["description"]} if function.get("description") else {}
         schema = function.get("parameters") or {"type": "object", "properties": {}}
         return {"name": function["name"], **described, "input_schema": {"type": "object", **schema}}
@@ -308,11 +448,17 @@ class Anthropic:
             message["thinking_blocks"] = thoughts
         calls = [block for block in blocks if block["type"] == "tool_use"]
         if calls:
-            message["tool_calls"] = [_tool_call(call["id"], call["name"], call["input"]) for call in calls]
+            message["tool_calls"] = [self._call(call) for call in calls]
         cached = usage.get("cache_read_input_tokens") or 0
         prompt = usage["input_tokens"] + cached + (usage.get("cache_creation_input_tokens") or 0)
         reason = self._REASONS.get(str(reply.get("stop_reason")), "stop")
         return _reply(reply.get("id"), reply.get("model"), message, reason, prompt, usage["output_tokens"], cached)
+
+    def _call(self, block: Mapping[str, Any]) -> dict[str, Any]:
+        name, given = block["name"], block["input"]
+        if toolset := block.get("toolset_name"):
+            name, given = toolset, {"action": name, **given}
+        return _tool_call(block["id"], name, given)
 
 
 def _anthropic_id(call_id: str | None) -> str:
@@ -346,10 +492,10 @@ class Gemini:
     _FILTERED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "LANGUAGE", "IMAGE_SAFETY")
     _MODES: Mapping[str, str] = {"none": "NONE", "auto": "AUTO", "required": "ANY"}
 
-    def headers(self, key: str) -> dict[str, str]:
+    def headers(self, key: str, body: Mapping[str, Any]) -> dict[str, str]:
         return {"x-goog-api-key": key}
 
-    def path(self, path: str, model: str) -> str:
+    def path(self, path: str, model: str, body: Mapping[str, Any]) -> str:
         if path not in (CHAT, MODELS):
             raise Unsupported("Gemini's API has no plain completions; use chat completions")
         return f"/models/{model.removeprefix('models/')}:generateContent" if path == CHAT else "/models?pageSize=1000"

@@ -49,9 +49,9 @@ from megaflow_hpc.model.engines import upstream
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.http_server import BadBody, HttpServer, bearer_key, read_body
 from megaflow_hpc.model.json_text import ANSWER, TooMuch, check_bounds, decoded, offload, packed
-from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.tenants import Tenants
 from megaflow_hpc.model.server.weight_copies import ROOT, WeightCopies
+from megaflow_hpc.rundir.endpoints import Load
 from megaflow_hpc.rundir.weights import Version
 
 SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS, CLASSIFY))
@@ -316,8 +316,8 @@ class Proxy:
         url = engine.url(request.path)
         if converted:
             try:
-                url = upstream.url_of(engine, request.path)
-                body = await offload(len(body), _converted, engine, request.path, body)
+                url, own, body = await offload(len(body), _converted, engine, request.path, body)
+                headers |= own
             except upstream.Unsupported as error:
                 return _refuse(400, str(error), self.serving.weights.version)
             except _MALFORMED as error:
@@ -375,8 +375,11 @@ class Proxy:
         return web.Response(status=answer.status, headers=headers, body=body, content_type="application/json")
 
 
-def _converted(engine: Launch, path: str, body: bytes | bytearray) -> bytes:
-    return packed(upstream.request_of(engine, path, decoded(body)))
+def _converted(engine: Launch, path: str, body: bytes | bytearray) -> tuple[str, dict[str, str], bytes]:
+    """Returns URL, headers and body of a request to an external endpoint."""
+    asked = decoded(body)
+    url, headers = upstream.url_of(engine, path, asked), upstream.headers_of(engine, asked)
+    return url, headers, packed(upstream.request_of(engine, path, asked))
 
 
 def _answered(engine: Launch, path: str, body: bytes) -> bytes:

@@ -32,9 +32,9 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger.consumers import Consumers
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.leader import SCALER, Leader
-from megaflow_hpc.model.engines import adapters, failure
+from megaflow_hpc.model.engines import adapters
 from megaflow_hpc.model.engines.launch import Launch
-from megaflow_hpc.model.engines.process import EngineProcess
+from megaflow_hpc.model.engines.process import EngineProcess, is_lasting
 from megaflow_hpc.model.server.proxy import Proxy, make_context
 from megaflow_hpc.model.server.registration import Assignment, Registration, in_slurm
 from megaflow_hpc.model.server.sleep import Sleeper
@@ -170,7 +170,7 @@ class EngineServer:
                 failures = 1 if steady else failures + 1
                 self.files.unregister()
                 self._say(f"start {failures} of {MAX_STARTS}: {error}")
-                lasting = not served and failure.lasting(str(error))
+                lasting = not served and is_lasting(str(error))
                 if lasting or failures >= MAX_STARTS:
                     if not version.path:
                         self._give_up(str(error), lasting)

@@ -25,10 +25,10 @@ from megaflow_hpc.environments.services.remote import ServiceListener
 from megaflow_hpc.environments.services.running import RunningService
 from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.host.files import remove_tree
-from megaflow_hpc.model.server.load import Load
 from megaflow_hpc.model.server.proxy import make_context
 from megaflow_hpc.model.server.registration import Assignment, Registration
 from megaflow_hpc.model.server.server import MAX_MISSING_POLLS, MAX_STARTS, STEADY_S
+from megaflow_hpc.rundir.endpoints import Load
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.texts import printable

@@ -12,7 +12,7 @@ from megaflow_hpc.config.model import TokenPrice
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.gateway.replay import ARTIFACT
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.rundir.model_use import ModelUse, Used, total
+from megaflow_hpc.rundir.budget import ModelUse, Used, total_use
 from megaflow_hpc.tasks.judging import Judge
 from megaflow_hpc.trajectories.reading.conversations import conversations, main
 from megaflow_hpc.trajectory import Recording, Trajectory, linked, path_to, with_images
@@ -115,7 +115,7 @@ def used(trajectory: Trajectory, judges: Judges, metered: Mapping[str, TokenPric
             prompt, sampled = counted.get(number) or (turn.token_start, turn.token_end - turn.token_start)
             usd = price.of(prompt, sampled) if price else None
             own.append({turn.policy: ModelUse(1, prompt, sampled, usd)})
-    return total([*own, *map(use_of, judges.calls())])
+    return total_use([*own, *map(use_of, judges.calls())])
 
 
 def use_of(call: Mapping[str, Any]) -> Used:

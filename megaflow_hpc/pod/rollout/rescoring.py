@@ -23,9 +23,8 @@ from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import VerificationContext, format_of
-from megaflow_hpc.tasks.no_sandbox import NoSandbox
 from megaflow_hpc.tasks.python_class import call
-from megaflow_hpc.tasks.sandboxes import verification_context
+from megaflow_hpc.tasks.sandboxes import NoSandbox, verification_context
 from megaflow_hpc.tasks.scoring import Scorer, check_turns, main_reward, scores_of
 from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
 from megaflow_hpc.trajectory import Trajectory

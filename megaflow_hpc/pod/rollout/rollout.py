@@ -53,8 +53,7 @@ from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.digests import check_unchanged
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext
-from megaflow_hpc.tasks.no_sandbox import NoSandbox
-from megaflow_hpc.tasks.sandboxes import verification_context
+from megaflow_hpc.tasks.sandboxes import NoSandbox, verification_context
 from megaflow_hpc.tasks.scoring import check_turns
 from megaflow_hpc.tasks.services import services_of
 from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps

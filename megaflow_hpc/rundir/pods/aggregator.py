@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from megaflow_hpc.rundir import summaries
+from megaflow_hpc.rundir.budget import Used, total_use
 from megaflow_hpc.rundir.events import (
     AnyEvent,
     AttemptEvent,
@@ -22,7 +23,6 @@ from megaflow_hpc.rundir.events import (
     WorkerEvent,
     decode,
 )
-from megaflow_hpc.rundir.model_use import Used, total
 from megaflow_hpc.rundir.pods.running import RunningRollouts
 from megaflow_hpc.rundir.summaries import (
     RECENT_S,
@@ -129,7 +129,7 @@ class EventAggregator:
         self._digests += summary.digests
         self._inexact.update(summary.inexact)
         self._constrained.update(summary.constrained)
-        self._models = total([self._models, summary.models])
+        self._models = total_use([self._models, summary.models])
         self._recent.update(summary.recent)
         self._stored += summary.stored
 
@@ -204,7 +204,7 @@ class EventAggregator:
         self._stored += 1
         self._recent[int(event.t)] += 1
         if event.models:
-            self._models = total([self._models, event.models])
+            self._models = total_use([self._models, event.models])
         if event.status not in VERIFIED:
             self._bad[event.id] = event
             if attempts := [one for one in events if isinstance(one[1], AttemptEvent)]:

@@ -154,7 +154,7 @@ def _check_version(toml: TomlTable) -> None:
 def _read_steps(
     toml: TomlTable, steps: list[TomlTable], root: Path, environment: Task, dockerfiles: Dockerfiles
 ) -> list[HarborStep]:
-    """Reads the fields of each step. :mod:`.steps` converts them to tasks."""
+    """Reads the fields of each step. :func:`~megaflow_hpc.tasks.harbor.format.steps_of` converts them to tasks."""
     steps_read: list[HarborStep] = []
     for step in steps:
         name = step.text("name")

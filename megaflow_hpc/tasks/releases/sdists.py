@@ -2,6 +2,11 @@
 
 Archives are cached in a directory. The running interpreter's ``pip`` downloads them, using its configured indexes,
 credentials, certificates and proxies.
+
+``pip download`` of a source distribution also runs its build backend in a fresh environment. Building takes seconds,
+and fails with old backends, but pip has no option to download only the file. So this module, run as a program, uses the
+internals of pip's ``download`` command, which respect the same configuration. If these internals have changed (exit
+status :data:`CHANGED`), ``pip download`` itself is used.
 """
 
 from __future__ import annotations
@@ -28,7 +33,6 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.tar import Budget, Kind, Parts, TreeWriter, plain, unpack_tar
-from megaflow_hpc.tasks.releases import fetch as sdist_fetch
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 MAX_TREE = (1 << 30, 200_000)
@@ -153,12 +157,12 @@ def _cached(release: Release, cache: Path) -> Path | None:
 def _fetch_files(releases: Sequence[Release], directory: Path) -> dict[Release, str]:
     """Downloads releases into ``directory`` and returns the file names. Omits releases that do not exist."""
     if importlib.util.find_spec("pip") is not None:
-        command = [sys.executable, sdist_fetch.__file__, "-d", str(directory), *map(str, releases)]
+        command = [sys.executable, "-m", __name__, "-d", str(directory), *map(str, releases)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
             return {release: name for release, (_, name) in zip(releases, lines, strict=True) if name}
-        if done.returncode != sdist_fetch.CHANGED:
+        if done.returncode != CHANGED:
             names = ", ".join(map(str, releases))
             raise SiteError(f"pip could not fetch {names}: {_tail(done)}; check its index and proxy settings")
     downloaded: dict[Release, str] = {}
@@ -331,3 +335,56 @@ def difference(buggy: Path, fixed: Path) -> ReleasePatch:
     git(buggy, "clean", "-q", "-f", "-d", "-x")
     lines = sum(int(count) for row in counts for count in row[:2] if count.isdigit())
     return ReleasePatch(text, lines, tuple(row[2] for row in counts))
+
+
+# --- pip's own download, in a process ---
+
+
+CHANGED = 90
+
+
+def main() -> int:
+    """Downloads files like ``pip download``, without building them. Returns pip's exit status, or ``CHANGED`` if its
+    internals changed.
+
+    ``python -m megaflow_hpc.tasks.releases.sdists -d DIR NAME==VERSION…`` prints one JSON line per argument:
+    ``[argument, file name or null]``.
+    """
+    try:
+        from pip._internal.commands.download import DownloadCommand
+        from pip._vendor.packaging.specifiers import SpecifierSet
+    except ImportError:
+        return CHANGED
+
+    class Fetch(DownloadCommand):
+        def run(self, options: Any, args: list[str]) -> int:
+            session: Any = self.get_default_session(options)
+            finder: Any = self._build_package_finder(options, session)
+            for argument in args:
+                name, _, version = argument.partition("==")
+                best = finder.find_best_candidate(name, SpecifierSet(f"=={version}")).best_candidate
+                if best is not None:
+                    self.fetch(session, best.link, os.path.join(options.download_dir, best.link.filename))
+                print(json.dumps([argument, best and best.link.filename]), flush=True)
+            return 0
+
+        def fetch(self, session: Any, link: Any, target: str) -> None:
+            response = session.get(link.url_without_fragment, headers={"Accept-Encoding": "identity"})
+            response.raise_for_status()
+            if link.hash_name:
+                import hashlib
+
+                digest = hashlib.new(link.hash_name, response.content).hexdigest()
+                if digest != link.hash:
+                    raise ValueError(f"{link.filename}: {link.hash_name} is {digest}, the index says {link.hash}")
+            with open(target, "wb") as file:
+                file.write(response.content)
+
+    try:
+        return int(Fetch("fetch", "").main(["--no-binary", ":all:", "--no-input", *sys.argv[1:]]))
+    except (AttributeError, TypeError):
+        return CHANGED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,7 +23,7 @@ from megaflow_hpc.tasks.releases.sdists import cache_directory
 from megaflow_hpc.tasks.sets.converters import DIRECTORIES, to_lines, unpack
 from megaflow_hpc.tasks.sets.download import SetSource, digest_of, fetch
 from megaflow_hpc.tasks.sets.registry import TaskSet, find
-from megaflow_hpc.tasks.swebench.importing import import_file
+from megaflow_hpc.tasks.swebench.format import import_file
 from megaflow_hpc.tasks.swebench.instances import IMAGE, Instance, image_name
 
 

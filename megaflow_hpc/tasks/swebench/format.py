@@ -1,17 +1,25 @@
-"""SWE-bench style JSONL files as a task format."""
+"""SWE-bench style JSONL files: a task format, and the import of a file, which checks each line and writes the instances
+in a uniform format."""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
-from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.tasks.formats import OneStep, Refuse, TaskFormat, VerificationContext
+from megaflow_hpc.errors import ConfigError, Mistakes
+from megaflow_hpc.host.atomic import new_file
+from megaflow_hpc.tasks.formats import OneStep, Refuse, TaskFormat, VerificationContext, refuse_into
 from megaflow_hpc.tasks.swebench import plan, runs
-from megaflow_hpc.tasks.swebench.plan import read_tasks
+from megaflow_hpc.tasks.swebench.instances import Instance, Line, read_instances
+from megaflow_hpc.tasks.swebench.plan import LineSource, read_tasks, settle, to_task
 from megaflow_hpc.types import Task, Verdict
 
 
@@ -46,3 +54,69 @@ class SwebenchFormat(OneStep):
 
 
 FORMAT: TaskFormat = SwebenchFormat()
+
+
+@dataclass
+class ImportedFile:
+    """The instances of a file that can be tested, and the errors of the others."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """``id``, ``repo``, ``tested_by``, number of tests, ``image`` and ``path`` of each instance."""
+    left_out: list[str] = field(default_factory=list)
+
+
+def import_file(source: Path, target: Path | None, change: Callable[[Instance], Instance] | None) -> ImportedFile:
+    """Reads a file once, keeping only tasks in memory, and writes its instances to ``target``.
+
+    Args:
+        source: The JSONL file.
+        target: File to write, or ``None`` to check the instances only.
+        change: Returns an instance with the values that the user gives for all lines. ``None`` changes nothing.
+
+    Raises:
+        ConfigError: The file cannot be read, or it has no instance that can be tested.
+    """
+    if target is not None and target.exists() and source.exists() and target.samefile(source):
+        raise ConfigError(f"{target}: is the file to read; name another directory")
+    imported = ImportedFile()
+    refused: list[str] = []
+    tasks: list[Task] = []
+    counts: dict[str, tuple[str, int, int]] = {}
+    if target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".import-", dir=target.parent if target else None) as scratch:
+        copy = Path(scratch, source.name)
+        with copy.open("wb") as stream:
+            for line, instance in read_instances(source, refuse=refuse_into(refused)):
+                if change is not None or target is not None:  # check the instances in the form that is written
+                    instance = change(instance) if change else instance
+                    text = json.dumps(instance.record(), ensure_ascii=False) + "\n"
+                    # The number stays that of the source's line, for messages.
+                    line = Line(copy, line.number, stream.tell(), text.encode("utf-8", "surrogatepass"))
+                    stream.write(line.data)
+                tasks.append(to_task(line, instance))
+                counts[instance.task_id] = (instance.repo, len(instance.FAIL_TO_PASS), len(instance.PASS_TO_PASS))
+        kept = settle(tasks, refuse_into(refused))
+        imported.left_out = [message.replace(f"{copy}:", f"{source}:", 1) for message in refused]
+        if not kept:
+            raise Mistakes(imported.left_out)
+        for task in kept:
+            repo, failing, passing = counts[task.id]
+            imported.rows.append(
+                {
+                    "id": task.id,
+                    "repo": repo,
+                    "tested_by": LineSource.of(task).runner,
+                    "fail_to_pass": failing,
+                    "pass_to_pass": passing,
+                    "image": task.image,
+                    "path": str(target or source),
+                }
+            )
+        if target is not None:
+            with copy.open("rb") as stream, new_file(target, mode=0o644) as file:
+                for task in kept:
+                    position = LineSource.of(task)
+                    stream.seek(position.offset)
+                    file.write(stream.read(position.bytes))
+    return imported

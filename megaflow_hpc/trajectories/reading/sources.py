@@ -27,6 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.rewards import given_rewards
 from megaflow_hpc.texts import parse_object
 from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, offset_end, read, read_column, read_slices, text
 from megaflow_hpc.trajectories.hdf5.file import open_file
@@ -566,3 +568,48 @@ def _array(dtype: str, values: list[Any]) -> Array:
     column = np.empty(len(values), object)
     column[:] = [escape(value) for value in values]
     return column
+
+
+class WithGiven:
+    """A source whose rows also have the rewards in ``RUN/rewards``, named ``NAME`` and ``NAME.PART``. They are read on
+    first use of any reward.
+
+    Args:
+        source: Rows of the run.
+    """
+
+    def __init__(self, source: Source, run: RunDir) -> None:
+        self._source, self._run = source, run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def rewards(self, row: int) -> dict[str, float]:
+        """See :meth:`Source.rewards`."""
+        given = self._given.get(str(self._source.scalar("id", row)), {})
+        return {**given, **self._source.rewards(row)}
+
+    def reward_names(self) -> list[str]:
+        """See :meth:`Source.reward_names`."""
+        return sorted({*self._source.reward_names(), *(name for own in self._given.values() for name in own)})
+
+    def column(self, path: str) -> Array:
+        """See :meth:`Source.column`."""
+        name = path.removeprefix("rewards/")
+        if name == path or name in self._source.reward_names():
+            return self._source.column(path)
+        ids = self._source.ids()
+        return np.array([self._given.get(one, {}).get(name, np.nan) for one in ids], np.float32)
+
+    @cached_property
+    def _given(self) -> dict[str, dict[str, float]]:
+        """Rollout id → reward name → value."""
+        rewards: dict[str, dict[str, float]] = {}
+        for name, lines in given_rewards(self._run).items():
+            for rollout, given in lines.items():
+                named = {reward_name(one): float(np.float32(value)) for one, value in given.named(name).items()}
+                rewards.setdefault(rollout, {}).update(named)
+        return rewards

@@ -37,14 +37,11 @@ from megaflow_hpc.trajectories.hdf5.file import (
 )
 from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS, UNKNOWN_AS_NAN
 from megaflow_hpc.trajectories.journal.winners import fingerprint, index, seals_of
-from megaflow_hpc.trajectories.reading import tables
 from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
-from megaflow_hpc.trajectories.reading.batch import Oversize, make_batch, plan_batches
+from megaflow_hpc.trajectories.reading.batch import Oversize, Table, arrow_table, installed, make_batch, plan_batches
 from megaflow_hpc.trajectories.reading.conversations import Conversation, ConversationCall, conversations, main
-from megaflow_hpc.trajectories.reading.given import WithGiven
 from megaflow_hpc.trajectories.reading.selection import RowTable, select
-from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, JournalSource, SequenceView, Source
-from megaflow_hpc.trajectories.reading.tables import Table
+from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, JournalSource, SequenceView, Source, WithGiven
 from megaflow_hpc.trajectory import Attempt, Image, TokenSequence, Trajectory, Turn, linked, path_to
 from megaflow_hpc.types import Artifact
 
@@ -251,7 +248,7 @@ class TrajectoryStore:
         Raises:
             ConfigError: The table is unknown, the expression is invalid, or pyarrow is not installed.
         """
-        return tables.table(self.source, self.column, self.reward_names, table, self._chosen(rows))
+        return arrow_table(self.source, self.column, self.reward_names, table, self._chosen(rows))
 
     def to_pandas(self, table: Table = "rollouts", rows: Iterable[int | str] | str | None = None) -> pandas.DataFrame:
         """Returns a table of :meth:`to_arrow` as a data frame. Needs pandas and pyarrow.
@@ -261,7 +258,7 @@ class TrajectoryStore:
         Raises:
             ConfigError: As :meth:`to_arrow`, or pandas is not installed.
         """
-        tables.installed("pandas")
+        installed("pandas")
         return self.to_arrow(table, rows).to_pandas()
 
     def _chosen(self, rows: Iterable[int | str] | str | None) -> Integers:

@@ -33,9 +33,8 @@ from megaflow_hpc.environments.sandbox.rootfs.rootfs import Rootfs
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.host.apptainer import clean_environment, find_apptainer, version
-from megaflow_hpc.model.engines import container as engine
-from megaflow_hpc.model.engines.failure import cause
-from megaflow_hpc.model.engines.launch import Launch
+from megaflow_hpc.model.engines import launch
+from megaflow_hpc.model.engines.process import cause
 from megaflow_hpc.tasks.releases.image import _python_of
 from tests.support.namespaces import CLOSED, mount_overlay
 
@@ -309,10 +308,10 @@ def engines(folder: Path) -> Results:
 
     def engine_in(image: Path, *words: str, gpus: int = 0, without: Iterable[str] = ()) -> str:
         model = {"image": str(image), "path": str(root), "gpus": gpus}
-        with mock.patch.object(engine, "FUSE", "/nonexistent"):
-            launch = engine.in_image(Launch(command=list(words)), model, private)
-        command = [word for word in launch.command if word not in without]
-        environment = {**clean_environment(), **launch.env}
+        with mock.patch.object(launch, "FUSE", "/nonexistent"):
+            started = launch.in_image(launch.Launch(command=list(words)), model, private)
+        command = [word for word in started.command if word not in without]
+        environment = {**clean_environment(), **started.env}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return cause(done.stderr, done.returncode) if done.returncode else done.stdout
 

@@ -10,7 +10,7 @@ code                                                scenes
                                                     no-overlay, fuse-overlayfs
 ``cli/doctor.py``                                   the same
 ``environments/sandbox/launcher.py``, ``rootfs/``   sandbox
-``model/engines/container.py``, ``failure.py``      engine
+``model/engines/launch.py``, ``process.py``         engine
 ``tasks/releases/image.py``                         engine
 =================================================== ============================================
 

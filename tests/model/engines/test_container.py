@@ -16,7 +16,7 @@ import megaflow_hpc
 from megaflow_hpc.campaign import plan
 from megaflow_hpc.config import parse
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.model.engines import adapters, container, lifeline
+from megaflow_hpc.model.engines import adapters, launch, lifeline
 from tests.support.serving import Servers, conversation, descendants, in_loop
 
 SOURCES = Path(megaflow_hpc.__file__).parents[1]
@@ -124,7 +124,7 @@ def test_the_drivers_of_the_nodes_gpus_are_brought_in(
 ) -> None:
     for name in devices:
         (tmp_path / name).touch()
-    assert container.gpu_flags({"gpus": gpus}, tmp_path) == flags
+    assert launch.gpu_flags({"gpus": gpus}, tmp_path) == flags
 
 
 def test_an_external_engine_has_no_image() -> None:

@@ -14,8 +14,8 @@ from megaflow_hpc.campaign import plan
 from megaflow_hpc.campaign.planning import draft
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.engines import adapters
-from megaflow_hpc.model.engines.failure import cause
-from megaflow_hpc.model.engines.multinode import part_command
+from megaflow_hpc.model.engines.launch import part_command
+from megaflow_hpc.model.engines.process import cause
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.slurm import arrays, script
 from megaflow_hpc.slurm.limits import Allowance
@@ -63,7 +63,7 @@ def test_each_node_runs_its_part_of_one_vllm(tmp_path: Path, monkeypatch: pytest
     assert words[len(step) : len(step) + 4] == [
         sys.executable,
         "-m",
-        "megaflow_hpc.model.engines.multinode",
+        "megaflow_hpc.model.engines.launch",
         str(tmp_path),
     ]
     assert engine[:4] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
@@ -101,7 +101,7 @@ def test_a_part_runs_in_a_directory_of_its_own_alone(tmp_path: Path, mode: int |
     if mode is not None:
         private.mkdir(mode)
         private.chmod(mode)
-    command = [sys.executable, "-m", "megaflow_hpc.model.engines.multinode", str(private), "/bin/sh", "-c"]
+    command = [sys.executable, "-m", "megaflow_hpc.model.engines.launch", str(private), "/bin/sh", "-c"]
     program = 'test "$(stat -c %a "$PRIVATE")" = 700 && test "$1 $2" = "1 --headless"'
     env = {"SLURM_PROCID": "1", "PRIVATE": str(private), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
     asked = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}  # end-of-file would end it

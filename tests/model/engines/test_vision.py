@@ -113,6 +113,7 @@ def test_engine_and_trainer_agree_token_by_token_with_images_in_the_prompt(
     for recording in recordings:
         assert recording.protocols == {"split": 4}
         assert recording.inexact == 0
+        assert len(recording.sequences) == 1, "each prompt continues the sampled ids, and its images move along"
         for sequence in recording.sequences:
             for span in sequence.images:
                 assert sequence.tokens[span.start : span.end].tolist() == [PLACEHOLDER] * span.length

@@ -14,14 +14,18 @@ from typing import Any
 import aiohttp
 import pytest
 
+from megaflow_hpc.agents import create
+from megaflow_hpc.errors import UserCodeError
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.model.server import template_probe
+from megaflow_hpc.model.server import registration
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.weight_delta import write_delta
 from megaflow_hpc.trajectory import Recording, TokenSequence
-from megaflow_hpc.types import NEUTRAL, ModelEndpoint, Sampling
+from megaflow_hpc.types import NEUTRAL, ModelEndpoint, Sampling, Task
 from tests.support.gpu_trainer import Trainer, asleep
+from tests.support.local_sandbox import LocalSandbox
 from tests.support.reported import check_against_reported, reported
+from tests.support.screen_program import program
 from tests.support.serving import Servers, only_the_proxy_is_reached
 from tests.support.torch_ranks import run_ranks
 
@@ -185,7 +189,7 @@ def test_every_dialect_is_recorded_as_what_was_sampled(vllm: Servers, protocol: 
 
 def test_thoughts_that_the_template_leaves_out_are_in_no_prompt(vllm: Servers) -> None:
     """The server asked its template at the start; each call follows it, by every protocol alike."""
-    assert vllm.record(0)["template"] == template_probe.DROPS_AT_USER
+    assert vllm.record(0)["template"] == registration.DROPS_AT_USER
 
     async def last_prompt(protocol: str, **options: Any) -> tuple[str, int]:
         async with ModelGateway(wait_s=60, **options) as gateway:
@@ -500,3 +504,22 @@ def test_it_sleeps_while_a_trainer_has_the_gpus_and_answers_what_waited_by_what_
         asyncio.run(scenario())
     finally:
         trainer.die()
+
+
+@pytest.mark.parametrize("protocol", ["split", "plain"])
+def test_a_model_of_text_refuses_a_screenshot_and_the_agent_names_the_remedy(
+    vllm: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    """The rollout fails with kind `user`, because the model has answered no call."""
+    monkeypatch.setenv("PATH", f"{program(tmp_path / 'bin')}:/usr/bin:/bin")
+    agent = create({"name": "computer-use", "max_turns": 3, "timeout_s": None, "args": {"tools": False}})
+    task = Task(id="t", instruction="Press Go.", image="desktop", path="/nowhere")
+
+    async def scenario() -> None:
+        async with rollout(vllm, protocol) as (gateway, model):
+            with pytest.raises(UserCodeError, match=r"not a multimodal model.*args: \{observe: tree\}"):
+                await agent.run(task, LocalSandbox(tmp_path / "box"), model)
+            assert not await gateway.outage("t/default/0"), "the service works"
+            assert (await gateway.close("t/default/0")).turns == []
+
+    asyncio.run(scenario())

@@ -385,7 +385,7 @@ def test_no_engine_is_sent_the_developer_role_and_its_words_stay(
             r"content\[0\].type: .*image.*'video'",
         ),
         (messages, {"messages": [{"role": "user", "content": 3}]}, r"messages\[0\].content"),
-        (messages, {"tools": [{"name": "x", "type": "bash_20250124"}]}, r"tools\[0\]"),
+        (messages, {"tools": [{"name": "x", "type": "memory_20250818"}]}, r"tools\[0\]"),
         (responses, {"previous_response_id": "resp_1"}, "previous_response_id: .*whole conversation"),
         (responses, {"background": True}, "background"),
         (responses, {"input": []}, "input"),

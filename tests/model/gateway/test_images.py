@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from megaflow_hpc.model.engine_api import GENERATE, RENDER
-from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
+from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, error
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
 from megaflow_hpc.model.gateway.recorder import Prompt, Recorder, SampledTokens
 from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
@@ -237,6 +237,29 @@ async def test_tokens_whose_images_are_unknown_are_not_recorded(remote: bool) ->
     assert recording.inexact == 1
     assert recording.calls[0]["tokens"][1] == len("a click") + 1
     assert recording.messages[0]["content"][0]["image_url"]["url"] == (url["url"] if remote else f"sha256:{ONE.sha256}")
+
+
+class Blind(Noting):
+    """An engine of a model without a vision part, which refuses images as vLLM does."""
+
+    async def _render(self, request: web.Request) -> web.Response:
+        if "image_url" in await request.text():
+            return error(400, "At most 0 image(s) may be provided in one prompt.")
+        return await super()._render(request)
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        return await self._render(request)
+
+
+@pytest.mark.parametrize("protocol", ["split", "plain", "text"])
+@in_loop
+async def test_an_engine_that_lacks_images_says_so_to_the_agent_and_nothing_is_stored(protocol: str) -> None:
+    async with gateway_before(Blind(), protocol, "p") as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, {"messages": [user(ONE)]})
+        recording = await gateway.close("t/p/0")
+    assert (status, reply["error"]["message"]) == (400, "At most 0 image(s) may be provided in one prompt.")
+    assert (recording.images, recording.turns) == ({}, [])
 
 
 class Bracketing(Noting):

@@ -14,7 +14,7 @@ from megaflow_hpc.model.engine_api import TEXTS
 from megaflow_hpc.model.engines.launch import Launch
 from megaflow_hpc.model.engines.scripted import engine as scripted
 from megaflow_hpc.model.engines.scripted.script import ScriptedAnswer
-from megaflow_hpc.model.server import template_probe
+from megaflow_hpc.model.server import registration
 from megaflow_hpc.trajectory import Recording
 from tests.support.serving import gateway_before, in_loop, listening
 from tests.support.templates import (
@@ -265,16 +265,16 @@ async def test_the_engine_is_asked_for_texts_only_where_an_answer_encodes_to_oth
 @pytest.mark.parametrize(
     ("template", "found"),
     [
-        (appends, template_probe.APPENDS),
-        (as_qwen3, template_probe.DROPS_AT_USER),
-        (never_thinks, template_probe.DROPS),
-        (lambda messages: list(messages)[-2:], template_probe.REWRITES),
+        (appends, registration.APPENDS),
+        (as_qwen3, registration.DROPS_AT_USER),
+        (never_thinks, registration.DROPS),
+        (lambda messages: list(messages)[-2:], registration.REWRITES),
     ],
 )
 @in_loop
 async def test_the_probe_says_what_a_template_makes_of_earlier_messages(template: Template, found: str) -> None:
     async with asking(Engine(template, [])) as ask:
-        assert await template_probe.probe(ask, Launch(model_name="m", protocol="split"), True) == found
+        assert await registration.probe(ask, Launch(model_name="m", protocol="split"), True) == found
 
 
 @in_loop
@@ -286,8 +286,8 @@ async def test_the_probe_finds_thoughts_that_a_template_cuts_from_the_text() -> 
 
     async with asking(Engine(cuts, [])) as ask:
         launch = Launch(model_name="m", protocol="split")
-        assert await template_probe.probe(ask, launch, False) == template_probe.DROPS_AT_USER
-    parses = template_probe.parses_thoughts
+        assert await registration.probe(ask, launch, False) == registration.DROPS_AT_USER
+    parses = registration.parses_thoughts
     assert (parses({}), parses({"args": {"reasoning-parser": "qwen3"}}), parses({"engine": "external"})) == (
         False,
         True,
@@ -301,8 +301,8 @@ async def test_the_probe_says_nothing_of_an_engine_that_cannot_render() -> None:
         raise web.HTTPBadRequest(text="roles must alternate")
 
     async with asking(Engine(refuses, [])) as ask:
-        assert await template_probe.probe(ask, Launch(model_name="m", protocol="split"), True) == ""
-        assert await template_probe.probe(ask, Launch(model_name="m", protocol="plain"), True) == ""
+        assert await registration.probe(ask, Launch(model_name="m", protocol="split"), True) == ""
+        assert await registration.probe(ask, Launch(model_name="m", protocol="plain"), True) == ""
 
 
 @asynccontextmanager

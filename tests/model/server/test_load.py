@@ -1,4 +1,4 @@
-"""The number of servers that a policy needs."""
+"""The load that a server reports."""
 
 from __future__ import annotations
 
@@ -7,31 +7,11 @@ import asyncio
 import aiohttp
 import pytest
 
-from megaflow_hpc.model.server.load import Load, wanted
 from megaflow_hpc.model.server.proxy import QUEUE_METRIC
 from megaflow_hpc.slurm.accounting import JobState
 from tests.support.serving import Servers, conversation
 
 QUICKLY = ("--poll-s", "0.2", "--beat-s", "1")
-BUSY, IDLE, QUICK = Load(9, 6, 20.0), Load(1, 0, 0.0), Load(40, 30, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("loads", "asking", "expected"),
-    [
-        ([], False, 0),  # no rollouts are left
-        ([], True, 1),
-        ([IDLE], False, 0),
-        ([IDLE], True, 1),
-        ([BUSY], True, 2),
-        ([QUICK], True, 1),  # many wait, none for long
-        ([BUSY, BUSY], True, 3),
-        ([BUSY, IDLE], True, 2),  # the router will even that out
-        ([BUSY] * 4, True, 4),
-    ],
-)
-def test_servers_follow_what_waits(loads: list[Load], asking: bool, expected: int) -> None:
-    assert wanted(0, 4, loads, asking) == expected
 
 
 def test_queues_are_read_from_the_engines_own_metrics() -> None:

@@ -18,7 +18,8 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import OpenLease
 from megaflow_hpc.ledger.leader import SCALER, Leader
-from megaflow_hpc.model.engines import adapters, failure
+from megaflow_hpc.model.engines import adapters
+from megaflow_hpc.model.engines.process import cause, is_lasting
 from megaflow_hpc.model.engines.scripted.script import Script
 from megaflow_hpc.model.gateway.router import Router
 from megaflow_hpc.model.server.registration import assignment
@@ -238,7 +239,7 @@ def test_engine_options_become_flags() -> None:
     ],
 )
 def test_a_log_gives_one_readable_cause(log: str, expected: str) -> None:
-    found = failure.cause(log, 1)
+    found = cause(log, 1)
     assert expected in found
     assert "\n" not in found
     assert len(found) < 700
@@ -258,7 +259,7 @@ def test_a_log_gives_one_readable_cause(log: str, expected: str) -> None:
     ],
 )
 def test_a_cause_that_no_other_start_would_mend_is_known(log: str, lasting: bool) -> None:
-    assert failure.lasting(failure.cause(log, 1)) == lasting
+    assert is_lasting(cause(log, 1)) == lasting
 
 
 def engine_that_says(folder: Path, text: str) -> dict[str, Any]:
@@ -279,8 +280,8 @@ def test_an_engine_that_cannot_start_says_why_while_it_tries_and_ends_at_once_wh
     until(lambda: len(shown_servers(servers.run, over=False)) == 2, "both are shown")
     later, never = shown_servers(servers.run, over=False)
     log = str(servers.run.logs / "never.0.engine.log")
-    cause = "exit code 1: ValueError: no such architecture"
-    assert (never["state"], never["cause"], never["log"]) == ("failed", cause, log)
+    why = "exit code 1: ValueError: no such architecture"
+    assert (never["state"], never["cause"], never["log"]) == ("failed", why, log)
     assert (tmp_path / "never" / "starts").read_text() == "\n"
     assert (later["state"], later["cause"]) == ("starting", "start 1 of 3: exit code 1: RuntimeError: NCCL error")
     servers.signal(1, signal.SIGTERM)
@@ -288,7 +289,7 @@ def test_an_engine_that_cannot_start_says_why_while_it_tries_and_ends_at_once_wh
     assert [shown["server"] for shown in shown_servers(servers.run, over=False)] == ["never.0"]
     router = Router()
     router.update(servers.records())
-    assert f"{cause} (log: {log})" in router.describe("never")
+    assert f"{why} (log: {log})" in router.describe("never")
 
 
 def test_a_model_section_that_does_not_fit_is_an_error(tmp_path: Path) -> None:

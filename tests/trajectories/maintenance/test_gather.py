@@ -15,7 +15,6 @@ from megaflow_hpc.trajectories.hdf5.publishing import Unfinished, clean_up, unfi
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal import winners
 from megaflow_hpc.trajectories.journal.frames import pack_record
-from megaflow_hpc.trajectories.maintenance import index_file
 from megaflow_hpc.trajectories.maintenance.validate import verify
 from tests.support.journals import digests, record, write_between
 from tests.support.samples import run_dir, trajectory
@@ -114,13 +113,13 @@ def test_an_index_that_took_long_is_kept_until_the_file_is_published(run, monkey
     whole = digests(gather(run))
     run.trajectories.unlink()
     monkeypatch.setattr(of_gather, "KEEP_INDEX_S", 0.0)
-    monkeypatch.setattr(index_file, "_ENTRIES", 7)
+    monkeypatch.setattr(of_gather, "_ENTRIES", 7)
     stopped_after(run, 3)
     assert hidden(run) == [".trajectories.h5.index", ".trajectories.h5.unfinished"]
     expected = winners.index(run, {})
     monkeypatch.setattr(of_gather, "index", lambda *_: pytest.fail("the journals are read again"))
     now = winners.fingerprint(run, {})
-    assert index_file.read_index(run.path / ".trajectories.h5.index", run.journal, now) == expected
+    assert of_gather.read_index(run.path / ".trajectories.h5.index", run.journal, now) == expected
     assert digests(gather(run)) == whole
     assert hidden(run) == []
 

@@ -29,7 +29,7 @@ from e2b_dockerfile_utils import PatternMatcher
 
 from megaflow_hpc.environments.images.layers.unpacking import LayerWriter
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host import safe_path
+from megaflow_hpc.host.files import opened_below, reopen
 from megaflow_hpc.host.tar import Member, Parts, RefusedMember, TarReader, plain
 
 Excluded = Callable[[str], bool]
@@ -73,7 +73,7 @@ class Context:
             try:
                 root = os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 stack.callback(os.close, root)
-                descriptor, real = stack.enter_context(safe_path.opened(root, name, follow=follow))
+                descriptor, real = stack.enter_context(opened_below(root, name, follow=follow))
             except OSError as error:
                 if error.errno == errno.EXDEV:
                     raise LinkOut(f"{name}: a link out of the build context; copy the file into {self.root}") from None
@@ -247,7 +247,7 @@ class Context:
 
 def _reopen(descriptor: int, name: str, flags: int = 0) -> int:
     try:
-        return safe_path.reopen(descriptor, os.O_RDONLY | flags)
+        return reopen(descriptor, os.O_RDONLY | flags)
     except OSError as error:
         raise ConfigError(
             f"{name}: cannot be read ({error.strerror}); make it readable, or name it in .dockerignore"

@@ -111,8 +111,17 @@ class AssistantMessage(ChatMessage, tag="assistant"):
             raise BadRequest("function_call: not served; give tool_calls")
 
 
+class AcknowledgedCheck(Struct, omit_defaults=True):
+    """A safety check of OpenAI's computer tool that the client acknowledges."""
+
+    id: str
+    code: str | None = None
+    message: str | None = None
+
+
 class ToolMessage(ChatMessage, tag="tool"):
     tool_call_id: str | None = None
+    acknowledged_safety_checks: Annotated[list[AcknowledgedCheck], Meta(max_length=64)] | None = None
 
 
 AnyMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage

@@ -7,6 +7,8 @@ assistant: text, thinking, tool_use    one assistant message: content, reasoning
 system or developer in the messages    a user message: many chat templates reject a second system message, and moving
                                        it to the front would change the prompt of every earlier call
 tools with an ``input_schema``         functions; tools that run at Anthropic (web search) are not offered to the model
+computer, bash, text_editor            functions (:mod:`~megaflow_hpc.model.computer_tools`); the calls of a computer
+                                       toolset are named after their actions
 thinking, effort, cache_control        ignored: the campaign decides how a model thinks
 =====================================  =============================================================================
 """
@@ -15,10 +17,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct, to_builtins
 
+from megaflow_hpc.model.computer_tools import COMPUTER, anthropic_function, is_toolset
 from megaflow_hpc.model.gateway.canonical import arguments_of, raw_reasoning_of
 from megaflow_hpc.model.gateway.dialects.base import (
     BadRequest,
@@ -99,6 +102,7 @@ class ToolUse(Struct, tag="tool_use"):
     name: str
     id: str | None = None
     input: Any = None
+    toolset_name: str | None = None
 
 
 class SystemBlock(Struct):
@@ -124,13 +128,24 @@ class DeveloperTurn(SystemTurn, tag_field="role", tag="developer"):
 Turn = UserTurn | AssistantTurn | SystemTurn | DeveloperTurn
 
 
+Pixels = Annotated[int, Meta(ge=1, le=32768)]
+
+
+class MemberConfig(Struct):
+    enabled: bool | None = None
+
+
 class MessagesTool(Struct):
-    """A tool of the agent, or a tool that runs at Anthropic and has no ``input_schema``."""
+    """A tool of the agent, or one of Anthropic's own tools, which have no ``input_schema``."""
 
     type: str | None = None
     name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    display_width_px: Pixels | None = None
+    display_height_px: Pixels | None = None
+    enable_zoom: bool | None = None
+    configs: dict[str, MemberConfig | None] | None = None
 
 
 class MessagesToolChoice(Struct):
@@ -262,8 +277,11 @@ def _assistant(turn: AssistantTurn, where: str) -> dict[str, Any]:
                 texts.append(text)
             case Thinking(thought):
                 thoughts.append(thought or "")
-            case ToolUse(name, call_id, given):
-                arguments = written_arguments(given or {}, f"{where}[{number}].input")
+            case ToolUse(name, call_id, given, toolset):
+                given = given or {}
+                if toolset and isinstance(given, dict):
+                    name, given = toolset, given if name == toolset else {"action": name, **given}
+                arguments = written_arguments(given, f"{where}[{number}].input")
                 function = {"name": name, "arguments": arguments}
                 calls.append({"id": call_id or "", "type": "function", "function": function})
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -282,6 +300,10 @@ def _tools(tools: list[MessagesTool]) -> list[dict[str, Any]]:
             if tool.name is None:
                 raise BadRequest(f"tools[{number}].name: expected a text, found nothing")
             offered.append(function_tool(tool.name, tool.description, tool.input_schema))
+        elif function := anthropic_function(to_builtins(tool)):
+            if function["name"] == COMPUTER and not is_toolset({"type": tool.type}) and not tool.display_width_px:
+                raise BadRequest(f"tools[{number}].display_width_px: expected a number of pixels, found nothing")
+            offered.append({"type": "function", "function": function})
         elif not (tool.type or "custom").startswith(HOSTED):
             raise BadRequest(f"tools[{number}]: a tool of type {tool.type!r} needs an input_schema here")
     return offered
@@ -305,6 +327,7 @@ def answer(reply: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     choice = reply["choices"][0]
     message, usage = choice["message"], reply.get("usage") or {}
     calls = message.get("tool_calls") or ()
+    toolset = any(map(is_toolset, body.get("tools") or ()))
     blocks: list[dict[str, Any]] = []
     if thought := raw_reasoning_of(message):
         blocks.append({"type": "thinking", "thinking": thought, "signature": new_id("sig")})
@@ -313,7 +336,12 @@ def answer(reply: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     for call in calls:
         function = call["function"]
         given = arguments_of(function.get("arguments"))
-        blocks.append({"type": "tool_use", "id": call.get("id"), "name": function["name"], "input": given})
+        block = {"type": "tool_use", "id": call.get("id"), "name": function["name"], "input": given}
+        if toolset and block["name"] == COMPUTER:
+            block["toolset_name"] = COMPUTER
+            if isinstance(given.get("action"), str):
+                block["name"] = given.pop("action")
+        blocks.append(block)
     stop = choice.get("stop_reason") if isinstance(choice.get("stop_reason"), str) else None
     if choice.get("finish_reason") == "length":
         reason, stop = "max_tokens", None

@@ -7,6 +7,7 @@ consecutive reasoning, message, function_call  one assistant message
 function_call_output                           a tool message; its images follow in a user message
 function tools                                 functions; ``namespace`` tools are flattened to ``namespace__name``
 custom tools (free text)                       functions with the single argument ``input``
+computer tools                                 a function (:mod:`~megaflow_hpc.model.computer_tools`)
 tools that run at OpenAI (web search)          not offered to the model
 reasoning effort, include, store, metadata     ignored: the campaign decides how a model thinks; nothing is stored
 previous_response_id, conversation, background refused: every request must contain the whole input
@@ -17,10 +18,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct, to_builtins
 
+from megaflow_hpc.model.computer_tools import (
+    COMPUTER,
+    OPENAI_TOOLS,
+    openai_actions,
+    openai_arguments,
+    openai_function,
+    safety_checks_of,
+)
 from megaflow_hpc.model.gateway.canonical import RAW_ARGUMENT, arguments_of, raw_reasoning_of
 from megaflow_hpc.model.gateway.dialects.base import (
     BadRequest,
@@ -36,7 +45,7 @@ from megaflow_hpc.model.gateway.dialects.base import (
     written_arguments,
 )
 from megaflow_hpc.model.gateway.dialects.chat import error
-from megaflow_hpc.model.gateway.dialects.content import InputText, OutputText, Refusal, Text
+from megaflow_hpc.model.gateway.dialects.content import AcknowledgedCheck, InputText, OutputText, Refusal, Text
 from megaflow_hpc.model.gateway.dialects.options import (
     CONVERTED,
     COUNT,
@@ -105,7 +114,24 @@ class CustomResultItem(ResultItem, tag="custom_tool_call_output"):
     """The result of a custom tool call."""
 
 
-Item = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | ResultItem | CustomResultItem
+class ComputerCallItem(Struct, tag="computer_call"):
+    call_id: str | None = None
+    action: dict[str, Any] | None = None
+    actions: list[dict[str, Any]] | None = None
+
+
+class Screenshot(Struct, tag="computer_screenshot"):
+    image_url: str
+
+
+class ComputerResultItem(Struct, tag="computer_call_output"):
+    output: Screenshot
+    call_id: str | None = None
+    acknowledged_safety_checks: list[AcknowledgedCheck] | None = None
+
+
+AnyCallItem = FunctionCallItem | CustomCallItem | ComputerCallItem
+Item = MessageItem | ReasoningItem | AnyCallItem | ResultItem | CustomResultItem | ComputerResultItem
 
 
 class FunctionTool(Struct, tag="function"):
@@ -131,7 +157,17 @@ class Namespace(Struct, tag="namespace"):
     tools: list[dict[str, Any]] | None = None
 
 
-SERVED_TOOLS = ("function", "custom", "namespace")
+class ComputerTool(Struct, tag="computer"):
+    """A screen whose size the model sees in its screenshots."""
+
+
+class PreviewTool(Struct, tag="computer_use_preview"):
+    display_width: Annotated[int, Meta(ge=1, le=32768)]
+    display_height: Annotated[int, Meta(ge=1, le=32768)]
+    environment: Literal["windows", "mac", "linux", "ubuntu", "browser"]
+
+
+SERVED_TOOLS = ("function", "custom", "namespace", *OPENAI_TOOLS)
 
 
 class FunctionChoice(Struct, tag="function"):
@@ -142,11 +178,20 @@ class CustomChoice(Struct, tag="custom"):
     name: str
 
 
+class ComputerChoice(Struct, tag="computer"):
+    """Forces a call of the computer tool."""
+
+
+class PreviewChoice(Struct, tag="computer_use_preview"):
+    """Forces a call of the preview's computer tool."""
+
+
 class AllowedTools(Struct, tag="allowed_tools"):
     mode: str | None = None
 
 
-Choice = Literal["auto", "none", "required"] | FunctionChoice | CustomChoice | AllowedTools
+NamedChoice = FunctionChoice | CustomChoice | ComputerChoice | PreviewChoice
+Choice = Literal["auto", "none", "required"] | NamedChoice | AllowedTools
 
 
 class TextOptions(Struct):
@@ -233,10 +278,12 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
                 messages.append({"role": "user", "content": content_of(_parts(item.content))})
             case ReasoningItem(content):
                 _answer_of(messages, "reasoning")["reasoning"] = text_of(_parts(content or []))
-            case FunctionCallItem() | CustomCallItem():
+            case FunctionCallItem() | CustomCallItem() | ComputerCallItem():
                 _answer_of(messages, "tool_calls").setdefault("tool_calls", []).append(_call(item))
             case ResultItem():
                 messages += _result(item)
+            case ComputerResultItem():
+                messages += _screenshot(item)
     if system:
         messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
     for message in messages:
@@ -263,7 +310,10 @@ def _answer_of(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def _call(item: FunctionCallItem | CustomCallItem) -> dict[str, Any]:
+def _call(item: AnyCallItem) -> dict[str, Any]:
+    if isinstance(item, ComputerCallItem):
+        arguments = written_arguments(openai_arguments(to_builtins(item)), "action")
+        return {"id": item.call_id or "", "type": "function", "function": {"name": COMPUTER, "arguments": arguments}}
     if isinstance(item, FunctionCallItem):
         arguments = item.arguments
     else:
@@ -277,6 +327,13 @@ def _result(item: ResultItem) -> Iterator[dict[str, Any]]:
     yield {"role": "tool", "tool_call_id": item.call_id or "", "content": text_of(parts, "\n")}
     if images := [part for part in parts if part["type"] != "text"]:
         yield {"role": "user", "content": images}
+
+
+def _screenshot(item: ComputerResultItem) -> Iterator[dict[str, Any]]:
+    checks = {"acknowledged_safety_checks": to_builtins(item.acknowledged_safety_checks)}
+    result = {"role": "tool", "tool_call_id": item.call_id or "", "content": ""}
+    yield {**result, **(checks if item.acknowledged_safety_checks else {})}
+    yield {"role": "user", "content": [image_part(item.output.image_url)]}
 
 
 def _parts(content: str | Sequence[Part]) -> list[dict[str, Any]]:
@@ -299,7 +356,9 @@ def _tools(body: Mapping[str, Any]) -> Iterator[tuple[Kind, dict[str, Any]]]:
         where = f"tools[{number}]"
         if given.get("type") not in SERVED_TOOLS:
             continue
-        match typed(given, FunctionTool | CustomTool | Namespace, where):
+        match typed(given, FunctionTool | CustomTool | Namespace | ComputerTool | PreviewTool, where):
+            case ComputerTool() | PreviewTool():
+                yield ("computer_call", "", COMPUTER), {"type": "function", "function": openai_function(given)}
             case FunctionTool() as tool:
                 yield _function(tool, "")
             case CustomTool(name, description, form):
@@ -326,6 +385,8 @@ def _tool_choice(choice: Choice) -> Any:
             return "required" if mode == "required" else "auto"
         case FunctionChoice(name) | CustomChoice(name):
             return {"type": "function", "function": {"name": name}}
+        case ComputerChoice() | PreviewChoice():
+            return {"type": "function", "function": {"name": COMPUTER}}
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
@@ -379,6 +440,13 @@ def _output(message: Mapping[str, Any], body: Mapping[str, Any], status: str) ->
         name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
         kind, space, short = kinds.get(name, ("function_call", "", name))
         item = {"type": kind, "call_id": call.get("id") or new_id("call"), "name": short, "status": status}
+        if kind == "computer_call":
+            actions = openai_actions(arguments_of(arguments))
+            if actions is not None:
+                checks = safety_checks_of(call)
+                yield {"id": new_id("cu"), "pending_safety_checks": checks, **actions, **item}
+                continue
+            item["type"] = "function_call"  # the client gets what it could not carry out as it is
         if kind == "custom_tool_call":
             yield {"id": new_id("ctc"), **item, "input": _free_text(arguments)}
         else:
@@ -404,6 +472,10 @@ def events(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[Event
 def _item_events(item: Mapping[str, Any], index: int) -> Iterator[tuple[str, dict[str, Any]]]:
     at: dict[str, Any] = {"output_index": index}
     inside = {**at, "item_id": item["id"]}
+    if item["type"] == "computer_call":
+        yield "output_item.added", {**at, "item": {**item, "status": "in_progress"}}
+        yield "output_item.done", {**at, "item": dict(item)}
+        return
     field = {"custom_tool_call": "input", "function_call": "arguments"}.get(item["type"], "content")
     empty: Any = [] if field == "content" else ""
     yield "output_item.added", {**at, "item": {**item, "status": "in_progress", field: empty}}

@@ -1,0 +1,396 @@
+"""An agent that works on a screen: it sees screenshots, an accessibility tree or both, and answers with actions.
+
+All that it needs of a sandbox is the program ``screen``::
+
+    screen ── screenshot, tree ──► observation ──► model ── call of `computer` ──► screen do ACTION ──► observation …
+
+An action is a call of the tool ``computer`` or, for models without tool calls, a JSON object in the answer. The
+vocabulary is that of Anthropic's computer tool (:mod:`megaflow_hpc.screen`), and ``done`` and ``fail``, which end the
+rollout. A malformed action is answered with an error that the model can read.
+
+A prompt has at most ``history`` observations. When one more would not fit, the oldest half of them leaves together, so
+a prompt rarely loses its beginning: the recorder starts a new sequence only then. Of ``n`` observations with ``k`` in a
+prompt, that happens at most ``ceil((n - k) / ceil(k / 2))`` times.
+
+A display that gives no picture twice in a row is lost. The model may have caused it, so it counts as a lost sandbox:
+the first attempt is repeated, and later ones are verified as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megaflow_hpc.agents.asking import BudgetExceeded, CallRefused, ChatClient
+from megaflow_hpc.errors import ConfigError, LostError, SandboxError, SetupError, UserCodeError
+from megaflow_hpc.screen import ACTIONS, parameters
+from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
+
+PICTURE = "/tmp/megaflow-screen.png"
+"""Path of a screenshot in the sandbox."""
+START_TIMEOUT_S, ACTION_TIMEOUT_S = 180.0, 120.0
+"""Time limits in seconds. An action may wait for a minute."""
+MAX_ACTION_CHARACTERS = 100_000
+"""Maximum length of an action. Linux limits one argument of a program to 128 KiB."""
+MAX_CALLS = 16
+"""Maximum number of actions of one answer that are carried out."""
+MAX_TREE_CHARACTERS = 20_000
+MAX_PICTURE_BYTES = 16 * 2**20
+MAX_PICTURE_PIXELS = 2**24
+_PNG = struct.Struct(">8sI4sII")
+"""Start of a PNG: signature, and length, name, width and height of its header."""
+_SIZE = re.compile(r"[1-9]\d{1,4}x[1-9]\d{1,4}")
+OBSERVATIONS = ("screenshot", "tree", "both")
+ENDS = ("done", "fail")
+PROMPT = """\
+You work on the desktop of a Linux computer to carry out the user's task. {see}
+{act}
+If the task is carried out, end with the action "done". If it cannot be carried out, end with the action "fail" and the
+reason as "text"."""
+SEE = {
+    "screenshot": "After each action you see a screenshot.",
+    "tree": "After each action you see the screen as a tree of its elements with their coordinates.",
+    "both": "After each action you see a screenshot, and its elements as a tree with their coordinates.",
+}
+CALL = "Act by calling the tool computer. Coordinates are pixels of the screenshot, from its upper left corner."
+WRITE = """\
+Answer with one action as a JSON object, such as {"action": "left_click", "coordinate": [640, 400]}. Coordinates are
+pixels of the screenshot, from its upper left corner. Actions and their fields, as a JSON schema:
+"""
+LEFT = "(an earlier screen that is no longer shown)"
+
+
+class ComputerUseAgent:
+    """Works on a desktop with a model that sees the screen.
+
+    Args:
+        max_turns: Maximum number of model calls before the rollout is truncated. ``None`` means no limit.
+        observe: ``screenshot``, ``tree`` (for models without images) or ``both``.
+        history: Maximum number of observations in a prompt. 0 means no limit.
+        size: Size of the screen as ``WIDTHxHEIGHT``. Default: that of ``screen``.
+        scale: Size of screenshots as ``WIDTHxHEIGHT``, in whose pixels coordinates are. Default: the screen's.
+        tools: If false, offers no tool, and reads an action from the answer's text.
+        model: Options for every model call: ``temperature``, ``max_tokens``, …
+        max_format_errors: Number of consecutive answers without a valid action after which the agent gives up.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_turns: int | None = None,
+        observe: str = "screenshot",
+        history: int = 5,
+        size: str = "",
+        scale: str = "",
+        tools: bool = True,
+        model: Mapping[str, Any] | None = None,
+        max_format_errors: int = 3,
+    ) -> None:
+        if observe not in OBSERVATIONS:
+            raise ConfigError(f"agent computer-use: observe {observe!r}: expected one of {', '.join(OBSERVATIONS)}")
+        if not isinstance(history, int) or history < 0:
+            raise ConfigError(f"agent computer-use: history {history!r}: expected 0 (no limit) or a positive number")
+        for name, value in (("size", size), ("scale", scale)):
+            if value and not (isinstance(value, str) and _SIZE.fullmatch(value)):
+                raise ConfigError(f"agent computer-use: {name} {value!r}: expected WIDTHxHEIGHT, such as 1280x800")
+        self.max_turns, self.observe, self.history = max_turns, observe, history
+        self.size, self.scale, self.tools = size, scale, tools
+        self.model_options, self.max_format_errors = dict(model or {}), max_format_errors
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        """Works until the model ends the rollout or a limit is reached.
+
+        Raises:
+            ConfigError: ``model`` is ``None``, or the image has no program ``screen``.
+            UserCodeError: The model refused a call, such as one with an image.
+            ModelServiceError, SandboxError: No engine responded; the sandbox or its display was lost.
+        """
+        if model is None:
+            raise ConfigError("agent computer-use needs a model, but the campaign has none")
+        screen = Screen(sandbox, self.scale, pictures=self.observe != "tree", trees=self.observe != "screenshot")
+        await screen.start(self.size)
+        chat = ScreenChat(self._system(), task.instruction, self.history)
+        chat.show(await screen.look())
+        options = {**self.model_options, "tools": [TOOL]} if self.tools else self.model_options
+        errors = turns = 0
+        async with ChatClient(model, options) as client:
+            while self.max_turns is None or turns < self.max_turns:
+                turns += 1
+                try:
+                    message = (await client.complete(chat.messages))["message"]
+                except BudgetExceeded as budget:
+                    return AgentResult("truncated", error=str(budget))
+                except CallRefused as refusal:
+                    if refusal.too_long:
+                        return AgentResult("truncated", error=str(refusal))
+                    raise UserCodeError(self._refused(refusal)) from None
+                chat.messages.append(message)
+                wrong = True
+                for number, request in enumerate(requests_of(message)):
+                    problem = request.problem
+                    if number >= MAX_CALLS:
+                        problem = f"not carried out: an answer may have {MAX_CALLS} actions"
+                    if not problem:
+                        wrong, action = False, request.action
+                        if action["action"] in ENDS:
+                            failed = action["action"] == "fail"
+                            reason = f"the agent gave up: {str(action.get('text') or 'no reason')[:500]}"
+                            return AgentResult(exit_code=int(failed), error=reason if failed else "")
+                        problem = await screen.act(action)
+                    chat.report(request.call_id, problem)
+                errors = errors + 1 if wrong else 0
+                if errors >= self.max_format_errors:
+                    return AgentResult(exit_code=1, error=f"{errors} answers in a row had no valid action")
+                chat.show(await screen.look())
+        return AgentResult("truncated", error=f"not done after {turns} model calls")
+
+    def _system(self) -> str:
+        act = CALL if self.tools else WRITE + json.dumps(SCHEMA)
+        return PROMPT.format(see=SEE[self.observe], act=act)
+
+    def _refused(self, refusal: CallRefused) -> str:
+        hint = "" if self.observe == "tree" else "; if the model takes no images, set the agent's args: {observe: tree}"
+        return f"agent computer-use: {refusal}{hint}"
+
+
+SCHEMA = parameters((*ACTIONS, *ENDS))
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "computer",
+        "description": "Controls mouse and keyboard of the desktop. done and fail end the task.",
+        "parameters": SCHEMA,
+    },
+}
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class ActionRequest(NamedTuple):
+    """An action that an answer asks for, or what is wrong with it."""
+
+    action: dict[str, Any]
+    problem: str = ""
+    call_id: str | None = None
+    """Id of the tool call, or ``None`` for an action in the text."""
+
+
+def requests_of(message: Mapping[str, Any]) -> list[ActionRequest]:
+    """Returns the actions of an answer: those of its tool calls, else the last JSON object of its text. The list has
+    at least one element."""
+    requests = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        if function.get("name") != "computer":
+            wrong = f"there is no tool {str(function.get('name'))[:100]!r}; call computer"
+            requests.append(ActionRequest({}, wrong, str(call.get("id") or "")))
+            continue
+        try:
+            action = json.loads(function.get("arguments") or "{}")
+        except (ValueError, RecursionError) as error:
+            requests.append(ActionRequest({}, f"the arguments are not JSON: {error}", str(call.get("id") or "")))
+        else:
+            requests.append(_checked(action, str(call.get("id") or "")))
+    return requests or [_checked(_last_object(str(message.get("content") or "")), None)]
+
+
+def _checked(action: Any, call_id: str | None) -> ActionRequest:
+    if not isinstance(action, dict):
+        return ActionRequest({}, 'expected an action as a JSON object, such as {"action": "screenshot"}', call_id)
+    if action.get("action") not in (*ACTIONS, *ENDS):
+        wrong = f"action {str(action.get('action'))[:100]!r}: expected one of {', '.join((*ACTIONS, *ENDS))}"
+        return ActionRequest({}, wrong, call_id)
+    if len(json.dumps(action)) > MAX_ACTION_CHARACTERS:
+        return ActionRequest({}, f"the action is longer than {MAX_ACTION_CHARACTERS} characters", call_id)
+    return ActionRequest(action, "", call_id)
+
+
+def _last_object(text: str) -> Any:
+    """Returns the last JSON object of a text that has a key ``action``, or ``None``."""
+    found, position, failures = None, text.find("{"), 0
+    decoder = json.JSONDecoder()
+    while position >= 0 and failures < 1000:
+        try:
+            value, end = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            end, failures = position + 1, failures + 1
+        else:
+            found = value if "action" in value else found
+        position = text.find("{", end)
+    return found
+
+
+# --- the conversation -------------------------------------------------------------------------------------------------
+
+
+class ScreenChat:
+    """The messages of a rollout, of which at most ``history`` show a screen. 0 means no limit."""
+
+    def __init__(self, system: str, instruction: str, history: int) -> None:
+        self.messages: list[dict[str, Any]] = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": instruction},
+        ]
+        self._history = history
+        self._shown: list[tuple[dict[str, Any], str]] = []
+        """The messages that show a screen, each with the text before it."""
+
+    def report(self, call_id: str | None, problem: str) -> None:
+        """Appends the result of an action."""
+        text = f"error: {problem}" if problem else "ok"
+        if call_id is not None:
+            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        elif problem:
+            self.messages.append({"role": "user", "content": text})
+
+    def show(self, observation: Sequence[Mapping[str, Any]]) -> None:
+        """Appends an observation. If there are too many, the oldest half leaves."""
+        if self._history and len(self._shown) == self._history:
+            leaving = (self._history + 1) // 2
+            for message, before in self._shown[:leaving]:
+                message["content"] = _content([*_texts(before), *_texts(LEFT)])
+            del self._shown[:leaving]
+        before = ""
+        if self.messages[-1]["role"] == "user":  # chat templates refuse two messages of a user in a row
+            before = self.messages.pop()["content"]
+        message = {"role": "user", "content": _content([*_texts(before), *observation])}
+        self.messages.append(message)
+        self._shown.append((message, before))
+
+
+def _texts(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}] if text else []
+
+
+def _content(parts: Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+    """Returns text as a string, which every chat template takes."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n\n".join(part["text"] for part in parts)
+    return list(parts)
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+class Screen:
+    """The display of a sandbox, through its program ``screen``.
+
+    Args:
+        scale: Size of screenshots as ``WIDTHxHEIGHT``, or an empty string for the screen's.
+        pictures, trees: Contents of an observation.
+    """
+
+    def __init__(self, sandbox: Sandbox, scale: str, *, pictures: bool, trees: bool) -> None:
+        self._sandbox, self._pictures, self._trees = sandbox, pictures, trees
+        self._scale = ["--scale", scale] if scale else []
+        self._fresh = False
+        """True if the screenshot in the sandbox was taken after the last action."""
+        self._why = ""
+        """Why the last look at the screen failed."""
+
+    async def start(self, size: str) -> None:
+        """Starts the display, unless it runs. The task's variables decide what it shows.
+
+        Args:
+            size: ``WIDTHxHEIGHT``, or an empty string for the program's default.
+
+        Raises:
+            ConfigError: The image has no program ``screen``.
+            SandboxError: The display does not start.
+        """
+        words = ["screen", "start", *(["--size", size] if size else [])]
+        done = await self._sandbox.exec(words, timeout_s=START_TIMEOUT_S)
+        if done.exit_code in (126, 127):
+            raise ConfigError("agent computer-use: the image has no program screen; use one of the desktop image")
+        if answer := _failure(done):
+            raise SandboxError(f"the display does not start: {answer}")
+
+    async def act(self, action: Mapping[str, Any]) -> str:
+        """Carries out an action. Returns what is wrong with it, or an empty string."""
+        picture = ["--screenshot", PICTURE] if self._pictures else []
+        words = ["screen", "do", json.dumps(action), *picture, *self._scale]
+        done = await self._sandbox.exec(words, timeout_s=ACTION_TIMEOUT_S)
+        problem = _failure(done)
+        self._fresh = self._pictures and not problem
+        return problem
+
+    async def look(self) -> list[dict[str, Any]]:
+        """Returns the parts of a message that show the screen.
+
+        Raises:
+            LostError: The display gave no picture or no tree, twice in a row.
+        """
+        parts: list[dict[str, Any]] = []
+        if self._pictures:
+            picture = await self._picture() or await self._picture()
+            if picture is None:
+                raise LostError(f"the display of the sandbox is lost: {self._why}")
+            url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        if self._trees:
+            tree = await self._tree() or await self._tree()
+            if tree is None:
+                raise LostError(f"the display of the sandbox is lost: {self._why}")
+            parts.append({"type": "text", "text": tree})
+        return parts
+
+    async def _picture(self) -> bytes | None:
+        if not self._fresh:
+            words = ["screen", "do", '{"action": "screenshot"}', "--screenshot", PICTURE, *self._scale]
+            self._why = _failure(await self._sandbox.exec(words, timeout_s=ACTION_TIMEOUT_S))
+            if self._why:
+                return None
+        self._fresh = False
+        with tempfile.TemporaryDirectory(prefix="megaflow-") as folder:
+            path = Path(folder, "screen.png")
+            try:
+                await self._sandbox.download(PICTURE, str(path))
+            except SetupError as error:
+                self._why = str(error)
+                return None
+            if path.is_file() and not path.is_symlink() and path.stat().st_size <= MAX_PICTURE_BYTES:
+                data = path.read_bytes()
+                if _is_png(data):
+                    return data
+        self._why = f"its screenshot is not a PNG of at most {MAX_PICTURE_PIXELS} pixels"
+        return None
+
+    async def _tree(self) -> str | None:
+        done = await self._sandbox.exec(["screen", "tree", *self._scale], timeout_s=ACTION_TIMEOUT_S)
+        if done.exit_code:
+            self._why = _failure(done)
+            return None
+        text = done.stdout_bytes.decode("utf-8", "replace").strip() or "(nothing)"
+        return text if len(text) <= MAX_TREE_CHARACTERS else text[:MAX_TREE_CHARACTERS] + "\n… (cut)"
+
+
+def _failure(done: ExecResult) -> str:
+    """Returns why a command of ``screen`` failed, or an empty string."""
+    if done.timed_out:
+        return f"no answer within {done.duration_s:.0f} s"
+    try:
+        answer = json.loads(done.stdout_bytes)
+    except (ValueError, RecursionError):
+        answer = None
+    if isinstance(answer, dict) and answer.get("ok") is True:
+        return ""
+    if isinstance(answer, dict) and answer.get("error"):
+        return str(answer["error"])[:2000]
+    text = (done.stdout_bytes + done.stderr_bytes).decode("utf-8", "replace").strip()
+    return text[-2000:] or f"exit code {done.exit_code}"
+
+
+def _is_png(data: bytes) -> bool:
+    """Returns whether data starts as a PNG of a size that a screen can have."""
+    if len(data) < _PNG.size:
+        return False
+    signature, length, name, width, height = _PNG.unpack_from(data)
+    known = (signature, length, name) == (b"\x89PNG\r\n\x1a\n", 13, b"IHDR")
+    return known and 0 < width * height <= MAX_PICTURE_PIXELS

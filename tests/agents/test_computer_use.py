@@ -1,0 +1,321 @@
+"""The agent computer-use with the scripted engine, the real gateway, and a small program in place of a desktop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from megaflow_hpc import open_trajectories
+from megaflow_hpc.agents import create
+from megaflow_hpc.agents.computer_use import LEFT, requests_of
+from megaflow_hpc.errors import ConfigError, LostError, UserCodeError
+from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.trajectory import Recording
+from megaflow_hpc.types import AgentResult, Task
+from tests.support.campaigns import run_local
+from tests.support.local_sandbox import LocalSandbox
+from tests.support.places import ROOT
+from tests.support.screen_program import program
+from tests.support.serving import Engines, endpoint, listening
+
+ID = "click/default/0"
+
+
+def act(action: str, **fields: Any) -> dict[str, Any]:
+    """A scripted call of the tool."""
+    return {"tool": "computer", "arguments": {"action": action, **fields}}
+
+
+CLICK, DONE = act("left_click", coordinate=[140, 80]), act("done")
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalSandbox:
+    monkeypatch.setenv("PATH", f"{program(tmp_path / 'bin')}:/usr/bin:/bin")
+    return LocalSandbox(tmp_path / "box")
+
+
+def state(sandbox: LocalSandbox) -> dict[str, Any]:
+    return dict(json.loads((sandbox.root / "screen.json").read_text()))
+
+
+async def roll(engines: Engines, sandbox: LocalSandbox, **spec: Any) -> tuple[AgentResult, Recording]:
+    agent = create({"name": "computer-use", "max_turns": None, "timeout_s": None, "args": {}, **spec})
+    task = Task(id="click", instruction="Press Go.", image="desktop", path="/nowhere")
+    async with engines.gateway() as gateway:
+        model = await gateway.open(ID, "default")
+        result = await agent.run(task, sandbox, model)
+        return result, await gateway.close(ID)
+
+
+def images(messages: list[dict[str, Any]]) -> list[str]:
+    contents = [m["content"] for m in messages if isinstance(m["content"], list)]
+    return [part["image_url"]["url"] for parts in contents for part in parts if part["type"] == "image_url"]
+
+
+def script(*answers: Any) -> dict[str, Any]:
+    return {"tasks": [{"when": "Press Go", "answers": list(answers)}]}
+
+
+def test_it_clicks_sees_the_change_and_ends(engines: Engines, sandbox: LocalSandbox) -> None:
+    engines.script(script(CLICK, DONE))
+    result, recording = asyncio.run(roll(engines, sandbox, args={"size": "640x480"}))
+    assert (result.status, result.exit_code, result.error) == ("completed", 0, "")
+    assert state(sandbox)["clicked"]
+    assert state(sandbox)["started"] == ["--size", "640x480"]
+    assert [m["role"] for m in recording.messages] == ["system", "user", "assistant", "tool", "user", "assistant"]
+    before, after = images(recording.messages)
+    assert before != after, "the button changes its colour"
+    assert len(recording.sequences) == 1
+    assert sum(recording.sequences[0].loss_mask) > 50
+
+
+def test_an_action_in_the_text_is_carried_out_without_a_tool(engines: Engines, sandbox: LocalSandbox) -> None:
+    said = 'I see {a button}.\n```json\n{"action": "left_click", "coordinate": [140, 80]}\n```'
+    engines.script(script(said, '{"action": "done"}'))
+    result, recording = asyncio.run(roll(engines, sandbox, args={"tools": False}))
+    assert (result.status, result.error, state(sandbox)["clicked"]) == ("completed", "", True)
+    assert '"left_click_drag"' in recording.messages[0]["content"], "the prompt describes the actions"
+    assert [m["role"] for m in recording.messages] == ["system", "user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize(("observe", "pictures", "trees"), [("screenshot", 2, 0), ("tree", 0, 2), ("both", 2, 2)])
+def test_it_observes_what_was_asked_for(
+    engines: Engines, sandbox: LocalSandbox, observe: str, pictures: int, trees: int
+) -> None:
+    engines.script(script(CLICK, DONE))
+    _, recording = asyncio.run(roll(engines, sandbox, args={"observe": observe}))
+    assert len(images(recording.messages)) == pictures
+    assert json.dumps(recording.messages).count('button \\"Go\\"') == trees
+    if observe == "tree":
+        assert all(isinstance(message["content"], str) for message in recording.messages)
+
+
+def test_malformed_actions_are_answered_with_errors_and_end_the_rollout(
+    engines: Engines, sandbox: LocalSandbox
+) -> None:
+    outside, unknown = act("left_click", coordinate=[999, 80]), act("fly")
+    engines.script(script(outside, unknown, "I do not know.", {"tool": "computer", "arguments": {}}))
+    result, recording = asyncio.run(roll(engines, sandbox))
+    assert (result.status, result.exit_code) == ("completed", 1)
+    assert "3 answers in a row" in result.error
+    told = [m["content"] for m in recording.messages if m["role"] == "tool"]
+    assert "outside of the screen of 320x200" in told[0]
+    assert "action 'fly': expected one of key, type" in told[1]
+    assert "expected an action as a JSON object" in json.dumps(recording.messages[-2])
+
+
+def test_fail_is_the_agents_own_failure_and_a_limit_truncates(engines: Engines, sandbox: LocalSandbox) -> None:
+    engines.script(script(act("wait", duration=0), act("fail", text="there is no such button")))
+    result, _ = asyncio.run(roll(engines, sandbox))
+    assert (result.status, result.exit_code, result.error) == (
+        "completed", 1, "the agent gave up: there is no such button",
+    )  # fmt: skip
+    result, recording = asyncio.run(roll(engines, sandbox, max_turns=1))
+    assert (result.status, len(recording.turns)) == ("truncated", 1)
+
+
+@pytest.mark.parametrize("history", [1, 3, 10])
+def test_a_window_of_screens_costs_what_the_docs_say(engines: Engines, sandbox: LocalSandbox, history: int) -> None:
+    """Thirty screens: the sequences that start, and the screens in all of them."""
+    engines.script(script(*[act("type", text=f"{number} ") for number in range(29)], DONE))
+    _, recording = asyncio.run(roll(engines, sandbox, args={"history": history}))
+    sequences, screens = len(recording.sequences), sum(len(sequence.images) for sequence in recording.sequences)
+    page = (ROOT / "docs" / "how-to" / "agents.md").read_text()
+    assert f"| {history} | {sequences} | {screens} |" in page
+    assert sequences == 1 + math.ceil((30 - history) / math.ceil(history / 2))
+    assert (len(recording.turns), len(recording.images)) == (30, 30), "each screenshot is stored once"
+
+
+def test_the_last_prompt_has_the_last_screenshots(engines: Engines, sandbox: LocalSandbox) -> None:
+    typed = [act("type", text=f"{number} ") for number in range(6)]
+    engines.script(script(*typed, DONE))
+
+    async def scenario() -> list[dict[str, Any]]:
+        agent = create({"name": "computer-use", "max_turns": None, "timeout_s": None, "args": {"history": 3}})
+        task = Task(id="click", instruction="Press Go.", image="desktop", path="/nowhere")
+        async with engines.gateway() as gateway:
+            model = await gateway.open(ID, "default")
+            await agent.run(task, sandbox, model)
+            return list(gateway.conversation(ID))
+
+    messages = asyncio.run(scenario())
+    shown = [message for message in messages if message["role"] == "user"]
+    gone = [LEFT in json.dumps(message) for message in shown]
+    assert gone == [True] * 4 + [False] * 3
+    assert shown[0]["content"].startswith("Press Go."), "the instruction stays"
+    assert len(set(images(messages))) == 3
+
+
+def test_a_display_that_dies_is_lost_and_not_the_models_mistake(engines: Engines, sandbox: LocalSandbox) -> None:
+    engines.script(script(act("type", text="x"), DONE))
+    state_file = sandbox.root / "screen.json"
+    run = sandbox.exec
+
+    async def dying(command: Any, **options: Any) -> Any:
+        if command[1:2] == ["do"] and '"type"' in command[2]:
+            state_file.unlink()
+        return await run(command, **options)
+
+    sandbox.exec = dying  # type: ignore[method-assign]
+    with pytest.raises(LostError, match="display of the sandbox is lost: the display does not answer"):
+        asyncio.run(roll(engines, sandbox))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"GIF89a" + bytes(60), b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + b"\0\1\x86\xa0" * 2 + bytes(20)]
+)
+def test_a_screenshot_that_is_no_picture_of_a_screen_is_refused(
+    engines: Engines, sandbox: LocalSandbox, data: bytes
+) -> None:
+    """The last one claims to have 100,000 by 100,000 pixels."""
+    engines.script(script(DONE))
+    (sandbox.root / "broken.png").write_bytes(data)
+    with pytest.raises(LostError, match="its screenshot is not a PNG"):
+        asyncio.run(roll(engines, sandbox))
+
+
+def test_an_image_without_the_program_is_named(
+    engines: Engines, sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engines.script(script(DONE))
+    run = sandbox.exec
+
+    async def missing(command: Any, **options: Any) -> Any:
+        return await run("exec no-such-program", **options)
+
+    sandbox.exec = missing  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="the image has no program screen"):
+        asyncio.run(roll(engines, sandbox))
+
+
+def test_a_model_without_images_is_named_with_the_remedy(sandbox: LocalSandbox) -> None:
+    """The engine answers as vLLM does for a model that takes text only."""
+
+    async def refuse(request: web.Request) -> web.Response:
+        error = {"message": "At most 0 image(s) may be provided in one prompt.", "type": "BadRequestError", "code": 400}
+        return web.json_response({"error": error}, status=400)
+
+    async def scenario() -> None:
+        application = web.Application(client_max_size=2**26)
+        application.router.add_post("/v1/chat/completions", refuse)
+        agent = create({"name": "computer-use", "max_turns": None, "timeout_s": None, "args": {}})
+        task = Task(id="click", instruction="Press Go.", image="desktop", path="/nowhere")
+        async with listening(application) as port, ModelGateway(wait_s=5) as gateway:
+            gateway.update_endpoints([endpoint(port, "default", protocol="plain")])
+            model = await gateway.open(ID, "default")
+            with pytest.raises(UserCodeError, match=r"At most 0 image.*args: \{observe: tree\}"):
+                await agent.run(task, sandbox, model)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"observe": "video"}, "observe 'video': expected one of screenshot, tree, both"),
+        ({"history": -1}, "history -1: expected 0"),
+        ({"size": "big"}, "size 'big': expected WIDTHxHEIGHT"),
+        ({"scale": "0x9"}, "scale '0x9': expected WIDTHxHEIGHT"),
+    ],
+)
+def test_wrong_arguments_are_named(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        create({"name": "computer-use", "max_turns": None, "timeout_s": None, "args": args})
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ('{"action": "screenshot"} and then {"action": "done"}', "done"),
+        ('{"plan": {"action": "no"}} {"action": "wait", "duration": 1}', "wait"),
+        ("{" * 5000 + '{"action": "done"}', None),
+        ("", None),
+        ("[1, 2", None),
+    ],
+)
+def test_the_last_action_of_a_text_counts(text: str, action: str | None) -> None:
+    (request,) = requests_of({"role": "assistant", "content": text})
+    assert request.action.get("action") == action
+    assert bool(request.problem) == (action is None)
+
+
+# --- the whole way ----------------------------------------------------------------------------------------------------
+
+
+TASK = """\
+[agent]
+timeout_sec = 240.0
+
+[environment]
+docker_image = "desktop"
+workdir = "/work"
+
+[environment.env]
+SCREEN_RUN = "{run}"
+"""
+TYPED = [
+    act("wait", duration=3),
+    act("left_click", coordinate=[200, 150]),  # in the screenshot of half the screen's size
+    act("type", text="forty-two\n"),
+    act("key", text="ctrl+s"),
+    act("wait", duration=1),
+    DONE,
+]
+
+
+def write_campaign(folder: Path, desktop_sif: Path, answers: list[Any], run: str) -> Path:
+    task = folder / "tasks" / "editor"
+    (task / "tests").mkdir(parents=True)
+    (task / "task.toml").write_text(TASK.format(run=run))
+    (task / "instruction.md").write_text("Write forty-two with the editor, and save it.\n")
+    test = 'if grep -q forty-two /work/answer; then r=1; else r=0; fi; echo "$r" > /logs/verifier/reward.txt\n'
+    (task / "tests" / "test.sh").write_text(test)
+    (folder / "answers.yaml").write_text(yaml.safe_dump({"tasks": [{"when": "the editor", "answers": answers}]}))
+    campaign = {
+        "name": "desktop",
+        "tasks": "tasks/*",
+        "agent": {"name": "computer-use", "args": {"size": "800x600", "scale": "400x300", "history": 3}},
+        "model": {"engine": "scripted", "script": "answers.yaml"},
+        "environment": {"network": "none", "images": {"desktop": str(desktop_sif)}},
+    }
+    (folder / "campaign.yaml").write_text(yaml.safe_dump(campaign))
+    return folder / "campaign.yaml"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("answers", "reward"), [(TYPED, 1.0), ([DONE], 0.0)], ids=["typed", "idle"])
+def test_a_campaign_with_a_desktop_task_has_its_reward_and_its_screenshots(
+    tmp_path: Path, desktop_sif: Path, answers: list[Any], reward: float
+) -> None:
+    """The model types into an editor on the desktop and saves, and the tests find the file."""
+    result, done = run_local(write_campaign(tmp_path, desktop_sif, answers, "l3afpad /work/answer"))
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(result["run"]) as store:
+        (trajectory,) = store
+        assert (trajectory.status, trajectory.reward, trajectory.error) == ("completed", reward, "")
+        assert len(trajectory.turns) == len(answers)
+        assert len(trajectory.sequences) == 1 + math.ceil(max(0, len(answers) - 3) / 2)
+        shown = {span.image for sequence in trajectory.sequences for span in sequence.images}
+        assert shown == trajectory.images.keys()
+        assert {(image.width, image.height) for image in trajectory.images.values()} == {(400, 300)}
+
+
+@pytest.mark.slow
+def test_a_display_that_dies_fails_the_first_attempt_and_the_second_is_verified(
+    tmp_path: Path, desktop_sif: Path
+) -> None:
+    answers = [act("wait", duration=6), DONE]
+    result, done = run_local(write_campaign(tmp_path, desktop_sif, answers, "sleep 3; pkill Xvfb"))
+    with open_trajectories(result["run"]) as store:
+        (trajectory,) = store
+        assert (trajectory.status, trajectory.reward, trajectory.attempt) == ("completed", 0.0, 1), done.stderr
+        assert trajectory.error_kind == "agent"
+        assert "the display of the sandbox is lost: display lost" in trajectory.error

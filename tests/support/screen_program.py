@@ -1,0 +1,94 @@
+"""Stands in for the program ``screen`` in tests without a desktop: one page with a button, a field and a list.
+
+Its state is a JSON file in ``$HOME``. It takes the same arguments and prints the same lines as the real program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEIGHT = 320, 200
+BUTTON = (100, 60, 180, 100)
+"""The button's left, top, right and bottom in pixels."""
+
+
+def program(place: Path) -> Path:
+    """Writes the program ``screen`` to a directory that the caller puts on ``PATH``."""
+    place.mkdir(parents=True, exist_ok=True)
+    file = place / "screen"
+    file.write_text(f"#!{sys.executable}\n" + Path(__file__).read_text())
+    file.chmod(0o755)
+    return place
+
+
+def png(width: int, height: int, rows: bytes) -> bytes:
+    """Encodes rows of RGB pixels, each after a zero byte."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def picture(state: dict[str, Any]) -> bytes:
+    """Draws the page: the button is green once it was clicked, and typed text makes the last row darker."""
+    left, top, right, bottom = BUTTON
+    colour = b"\x20\xa0\x20" if state["clicked"] else b"\x30\x60\xc0"
+    plain = b"\0" + b"\xf0\xf0\xf0" * WIDTH
+    button = b"\0" + b"\xf0\xf0\xf0" * left + colour * (right - left) + b"\xf0\xf0\xf0" * (WIDTH - right)
+    text = state["text"].encode()[: WIDTH * 3].ljust(WIDTH * 3, b"\xff")
+    rows = [button if top <= y < bottom else plain for y in range(HEIGHT - 1)]
+    return png(WIDTH, HEIGHT, b"".join(rows) + b"\0" + text)
+
+
+def do(action: dict[str, Any], state: dict[str, Any]) -> str:
+    """Carries out an action. Returns what is wrong with it."""
+    name, point = action.get("action"), action.get("coordinate")
+    if name == "left_click":
+        if not (isinstance(point, list) and len(point) == 2):
+            return "left_click: coordinate: expected [x, y]"
+        x, y = point
+        if not (0 <= x < WIDTH and 0 <= y < HEIGHT):
+            return f"coordinate {point}: outside of the screen of {WIDTH}x{HEIGHT}"
+        left, top, right, bottom = BUTTON
+        state["clicked"] = state["clicked"] or (left <= x < right and top <= y < bottom)
+    elif name == "type":
+        state["text"] += action["text"]
+    return ""
+
+
+def main(words: list[str]) -> int:
+    home = Path(os.environ["HOME"])
+    file = home / "screen.json"
+    if words[0] == "start":
+        file.write_text(json.dumps({"clicked": False, "text": "", "started": words[1:]}))
+        print('{"ok": true}')
+        return 0
+    if not file.exists():
+        print('{"ok": false, "error": "the display does not answer"}')
+        return 1
+    state = json.loads(file.read_text())
+    if words[0] == "tree":
+        print(f'button "Go" {BUTTON[0] + 40},{BUTTON[1] + 20}{" pressed" if state["clicked"] else ""}')
+        return 0
+    problem = do(json.loads(words[1]), state)
+    file.write_text(json.dumps(state))
+    answer: dict[str, Any] = {"ok": False, "error": problem} if problem else {"ok": True}
+    if "--screenshot" in words and not problem:
+        answer["screenshot"] = words[words.index("--screenshot") + 1]
+        file, broken = home / answer["screenshot"].lstrip("/"), home / "broken.png"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(broken.read_bytes() if broken.exists() else picture(state))
+    print(json.dumps(answer))
+    return 0 if not problem else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
