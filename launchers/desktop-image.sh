@@ -61,7 +61,10 @@ From: $work/root
 %environment
     export LC_ALL=C.UTF-8 PYTHONDONTWRITEBYTECODE=1
 END
-  env -u APPTAINER_BINDPATH apptainer build --force --fakeroot "$output.new.sif" "$work/desktop.def"
+  # Compressed lightly, where Apptainer can be told so: a tenth larger, in a fifth of the time.
+  local light=()
+  ! apptainer build --help | grep -q mksquashfs-args || light=(--mksquashfs-args "-Xcompression-level 1")
+  env -u APPTAINER_BINDPATH apptainer build --force --fakeroot "${light[@]}" "$output.new.sif" "$work/desktop.def"
 }
 
 mkdir -p "$(dirname "$output")" "$(dirname "$log")"
