@@ -19,15 +19,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-SIDE = 112
-"""Pixels of a window's side: four by four tokens of the tiny model."""
-COLUMNS, ROWS = 2, 4
+SIDE = 56
+"""Pixels of a window's side: two by two tokens of the tiny model."""
+COLUMNS, ROWS = 2, 2
 """Places for buttons."""
 BUTTONS = 4
 """Number of buttons in a window."""
-WIDTH, HEIGHT = 48, 20
+WIDTH, HEIGHT = 26, 24
 """Size of a button in pixels."""
-LABELS = ("SAVE", "OPEN", "QUIT", "HELP", "COPY", "FIND", "UNDO", "EDIT")
+LABELS = {
+    "SAVE": "a0e0ff",
+    "OPEN": "ffe060",
+    "QUIT": "ff5050",
+    "HELP": "40c040",
+    "COPY": "ffffff",
+    "FIND": "c080ff",
+    "UNDO": "ff9020",
+    "EDIT": "3060ff",
+}
+"""Label → colour of its button."""
 GLYPHS = {
     "A": "0e11111f111111",
     "C": "0e11101010110e",
@@ -71,7 +81,7 @@ class Window:
         return cls(
             {
                 label: (x * side + (side - WIDTH) // 2, y * height + (height - HEIGHT) // 2)
-                for label, (x, y) in zip(chance.sample(LABELS, BUTTONS), cells, strict=True)
+                for label, (x, y) in zip(chance.sample(list(LABELS), BUTTONS), cells, strict=True)
             }
         )
 
@@ -89,14 +99,13 @@ class Window:
         pixels = [bytearray(b"\xd0\xd8\xe8" * SIDE) for _ in range(SIDE)]
         for label, (left, top) in self.places.items():
             for row in pixels[top : top + HEIGHT]:
-                row[3 * left : 3 * (left + WIDTH)] = b"\xff" * (3 * WIDTH)
+                row[3 * left : 3 * (left + WIDTH)] = bytes.fromhex(LABELS[label]) * WIDTH
             for number, letter in enumerate(label):
                 for y, bits in enumerate(bytes.fromhex(GLYPHS[letter])):
                     for x in range(5):
                         if bits >> (4 - x) & 1:
-                            place = 3 * (left + 5 + 10 * number + 2 * x)
-                            for row in pixels[top + 3 + 2 * y : top + 5 + 2 * y]:
-                                row[place : place + 6] = bytes(6)
+                            place = 3 * (left + 2 + 6 * number + x)
+                            pixels[top + 9 + y][place : place + 3] = bytes(3)
         rows = b"".join(b"\x00" + bytes(row) for row in pixels)
         header = struct.pack(">IIBBBBB", SIDE, SIDE, 8, 2, 0, 0, 0)
         chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
@@ -185,7 +194,7 @@ class Clicker:
         for _ in range(self._steps):
             _, window = clicks(seed, self._steps, answers)
             text = [{"type": "text", "text": task.instruction}] if not messages else []
-            messages.append({"role": "user", "content": [window.part(), *text]})
+            messages.append({"role": "user", "content": [*text, window.part()]})
             answer = await ask(model, messages, max_tokens=ANSWER)
             answers.append(answer.text)
             messages.append({"role": "assistant", "content": answer.text})
@@ -209,7 +218,7 @@ def demonstration(chance: random.Random, steps: int, right: float, spoiled: floa
         if chance.random() < spoiled:
             y += HEIGHT // 2 + 2
         messages += [
-            {"role": "user", "content": [window.part(), *text]},
+            {"role": "user", "content": [*text, window.part()]},
             {"role": "assistant", "content": f"{x},{y}"},
         ]
     return messages

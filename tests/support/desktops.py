@@ -25,7 +25,7 @@ def desktop_sif(base_sif: Path) -> Path:
     path = base_sif.with_name("desktop.sif")
     if not path.exists():
         pytest.fail(
-            f"{path} does not exist; launchers/desktop-image.sh {base_sif} {path} builds it, as launchers/setup does"
+            f"{path} does not exist; launchers/desktop-image.sh {base_sif} {path} builds it, as launchers/test does"
         )
     return path
 

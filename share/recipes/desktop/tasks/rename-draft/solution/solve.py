@@ -1,6 +1,7 @@
 """Solves the task by keyboard and mouse."""
 
 import json
+import os
 import re
 import subprocess
 import time
@@ -15,24 +16,51 @@ def do(**action):
 
 
 def window(title):
-    """Returns the middle of the window whose title begins like this, once it is there."""
+    """Returns a place in the title bar of the window with this title, once it is there. Its middle may be covered."""
     for _ in range(100):
-        if found := re.search(rf'^window "{title}[^"]*" \((\d+),(\d+)\)', screen("tree"), re.MULTILINE):
-            return [int(found[1]), int(found[2])]
+        line = rf'^window "\*?{title}[^"]*" \((\d+),(\d+)\) \d+x(\d+)'
+        if found := re.search(line, screen("tree"), re.MULTILINE):
+            return [int(found[1]), int(found[2]) - int(found[3]) // 2 - 8]
         time.sleep(0.1)
     raise SystemExit(f"no window {title}:\n{screen('tree')}")
 
 
+def write(title, text):
+    """Replaces what the editor shows, and saves it."""
+    do(action="left_click", coordinate=window(title))
+    do(action="key", text="ctrl+a")
+    do(action="type", text=text)
+    do(action="key", text="ctrl+s")
+
+
+def until(is_done, attempt):
+    """Tries again, because a window that opens late takes the keys of another."""
+    for _ in range(5):
+        attempt()
+        for _ in range(20):
+            if is_done():
+                return
+            time.sleep(0.1)
+    raise SystemExit(f"not done:\n{screen('tree')}")
+
+
+def is_written():
+    with open("/work/notes.txt") as file:
+        return file.read().strip() == "done"
+
+
+def rename():
+    do(action="left_click", coordinate=window("work"))
+    do(action="key", text="Escape")
+    do(action="type", text="draft")  # finds the file
+    do(action="key", text="Escape")
+    do(action="key", text="F2")
+    do(action="wait", duration=1)
+    do(action="key", text="ctrl+a")
+    do(action="type", text="final.txt\n")
+
+
 screen("start")
-do(action="left_click", coordinate=window("notes.txt"))
-do(action="key", text="ctrl+a")
-do(action="type", text="done")
-do(action="key", text="ctrl+s")
-do(action="left_click", coordinate=window("work"))
-do(action="type", text="draft")
-do(action="key", text="Escape")
-do(action="key", text="F2")
-do(action="wait", duration=1)
-do(action="key", text="ctrl+a")
-do(action="type", text="final.txt\n")
-do(action="wait", duration=1)
+window("work")
+until(is_written, lambda: write("notes.txt", "done"))
+until(lambda: os.path.exists("/work/final.txt"), rename)
