@@ -209,7 +209,7 @@ def _images(file: h5py.File) -> Iterator[str]:
 def _image_bytes(file: h5py.File, digests: Array, offsets: Array) -> Iterator[str]:
     for some in _batches(np.diff(offsets)):
         base = offsets[some.start]
-        data = memoryview(read(file["images/bytes"], base, offsets[some.stop]))
+        data = read(file["images/bytes"], base, offsets[some.stop]).data
         for number in range(some.start, some.stop):
             start, end = offsets[number : number + 2] - base
             if hashlib.sha256(data[start:end]).hexdigest() != digests[number]:

@@ -184,7 +184,8 @@ def kinds(result):
     plain = {k: v for k, v in text.items() if k != "head_dim"}
     configs["video_llama3"] = VideoLlama3Config(image_token_id=280, video_token_id=281,
         text_config={**plain, "model_type": "qwen2", "max_position_embeddings": 500},
-        vision_config=dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, patch_size=14))
+        vision_config=dict(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, patch_size=14))
     for name, config in configs.items():
         torch.manual_seed(0)
         transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(name)
