@@ -26,9 +26,13 @@ MAX_PIXELS = 40_000_000
 """Maximum number of pixels of an image, which an engine decodes to 120 MB. A screen of 8K has 33 million. vLLM gets the
 same limit."""
 _MAX_SEGMENTS = 1000
-"""Maximum number of segments of a JPEG before its size. Real ones have a few dozen."""
+"""Maximum number of segments of a JPEG, or chunks of a PNG, before its pixels. Real ones have a few dozen."""
+_MAX_GIF_BLOCKS = 1000
+"""Maximum number of blocks of a GIF before its first frame."""
 _SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """Markers of JPEG segments with the size."""
+_SCAN = 0xDA
+"""Marker of the first JPEG segment with pixels."""
 _BARE = frozenset(range(0xD0, 0xD9)) | {0x01}
 """Markers of JPEG segments without a length."""
 
@@ -127,14 +131,48 @@ def _header(data: bytes) -> tuple[str, int, int]:
     Sources: PNG 3rd edition, section 11.2.1; GIF89a, section 18; RFC 9649 (WebP); ITU-T T.81, annex B (JPEG).
     """
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
-        return "image/png", *struct.unpack_from(">II", data, 16)
+        return "image/png", *_png_size(data)
     if data.startswith((b"GIF87a", b"GIF89a")):
-        return "image/gif", *struct.unpack_from("<HH", data, 6)
+        return "image/gif", *_gif_size(data)
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return "image/webp", *_webp_size(data)
     if data.startswith(b"\xff\xd8\xff"):
         return "image/jpeg", *_jpeg_size(data)
     return "", 0, 0
+
+
+def _png_size(data: bytes) -> tuple[int, int]:
+    position = 8
+    for number in range(_MAX_SEGMENTS):
+        kind = data[position + 4 : position + 8]
+        if number and kind == b"IHDR":  # a decoder would take this size instead
+            break
+        if kind == b"IDAT" or len(kind) < 4:
+            width, height = struct.unpack_from(">II", data, 16)
+            return width, height
+        position += 12 + int.from_bytes(data[position : position + 4], "big")
+    return 0, 0
+
+
+def _gif_size(data: bytes) -> tuple[int, int]:
+    """Returns the size of the canvas, which the first frame may enlarge."""
+    width, height = struct.unpack_from("<HH", data, 6)
+    flags = data[10] if len(data) > 10 else 0
+    position = 13 + (6 << (flags & 7) if flags & 0x80 else 0)
+    for _ in range(_MAX_GIF_BLOCKS):
+        kind = data[position : position + 1]
+        if kind in (b"", b";"):
+            return width, height
+        if kind == b",":
+            left, top, right, bottom = struct.unpack_from("<4H", data, position + 1)
+            return max(width, left + right), max(height, top + bottom)
+        position += 1
+        if kind == b"!":
+            position += 1
+            while size := data[position]:
+                position += 1 + size
+            position += 1
+    return 0, 0
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
@@ -151,14 +189,19 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int]:
-    position = 2
+    position, width, height = 2, 0, 0
     for _ in range(_MAX_SEGMENTS):
+        if width and position + 2 > len(data):
+            return width, height
         if data[position] != 0xFF:
             break
         marker = data[position + 1]
-        if marker in _SIZES:
-            height, width = struct.unpack_from(">HH", data, position + 5)
+        if marker == _SCAN:
             return width, height
+        if marker in _SIZES:
+            if width:  # a decoder would take this size instead
+                break
+            height, width = struct.unpack_from(">HH", data, position + 5)
         if marker == 0xFF:  # padding
             position += 1
         elif marker in _BARE:

@@ -363,9 +363,29 @@ def test_the_header_says_type_and_size(kind: str) -> None:
             read_image(data[:length])
 
 
+def test_a_second_size_is_the_one_that_counts_or_is_refused() -> None:
+    """Decoders take the size of a GIF's first frame, and the last one of a PNG or JPEG with two."""
+    gif = b"GIF89a" + struct.pack("<HHBBB", 1, 1, 0x80, 0, 0) + bytes(6) + b"!\xfe\x02hi\0"
+    frame = b"," + struct.pack("<4HB", 10, 20, 30, 40, 0)
+    found = read_image(gif + frame)
+    assert (found.width, found.height) == (40, 60)
+    with pytest.raises(ValueError, match="an image of 65535x60000 pixels"):
+        read_image(gif + b"," + struct.pack("<4HB", 0, 0, 65535, 60000, 0))
+    second = b"\0\0\0\x0dIHDR" + struct.pack(">II", 60000, 60000) + bytes(9)
+    size = JPEG[JPEG.index(b"\xff\xc2") :] + bytes(10)
+    scan = b"\xff\xda\0\x02"
+    assert read_image(JPEG + bytes(10) + scan).width == 640
+    for data in (ONE.data[:33] + second + ONE.data[33:], JPEG + bytes(10) + size + scan):
+        with pytest.raises(ValueError, match="not a PNG"):
+            read_image(data)
+
+
 def test_a_jpeg_of_endless_segments_is_refused_in_time() -> None:
     with pytest.raises(ValueError, match="not a PNG"):
         read_image(b"\xff\xd8" + b"\xff\xe0\x00\x02" * 5_000_000)
+    for endless in (ONE.data[:33] + bytes(20_000_000), HEADERS["gif"][0] + b"\0\0\0" + b" " * 20_000_000):
+        with pytest.raises(ValueError, match="not a PNG"):
+            read_image(endless)
     with pytest.raises(ValueError, match=str(MAX_PIXELS)):
         read_image(bomb(2**13, 2**13 + 1))
 
