@@ -5,7 +5,7 @@
     agent ── data:image/png;base64,… ──► named() ── sha256:ab12… ──► recorder, digests, journal
                                            └──── Image, once ──────► with_images() ── data:image/png;base64,… ──► engine
 
-Only an image's header is read, never its pixels: type and size are enough to refuse a file that is no image, or one
+Only the header of an image is read, never its pixels. Type and size suffice to refuse a file that is not an image, or
 that would take gigabytes when an engine decodes it.
 """
 
@@ -43,7 +43,7 @@ def read_image(data: bytes) -> Image:
     """Returns an image with its type and size, as its header says.
 
     Raises:
-        ValueError: It is no PNG, JPEG, WebP or GIF, or has too many pixels.
+        ValueError: It is not a PNG, JPEG, WebP or GIF, or has too many pixels.
     """
     try:
         media_type, width, height = _header(data)

@@ -1,8 +1,8 @@
 """Images in the trainer: pixel inputs and positions of sequences that show images to an image-text model.
 
-The record holds each image file and the placeholder tokens in whose place the engine put it. The image processor of
-the model directory makes pixels of the file again, as the engine's did. So both see the same numbers. Images are
-placed by the recorded spans, never by token ids, because a model may sample a placeholder itself.
+The record holds each image file, and the placeholder tokens that the engine replaced by it. The image processor of the
+model directory converts the file to pixels as the engine's did, so both see the same numbers. Images are placed by the
+recorded spans, never by token ids, because a model may sample a placeholder itself.
 
 Supported are models whose processor cuts images into a grid of patches (``image_grid_thw``), merges squares of patches
 to one token, and marks each by the same placeholder: Qwen2-VL and its successors, GLM-4V, PaddleOCR-VL and others.
@@ -249,7 +249,7 @@ def image_of(data: bytes, where: object) -> Image:
         where: name of the file, for errors.
 
     Raises:
-        BadImage: the file is no image that Pillow reads.
+        BadImage: Pillow cannot read the file as an image.
     """
     from PIL import Image as Pillow  # type: ignore[import-not-found]
 
@@ -257,7 +257,7 @@ def image_of(data: bytes, where: object) -> Image:
         with Pillow.open(io.BytesIO(data)) as opened:
             kind, (width, height) = str(opened.format).lower(), opened.size
     except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
-        raise BadImage(f"{where}: is no image ({error})") from None
+        raise BadImage(f"{where}: is not an image ({error})") from None
     return Image(hashlib.sha256(data).hexdigest(), f"image/{kind}", width, height, data)
 
 
@@ -265,7 +265,7 @@ def decoded(image: Image) -> Any:
     """Decodes an image as vLLM does: turned upright, with transparent pixels on white, in RGB. Returns a PIL image.
 
     Raises:
-        BadImage: the file is damaged, or no image that Pillow reads within its limit of pixels.
+        BadImage: the file is damaged, not an image, or has more pixels than Pillow allows.
     """
     from PIL import Image as Pillow
     from PIL import ImageOps
