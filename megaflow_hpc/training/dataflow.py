@@ -370,6 +370,12 @@ class Dataflow:
         """Sampling temperature of the policy. A trainer divides logits by it."""
         return self.trained.temperature
 
+    @property
+    def engine_args(self) -> Mapping[str, Any]:
+        """Options of the policy's engine, as in the campaign file."""
+        record = self.record.policies.get(self.policy)
+        return ((record.model if record else None) or {}).get("args") or {}
+
     # --- start and end ---
 
     def restore(self) -> Commit | None:

@@ -38,6 +38,7 @@ def training_run(
     held_out: int = 0,
     sampling: dict[str, float] | None = None,
     policies: Mapping[str, int] | None = None,
+    args: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> RunDir:
     """Make the run directory of a campaign that trains the policy ``default`` and has requested nothing yet.
@@ -46,6 +47,7 @@ def training_run(
         policies: policy → samples of several policies, in the place of ``default`` and ``samples``.
         held_out: number of tasks, the last ones, that are only for evaluation.
         sampling: sampling settings of the policy.
+        args: options of its engine.
         more: further sections of the campaign file.
     """
     run = RunDir(path)
@@ -58,7 +60,7 @@ def training_run(
         "samples": samples,
         **more,
     }
-    served = {"engine": "vllm", "path": model or "model", "sampling": sampling or {}}
+    served = {"engine": "vllm", "path": model or "model", "sampling": sampling or {}, "args": dict(args or {})}
     if policies is None:
         fields["model"] = served
     else:

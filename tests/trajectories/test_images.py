@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import replace
 
@@ -12,10 +13,11 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import gather, open_trajectories, validate
 from megaflow_hpc.trajectories.exports import export
 from megaflow_hpc.trajectories.exports.jsonl import import_jsonl, line
+from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal.checks import checked
 from megaflow_hpc.trajectories.journal.frames import read_journal
 from megaflow_hpc.trajectories.maintenance.compact import compact
-from megaflow_hpc.trajectory import ImageSpan, TokenSequence, Trajectory, shown_images
+from megaflow_hpc.trajectory import Image, ImageSpan, TokenSequence, Trajectory, shown_images
 from tests.support.samples import add_images, commit, image, run_dir, trajectory
 
 
@@ -92,6 +94,41 @@ def test_thirty_screenshots_take_the_space_of_the_distinct_ones(tmp_path):
     distinct = sum(len(shown.data) for shown in {shown.sha256: shown for shown in screenshots}.values())
     assert run.journal_file("a", "0").stat().st_size <= 1.1 * distinct
     assert gather(run).stat().st_size <= 1.1 * distinct
+
+
+def image_of_bytes(data: bytes) -> Image:
+    return Image(hashlib.sha256(data).hexdigest(), "image/png", 1, 1, data)
+
+
+def test_thousands_of_images_are_written_checked_and_continued_in_few_reads(tmp_path, monkeypatch):
+    """A read of HDF5 inflates a whole chunk, so reading image by image takes minutes for 100,000 images."""
+    one = trajectory(1)
+    (sequence,) = one.sequences
+    for number in range(3000):
+        shown = image_of_bytes(f"image {number}".encode())
+        one.images[shown.sha256] = shown
+        sequence.images.append(ImageSpan(len(sequence.tokens), 1, shown.sha256))
+        for column, value in (("tokens", 7), ("logprobs", float("nan")), ("loss_mask", 0), ("weight_versions", -1)):
+            getattr(sequence, column).append(value)
+    path, reads = tmp_path / "many.h5", []
+    get = h5py.Dataset.__getitem__
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", lambda *args: reads.append(args) or get(*args))
+    with TrajectoryWriter(path, "many") as writer:
+        writer.append(one)
+    with TrajectoryWriter(path, "many", append=True) as writer:
+        writer.append(replace(one, id="task/default/2"))
+    assert validate(path) == []
+    assert len(reads) < 1000
+    with h5py.File(path) as file:
+        assert (len(file["images/sha256"]), len(file["image_uses/image"])) == (3000, 6000)
+        assert file["images/bytes"].compression is None, "image files are compressed already"
+    for column, entry, fault in (("images/bytes", 20_000, "image 2111:"), ("tokens/loss_mask", -9, "some of which")):
+        with h5py.File(path, "r+") as file:
+            before = file[column][entry]
+            file[column][entry] = 1
+        assert fault in "\n".join(validate(path))
+        with h5py.File(path, "r+") as file:
+            file[column][entry] = before
 
 
 WRONG = {

@@ -37,7 +37,7 @@ from megaflow_hpc.host.atomic import fsync, fsync_tree
 from megaflow_hpc.training.dataflow import KEPT_CHECKPOINTS, KEPT_VERSIONS, Dataflow, Step
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, importance_weights
-from megaflow_hpc.training.trainer.vision import Vision, joined, kinds_of, takes_images
+from megaflow_hpc.training.trainer.vision import Vision, joined, kinds_of, processor_options, takes_images
 
 TRL_VERSION = "1.16"
 """Supported TRL version without its patch number. The check is strict because the bridge uses private methods."""
@@ -179,6 +179,7 @@ class DataflowTrainer(GRPOTrainer):
         source = Path(model if isinstance(model, str | os.PathLike) else self.model.config._name_or_path)
         self._vision = Vision.read(source) if takes_images(source) else None
         if self._vision is not None:
+            self._vision.options = processor_options(flow.engine_args)
             self._vision.attach(self.accelerator.unwrap_model(self.model))
         self._stream = self._minibatches()
         self.add_callback(_AfterStep(self))

@@ -35,6 +35,7 @@ from megaflow_hpc.training.methods import call, numbers, wrong
 from megaflow_hpc.training.microbatch import ShownImage, ordinals_of, rows_in_order, shown_images, token_advantages
 from megaflow_hpc.training.plan import BySequence, Columns
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load, row_of
+from megaflow_hpc.training.trainer.vision import BadImage
 
 KEPT_AVERAGES = 3
 """Number of recent weight averages to keep. The next average is computed from the newest."""
@@ -62,6 +63,14 @@ class ColumnSequence:
     """Advantage of each token, shape (L); 0 where the mask is 0."""
     images: Sequence[ShownImage] = ()
     """Images that the sequence shows, each with its placeholder tokens."""
+
+
+class UnusableRollout(MegaflowError):
+    """Raised if a rollout shows an image that cannot be decoded. ``rollout`` is its index in the step."""
+
+    def __init__(self, rollout: int, cause: BadImage) -> None:
+        super().__init__(str(cause))
+        self.rollout = rollout
 
 
 class FrozenModels:
@@ -104,6 +113,9 @@ class FrozenModels:
         Args:
             folder: a model directory; ``None`` selects the policy before the step.
             sequences: sequences of this rank.
+
+        Raises:
+            UnusableRollout: a sequence shows an image that cannot be decoded.
         """
         settings = self._flow.settings
         model = (
@@ -112,13 +124,18 @@ class FrozenModels:
             else load(folder, settings.dtype, self._ranks, parallel=settings.parallel.model_dump())
         )
         model.temperature = self._flow.temperature
+        if model.vision is not None and self._policy.vision is not None:
+            model.vision.options = self._policy.vision.options
         rows = list(rows_in_order((len(s.tokens) for s in sequences), settings.microbatch))
         rounds = max(self._ranks.gather(len(rows)))
         logprobs_of: dict[int, NDArray[np.float32]] = {}
         with torch.no_grad():
             for row in [*rows, *[[]] * (rounds - len(rows))]:
                 chosen = [sequences[number] for number in row]
-                inputs = row_of([(s.tokens, s.mask.nonzero()[0], s.images) for s in chosen], model)
+                try:
+                    inputs = row_of([(s.tokens, s.mask.nonzero()[0], s.images) for s in chosen], model)
+                except BadImage as error:
+                    raise UnusableRollout(chosen[error.sequence].rollout, error) from None
                 values = model(*inputs)[0].float().cpu().numpy()
                 cuts = np.cumsum([len(s.tokens) for s in chosen])[:-1]
                 logprobs_of |= dict(zip(row, np.split(values, cuts), strict=False))
@@ -194,6 +211,7 @@ def columns_of(
 
     Raises:
         ConfigError: a function failed on a rank, or broke its contract.
+        UnusableRollout: a sequence of this rank shows an image that cannot be decoded.
     """
     if not methods:
         return {}
@@ -249,6 +267,8 @@ def _values_or_error(method: Method, sequences: Sequence[ColumnSequence], models
     forever."""
     try:
         return _call(method, sequences, models)
+    except UnusableRollout:  # the trainer leaves it out, and restarts if there are several ranks
+        raise
     except MegaflowError as error:
         return str(error)
 

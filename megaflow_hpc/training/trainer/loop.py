@@ -42,7 +42,7 @@ from megaflow_hpc.training.methods import guarded
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.staleness import ASYNCHRONOUS_BATCHES
 from megaflow_hpc.training.trainer import checkpoint, losses, probe
-from megaflow_hpc.training.trainer.columns import columns_of
+from megaflow_hpc.training.trainer.columns import UnusableRollout, columns_of
 from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
 from megaflow_hpc.training.trainer.model import ProcessGroup, Reader, load, row_of
 from megaflow_hpc.training.trainer.optimizer import Optimizer
@@ -74,14 +74,6 @@ class OutOfMemory(Exception):
     def __init__(self, batch: MicroBatch, cause: BaseException) -> None:
         super().__init__(str(cause).partition("\n")[0])
         self.sequences, self.tokens = batch.sample.tolist(), len(batch.tokens)
-
-
-class UnusableRollout(Exception):
-    """Raised if a rollout shows an image that cannot be decoded. ``rollout`` is its index in the step."""
-
-    def __init__(self, rollout: int, cause: BadImage) -> None:
-        super().__init__(str(cause))
-        self.rollout = rollout
 
 
 class TrainingLoop:
@@ -119,7 +111,7 @@ class TrainingLoop:
         how: dict[str, Any] = {"lora": lora, "recompute": settings.recompute, "parallel": parallel, "read": read}
         self.policy = load(base, settings.dtype, ranks, frozen_vision=settings.vision == "frozen", **how)
         if self.policy.vision is not None:
-            self.policy.vision.options = processor_options(model.get("args") or {})
+            self.policy.vision.options = processor_options(flow.engine_args)
         self.policy.temperature = flow.temperature
         flow.routing = self.policy.routing
         options = settings.optimizer.model_dump(include={"lr", "weight_decay", "clip_norm", "offload"})

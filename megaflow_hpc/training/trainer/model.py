@@ -275,7 +275,7 @@ class PolicyModel(torch.nn.Module):
 
         Args:
             tokens: int64 (T), the concatenated sequences.
-            positions: int64 (T), from 0 in each sequence; (3, T) if positions have three dimensions.
+            positions: int64 (T) or (1, T), from 0 in each sequence; (3, T) if positions have three dimensions.
             offsets: (S + 1), start of each sequence.
             where: int64 (N), indices of the target tokens. The first token of a sequence cannot be a target.
             experts: int16 (T, layers, experts per token), experts that the routers must use; -1 lets the router choose.
@@ -301,7 +301,7 @@ class PolicyModel(torch.nn.Module):
         inner = self.causal.base_model
         given = dict(pixels or {})
         ids = given.pop("input_ids", inputs)[None]
-        positions = positions[None] if positions.ndim == 1 else positions[:, None]
+        positions = positions[:, None] if positions.ndim == 2 and len(positions) > 1 else positions.reshape(1, -1)
         with embedding(self.causal, inputs[None]) if given else nullcontext():
             out = inner(input_ids=ids, position_ids=positions, use_cache=False, packing=packing, **given)
         hidden = out.last_hidden_state[0]

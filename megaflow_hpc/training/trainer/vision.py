@@ -276,7 +276,7 @@ def decoded(image: Image) -> Any:
             warnings.simplefilter("error", Pillow.DecompressionBombWarning)
             opened = Pillow.open(io.BytesIO(image.data), formats=[kind])
             opened = ImageOps.exif_transpose(opened)
-            if opened.mode == "RGB" and "transparency" not in opened.info:
+            if opened.mode == "RGB":  # vLLM ignores a transparent colour here
                 opened.load()
                 return opened
             if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:

@@ -26,6 +26,8 @@ FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds", "harbor", "insp
 
 GROUP_TOKENS = 1 << 20
 """Maximum number of tokens to hold in memory at once (tens of MB)."""
+TOKEN_BYTES = 16
+"""Bytes of an image that count as a token."""
 GROUP_ROWS = 1024
 
 COMPRESSIONS = ("none", "gz", "zst")
@@ -53,7 +55,7 @@ class ExportJob:
 
     def groups(self) -> Iterator[Integers]:
         """Yields batches of row numbers, each small enough to load into memory."""
-        lengths = self.store.lengths()[self.numbers]
+        lengths = (self.store.lengths() + self.store.source.image_bytes() // TOKEN_BYTES)[self.numbers]
         start = tokens = 0
         for end, length in enumerate(lengths.tolist()):
             if end > start and (tokens + length > GROUP_TOKENS or end - start >= GROUP_ROWS):

@@ -72,6 +72,11 @@ class Column(NamedTuple):
         """
         return self.dtype != "uint8" and self.path not in ("tokens/logprob", "tokens/weight_version")
 
+    @property
+    def is_deflated(self) -> bool:
+        """Whether the column is compressed. Image files are compressed already."""
+        return self.path != "images/bytes"
+
 
 class ColumnGroup(NamedTuple):
     """An HDF5 group of columns."""

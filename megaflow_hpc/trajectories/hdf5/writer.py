@@ -62,6 +62,7 @@ class ColumnWriter:
         dtype: Type of the entries; ``S`` for strings.
         chunk: Entries per chunk.
         shuffle: Whether to apply HDF5's shuffle filter before deflate.
+        deflate: Whether to compress the column.
         fill: Fill value for entries that are never written.
     """
 
@@ -72,6 +73,7 @@ class ColumnWriter:
         dtype: Any,
         chunk: int,
         shuffle: bool = True,
+        deflate: bool = True,
         fill: Any = None,
     ) -> None:
         self._file = file
@@ -81,8 +83,7 @@ class ColumnWriter:
             "maxshape": (None,),
             "chunks": (chunk,),
             "shuffle": shuffle,
-            "compression": "gzip",
-            "compression_opts": 1,
+            **({"compression": "gzip", "compression_opts": 1} if deflate else {}),
             "fletcher32": True,
             "fillvalue": fill,
             "track_times": False,
@@ -185,7 +186,7 @@ def column_writer(file: h5py.File, column: Column) -> ColumnWriter | TextColumnW
     if column.dtype == TEXT:
         return TextColumnWriter(file, column.path, column.chunk)
     dtype = "S" if column.dtype == STRING else column.dtype
-    return ColumnWriter(file, column.path, dtype, column.chunk, column.is_shuffled)
+    return ColumnWriter(file, column.path, dtype, column.chunk, column.is_shuffled, column.is_deflated)
 
 
 def reward_writer(file: h5py.File, name: str) -> ColumnWriter:
@@ -333,8 +334,8 @@ class TrajectoryWriter:
                 self._lists.values[name].append(0)
             elif isinstance(written, ColumnWriter) and not column.is_offset:
                 self._lists.counts[column.extent] = len(written)
-        for row, digest in enumerate(self._file["images/sha256"]):
-            self._lists.images[bytes.fromhex(digest.decode())] = row
+        digests = self._file["images/sha256"][:].tolist()
+        self._lists.images = {bytes.fromhex(digest.decode()): row for row, digest in enumerate(digests)}
 
     def __enter__(self) -> TrajectoryWriter:
         return self

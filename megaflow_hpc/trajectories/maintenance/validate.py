@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 
 from megaflow_hpc.texts import parse_object
-from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, read_column, texts
+from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, read_column, read_slices, texts
 from megaflow_hpc.trajectories.hdf5.file import Datasets, datasets, open_file, schema_faults
 from megaflow_hpc.trajectories.hdf5.schema import STATUSES
 from megaflow_hpc.types import VERIFIED
@@ -194,11 +194,8 @@ def _artifacts(file: h5py.File) -> Iterator[str]:
 def _images(file: h5py.File) -> Iterator[str]:
     if "images/sha256" not in file:
         return
-    digests, offsets = texts(file["images/sha256"]), read(file["images/offset"]).tolist()
-    for number, (digest, bounds) in enumerate(zip(digests, pairwise(offsets), strict=True)):
-        if hashlib.sha256(read(file["images/bytes"], *bounds).tobytes()).hexdigest() != digest:
-            yield f"/images/bytes: image {number}: not what its sha256 says"
-            break
+    digests, offsets = texts(file["images/sha256"]), read(file["images/offset"])
+    yield from _image_bytes(file, digests, offsets)
     if len(set(digests)) < len(digests):
         yield "/images/sha256: an image is there twice"
     for row in _first((read(file["images/width"]) < 1) | (read(file["images/height"]) < 1)):
@@ -207,6 +204,24 @@ def _images(file: h5py.File) -> Iterator[str]:
     for row in _first((used < 0) | (used >= len(digests))):
         yield f"/image_uses/image: row {row}: {used[row]}, expected 0 to {len(digests) - 1}"
     yield from _spans(file, used)
+
+
+def _image_bytes(file: h5py.File, digests: Array, offsets: Array) -> Iterator[str]:
+    for some in _batches(np.diff(offsets)):
+        base = offsets[some.start]
+        data = read(file["images/bytes"], base, offsets[some.stop]).data
+        for number in range(some.start, some.stop):
+            start, end = offsets[number : number + 2] - base
+            if hashlib.sha256(data[start:end]).hexdigest() != digests[number]:
+                yield f"/images/bytes: image {number}: not what its sha256 says"
+                return
+
+
+def _batches(sizes: Array) -> Iterator[slice]:
+    """Yields slices of consecutive items. The items of a slice, but for its last, have at most ``_WINDOW_BYTES``."""
+    batch = np.cumsum(sizes) // _WINDOW_BYTES
+    bounds = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(sizes)]
+    return (slice(first, last) for first, last in pairwise(bounds) if first < last)
 
 
 def _spans(file: h5py.File, used: Array) -> Iterator[str]:
@@ -227,9 +242,12 @@ def _spans(file: h5py.File, used: Array) -> Iterator[str]:
     )
     for row in _first(np.array([pair not in uses for pair in zip(row_of.tolist(), image.tolist(), strict=True)], bool)):
         yield f"/image_spans/image: row {row}: {image[row]}, not an image of trajectory {row_of[row]}"
-    for row, (first, last) in enumerate(zip(start.tolist(), ends.tolist(), strict=True)):
-        if read(file["tokens/loss_mask"], first, last).any():
-            yield f"/image_spans: row {row}: tokens {first} to {last}, some of which are sampled"
+    for some in _batches(length):
+        masks = read_slices(file["tokens/loss_mask"], start[some], ends[some])
+        is_sampled = np.maximum.reduceat(masks, np.cumsum(length[some]) - length[some]) > 0
+        for row in _first(is_sampled):
+            row += some.start
+            yield f"/image_spans: row {row}: tokens {start[row]} to {ends[row]}, some of which are sampled"
             return
 
 

@@ -146,6 +146,9 @@ class Source(Protocol):
     def images(self, row: int, with_data: bool = True) -> dict[str, Image]:
         """Returns the images of a row by their SHA-256. ``with_data=False`` may leave out their bytes."""
 
+    def image_bytes(self) -> Integers:
+        """Returns the approximate size in bytes of the images of each row. Reads no image."""
+
     def close(self) -> None:
         """Closes the source's files. No data can be read afterwards."""
 
@@ -327,6 +330,12 @@ class Hdf5Source:
             raise self._invalid(row, str(error)) from None
         return images
 
+    def image_bytes(self) -> Integers:
+        used, sizes = self.column("image_uses/image"), np.diff(self.column("images/offset"))
+        if ((used < 0) | (used >= len(sizes))).any():
+            raise ConfigError(f"{self.path}: /image_uses/image: an image that the file lacks; the file is damaged")
+        return np.diff(offsets_of(sizes[used])[self.column("trajectories/image_offset")])
+
     def _digest(self, row: int, image: int) -> str:
         if not 0 <= image < len(self._dataset("images/sha256")):
             raise self._invalid(row, f"image {image}, which the file lacks")
@@ -505,6 +514,10 @@ class JournalSource:
 
     def images(self, row: int, with_data: bool = True) -> dict[str, Image]:
         return dict(self._load(row).images)
+
+    def image_bytes(self) -> Integers:  # a record with images consists of little else
+        counts = np.diff(self.column("trajectories/image_offset"))
+        return np.where(counts > 0, [entry.size for entry in self._index.winners], 0).astype(np.int64)
 
     def column(self, path: str) -> Array:
         if path not in self._columns:

@@ -155,11 +155,15 @@ def refusals(result):
     clear = io.BytesIO()
     Pillow.new("RGBA", (2, 2), (10, 20, 30, 0)).save(clear, "PNG")
     result["clear"] = list(decoded(image_of(clear.getvalue(), "test")).getpixel((0, 0)))
+    keyed = io.BytesIO()
+    Pillow.new("RGB", (2, 2), (10, 20, 30)).save(keyed, "PNG", transparency=(10, 20, 30))
+    result["keyed"] = list(decoded(image_of(keyed.getvalue(), "test")).getpixel((0, 0)))
 
 
 def kinds(result):
     """Other models with grids of patches. Their processors for videos need torchvision; those for images do not."""
-    from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen2VLImageProcessorPil, Qwen3VLConfig
+    from transformers import (Qwen2_5_VLConfig, Qwen2VLConfig, Qwen2VLImageProcessorPil, Qwen3VLConfig,
+        VideoLlama3Config, VideoLlama3ImageProcessorPil)
 
     text = dict(vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, head_dim=32, bos_token_id=None, eos_token_id=1, pad_token_id=0)
@@ -176,17 +180,25 @@ def kinds(result):
             vision_config={**vision, "hidden_size": 64, "intermediate_size": 64, "out_hidden_size": 64,
             "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}, **ids),
     }
+    # The positions of this model have one dimension.
+    plain = {k: v for k, v in text.items() if k != "head_dim"}
+    configs["video_llama3"] = VideoLlama3Config(image_token_id=280, video_token_id=281,
+        text_config={**plain, "model_type": "qwen2", "max_position_embeddings": 500},
+        vision_config=dict(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, patch_size=14))
     for name, config in configs.items():
         torch.manual_seed(0)
         transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(name)
-        Qwen2VLImageProcessorPil(size={"shortest_edge": 784, "longest_edge": 20 * 784}).save_pretrained(name)
+        kind = VideoLlama3ImageProcessorPil if name == "video_llama3" else Qwen2VLImageProcessorPil
+        own = {"patch_size": 14, "merge_size": 1} if name == "video_llama3" else {}
+        kind(size={"shortest_edge": 784, "longest_edge": 20 * 784}, **own).save_pretrained(name)
         policy = load(name, "float32")  # compares packed with single sequences, two of which show images
         parts = [(tokens, np.arange(1, len(tokens)), shown) for tokens, shown in policy.vision.example()]
         with torch.no_grad():
             packed = policy(*row_of(parts, policy))[0]
             each = torch.cat([policy(*row_of([part], policy))[0] for part in parts])
         tower = gradients(policy, [parts])
-        result[name] = [float((packed - each).abs().max()), sum("visual" in n for n in tower)]
+        result[name] = [float((packed - each).abs().max()), sum("visual" in n or "vision" in n for n in tower)]
 
 
 def shared(ranks):
@@ -258,7 +270,7 @@ def test_two_ranks_learn_what_one_does_although_one_of_them_sees_no_image(found)
     assert parameters <= 1e-4
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen2.5", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2.5", "qwen3", "video_llama3"])
 def test_models_with_grids_of_patches_are_trained_on_packed_rows(found, kind):
     off, tower = found[kind]
     assert off <= 1e-5
@@ -292,3 +304,4 @@ def test_images_are_decoded_as_the_engine_does(found):
     for kind in ("RGBA PNG", "L PNG", "RGB JPEG", "RGB WEBP"):
         assert found[kind] == ["RGB", 30, 20]
     assert found["clear"] == [255, 255, 255]
+    assert found["keyed"] == [10, 20, 30], "vLLM leaves an RGB image as it is, even with a transparent colour"

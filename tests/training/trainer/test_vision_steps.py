@@ -25,6 +25,7 @@ from megaflow_hpc.training.bridges import areal, prime_rl, verl
 from megaflow_hpc.training.bridges.rows import rows
 from megaflow_hpc.training.dataflow import Dataflow
 from megaflow_hpc.training.plan import TrainingFiles
+from megaflow_hpc.training.trainer.columns import FrozenModels, sequences_of
 from megaflow_hpc.training.trainer.loop import TrainingLoop
 from megaflow_hpc.training.trainer.model import ProcessGroup, load, row_of
 from megaflow_hpc.training.trainer.vision import Vision
@@ -52,9 +53,9 @@ class SomeBroken(SeeingPods):
         super().store(block, trajectory, epoch, damage)
 
 
-def flow_of(name, kind=SeeingPods, steps=1, tasks=4, **policy):
+def flow_of(name, kind=SeeingPods, steps=1, tasks=4, args=None, **policy):
     """A dataflow over a run whose rollouts are all there."""
-    run = training_run(Path(name), {}, tasks=tasks, model="seeing")
+    run = training_run(Path(name), {}, tasks=tasks, model="seeing", args=args)
     write_blocks(run, rollouts([f"task-{n}" for n in range(tasks)], 4))
     pods = kind(run, lambda rollout: rollout.sample_index / 3)
     pods.work()
@@ -80,6 +81,20 @@ def trained(result):
     published = sorted(frozen.run.path.glob("weights/**/model.safetensors"))
     made = dict(load(published[-1].parent, "float32").named_parameters())
     result["frozen moved"] = sorted({name.split(".")[2] for name in base if not torch.equal(base[name], made[name])})
+
+
+def columned(result):
+    """Columns of other models, which must see the images as the engine does."""
+    options = {"image_mean": [0.1, 0.2, 0.3]}
+    flow = flow_of("columned", args={"mm-processor-kwargs": options})
+    loop, step = TrainingLoop(flow, ProcessGroup()), next(flow.steps())
+    mine = list(sequences_of(flow, step))
+    models = FrozenModels(flow, loop.policy, ProcessGroup(), step, set())
+    ours, frozen = models.logprobs(None, mine), models.logprobs(models.base, mine)
+    result["columns"] = [sum(bool(s.images) for s in mine), max(float(abs(a - b).max()) for a, b in zip(ours, frozen))]
+    broken = flow_of("broken", SomeBroken, columns={"reference": "megaflow_hpc.training.trainer.recipes:reference"})
+    list(TrainingLoop(broken, ProcessGroup()).steps())
+    result["broken column"] = [list(a.rollouts) for a in Amendments(broken.run, "default").read()]
 
 
 def bridged(result):
@@ -121,7 +136,8 @@ def with_trl(result):
     from megaflow_hpc.training.bridges import trl
     from megaflow_hpc.training.trainer.losses import Loss, Tokens, policy_loss
 
-    flow = flow_of("trl", loss={"kind": "dapo"})
+    options = {"image_std": [0.4, 0.5, 0.6]}
+    flow = flow_of("trl", loss={"kind": "dapo"}, args={"mm_processor_kwargs": json.dumps(options)})
     trainer = trl.DataflowTrainer(flow, "seeing", trl.arguments(flow, flow.run.path / "out", disable_tqdm=True))
     item = next(trainer._stream)["item"]
     draw = torch.Generator().manual_seed(3)
@@ -140,6 +156,7 @@ def with_trl(result):
         value.backward()
         theirs += value.item()
     old, new = load("seeing", "float32"), load("seeing", "float32")
+    old.vision.options = new.vision.options = options
     moved(new.causal)
     ours, settings = 0.0, flow.settings
     how = Loss("dapo", settings.loss.band, importance=settings.engine_importance, truncate=settings.truncate)
@@ -164,6 +181,7 @@ def with_trl(result):
 
 result = {}
 trained(result)
+columned(result)
 bridged(result)
 with_trl(result)
 print(json.dumps(result))
@@ -181,6 +199,16 @@ def test_a_step_trains_on_images_and_leaves_out_a_rollout_with_a_broken_one(foun
     assert left_out == ["task-1/default/2"]
     assert "cannot be decoded" in cause
     assert found["mismatch"] < 0.5, "random weights sample almost uniformly"
+
+
+def test_other_models_of_a_step_see_the_images_as_the_engine_does(found):
+    shown, apart = found["columns"]
+    assert shown > 5
+    assert apart <= 1e-5
+
+
+def test_a_broken_image_that_another_model_meets_first_leaves_its_rollout_out(found):
+    assert found["broken column"] == [["task-1/default/2"]]
 
 
 def test_a_frozen_vision_part_is_published_as_it_was(found):

@@ -22,7 +22,7 @@ from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
 from megaflow_hpc.trajectory import Turn, shown_images
 from megaflow_hpc.types import Artifact
 from tests.support.places import LAUNCHERS
-from tests.support.samples import add_images, commit, run_dir, trajectory
+from tests.support.samples import add_images, commit, image, run_dir, trajectory
 from tests.support.viewers_environment import environment
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
@@ -552,6 +552,25 @@ def test_small_groups_write_the_same(run, tmp_path, monkeypatch):
         file = pyarrow.parquet.ParquetFile(export(run, tmp_path / "b", name)[name][0])
         assert file.num_row_groups > 3
         assert repr(file.read().to_pylist()) == repr(whole[name].to_pylist())
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_group_has_few_images(tmp_path, monkeypatch, gathered):
+    """30 screenshots of a rollout take a thousand times the bytes of its tokens."""
+    import pyarrow.parquet
+
+    own = run_dir(tmp_path / "run")
+    rollouts = [trajectory(n, sequences=[], turns=[]) for n in range(8)]
+    for one in rollouts[:4]:
+        shown = image(200, 150, one.sample_index)  # 30 kB
+        one.images = {shown.sha256: shown}
+    commit(own, "a", *((0, 0, one) for one in rollouts))
+    monkeypatch.setattr(exports, "GROUP_TOKENS", 4500)
+    path = gather(own) if gathered else own.path
+    with open_trajectories(path) as store:
+        (written,) = exports.export(store, ["parquet"], tmp_path / "out")["parquet"]
+    file = pyarrow.parquet.ParquetFile(written)
+    assert [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)] == [2, 6]
 
 
 def test_a_failed_export_leaves_the_file_there_was(run, tmp_path, monkeypatch):
