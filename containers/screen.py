@@ -106,7 +106,7 @@ def act(words):
     options = _options(words, 1, "--screenshot", "--scale")
     try:
         action = json.loads(words[0])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"not JSON: {error}") from None
     file = options.get("--screenshot")
     request = {"verb": "do", "action": action, "scale": _scale(options), "screenshot": file is not None}
@@ -150,7 +150,7 @@ def main(words):
     try:
         if verb == "tree":
             answer, _ = ask({"verb": "tree", "scale": _scale(_options(rest, 0, "--scale"))})
-            print(answer["tree"], end="")
+            print(answer["tree"].encode(errors="replace").decode(), end="")  # pages may have half a character
             return 0
         if verb == "episode":
             answer, _ = ask({"verb": "episode", "key": os.environ.get("SCREEN_KEY", "")})

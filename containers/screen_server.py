@@ -36,10 +36,15 @@ START_S = 60.0
 """Greatest time for the X server and for Chromium to start. Many may start at once on a few cores."""
 ANSWER_S = 30.0
 """Greatest time for an answer of Chromium."""
+LOAD_S = 10.0
+"""Greatest time for a page that loads to answer."""
 MAX_WAIT_S = 60.0
 """Greatest duration of the actions `wait` and `hold_key`."""
 MAX_REQUEST = 1 << 20
 MAX_SCROLL = 100
+MAX_TEXT = 10_000
+"""Greatest number of characters of the action `type`, which takes some 4 ms for each."""
+TEXT_PART = 1000
 MAX_SIDE = 4096
 """Greatest width and height of a display and of a screenshot in pixels."""
 SETTLE_S = 0.3
@@ -50,6 +55,8 @@ KEYS_S = 0.1
 """Time for programs to read a changed keyboard."""
 MAX_LINES = 1000
 """Greatest number of lines of a tree."""
+MAX_VALUE = 2000
+"""Greatest number of characters of a field's value in a tree."""
 
 BUTTONS = {"left_click": 1, "middle_click": 2, "right_click": 3, "double_click": 1, "triple_click": 1}
 CLICKS = {"double_click": 2, "triple_click": 3}
@@ -77,6 +84,9 @@ CHROMIUM = [
     # Some 6 MB, which disks that are busy would delay.
     "--user-data-dir=/dev/shm/chromium",
 ]
+
+
+JUDGED = "the episode is being judged"
 
 
 class Refused(Exception):
@@ -120,6 +130,7 @@ class Chromium:
         for end in theirs:
             os.close(end)
         self._buffer = bytearray()
+        self._lock = threading.RLock()
         self._number = 0
         self._contexts = []
         self.opened = []
@@ -127,7 +138,7 @@ class Chromium:
         self.session = ""
 
     def attach(self):
-        """Attaches to the page, and waits until it has loaded."""
+        """Attaches to the page, and waits until it has loaded, at most some time."""
         deadline = time.monotonic() + START_S
         while True:
             targets = self.call("Target.getTargets", session="", timeout_s=START_S)["targetInfos"]
@@ -140,13 +151,30 @@ class Chromium:
         attached = self.call("Target.attachToTarget", {"targetId": pages[0], "flatten": True}, session="")
         self.session = attached["sessionId"]
         self.call("Target.setDiscoverTargets", {"discover": True}, session="")
-        while self.value("document.readyState") != "complete":
-            if time.monotonic() > deadline:
-                raise Lost("Chromium has not loaded the page")
-            time.sleep(0.01)
+        try:
+            while self.value("document.readyState", timeout_s=LOAD_S) != "complete" and time.monotonic() < deadline:
+                time.sleep(0.01)
+        except Lost:
+            raise
+        except Refused:
+            pass  # a dialog of the page, or a script that does not end: whoever looks at the screen sees it
 
     def call(self, method, params=None, session=None, timeout_s=ANSWER_S):
         """Calls a method of the DevTools protocol. Raises Refused if Chromium answers with an error."""
+        with self._lock:
+            return self._call(method, params, session, timeout_s)
+
+    def heed(self):
+        """Reads what Chromium has reported since the last call, unless a call is under way."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            while b"\0" in self._buffer or select.select([self._ends[1]], [], [], 0)[0]:
+                self._note(self._read(time.monotonic() + ANSWER_S))
+        finally:
+            self._lock.release()
+
+    def _call(self, method, params, session, timeout_s):
         self._number += 1
         message = {"id": self._number, "method": method, "params": params or {}}
         session = self.session if session is None else session
@@ -163,18 +191,21 @@ class Chromium:
                 if "error" in answer:
                     raise Refused(f"Chromium: {method}: {answer['error'].get('message')}")
                 return answer["result"]
-            if answer.get("method") == "Runtime.executionContextCreated":
-                self._contexts.append(answer["params"]["context"])
-            elif answer.get("method") == "Target.targetCreated":
-                target = answer["params"]["targetInfo"]
-                if target["type"] == "page" or target["url"].startswith("devtools:"):
-                    self.opened.append(target["url"])
+            self._note(answer)
+
+    def _note(self, event):
+        if event.get("method") == "Runtime.executionContextCreated":
+            self._contexts.append(event["params"]["context"])
+        elif event.get("method") == "Target.targetCreated":
+            target = event["params"]["targetInfo"]
+            if target["type"] == "page" or target["url"].startswith("devtools:"):
+                self.opened.append(target["url"])
 
     def _read(self, deadline):
         while (end := self._buffer.find(b"\0")) < 0:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not select.select([self._ends[1]], [], [], left_s)[0]:
-                raise Refused(f"Chromium does not answer within {ANSWER_S:g} s")
+                raise Refused("the page does not answer: a dialog of it, or a script, holds it up")
             data = os.read(self._ends[1], 1 << 20)
             if not data:
                 raise Lost("display lost: Chromium has ended")
@@ -193,12 +224,12 @@ class Chromium:
             raise Refused("the page has no JavaScript context")
         return contexts[0]
 
-    def value(self, expression, context=None):
+    def value(self, expression, context=None, timeout_s=ANSWER_S):
         """Evaluates JavaScript in the page, and returns its value."""
         params = {"expression": expression, "returnByValue": True, "awaitPromise": True}
         if context:
             params["uniqueContextId"] = context
-        result = self.call("Runtime.evaluate", params)
+        result = self.call("Runtime.evaluate", params, timeout_s=timeout_s)
         if "exceptionDetails" in result:
             details = result["exceptionDetails"]
             raise Refused(f"the page: {details.get('exception', {}).get('description', details.get('text'))}")
@@ -263,6 +294,7 @@ def _details(node):
     parts = []
     value = node.get("value", {}).get("value")
     if value not in (None, ""):
+        value = value[:MAX_VALUE] if isinstance(value, str) else value
         parts.append(f"value={json.dumps(value, ensure_ascii=False)}")
     for entry in node.get("properties", []):
         name, state = entry["name"], entry["value"].get("value")
@@ -303,7 +335,8 @@ class Episode:
     """One episode of a page of MiniWoB++.
 
     Its state is read in the document in which it began. A page that was loaded again has no episode. Developer tools
-    run code in the page, so an episode in which they were opened has no reward.
+    run code in the page, so an episode in which they were opened has no reward. Nor has one whose browser has ended:
+    keys can close it, and whoever failed would get another attempt if the service ended with it.
     """
 
     def __init__(self, chromium, page, seed, time_s):
@@ -318,17 +351,27 @@ class Episode:
         self._context = chromium.context()
         self.utterance = chromium.value(BEGIN % {"time_ms": time_s * 1000, "seed": json.dumps(seed)}, self._context)
 
+    def watch(self):
+        """Ends the browser once another page was opened, before many of them fill the memory."""
+        self._chromium.heed()
+        if self._chromium.opened and self._chromium.process.poll() is None:
+            self._chromium.process.kill()
+
     def state(self):
         """Returns whether the episode has ended, the page's own reward, its reason, and the age in seconds."""
+        reason = "the page was left or loaded again"
         try:
             done, reward, reason, age_ms = self._chromium.value(END, self._context)
-        except Lost:
-            raise
+        except Lost as error:
+            reason = str(error)
         except Refused:
-            return {"done": True, "reward": 0.0, "reason": "the page was left or loaded again", "age_s": None}
+            pass
+        else:
+            if not self._chromium.opened:
+                return {"done": done, "reward": reward if done else 0.0, "reason": reason, "age_s": age_ms / 1000}
         if self._chromium.opened:
-            reward, reason = 0.0, f"another page or the developer tools were opened: {self._chromium.opened[0]}"
-        return {"done": done, "reward": reward if done else 0.0, "reason": reason, "age_s": age_ms / 1000}
+            reason = f"another page or the developer tools were opened: {self._chromium.opened[0]}"
+        return {"done": True, "reward": 0.0, "reason": reason, "age_s": None}
 
 
 def page_url(page):
@@ -403,6 +446,10 @@ class Desktop:
         reading, writing = os.pipe()
         self.display = ""
         self.chromium = None
+        self.needs_browser = True
+        """Whether the desktop counts as lost once the browser has ended."""
+        self.judged = threading.Event()
+        """Set once nothing more may be done on the desktop."""
         self._programs = {}
         self._letters = None
         self._programs["Xvfb"] = subprocess.Popen(
@@ -457,7 +504,7 @@ class Desktop:
     def check(self):
         """Raises Lost if one of the programs has ended."""
         for name, program in self._programs.items():
-            if program.poll() is not None:
+            if program.poll() is not None and (self.needs_browser or name != "Chromium"):
                 raise Lost(f"display lost: {name} ended with {program.returncode}")
 
     def close(self):
@@ -504,10 +551,10 @@ class Desktop:
         elif name == "hold_key":
             held = _text(action, "text")
             self._xdotool(["keydown", held])
-            time.sleep(_number(action, "duration", 1, MAX_WAIT_S))
+            self.judged.wait(_number(action, "duration", 1, MAX_WAIT_S))
             self._xdotool(["keyup", held])
         elif name == "wait":
-            time.sleep(_number(action, "duration", 1, MAX_WAIT_S))
+            self.judged.wait(_number(action, "duration", 1, MAX_WAIT_S))
         elif name == "cursor_position":
             x, y = self._pointer
             return {"coordinate": [round(x * scale[0]), round(y * scale[1])]}
@@ -542,9 +589,11 @@ class Desktop:
 
     def _type(self, text):
         text = text.replace("\r\n", "\n")
+        if len(text) > MAX_TEXT:
+            raise Refused(f"text has {len(text)} characters: type at most {MAX_TEXT} at a time")
         if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text.replace("\n", "").replace("\t", "")):
             raise Refused(f"text {text[:100]!r}: has a character that no key writes")
-        for part in re.findall(r"[ -~]+|\n|\t|[^ -~\n\t]+", text):
+        for part in re.findall(rf"[ -~]{{1,{TEXT_PART}}}|\n|\t|[^ -~\n\t]+", text):
             if part in ("\n", "\t"):
                 self._xdotool(["key", "Return" if part == "\n" else "Tab"])
             elif part.isascii() and part.isprintable():
@@ -554,6 +603,8 @@ class Desktop:
                 self._letters.type(part)
 
     def _xdotool(self, *words):
+        if self.judged.is_set():
+            raise Refused(JUDGED)
         command = ["xdotool", *(word for part in words for word in part)]
         try:
             done = subprocess.run(
@@ -616,8 +667,13 @@ class Desktop:
         if self.chromium is None or "the window manager" in self._programs:
             for title, (x, y, width, height), active in self._windows():
                 lines.append(_line(0, "window", title, "active" if active else "", (x, y, width, height), scale))
-        if self.chromium is not None:
-            lines += [_line(*node, scale) for node in self.chromium.tree()]
+        if self.chromium is not None and self.chromium.process.poll() is None:
+            try:
+                lines += [_line(*node, scale) for node in self.chromium.tree()]
+            except Lost:
+                raise
+            except Refused as error:
+                lines.append(f"({error})")
         less = [f"… {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
         return "\n".join([*lines[:MAX_LINES], *less]) + "\n"
 
@@ -690,18 +746,22 @@ class Server:
     A request is a line of JSON. The answer is a line of JSON, after it the PNG if there is one.
     """
 
-    def __init__(self, desktop, listener, episode=None):
-        self._desktop, self._listener, self._episode = desktop, listener, episode
+    def __init__(self, desktop, listener, episode=None, key=""):
+        self._desktop, self._listener, self._episode, self._key = desktop, listener, episode, key
         self._lock = threading.Lock()
 
     def serve(self):
-        """Serves until the desktop ends."""
+        """Serves until the desktop ends. With an episode, serves on: the verifier reads that it has no reward."""
         threading.Thread(target=self._accept, daemon=True).start()
         while True:
             time.sleep(0.2)
             try:
                 self._desktop.check()
-            except Lost as error:
+                if self._episode is not None:
+                    self._episode.watch()
+            except Refused as error:
+                if self._episode is not None:
+                    continue
                 time.sleep(0.5)  # for the answer to a request that waits
                 return str(error)
 
@@ -718,9 +778,16 @@ class Server:
             image = b""
             try:
                 request = json.loads(line)
+                if not isinstance(request, dict):
+                    raise Refused("expected an object")
+                judge = request.get("verb") == "episode"
+                if judge:
+                    self._judge(request.get("key"))
                 with self._lock:
-                    self._desktop.check()
-                    answer, image = self._carry_out(request)
+                    if judge:
+                        answer = self._episode.state()
+                    else:
+                        answer, image = self._carry_out(request)
                 answer = {"ok": True, **answer}
             except Refused as error:
                 answer = {"ok": False, "error": str(error)}
@@ -731,9 +798,16 @@ class Server:
             connection.settimeout(None)
             connection.sendall(json.dumps(answer).encode() + b"\n" + image)
 
+    def _judge(self, key):
+        """Ends what is under way and what waits. Raises Refused without the key."""
+        if self._episode is None or not self._key or key != self._key:
+            raise Refused("only the verifier has the key to the episode")
+        self._desktop.judged.set()
+
     def _carry_out(self, request):
-        if not isinstance(request, dict):
-            raise Refused("expected an object")
+        if self._desktop.judged.is_set():
+            raise Refused(JUDGED)
+        self._desktop.check()
         desktop, verb = self._desktop, request.get("verb")
         scale = _scale(request.get("scale"), desktop.size)
         if verb == "ping":
@@ -747,11 +821,6 @@ class Server:
                 return answer, b""
             moved = action["action"] not in ("screenshot", "cursor_position", "wait")
             return answer, desktop.png(scale, settle=moved)
-        if verb == "episode":
-            key = os.environ.get(KEY, "")
-            if self._episode is None or not key or request.get("key") != key:
-                raise Refused("only the verifier has the key to the episode")
-            return self._episode.state(), b""
         raise Refused(f"{verb!r}: unknown")
 
 
@@ -768,6 +837,7 @@ def _scale(wanted, size):
 def serve(options):
     """Starts a desktop and serves it until it ends."""
     os.makedirs(ROOT, 0o700, exist_ok=True)
+    key = os.environ.pop(KEY, "")  # programs that start from here do not inherit it
     if options.miniwob:
         options.url = page_url(options.miniwob)
     if options.listen:
@@ -783,12 +853,13 @@ def serve(options):
         episode = None
         if options.miniwob:
             episode = Episode(desktop.chromium, options.miniwob, options.seed, options.time)
+            desktop.needs_browser = False
         if options.run:
             desktop.await_manager()
             desktop.run(["/bin/sh", "-c", options.run])
         # Only a desktop that is ready accepts connections, so that a health check can try one.
         listener.listen(64)
-        why = Server(desktop, listener, episode).serve()
+        why = Server(desktop, listener, episode, key).serve()
     finally:
         desktop.close()
     raise Lost(why)

@@ -101,6 +101,12 @@ def is_toolset(tool: Mapping[str, Any]) -> bool:
     return tool.get("type") == TOOLSET
 
 
+def toolset_actions(tools: Sequence[Mapping[str, Any]]) -> Sequence[str] | None:
+    """Returns the actions after which calls are named, or ``None`` if there is no toolset among the tools."""
+    toolset = next(filter(is_toolset, tools), None)
+    return None if toolset is None else _actions(anthropic_function(toolset) or {})
+
+
 def _computer(settings: str, actions: Sequence[str]) -> dict[str, Any]:
     return _function(COMPUTER, f"Controls the mouse and the keyboard of a screen. {settings}", parameters(actions))
 
@@ -117,6 +123,8 @@ def _actions(function: Mapping[str, Any]) -> Sequence[str]:
 # --- OpenAI -----------------------------------------------------------------------------------------------------------
 
 _X_Y = ("x", "y")
+_NUMBERS = (*_X_Y, "scroll_x", "scroll_y")
+_MAX_PIXELS = 2**31
 OPENAI_ACTIONS: Mapping[str, tuple[str, ...]] = {
     "click": ("button", *_X_Y),
     "double_click": _X_Y,
@@ -135,7 +143,7 @@ _ACTION: dict[str, Any] = {
     "type": "object",
     "properties": {
         "type": {"type": "string", "enum": list(OPENAI_ACTIONS), "description": f"Needs these fields: {_NEEDED}."},
-        **{name: {"type": "integer"} for name in (*_X_Y, "scroll_x", "scroll_y")},
+        **{name: {"type": "integer"} for name in _NUMBERS},
         "button": {"type": "string", "enum": ["left", "right", "wheel", "back", "forward"]},
         "keys": {"type": "array", "items": {"type": "string"}},
         "path": {"type": "array", "items": _POINT},
@@ -174,7 +182,8 @@ def openai_tool(function: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def openai_actions(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the fields ``action`` or ``actions`` of OpenAI's ``computer_call`` for a call of the function. Returns
-    ``None`` if an action is unknown or lacks a field, so that the client could not carry it out."""
+    ``None`` if an action is unknown, lacks a field or has one of another type, so that the client could not carry it
+    out."""
     if set(arguments) == {"actions"}:
         actions = arguments["actions"]
         known = isinstance(actions, list) and bool(actions) and all(map(_is_action, actions))
@@ -195,9 +204,30 @@ def _filled(action: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_action(action: Any) -> bool:
-    if not isinstance(action, Mapping) or action.get("type") not in OPENAI_ACTIONS:
+    if not isinstance(action, Mapping) or not isinstance(action.get("type"), str):
         return False
-    return all(action.get(name) is not None for name in OPENAI_ACTIONS[action["type"]])
+    needed = OPENAI_ACTIONS.get(action["type"])
+    given = dict(_filled(action))
+    return needed is not None and set(needed) <= set(given) and all(map(_is_field, given, given.values()))
+
+
+def _is_field(name: str, value: Any) -> bool:
+    """Returns whether a value has the type of this field. A client ignores fields that it does not know."""
+    if name in ("button", "text"):
+        return isinstance(value, str)
+    if name == "keys":
+        return isinstance(value, list) and all(isinstance(key, str) for key in value)
+    if name == "path":
+        return isinstance(value, list) and all(map(_is_place, value))
+    return name not in _NUMBERS or _is_pixels(value)
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_is_pixels(value.get(axis)) for axis in _X_Y)
+
+
+def _is_pixels(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_PIXELS
 
 
 def safety_checks_of(call: Mapping[str, Any]) -> list[dict[str, Any]]:

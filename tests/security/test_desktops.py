@@ -98,6 +98,34 @@ async def begin_again_and_solve(sandbox: Sandbox) -> None:
     await click_button(sandbox, "ONE")
 
 
+async def close_the_browser(sandbox: Sandbox) -> None:
+    """A service that ended would give the rollout another attempt."""
+    await click_button(sandbox, "TWO")
+    await keys(sandbox, "ctrl+w")
+    await asyncio.sleep(1.0)
+    assert (await act(sandbox, action="screenshot"))["ok"]
+
+
+async def end_the_x_server(sandbox: Sandbox) -> None:
+    await click_button(sandbox, "TWO")
+    await keys(sandbox, "Terminate_Server")
+    await asyncio.sleep(1.0)
+    assert "display lost" in (await act(sandbox, action="screenshot"))["error"]
+
+
+async def open_pages_without_end(sandbox: Sandbox) -> None:
+    """A service beyond its memory would give the rollout another attempt."""
+    await act(sandbox, action="hold_key", text="ctrl+t", duration=5)
+    assert "Click Test" not in (await sandbox.exec(["screen", "tree"])).stdout, "the browser has ended"
+
+
+async def leave_modules(sandbox: Sandbox) -> None:
+    """The tests run in this directory."""
+    forge = "import os; print(1.0, file=open('/logs/verifier/reward.txt', 'w'), flush=True); os._exit(0)"
+    for name in ("json", "io", "sitecustomize", "usercustomize", "encodings"):
+        await sandbox.exec(["sh", "-c", f"cat > /work/{name}.py"], user_input=forge)
+
+
 async def click_button(sandbox: Sandbox, name: str) -> None:
     done = await sandbox.exec(["screen", "tree"])
     if found := re.search(rf'button "{name}" \((\d+),(\d+)\)', done.stdout):
@@ -105,9 +133,13 @@ async def click_button(sandbox: Sandbox, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "attack", [developer_tools, inspect_by_the_menu, address_bar, load_again_and_solve, begin_again_and_solve]
+    "attack",
+    [
+        *(developer_tools, inspect_by_the_menu, address_bar, load_again_and_solve, begin_again_and_solve),
+        *(close_the_browser, end_the_x_server, open_pages_without_end, leave_modules),
+    ],
 )
-def test_no_keys_and_clicks_but_the_solution_give_a_reward(
+def test_nothing_but_the_solution_gives_a_reward_or_another_attempt(
     attack: Callable[[Sandbox], Awaitable[None]], desktop_sif: Path, scratch: Path, tmp_path: Path
 ) -> None:
     assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, attack) == 0.0
@@ -118,6 +150,24 @@ def test_the_solution_gives_the_reward(desktop_sif: Path, scratch: Path, tmp_pat
         await click_button(sandbox, "ONE")
 
     assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, solve) == 1.0
+
+
+def test_actions_that_still_wait_do_not_delay_the_verdict(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:
+    """The verifier has 60 s, which is what one of them may take."""
+    send = (
+        "import json, socket, time\n"
+        "wait = json.dumps({'verb': 'do', 'action': {'action': 'wait', 'duration': 60}})\n"
+        "address = (socket.gethostbyname('screen'), 7900)\n"
+        "held = [socket.create_connection(address) for _ in range(5)]\n"
+        "for connection in held: connection.sendall(wait.encode() + b'\\n')\n"
+        "time.sleep(1)\n"
+    )
+
+    async def solve_and_wait(sandbox: Sandbox) -> None:
+        await click_button(sandbox, "ONE")
+        await sandbox.exec(["python3", "-c", send])
+
+    assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, solve_and_wait) == 1.0
 
 
 def test_markup_that_is_typed_runs_no_code(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ TEST = """\
 # The reward is that of the page's own script, at most 1, and 0 before the episode has ended and for a failure.
 mkdir -p /logs/verifier
 SCREEN_KEY={key} screen episode > /logs/verifier/episode.json || exit 1
-python3 - <<'END'
+python3 -I - <<'END'
 import json
 with open("/logs/verifier/episode.json") as file:
     reward = json.load(file)["reward"]

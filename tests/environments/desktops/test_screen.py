@@ -163,6 +163,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"action": "wait", "duration": float("nan")}, "expected a number from 0 to 60"),
     ({"action": "type"}, "text None: expected a text"),
     ({"action": "type", "text": ["a"]}, "expected a text"),
+    ({"action": "type", "text": "a" * 10_001}, "type at most 10000 at a time"),
     ({"action": "type", "text": "a\x07"}, "has a character that no key writes"),
     ({"action": "type", "text": "a\ud800"}, "has a character that no key writes"),
     ({"action": "key", "text": "NoSuchKey"}, "NoSuchKey"),
@@ -177,8 +178,9 @@ def test_a_wrong_action_is_refused_with_a_reason_and_the_desktop_goes_on(desktop
             answer = json.loads(done.stdout)
             assert (done.exit_code, answer["ok"]) == (1, False)
             assert reason in answer["error"], (action, answer)
-        done = await sandbox.exec(["screen", "do", "{"])
-        assert "not JSON" in json.loads(done.stdout)["error"]
+        for text in ("{", "[" * 100_000, '{"action": ' * 10_000):
+            done = await sandbox.exec(["screen", "do", text])
+            assert "not JSON" in json.loads(done.stdout)["error"]
         assert (await act(sandbox, action="screenshot"))["ok"]
 
     on_a_desktop(desktop_sif, scratch, use)
@@ -254,3 +256,43 @@ def test_screenshots_show_the_page(desktop_sif: Path, scratch: Path) -> None:
         assert (await sandbox.exec(["python3", "-c", look])).stdout == "(255, 0, 0)\n"
 
     on_a_desktop(desktop_sif, scratch, use, started=False)
+
+
+@pytest.mark.parametrize("script", ["alert('stay')", "while (true) {}", "document.write('<img src=/dev/zero>')"])
+def test_a_page_that_does_not_answer_is_shown_all_the_same(script: str, desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        page = f"<title>held</title><body style='background: #f00'><script>{script}</script>"
+        await sandbox.exec(["sh", "-c", "cat > /held.html"], user_input=page)
+        assert (await screen(sandbox, "start", "--url", "file:///held.html"))["ok"]
+        assert (await act(sandbox, action="screenshot"))["ok"]
+        shown = await tree(sandbox)
+        assert 'window "' in shown
+        assert "RootWebArea" in shown or "(the page does not answer" in shown
+
+    on_a_desktop(desktop_sif, scratch, use, started=False)
+
+
+def test_the_tree_of_a_large_page_is_cut(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        script = (
+            "half.textContent = '\\ud800'; area.value = 'v'.repeat(5e6);"
+            "for (let i = 0; i < 2e4; i++) list.append(new Option('x'.repeat(500)))"
+        )
+        body = f"<textarea id=area></textarea><button id=half></button><p>{'y' * 10**6}</p><div id=list></div>"
+        page = f"{body}<script>{script}</script>"
+        await sandbox.exec(["sh", "-c", "cat > /large.html"], user_input=page)
+        assert (await screen(sandbox, "start", "--url", "file:///large.html"))["ok"]
+        shown = await tree(sandbox)
+        assert len(shown.splitlines()) <= 1001
+        assert max(map(len, shown.splitlines())) < 2500
+
+    on_a_desktop(desktop_sif, scratch, use, started=False)
+
+
+def test_a_full_shared_memory_is_a_named_failure_or_none(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        await sandbox.exec("cat /dev/zero > /dev/shm/full; true", timeout_s=60)
+        answer = await screen(sandbox, "start", "--url", "file:///page.html")
+        assert answer["ok"] or answer["error"].startswith("display lost"), answer
+
+    on_a_desktop(desktop_sif, scratch, use, started=False, memory_mb=1500)

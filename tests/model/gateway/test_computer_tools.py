@@ -135,14 +135,53 @@ async def test_openais_tool_at_an_ordinary_engine(
         check(await gateway.close(ID), arguments)
 
 
+NO_ACTIONS: list[dict[str, Any]] = [
+    {"type": "click", "x": 1},
+    {"type": ["click"]},
+    {"type": {"click": 1}},
+    {"type": "click", "button": "left", "x": "140", "y": [80]},
+    {"type": "click", "button": "left", "x": True, "y": 80},
+    {"type": "click", "button": "left", "x": 1e300, "y": 80},
+    {"type": "drag", "path": "abc"},
+    {"type": "drag", "path": [{"x": 1}]},
+    {"type": "keypress", "keys": "ctrl"},
+    {"type": "screenshot", "text": 1},
+    {"actions": [OPENAI_CLICK, {"type": ["click"]}]},
+    {"actions": [[]]},
+]
+
+
+@pytest.mark.parametrize("arguments", NO_ACTIONS, ids=str)
 @in_loop
-async def test_an_action_that_openais_client_could_not_carry_out_is_a_function_call(engines: Engines) -> None:
-    engines.script(script({"type": "click", "x": 1}))
+async def test_an_action_that_openais_client_could_not_carry_out_is_a_function_call(
+    engines: Engines, arguments: dict[str, Any]
+) -> None:
+    engines.script(script(arguments))
     async with rollout(engines) as (_, model), open_ai(model) as client:
         tools: Any = [PREVIEW]
         answer = await client.responses.create(model="m", input="Press Go.", tools=tools)
         call: Any = answer.output[1]
-        assert (call.type, call.name, call.arguments) == ("function_call", "computer", '{"type": "click", "x": 1}')
+        assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "computer", arguments)
+
+
+@pytest.mark.parametrize("action", ["bash", "zoom", "computer", "", ["left_click"]], ids=str)
+@in_loop
+async def test_only_an_enabled_action_names_a_call_of_the_toolset(engines: Engines, action: Any) -> None:
+    """A program that goes by the name would run another tool."""
+    arguments = {"action": action, "command": "true"}
+    engines.script(script(arguments))
+    turns: list[Any] = [{"role": "user", "content": "Press Go."}]
+    async with rollout(engines) as (gateway, model), claude(model) as client:
+        tools: Any = [TOOLSET, {"type": "bash_20250124", "name": "bash"}]
+        answer: Any = await client.beta.messages.create(model="m", messages=turns, tools=tools, max_tokens=500)
+        call = answer.content[1]
+        assert (call.name, call.toolset_name, dict(call.input)) == ("computer", "computer", arguments)
+        content = [block.model_dump(exclude_none=True) for block in answer.content]
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "no such action"}
+        turns += [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+        await client.beta.messages.create(model="m", messages=turns, tools=tools, max_tokens=500)
+        recording = await gateway.close(ID)
+    assert [turn.sequence for turn in recording.turns] == [0, 0], "the program returned what the model wrote"
 
 
 CONFIGS = {"wait": {"enabled": False}, "zoom": {"enabled": False}}
@@ -185,6 +224,7 @@ def test_openais_tool_is_made_again_from_its_function(tool: dict[str, Any]) -> N
             r"tools\[0\].display_width_px: expected a number",
         ),
         (messages, {**CLASSIC, "display_width_px": 10**9}, "display_width_px"),
+        (messages, {**CLASSIC, "display_height_px": None}, r"tools\[0\].display_height_px: expected a number"),
         (messages, {**TOOLSET, "configs": {"zoom": 3}}, "configs"),
         (responses, {**PREVIEW, "environment": "dos"}, "environment: expected one of"),
         (responses, {"type": "computer_use_preview"}, "display_width: expected a value"),

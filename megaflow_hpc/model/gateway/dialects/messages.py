@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, to_builtins
 
-from megaflow_hpc.model.computer_tools import COMPUTER, anthropic_function, is_toolset
+from megaflow_hpc.model.computer_tools import BETAS, COMPUTER, anthropic_function, toolset_actions
 from megaflow_hpc.model.gateway.canonical import arguments_of, raw_reasoning_of
 from megaflow_hpc.model.gateway.dialects.base import (
     BadRequest,
@@ -301,8 +301,9 @@ def _tools(tools: list[MessagesTool]) -> list[dict[str, Any]]:
                 raise BadRequest(f"tools[{number}].name: expected a text, found nothing")
             offered.append(function_tool(tool.name, tool.description, tool.input_schema))
         elif function := anthropic_function(to_builtins(tool)):
-            if function["name"] == COMPUTER and not is_toolset({"type": tool.type}) and not tool.display_width_px:
-                raise BadRequest(f"tools[{number}].display_width_px: expected a number of pixels, found nothing")
+            for side in ("display_width_px", "display_height_px") if (tool.type or "") in BETAS else ():
+                if not getattr(tool, side):
+                    raise BadRequest(f"tools[{number}].{side}: expected a number of pixels, found nothing")
             offered.append({"type": "function", "function": function})
         elif not (tool.type or "custom").startswith(HOSTED):
             raise BadRequest(f"tools[{number}]: a tool of type {tool.type!r} needs an input_schema here")
@@ -327,7 +328,7 @@ def answer(reply: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     choice = reply["choices"][0]
     message, usage = choice["message"], reply.get("usage") or {}
     calls = message.get("tool_calls") or ()
-    toolset = any(map(is_toolset, body.get("tools") or ()))
+    actions = toolset_actions(body.get("tools") or ())
     blocks: list[dict[str, Any]] = []
     if thought := raw_reasoning_of(message):
         blocks.append({"type": "thinking", "thinking": thought, "signature": new_id("sig")})
@@ -337,9 +338,9 @@ def answer(reply: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]
         given = arguments_of(function.get("arguments"))
         block = {"type": "tool_use", "id": call.get("id"), "name": function["name"], "input": given}
-        if toolset and block["name"] == COMPUTER:
+        if actions is not None and block["name"] == COMPUTER:
             block["toolset_name"] = COMPUTER
-            if isinstance(given.get("action"), str):
+            if given.get("action") in actions:  # any other name could be that of another tool
                 block["name"] = given.pop("action")
         blocks.append(block)
     stop = choice.get("stop_reason") if isinstance(choice.get("stop_reason"), str) else None
