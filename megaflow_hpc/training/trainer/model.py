@@ -206,7 +206,10 @@ def row_of(parts: Sequence[RowPart], policy: PolicyModel) -> tuple[Any, ...]:
     tokens, where = (torch.from_numpy(np.concatenate(column).astype(np.int64)).to(device) for column in columns)
     if policy.vision is None:
         if any(shown):
-            raise policy.text_only or NoVision(f"{policy.source}: takes text only, but rollouts show it images")
+            raise policy.text_only or NoVision(
+                f"{policy.source}: takes text only, but rollouts show it images; train the image-text model that the "
+                "engine serves (training.policies.*.base)"
+            )
         positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(offsets)]).to(device)
         return tokens, positions, offsets, where
     places, of_images = [], list[dict[str, Any]]()

@@ -296,6 +296,7 @@ def test_a_model_without_a_processor_or_a_vision_part_is_refused(found):
     assert found["bare"].startswith("bare: has no image processor")
     assert "preprocessor_config.json" in found["bare"]
     assert found["text only"].startswith("text: takes text only")
+    assert "training.policies.*.base" in found["text only"]
     assert "vision: frozen" in found["frozen text"]
 
 
