@@ -18,7 +18,7 @@ from megaflow_hpc.agents.command import PACKAGES
 from tests.support.places import LAUNCHERS, ROOT
 
 LIST = LAUNCHERS / "requirements.txt"
-BY_CALENDAR = {"cryptography", "pyarrow"}
+BY_CALENDAR = {"cryptography", "pillow", "pyarrow"}
 """Their major versions follow the calendar, and security fixes come with the newest alone (docs/dependencies.md)."""
 
 

@@ -74,10 +74,9 @@ class Vision:
         """
         from transformers import AutoConfig, AutoImageProcessor  # type: ignore[import-not-found]
 
-        options = {"local_files_only": True, "trust_remote_code": False}
         try:
-            config = AutoConfig.from_pretrained(source, **options)
-            processor = AutoImageProcessor.from_pretrained(source, **options)
+            config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+            processor = AutoImageProcessor.from_pretrained(source, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise NoVision(
                 f"{source}: has no image processor that transformers can load ({str(error).partition(chr(10))[0]:.200})"

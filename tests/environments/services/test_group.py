@@ -18,6 +18,7 @@ from megaflow_hpc.environments.sandbox.network import InsideSockets
 from megaflow_hpc.environments.services.forwarding import MAX_CONNECTIONS
 from megaflow_hpc.errors import SandboxError, ServiceError, UserCodeError
 from megaflow_hpc.types import HealthCheck, Network, Service
+from tests.support.dying_ranks import is_gone
 from tests.support.sandboxes import Start
 from tests.support.services import ask, echo_service, group_of
 from tests.support.waiting import until_async
@@ -240,7 +241,8 @@ async def test_a_service_that_is_killed_as_the_work_ends_takes_the_result_along(
 
         async def work() -> str:
             assert service.sandbox.pid is not None
-            os.kill(service.sandbox.pid, signal.SIGKILL)
+            os.kill(pid := service.sandbox.pid, signal.SIGKILL)
+            await until_async(lambda: is_gone(pid), "the end of the sandbox")
             return "verdict"
 
         with pytest.raises(ServiceError):
@@ -253,7 +255,8 @@ async def test_an_error_of_the_tasks_code_counts_as_that_of_the_service_that_has
 
         async def work() -> None:
             assert service.sandbox.pid is not None
-            os.kill(service.sandbox.pid, signal.SIGKILL)
+            os.kill(pid := service.sandbox.pid, signal.SIGKILL)
+            await until_async(lambda: is_gone(pid), "the end of the sandbox")
             raise UserCodeError("no answer")
 
         with pytest.raises(ServiceError):
