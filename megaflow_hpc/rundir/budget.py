@@ -1,4 +1,4 @@
-"""What a campaign uses, and its total limits: ``limits.core_hours``, ``limits.gpu_hours``, ``limits.wall`` and
+"""Usage of a campaign, and its total limits: ``limits.core_hours``, ``limits.gpu_hours``, ``limits.wall`` and
 ``limits.usd``.
 
 Every pod reports the core-seconds of its allocation and the price of its model calls in its lease. Every engine server

@@ -74,7 +74,7 @@ class Column(NamedTuple):
 
     @property
     def is_deflated(self) -> bool:
-        """Whether the column is compressed. Image files are compressed already."""
+        """True if HDF5 compresses the column. Image files are compressed already."""
         return self.path != "images/bytes"
 
 
