@@ -296,16 +296,17 @@ def images_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Image]:
     return {record["sha256"]: Image(**known_fields(Image, record)) for record in records}
 
 
-def shown_images(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns the SHA-256 of each recorded image in messages, in the order in which they are shown."""
+def shown_images(messages: Iterable[Mapping[str, Any]]) -> list[str | None]:
+    """Returns the SHA-256 of each image in messages, in the order in which they are shown. ``None`` for an image that
+    is not recorded, such as one at the address of another host."""
     urls = (part["image_url"].get("url", "") for message in messages for part in image_parts(message))
-    return [url.removeprefix(IMAGE_SCHEME) for url in urls if url.startswith(IMAGE_SCHEME)]
+    return [url.removeprefix(IMAGE_SCHEME) if url.startswith(IMAGE_SCHEME) else None for url in urls]
 
 
 def with_images(messages: Sequence[Mapping[str, Any]], images: Mapping[str, Image]) -> list[dict[str, Any]]:
     """Returns messages with their images as ``data:`` URLs in place of ``sha256:<hex>``. Leaves a name without an
     image."""
-    urls = {f"{IMAGE_SCHEME}{name}": images[name].url for name in shown_images(messages) if name in images}
+    urls = {f"{IMAGE_SCHEME}{name}": images[name].url for name in shown_images(messages) if name and name in images}
     return [replaced_images(message, lambda _, url: urls.get(url, url)) for message in messages]
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, ImageSpan, image_parts, replaced_images
+from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, ImageSpan, replaced_images
 
 MAX_PIXELS = 40_000_000
 """Maximum number of pixels of an image, which an engine decodes to 120 MB. A screen of 8K has 33 million. vLLM gets the
@@ -88,12 +88,6 @@ def named(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, 
         return urls.get(url, url)
 
     return [replaced_images(message, partial(name, number)) for number, message in enumerate(messages)], images
-
-
-def asked_images(messages: Sequence[Message]) -> list[str | None]:
-    """Returns the SHA-256 of each image in messages, in their order. ``None`` for an image at an address elsewhere."""
-    urls = [part["image_url"]["url"] for message in messages for part in image_parts(message)]
-    return [url.removeprefix(IMAGE_SCHEME) if url.startswith(IMAGE_SCHEME) else None for url in urls]
 
 
 def image_spans(features: Any, asked: Sequence[str], tokens: int) -> list[ImageSpan]:

@@ -192,10 +192,10 @@ class Minibatch:
     def _shown(self, parts: Sequence[SequencePart], sequences: Sequence[TokenSequence]) -> tuple[Any, ...]:
         if self._images is None or not any(sequence.images for sequence in sequences):
             return ()
-        return tuple(shown_images(s, self._images(p.rollout)) for p, s in zip(parts, sequences, strict=True))
+        return tuple(images_of_sequence(s, self._images(p.rollout)) for p, s in zip(parts, sequences, strict=True))
 
 
-def shown_images(sequence: TokenSequence, images: Mapping[str, Image]) -> tuple[ShownImage, ...]:
+def images_of_sequence(sequence: TokenSequence, images: Mapping[str, Image]) -> tuple[ShownImage, ...]:
     """Returns the images that a sequence shows, each with its placeholder tokens."""
     return tuple((span, images[span.image]) for span in sequence.images)
 

@@ -21,9 +21,8 @@ import aiohttp
 from megaflow_hpc.model.engine_api import CHAT, RENDER, WEIGHT_VERSION
 from megaflow_hpc.model.gateway.recorder import Recorder
 from megaflow_hpc.model.gateway.router import Server
-from megaflow_hpc.model.images import asked_images
 from megaflow_hpc.model.json_text import ANSWER, TooMuch, decoded, offload, packed
-from megaflow_hpc.trajectory import Image, with_images
+from megaflow_hpc.trajectory import Image, shown_images, with_images
 from megaflow_hpc.types import Sampling
 
 CONNECT_TIMEOUT_S = 10.0
@@ -262,7 +261,7 @@ class EngineRequest(NamedTuple):
     @property
     def asked_images(self) -> list[str | None]:
         """SHA-256 of each image of the prompt, in order. ``None`` for an image at the address of another host."""
-        return asked_images(self.body.get("messages") or ())
+        return shown_images(self.body.get("messages") or ())
 
     @property
     def may_be_large(self) -> bool:

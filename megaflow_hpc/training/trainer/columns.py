@@ -32,7 +32,13 @@ from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.methods import call, numbers, wrong
-from megaflow_hpc.training.microbatch import ShownImage, ordinals_of, rows_in_order, shown_images, token_advantages
+from megaflow_hpc.training.microbatch import (
+    ShownImage,
+    images_of_sequence,
+    ordinals_of,
+    rows_in_order,
+    token_advantages,
+)
 from megaflow_hpc.training.plan import BySequence, Columns
 from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load, row_of
 from megaflow_hpc.training.trainer.vision import BadImage
@@ -258,7 +264,7 @@ def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
                 logprobs=np.where(mask == 1, np.frombuffer(sequence.logprobs, np.float32), np.float32(0)),
                 versions=np.where(mask == 1, versions, np.int32(-1)),
                 advantages=np.where(mask == 1, advantages, np.float32(0)),
-                images=shown_images(sequence, step.images(index)),
+                images=images_of_sequence(sequence, step.images(index)),
             )
 
 

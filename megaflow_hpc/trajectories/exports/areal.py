@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaflow_hpc.trajectories.exports.parquet import pyarrow
+from megaflow_hpc.trajectories.exports.parquet import images_in, images_type, pyarrow
 from megaflow_hpc.trajectories.hdf5.columns import Array
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.reading.batch import padded_lines
@@ -45,8 +45,7 @@ def write(job: ExportJob) -> list[Path]:
     fields = {name: pa.list_(pa.from_numpy_dtype(dtype)) for name, (dtype, _) in COLUMNS.items()}
     fields["rewards"] = pa.float32()
     fields |= dict.fromkeys(("trajectory", "group", "policy", "role"), pa.string())
-    image = {"start": pa.int64(), "length": pa.int64(), "bytes": pa.binary()}
-    fields["images"] = pa.list_(pa.struct(image))
+    fields["images"] = images_type(pa)
     if names := job.store.reward_names:
         fields["named_rewards"] = pa.struct(dict.fromkeys(names, pa.float32()))
     schema = pa.schema(fields)
@@ -78,10 +77,7 @@ def write(job: ExportJob) -> list[Path]:
 def _images(row: Row) -> list[list[dict[str, Any]]]:
     """Returns the images of each of a row's sequences."""
     images = row.images
-    return [
-        [{"start": span.start, "length": span.length, "bytes": images[span.image].data} for span in view.images]
-        for view in row.sequences
-    ]
+    return [images_in(sequence, images) for sequence in row.sequences]
 
 
 def tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Array]:

@@ -11,6 +11,7 @@ sequence, ``start``, ``length`` and ``image``. NaN is preserved.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import install
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS, STRING, TEXT
-from megaflow_hpc.trajectories.reading.sources import Flat
+from megaflow_hpc.trajectories.reading.sources import Flat, SequenceView
+from megaflow_hpc.trajectory import Image
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob
@@ -44,6 +46,20 @@ def pyarrow() -> Any:
     except ImportError:
         raise ConfigError(f"parquet: the package pyarrow is missing; {install('export')}") from None
     return pyarrow
+
+
+def images_type(pa: Any) -> Any:
+    """Returns the type of :func:`images_in`'s column."""
+    return pa.list_(pa.struct({"start": pa.int64(), "length": pa.int64(), "bytes": pa.binary()}))
+
+
+def images_in(sequence: SequenceView, images: Mapping[str, Image]) -> list[dict[str, Any]]:
+    """Returns the images of a sequence in the order of their placeholders, each with these.
+
+    Args:
+        images: those of its rollout, by their SHA-256.
+    """
+    return [{"start": one.start, "length": one.length, "bytes": images[one.image].data} for one in sequence.images]
 
 
 def write(job: ExportJob) -> list[Path]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaflow_hpc.trajectories.exports.parquet import pyarrow
+from megaflow_hpc.trajectories.exports.parquet import images_in, images_type, pyarrow
 from megaflow_hpc.trajectories.hdf5.columns import Array
 from megaflow_hpc.trajectories.hdf5.publishing import published
 from megaflow_hpc.trajectories.reading.batch import padded_lines
@@ -56,7 +56,9 @@ def _rows(job: ExportJob, flat: Flat) -> Iterator[dict[str, Any]]:
     sequence_number, row_before = 0, -1
     for i, row_number in enumerate(flat.row.tolist()):
         sequence_number = sequence_number + 1 if row_number == row_before else 0
-        row_before = row_number
+        if row_number != row_before:
+            row_before, row = row_number, job.store[row_number]
+            sequences, images = row.sequences, row.images  # read once for all sequences of the row
         tokens = slice(flat.offsets[i], flat.offsets[i + 1])
         mask = flat.loss_mask[tokens]
         if not mask.any():
@@ -64,17 +66,12 @@ def _rows(job: ExportJob, flat: Flat) -> Iterator[dict[str, Any]]:
         begin = tokens.start + int(mask.argmax())
         response = slice(begin, tokens.stop)
         versions = flat.weight_versions[tokens][mask == 1]
-        row = job.store[row_number]
-        images = row.images
         prompt, shown = _prompt(_messages_of(row, sequence_number), images)
         yield {
             "data_source": job.store.campaign,
             "prompt": prompt,
             "images": [{"bytes": images[name].data} for name in shown],
-            "sequence_images": [
-                {"start": span.start, "length": span.length, "bytes": images[span.image].data}
-                for span in row.sequences[sequence_number].images
-            ],
+            "sequence_images": images_in(sequences[sequence_number], images),
             "ability": "agent",
             "reward_model": {"style": "rule", "ground_truth": row.task_id},
             "extra_info": {
@@ -121,7 +118,7 @@ def _prompt(
         if isinstance(content, list):
             texts = []
             for part in (part for part in content if isinstance(part, dict)):
-                stored = [name for name in shown_images([{"content": [part]}]) if name in images]
+                stored = [name for name in shown_images([{"content": [part]}]) if name and name in images]
                 shown += stored
                 texts.append("<image>" if stored else str(part.get("text", "")))
             content = "\n".join(texts)
@@ -137,7 +134,7 @@ def _schema(pa: Any, rewards: tuple[str, ...]) -> Any:
             ("data_source", text),
             ("prompt", pa.list_(pa.struct({"role": text, "content": text}))),
             ("images", pa.list_(pa.struct({"bytes": pa.binary()}))),
-            ("sequence_images", pa.list_(pa.struct({"start": integer, "length": integer, "bytes": pa.binary()}))),
+            ("sequence_images", images_type(pa)),
             ("ability", text),
             ("reward_model", pa.struct({"style": text, "ground_truth": text})),
             ("extra_info", pa.struct({"index": integer, "sequence": integer, "task_id": text, "trajectory": text})),

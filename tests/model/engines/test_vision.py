@@ -30,7 +30,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import torch
-from megaflow_hpc.training.microbatch import shown_images
+from megaflow_hpc.training.microbatch import images_of_sequence
 from megaflow_hpc.training.trainer.model import load, row_of
 from megaflow_hpc.trajectory import TokenSequence, images_of
 
@@ -42,7 +42,7 @@ policy = load(model, "float32")
 parts = []
 for sequence in sequences:
     mask = np.frombuffer(sequence.loss_mask, np.uint8)
-    parts.append((np.array(sequence.tokens), mask.nonzero()[0], shown_images(sequence, images)))
+    parts.append((np.array(sequence.tokens), mask.nonzero()[0], images_of_sequence(sequence, images)))
 engine = np.concatenate([np.frombuffer(s.logprobs, np.float32) for s in sequences])
 with torch.no_grad():
     row = row_of(parts, policy)  # one packed row of all sequences and images
