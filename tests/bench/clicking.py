@@ -4,8 +4,9 @@
     python -m tests.bench.clicking two [--steps 60]                  click a button, then another in the next window
     python -m tests.bench.clicking click --shuffle                   the same with shuffled rewards, which must not rise
 
-The model has random weights at first and then learns from sloppy demonstrations, most of whose clicks miss their
-button by some pixels. So it reads labels, and earns a reward in some of its tries (``tests.bench.windows``). Each group
+The model has random weights at first. Captions teach it to read the labels of buttons. Then sloppy demonstrations, most
+of whose clicks miss their button by some pixels, teach it to click: it earns a reward in some of its tries
+(``tests.bench.windows``). Each group
 of rollouts has a window of its own, which no other shows. Local launcher, no sandbox, two cores.
 
 ``--folder`` keeps the working directory with the taught model. Exit status 1: the reward did not rise beyond its 99 %
@@ -31,7 +32,7 @@ import numpy as np
 from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.training.plan import TrainingFiles
 from tests.bench.learning import interval
-from tests.bench.windows import demonstration
+from tests.bench.windows import caption, demonstration
 from tests.support.places import LAUNCHERS, ROOT
 from tests.support.requirements import required
 from tests.support.training import trained_on
@@ -41,8 +42,10 @@ SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_EN
 STEPS = {"click": 40, "two": 60}
 """Task → number of steps."""
 SCREENSHOTS = {"click": 1, "two": 2}
-LESSONS = {"click": 12_000, "two": 9_000}
-"""Task → number of demonstrations."""
+CAPTIONS, LESSONS = 9_600, 16_000
+"""Number of captions that the model learns first, and of captions and demonstrations in turn that it learns then."""
+EPOCHS = 2, {"click": 4, "two": 5}
+"""Passes over each."""
 RIGHT, SPOILED = 0.9, {"click": 0.75, "two": 0.6}
 COMPARED = 5
 """Steps at the beginning and at the end whose rewards are compared."""
@@ -50,29 +53,37 @@ MAX_MISMATCH = 1e-5
 """Largest mean difference between the engine's and the trainer's log-probabilities in a step."""
 
 
-def teach(folder: Path, task: str, seed: int, lessons: int) -> Path:
+def teach(folder: Path, task: str, seed: int) -> Path:
     """Makes the model that training starts from, unless it exists. Returns its directory."""
     out = folder / "models" / f"{task}-{seed}"
     if out.exists():
         return out
     python = str(Path(required("MEGAFLOW_ENGINE_VENV")) / "bin" / "python")
-    base, path = folder / f"base-{seed}", folder / f"{task}-{seed}.jsonl"
+    base, seeing = folder / f"base-{seed}", folder / f"seeing-{task}-{seed}"
     words = [LAUNCHERS / "tiny_model.py", base, "--vision", "--seed", seed, "--context", 512]
     subprocess.run([python, *map(str, words)], check=True, stdout=sys.stderr)
-    chance = random.Random(seed)
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(lessons):
-            messages = demonstration(chance, SCREENSHOTS[task], RIGHT, SPOILED[task])
-            file.write(json.dumps({"messages": messages}) + "\n")
+    chance, steps = random.Random(seed), SCREENSHOTS[task]
     out.parent.mkdir(exist_ok=True)
     began = time.monotonic()
-    command = [python, "-m", "megaflow_hpc.training.trainer.warm_start", base, path, out, "--lr", "2e-3"]
-    command += ["--batch", "32", "--microbatch", "2048", "--dtype", "float32"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with (folder / f"{task}-{seed}.log").open("w") as log:
-        subprocess.run([str(word) for word in command], env=environment, check=True, stdout=log)
-    print(f"taught by {lessons} sloppy demonstrations in {time.monotonic() - began:.0f} s", flush=True)
+    captions = [caption(chance, steps) for _ in range(CAPTIONS)]
+    _warm_start(python, base, captions, seeing, EPOCHS[0])
+    mixed = [
+        demonstration(chance, steps, RIGHT, SPOILED[task]) if number % 2 else caption(chance, steps)
+        for number in range(LESSONS)
+    ]
+    _warm_start(python, seeing, mixed, out, EPOCHS[1][task])
+    print(f"taught by captions and sloppy demonstrations in {time.monotonic() - began:.0f} s", flush=True)
     return out
+
+
+def _warm_start(python: str, model: Path, conversations: list[Any], out: Path, epochs: int) -> None:
+    path = out.with_suffix(".jsonl")
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    command = [python, "-m", "megaflow_hpc.training.trainer.warm_start", model, path, out, "--lr", "1e-3"]
+    command += ["--batch", "64", "--microbatch", "2048", "--dtype", "float32", "--epochs", epochs]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with out.with_suffix(".log").open("w") as log:
+        subprocess.run([str(word) for word in command], env=environment, check=True, stdout=log)
 
 
 def fields(task: str, model: Path, steps: int, seed: int, shuffle: bool) -> dict[str, Any]:
@@ -125,7 +136,7 @@ def fields(task: str, model: Path, steps: int, seed: int, shuffle: bool) -> dict
 
 
 def learn(asked: argparse.Namespace) -> int:
-    model = teach(asked.folder, asked.task, asked.seed, asked.lessons)
+    model = teach(asked.folder, asked.task, asked.seed)
     for name, value in SMALL.items():
         os.environ.setdefault(name, value)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -165,11 +176,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shuffle", action="store_true", help="train on the rewards of other rollouts")
-    parser.add_argument("--lessons", type=int, help="number of demonstrations")
     parser.add_argument("--folder", type=Path, help="working directory, made if it is missing")
     asked = parser.parse_args()
     asked.steps = asked.steps or STEPS[asked.task]
-    asked.lessons = asked.lessons or LESSONS[asked.task]
     with tempfile.TemporaryDirectory() as temporary:
         asked.folder = (asked.folder or Path(temporary)).absolute()
         asked.folder.mkdir(parents=True, exist_ok=True)

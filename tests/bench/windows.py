@@ -201,6 +201,19 @@ class Clicker:
         return AgentResult()
 
 
+def caption(chance: random.Random, steps: int) -> list[dict[str, Any]]:
+    """Returns a conversation that names the buttons of new windows, row by row."""
+    messages: list[dict[str, Any]] = []
+    for window, _ in desktop(chance.getrandbits(48) + 10**6, steps):  # none of a campaign's
+        text = [{"type": "text", "text": "NAME"}] if not messages else []
+        labels = sorted(window.places, key=lambda label: window.places[label][::-1])
+        messages += [
+            {"role": "user", "content": [*text, window.part()]},
+            {"role": "assistant", "content": " ".join(labels)},
+        ]
+    return messages
+
+
 def demonstration(chance: random.Random, steps: int, right: float, spoiled: float) -> list[dict[str, Any]]:
     """Returns a sloppy conversation about a new window.
 
