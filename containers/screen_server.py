@@ -38,6 +38,12 @@ ANSWER_S = 30.0
 """Greatest time for an answer of Chromium."""
 LOAD_S = 10.0
 """Greatest time for a page that loads to answer."""
+SHOWN_S = 1.0
+"""Greatest time for a page to answer whether it is shown."""
+MAX_ANSWER = 128 << 20
+"""Greatest number of bytes of an answer of Chromium. This process needs some five times as much to read it."""
+EPISODE_MB = 1200
+"""Memory of all programs at which the browser of an episode is ended. The sandbox may have 2000 MB."""
 MAX_WAIT_S = 60.0
 """Greatest duration of the actions `wait` and `hold_key`."""
 MAX_REQUEST = 1 << 20
@@ -45,6 +51,7 @@ MAX_SCROLL = 100
 MAX_TEXT = 10_000
 """Greatest number of characters of the action `type`, which takes some 4 ms for each."""
 TEXT_PART = 1000
+MAX_DISPLAYS = 10_000
 MAX_SIDE = 4096
 """Greatest width and height of a display and of a screenshot in pixels."""
 SETTLE_S = 0.3
@@ -87,6 +94,7 @@ CHROMIUM = [
 
 
 JUDGED = "the episode is being judged"
+SHOWN = "(document.visibilityState === 'visible') + document.hasFocus()"
 
 
 class Refused(Exception):
@@ -136,20 +144,17 @@ class Chromium:
         self.opened = []
         """Pages and developer tools that were opened since :meth:`attach`, by address."""
         self.session = ""
+        self._sessions = {}
+        """Sessions of pages, by target id."""
 
     def attach(self):
         """Attaches to the page, and waits until it has loaded, at most some time."""
         deadline = time.monotonic() + START_S
-        while True:
-            targets = self.call("Target.getTargets", session="", timeout_s=START_S)["targetInfos"]
-            pages = [target["targetId"] for target in targets if target["type"] == "page"]
-            if pages:
-                break
+        while not self.session:
+            self.follow()
             if time.monotonic() > deadline:
                 raise Lost("Chromium has opened no page")
             time.sleep(0.02)
-        attached = self.call("Target.attachToTarget", {"targetId": pages[0], "flatten": True}, session="")
-        self.session = attached["sessionId"]
         self.call("Target.setDiscoverTargets", {"discover": True}, session="")
         try:
             while self.value("document.readyState", timeout_s=LOAD_S) != "complete" and time.monotonic() < deadline:
@@ -158,6 +163,28 @@ class Chromium:
             raise
         except Refused:
             pass  # a dialog of the page, or a script that does not end: whoever looks at the screen sees it
+
+    def follow(self):
+        """Attaches to the page that is shown: the one with the focus, else the last opened one that is visible.
+
+        Tabs and windows may have been opened or closed. A page that does not answer counts as visible.
+        """
+        targets = self.call("Target.getTargets", session="", timeout_s=START_S)["targetInfos"]
+        pages = [each["targetId"] for each in targets if each["type"] == "page"]
+        for page in pages:
+            if page not in self._sessions:
+                attached = self.call("Target.attachToTarget", {"targetId": page, "flatten": True}, session="")
+                self._sessions[page] = attached["sessionId"]
+        best = -1
+        for session in reversed([session for page, session in self._sessions.items() if page in pages]):
+            try:
+                shown = self.value(SHOWN, session=session, timeout_s=SHOWN_S)
+            except Lost:
+                raise
+            except Refused:
+                shown = 1
+            if shown > best:
+                best, self.session = shown, session
 
     def call(self, method, params=None, session=None, timeout_s=ANSWER_S):
         """Calls a method of the DevTools protocol. Raises Refused if Chromium answers with an error."""
@@ -210,6 +237,9 @@ class Chromium:
             if not data:
                 raise Lost("display lost: Chromium has ended")
             self._buffer += data
+            if len(self._buffer) > MAX_ANSWER:
+                self.process.kill()
+                raise Lost(f"display lost: the browser was ended, as an answer of it has over {MAX_ANSWER >> 20} MiB")
         message = json.loads(self._buffer[:end])
         del self._buffer[: end + 1]
         return message
@@ -224,12 +254,12 @@ class Chromium:
             raise Refused("the page has no JavaScript context")
         return contexts[0]
 
-    def value(self, expression, context=None, timeout_s=ANSWER_S):
+    def value(self, expression, context=None, session=None, timeout_s=ANSWER_S):
         """Evaluates JavaScript in the page, and returns its value."""
         params = {"expression": expression, "returnByValue": True, "awaitPromise": True}
         if context:
             params["uniqueContextId"] = context
-        result = self.call("Runtime.evaluate", params, timeout_s=timeout_s)
+        result = self.call("Runtime.evaluate", params, session, timeout_s)
         if "exceptionDetails" in result:
             details = result["exceptionDetails"]
             raise Refused(f"the page: {details.get('exception', {}).get('description', details.get('text'))}")
@@ -238,7 +268,8 @@ class Chromium:
     # --- what is on the page ---
 
     def tree(self):
-        """Returns the accessibility tree of the page: a list of (depth, role, name, details, box or None)."""
+        """Returns the accessibility tree of the page that is shown: (depth, role, name, details, box or None)."""
+        self.follow()
         boxes = self._boxes()
         frames, lines = [self.call("Page.getFrameTree")["frameTree"]], []
         while frames:
@@ -336,7 +367,8 @@ class Episode:
 
     Its state is read in the document in which it began. A page that was loaded again has no episode. Developer tools
     run code in the page, so an episode in which they were opened has no reward. Nor has one whose browser has ended:
-    keys can close it, and whoever failed would get another attempt if the service ended with it.
+    keys can close it, and whoever failed would get another attempt if the service ended with it. For the same reason
+    the browser is ended before the sandbox reaches its limit of memory, at which the service would end.
     """
 
     def __init__(self, chromium, page, seed, time_s):
@@ -352,9 +384,11 @@ class Episode:
         self.utterance = chromium.value(BEGIN % {"time_ms": time_s * 1000, "seed": json.dumps(seed)}, self._context)
 
     def watch(self):
-        """Ends the browser once another page was opened, before many of them fill the memory."""
+        """Ends the browser once another page was opened, or once the memory is nearly full."""
+        if self._chromium.process.poll() is not None:
+            return
         self._chromium.heed()
-        if self._chromium.opened and self._chromium.process.poll() is None:
+        if self._chromium.opened or memory_mb() > EPISODE_MB:
             self._chromium.process.kill()
 
     def state(self):
@@ -372,6 +406,16 @@ class Episode:
         if self._chromium.opened:
             reason = f"another page or the developer tools were opened: {self._chromium.opened[0]}"
         return {"done": True, "reward": 0.0, "reason": reason, "age_s": None}
+
+
+def memory_mb():
+    """Returns the memory of all processes of the sandbox in MB: what each has for itself, and shared memory."""
+    pages, files = 0, os.statvfs("/dev/shm")
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/statm") as statm:
+            _, resident, shared = map(int, statm.read().split()[:3])
+            pages += resident - shared
+    return (pages * os.sysconf("SC_PAGE_SIZE") + (files.f_blocks - files.f_bfree) * files.f_frsize) / 1e6
 
 
 def page_url(page):
@@ -443,7 +487,6 @@ class Desktop:
         self.size = size
         self._pointer = (size[0] // 2, size[1] // 2)
         self._log = os.open(f"{ROOT}/log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        reading, writing = os.pipe()
         self.display = ""
         self.chromium = None
         self.needs_browser = True
@@ -452,24 +495,7 @@ class Desktop:
         """Set once nothing more may be done on the desktop."""
         self._programs = {}
         self._letters = None
-        self._programs["Xvfb"] = subprocess.Popen(
-            [
-                *("Xvfb", "-displayfd", str(writing), "-screen", "0", f"{size[0]}x{size[1]}x24"),
-                *("-nolisten", "tcp", "-dpi", "96", "-ac", "-noreset", "-nocursor"),
-            ],
-            pass_fds=[writing],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-        )
-        os.close(writing)
-        if not select.select([reading], [], [], START_S)[0]:
-            raise Lost("the X server does not start")
-        with open(reading) as stream:
-            number = stream.readline().strip()
-        if not number:
-            raise Lost(f"the X server did not start: {_tail()}")
-        self.display = f":{number}"
+        self._start_server()
         # Programs would start a session bus and wait for it. Nothing here needs one.
         self._env = {
             **os.environ,
@@ -483,6 +509,41 @@ class Desktop:
             self.chromium = Chromium(url, self._env, size, self._log, scale, kiosk)
             self._programs["Chromium"] = self.chromium.process
             self.chromium.attach()
+
+    def _start_server(self):
+        """Starts the X server on a socket in /tmp alone.
+
+        Its abstract socket would belong to the network, which other sandboxes and users may share. Clients try that
+        address first, so this process holds it, without listening: a stranger's program cannot pose as the server.
+        """
+        self._held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        for number in range(MAX_DISPLAYS):
+            with contextlib.suppress(OSError):
+                if not os.path.exists(f"/tmp/.X{number}-lock"):
+                    self._held.bind(f"\0/tmp/.X11-unix/X{number}")
+                    break
+        else:
+            raise Lost("the X server does not start: each display number is taken in this network")
+        self.display = f":{number}"
+        os.makedirs("/tmp/.X11-unix", exist_ok=True)  # which the X server does only for root
+        reading, writing = os.pipe()
+        self._programs["Xvfb"] = subprocess.Popen(
+            [
+                *("Xvfb", self.display, "-displayfd", str(writing)),
+                *("-screen", "0", f"{self.size[0]}x{self.size[1]}x24", "-dpi", "96"),
+                *("-nolisten", "tcp", "-nolisten", "local", "-ac", "-noreset", "-nocursor"),
+            ],
+            pass_fds=[writing],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+        )
+        os.close(writing)
+        if not select.select([reading], [], [], START_S)[0]:
+            raise Lost("the X server does not start")
+        with open(reading) as stream:
+            if not stream.readline().strip():
+                raise Lost(f"the X server did not start: {_tail()}")
 
     def await_manager(self):
         """Waits until the window manager answers. A window that appears before it never gets the focus."""
@@ -756,14 +817,14 @@ class Server:
         while True:
             time.sleep(0.2)
             try:
-                self._desktop.check()
-                if self._episode is not None:
-                    self._episode.watch()
-            except Refused as error:
-                if self._episode is not None:
+                if self._episode is None:
+                    self._desktop.check()
                     continue
+            except Refused as error:
                 time.sleep(0.5)  # for the answer to a request that waits
                 return str(error)
+            with contextlib.suppress(Refused):
+                self._episode.watch()
 
     def _accept(self):
         while True:

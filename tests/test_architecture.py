@@ -180,7 +180,7 @@ def test_scheduling_knows_only_types_and_itself_and_has_no_clock_and_no_files() 
 
 @pytest.mark.parametrize("page", ["architecture", "where"])
 def test_every_hop_of_the_walks_in_the_docs_is_there(page: str) -> None:
-    """Check the files and functions that the seven walks and the page "Where is what" name."""
+    """Check the files and functions that the eight walks and the page "Where is what" name."""
     text = (ROOT / "docs" / "explanation" / f"{page}.md").read_text()
     rows = re.findall(r"^\| .* \| `([\w/]+\.py)` \| (.+) \|$", text, re.MULTILINE)
     assert len(rows) > 25

@@ -76,11 +76,15 @@ gateway."""
 
 
 class CallRefused(Exception):
-    """The engine rejected the request (4xx), for example because of its length or an unknown parameter."""
+    """The engine or the gateway rejected the request (4xx), for example because of its length or an unknown parameter.
+
+    ``too_long`` is true if the conversation is too long for the model, or has too many bytes or images.
+    """
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"the model refused the call (HTTP {status}): {message}")
-        self.too_long = "context length" in message or "max_model_len" in message or "context window" in message
+        long = ("context length", "max_model_len", "context window", " images; ")  # the last one is the gateway's
+        self.too_long = status == 413 or any(words in message for words in long)
 
 
 class BudgetExceeded(Exception):

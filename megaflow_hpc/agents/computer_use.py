@@ -12,8 +12,8 @@ A prompt has at most ``history`` observations. When one more would not fit, the 
 a prompt rarely loses its beginning: the recorder starts a new sequence only then. Of ``n`` observations with ``k`` in a
 prompt, that happens at most ``ceil((n - k) / ceil(k / 2))`` times.
 
-A display that gives no picture twice in a row is lost. The model may have caused it, so it counts as a lost sandbox:
-the first attempt is repeated, and later ones are verified as they are.
+A display that gives no picture twice in a row is lost. Keys can end it, so a loss after the model's first answer counts
+as the agent's failure: the rollout is verified as it is, and not repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaflow_hpc.agents.asking import BudgetExceeded, CallRefused, ChatClient
-from megaflow_hpc.errors import ConfigError, LostError, SandboxError, SetupError, UserCodeError
+from megaflow_hpc.errors import ConfigError, SetupError, UserCodeError
 from megaflow_hpc.screen import ACTIONS, parameters
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
@@ -45,11 +45,13 @@ MAX_PICTURE_BYTES = 16 * 2**20
 MAX_PICTURE_PIXELS = 2**24
 _PNG = struct.Struct(">8sI4sII")
 """Start of a PNG: signature, and length, name, width and height of its header."""
-_SIZE = re.compile(r"[1-9]\d{1,4}x[1-9]\d{1,4}")
+MIN_SIDE, MAX_SIDE = 16, 4096
+"""Limits of ``screen`` for the width and height of a display in pixels."""
+_SIZE = re.compile(r"(\d{2,4})x(\d{2,4})")
 OBSERVATIONS = ("screenshot", "tree", "both")
 ENDS = ("done", "fail")
 PROMPT = """\
-You work on the desktop of a Linux computer to carry out the user's task. {see}
+You work on the desktop of a Linux computer to carry out the user's task. The screen has {size} pixels. {see}
 {act}
 If the task is carried out, end with the action "done". If it cannot be carried out, end with the action "fail" and the
 reason as "text"."""
@@ -97,8 +99,12 @@ class ComputerUseAgent:
         if not isinstance(history, int) or history < 0:
             raise ConfigError(f"agent computer-use: history {history!r}: expected 0 (no limit) or a positive number")
         for name, value in (("size", size), ("scale", scale)):
-            if value and not (isinstance(value, str) and _SIZE.fullmatch(value)):
-                raise ConfigError(f"agent computer-use: {name} {value!r}: expected WIDTHxHEIGHT, such as 1280x800")
+            sides = _SIZE.fullmatch(str(value))
+            if value and not (sides and all(MIN_SIDE <= int(side) <= MAX_SIDE for side in sides.groups())):
+                raise ConfigError(
+                    f"agent computer-use: {name} {value!r}: expected WIDTHxHEIGHT, such as 1280x800, of {MIN_SIDE} to "
+                    f"{MAX_SIDE} pixels each"
+                )
         self.max_turns, self.observe, self.history = max_turns, observe, history
         self.size, self.scale, self.tools = size, scale, tools
         self.model_options, self.max_format_errors = dict(model or {}), max_format_errors
@@ -109,13 +115,14 @@ class ComputerUseAgent:
         Raises:
             ConfigError: ``model`` is ``None``, or the image has no program ``screen``.
             UserCodeError: The model refused a call, such as one with an image.
-            ModelServiceError, SandboxError: No engine responded; the sandbox or its display was lost.
+            ModelServiceError, SandboxError: No engine responded; the sandbox was lost.
+            SetupError: The display did not start, or was lost.
         """
         if model is None:
             raise ConfigError("agent computer-use needs a model, but the campaign has none")
         screen = Screen(sandbox, self.scale, pictures=self.observe != "tree", trees=self.observe != "screenshot")
-        await screen.start(self.size)
-        chat = ScreenChat(self._system(), task.instruction, self.history)
+        size = await screen.start(self.size)
+        chat = ScreenChat(self._system(self.scale or size), task.instruction, self.history)
         chat.show(await screen.look())
         options = {**self.model_options, "tools": [TOOL]} if self.tools else self.model_options
         errors = turns = 0
@@ -150,9 +157,9 @@ class ComputerUseAgent:
                 chat.show(await screen.look())
         return AgentResult("truncated", error=f"not done after {turns} model calls")
 
-    def _system(self) -> str:
+    def _system(self, size: str) -> str:
         act = CALL if self.tools else WRITE + json.dumps(SCHEMA)
-        return PROMPT.format(see=SEE[self.observe], act=act)
+        return PROMPT.format(size=size, see=SEE[self.observe], act=act)
 
     def _refused(self, refusal: CallRefused) -> str:
         hint = "" if self.observe == "tree" else "; if the model takes no images, set the agent's args: {observe: tree}"
@@ -295,22 +302,26 @@ class Screen:
         self._why = ""
         """Why the last look at the screen failed."""
 
-    async def start(self, size: str) -> None:
+    async def start(self, size: str) -> str:
         """Starts the display, unless it runs. The task's variables decide what it shows.
 
         Args:
             size: ``WIDTHxHEIGHT``, or an empty string for the program's default.
 
+        Returns:
+            The size of the display as ``WIDTHxHEIGHT``.
+
         Raises:
             ConfigError: The image has no program ``screen``.
-            SandboxError: The display does not start.
+            SetupError: The display does not start.
         """
         words = ["screen", "start", *(["--size", size] if size else [])]
         done = await self._sandbox.exec(words, timeout_s=START_TIMEOUT_S)
         if done.exit_code in (126, 127):
             raise ConfigError("agent computer-use: the image has no program screen; use one of the desktop image")
         if answer := _failure(done):
-            raise SandboxError(f"the display does not start: {answer}")
+            raise SetupError(f"the display does not start: {answer}")
+        return "x".join(map(str, json.loads(done.stdout_bytes)["size"]))
 
     async def act(self, action: Mapping[str, Any]) -> str:
         """Carries out an action. Returns what is wrong with it, or an empty string."""
@@ -325,19 +336,19 @@ class Screen:
         """Returns the parts of a message that show the screen.
 
         Raises:
-            LostError: The display gave no picture or no tree, twice in a row.
+            SetupError: The display gave no picture or no tree, twice in a row.
         """
         parts: list[dict[str, Any]] = []
         if self._pictures:
             picture = await self._picture() or await self._picture()
             if picture is None:
-                raise LostError(f"the display of the sandbox is lost: {self._why}")
+                raise SetupError(f"the display of the sandbox is lost: {self._why}")
             url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
             parts.append({"type": "image_url", "image_url": {"url": url}})
         if self._trees:
             tree = await self._tree() or await self._tree()
             if tree is None:
-                raise LostError(f"the display of the sandbox is lost: {self._why}")
+                raise SetupError(f"the display of the sandbox is lost: {self._why}")
             parts.append({"type": "text", "text": tree})
         return parts
 

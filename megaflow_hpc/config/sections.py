@@ -134,7 +134,7 @@ class AgentConfig(Section):
     Default: no limit."""
     max_image_mb: float = Field(100.0, gt=0, le=400)
     """Maximum size of a rollout's distinct images in MB (10^6 bytes), which its record keeps. A rollout that reaches
-    the limit is truncated and verified. Default: 100."""
+    the limit is truncated and verified. Default: 100, at most 400."""
     timeout_s: float | None = Field(None, gt=0)
     """Maximum run time of the agent in seconds. A rollout that reaches the limit is truncated and verified. Default:
     the task's timeout."""

@@ -12,7 +12,7 @@ OpenAI                         one function ``computer``, whose arguments are an
                                the list ``actions``
 =============================  =======================================================================================
 
-The types are those of the packages ``anthropic`` 2.14 and ``openai`` 3.57.
+The types are those of the packages ``anthropic`` 2.6 and ``openai`` 3.46.
 """
 
 from __future__ import annotations

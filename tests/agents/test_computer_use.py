@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ from aiohttp import web
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.computer_use import LEFT, requests_of
-from megaflow_hpc.errors import ConfigError, LostError, UserCodeError
+from megaflow_hpc.errors import ConfigError, SetupError, UserCodeError
 from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.tasks.sets import miniwob
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import AgentResult, Task
 from tests.support.campaigns import run_local
 from tests.support.local_sandbox import LocalSandbox
 from tests.support.places import ROOT
-from tests.support.screen_program import program
+from tests.support.screen_program import png, program
 from tests.support.serving import Engines, endpoint, listening
 
 ID = "click/default/0"
@@ -71,6 +73,7 @@ def test_it_clicks_sees_the_change_and_ends(engines: Engines, sandbox: LocalSand
     assert state(sandbox)["clicked"]
     assert state(sandbox)["started"] == ["--size", "640x480"]
     assert [m["role"] for m in recording.messages] == ["system", "user", "assistant", "tool", "user", "assistant"]
+    assert "The screen has 320x200 pixels." in recording.messages[0]["content"]
     before, after = images(recording.messages)
     assert before != after, "the button changes its colour"
     assert len(recording.sequences) == 1
@@ -91,7 +94,8 @@ def test_it_observes_what_was_asked_for(
     engines: Engines, sandbox: LocalSandbox, observe: str, pictures: int, trees: int
 ) -> None:
     engines.script(script(CLICK, DONE))
-    _, recording = asyncio.run(roll(engines, sandbox, args={"observe": observe}))
+    _, recording = asyncio.run(roll(engines, sandbox, args={"observe": observe, "scale": "64x40"}))
+    assert "The screen has 64x40 pixels." in recording.messages[0]["content"]
     assert len(images(recording.messages)) == pictures
     assert json.dumps(recording.messages).count('button \\"Go\\"') == trees
     if observe == "tree":
@@ -134,6 +138,22 @@ def test_a_window_of_screens_costs_what_the_docs_say(engines: Engines, sandbox: 
     assert (len(recording.turns), len(recording.images)) == (30, 30), "each screenshot is stored once"
 
 
+@pytest.mark.parametrize(
+    ("sides", "reason"), [((16, 16), "101 images; 100 are allowed"), ((1200, 800), "longer than 32 MiB")]
+)
+def test_a_window_beyond_what_a_call_may_have_truncates(
+    engines: Engines, sandbox: LocalSandbox, sides: tuple[int, int], reason: str
+) -> None:
+    width, height = sides
+    noise = random.Random(7)
+    rows = b"".join(b"\0" + noise.randbytes(3 * width) for _ in range(height))
+    (sandbox.root / "broken.png").write_bytes(png(width, height, rows))
+    engines.script(script(*[act("wait", duration=0)] * 101, DONE))
+    result, _ = asyncio.run(roll(engines, sandbox, args={"history": 0}))
+    assert result.status == "truncated"
+    assert reason in result.error
+
+
 def test_the_last_prompt_has_the_last_screenshots(engines: Engines, sandbox: LocalSandbox) -> None:
     typed = [act("type", text=f"{number} ") for number in range(6)]
     engines.script(script(*typed, DONE))
@@ -154,7 +174,7 @@ def test_the_last_prompt_has_the_last_screenshots(engines: Engines, sandbox: Loc
     assert len(set(images(messages))) == 3
 
 
-def test_a_display_that_dies_is_lost_and_not_the_models_mistake(engines: Engines, sandbox: LocalSandbox) -> None:
+def test_a_display_that_dies_is_named(engines: Engines, sandbox: LocalSandbox) -> None:
     engines.script(script(act("type", text="x"), DONE))
     state_file = sandbox.root / "screen.json"
     run = sandbox.exec
@@ -165,7 +185,7 @@ def test_a_display_that_dies_is_lost_and_not_the_models_mistake(engines: Engines
         return await run(command, **options)
 
     sandbox.exec = dying  # type: ignore[method-assign]
-    with pytest.raises(LostError, match="display of the sandbox is lost: the display does not answer"):
+    with pytest.raises(SetupError, match="display of the sandbox is lost: the display does not answer"):
         asyncio.run(roll(engines, sandbox))
 
 
@@ -178,7 +198,7 @@ def test_a_screenshot_that_is_no_picture_of_a_screen_is_refused(
     """The last one claims to have 100,000 by 100,000 pixels."""
     engines.script(script(DONE))
     (sandbox.root / "broken.png").write_bytes(data)
-    with pytest.raises(LostError, match="its screenshot is not a PNG"):
+    with pytest.raises(SetupError, match="its screenshot is not a PNG"):
         asyncio.run(roll(engines, sandbox))
 
 
@@ -224,6 +244,8 @@ def test_a_model_without_images_is_named_with_the_remedy(sandbox: LocalSandbox) 
         ({"history": -1}, "history -1: expected 0"),
         ({"size": "big"}, "size 'big': expected WIDTHxHEIGHT"),
         ({"scale": "0x9"}, "scale '0x9': expected WIDTHxHEIGHT"),
+        ({"scale": "5000x4000"}, "scale '5000x4000': expected WIDTHxHEIGHT, such as 1280x800, of 16 to 4096 pixels"),
+        ({"size": "1280x15"}, "size '1280x15': expected WIDTHxHEIGHT, such as 1280x800, of 16 to 4096 pixels"),
     ],
 )
 def test_wrong_arguments_are_named(args: dict[str, Any], message: str) -> None:
@@ -278,11 +300,15 @@ def write_campaign(folder: Path, desktop_sif: Path, answers: list[Any], run: str
     (task / "instruction.md").write_text("Write forty-two with the editor, and save it.\n")
     test = 'if grep -q forty-two /work/answer; then r=1; else r=0; fi; echo "$r" > /logs/verifier/reward.txt\n'
     (task / "tests" / "test.sh").write_text(test)
-    (folder / "answers.yaml").write_text(yaml.safe_dump({"tasks": [{"when": "the editor", "answers": answers}]}))
+    return write_file(folder, desktop_sif, answers, {"size": "800x600", "scale": "400x300", "history": 3})
+
+
+def write_file(folder: Path, desktop_sif: Path, answers: list[Any], args: dict[str, Any]) -> Path:
+    (folder / "answers.yaml").write_text(yaml.safe_dump({"default": answers}))
     campaign = {
         "name": "desktop",
         "tasks": "tasks/*",
-        "agent": {"name": "computer-use", "args": {"size": "800x600", "scale": "400x300", "history": 3}},
+        "agent": {"name": "computer-use", "args": args},
         "model": {"engine": "scripted", "script": "answers.yaml"},
         "environment": {"network": "none", "images": {"desktop": str(desktop_sif)}},
     }
@@ -309,13 +335,40 @@ def test_a_campaign_with_a_desktop_task_has_its_reward_and_its_screenshots(
 
 
 @pytest.mark.slow
-def test_a_display_that_dies_fails_the_first_attempt_and_the_second_is_verified(
-    tmp_path: Path, desktop_sif: Path
-) -> None:
+def test_a_display_that_dies_after_an_answer_is_the_agents_failure(tmp_path: Path, desktop_sif: Path) -> None:
     answers = [act("wait", duration=6), DONE]
     result, done = run_local(write_campaign(tmp_path, desktop_sif, answers, "sleep 3; pkill Xvfb"))
     with open_trajectories(result["run"]) as store:
         (trajectory,) = store
-        assert (trajectory.status, trajectory.reward, trajectory.attempt) == ("completed", 0.0, 1), done.stderr
+        assert (trajectory.status, trajectory.reward, trajectory.attempt) == ("completed", 0.0, 0), done.stderr
         assert trajectory.error_kind == "agent"
         assert "the display of the sandbox is lost: display lost" in trajectory.error
+
+
+FIRST, SECOND = [act("key", text="Tab")], [act("key", text="Tab")] * 2
+PRESS = act("key", text="space")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("answers", "reward", "error"),
+    [
+        ([*FIRST, PRESS, DONE], 1.0, ""),
+        ([*SECOND, PRESS, DONE], 0.0, ""),
+        ([*SECOND, PRESS, act("key", text="0xfed5"), act("wait", duration=1), DONE], 0.0, "display lost"),
+    ],
+    ids=["solved", "failed", "failed-and-terminated"],
+)
+def test_a_campaign_on_a_page_of_miniwob_has_the_pages_reward_and_one_attempt(
+    tmp_path: Path, desktop_sif: Path, answers: list[Any], reward: float, error: str
+) -> None:
+    """The last model presses the wrong button, and then the keys that end the X server, for another attempt."""
+    miniwob.write_task(tmp_path / "tasks", miniwob.AskedPage("click-test-2", "1", "Click button ONE."), "1.1.0")
+    result, done = run_local(write_file(tmp_path, desktop_sif, answers, {"scale": "252x330"}))
+    with open_trajectories(result["run"]) as store:
+        (trajectory,) = store
+        assert (trajectory.status, trajectory.reward, trajectory.attempt) == ("completed", reward, 0), done.stderr
+        assert error in trajectory.error
+        assert bool(trajectory.error) == bool(error)
+        assert {(image.width, image.height) for image in trajectory.images.values()} == {(252, 330)}
+        assert "Only the first outcome counts." in trajectory.messages[1]["content"][0]["text"]

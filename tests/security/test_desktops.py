@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,12 @@ from megaflow_hpc.tasks.sets import miniwob
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
 from tests.support.desktops import act, played, screen
 
-LISTENERS = "cat /proc/net/tcp /proc/net/tcp6 | awk '$4 == \"0A\" {print $2}'"
+LISTENERS = (
+    "cat /proc/net/tcp /proc/net/tcp6 | awk '$4 == \"0A\" {print $2}';"
+    "cat /proc/net/udp /proc/net/udp6 | awk '$4 == \"07\" {print $2}';"
+    'awk \'$4 == "00010000" && $8 ~ /^@/ {print $8}\' /proc/net/unix'
+)
+"""Prints the TCP and UDP ports and the abstract sockets of a network at which a program listens."""
 FORGE = "core.EP_TIMER = core.EP_TIMER || 1; core.endEpisode(1)"
 
 
@@ -145,11 +152,47 @@ def test_nothing_but_the_solution_gives_a_reward_or_another_attempt(
     assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, attack) == 0.0
 
 
-def test_the_solution_gives_the_reward(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:
+async def fill_the_memory_with_text(sandbox: Sandbox) -> None:
+    """Each round doubles the text of the page, until the browser has ended."""
+    await act(sandbox, action="left_click", coordinate=[240, 240])
+    await write(sandbox, "x" * 5000)
+    for _ in range(30):
+        for name in ("ctrl+a", "ctrl+c", "ctrl+v", "ctrl+v"):
+            if not (await act(sandbox, action="key", text=name))["ok"]:
+                return
+    assert not (await act(sandbox, action="screenshot"))["ok"], "the browser has ended"
+
+
+def test_text_without_end_ends_the_browser_before_the_service(
+    desktop_sif: Path, scratch: Path, tmp_path: Path
+) -> None:
+    """A service beyond its memory would give the rollout another attempt."""
+    asks = "Copy the text."
+    assert reward_of("copy-paste", asks, desktop_sif, scratch, tmp_path, fill_the_memory_with_text) == 0.0
+
+
+def test_the_solution_gives_the_reward_and_the_screen_does_not_show_it(
+    desktop_sif: Path, scratch: Path, tmp_path: Path
+) -> None:
     async def solve(sandbox: Sandbox) -> None:
         await click_button(sandbox, "ONE")
+        shown = (await sandbox.exec(["screen", "tree"])).stdout
+        assert "DONE" in shown, "the episode has ended"
+        assert "reward" not in shown.lower()
 
     assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, solve) == 1.0
+
+
+def test_a_solution_after_the_time_of_the_episode_has_no_reward(
+    desktop_sif: Path, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(miniwob, "EPISODE_S", 1)
+
+    async def solve_late(sandbox: Sandbox) -> None:
+        await asyncio.sleep(2)
+        await click_button(sandbox, "ONE")
+
+    assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, solve_late) == 0.0
 
 
 def test_actions_that_still_wait_do_not_delay_the_verdict(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:
@@ -228,6 +271,29 @@ def test_requests_that_are_none_hold_up_nobody(desktop_sif: Path, scratch: Path,
         assert json.loads(done.stdout) == {"ok": True}, done.stderr
 
     assert reward_of("click-test", "Click the button.", desktop_sif, scratch, tmp_path, attack) == 0.0
+
+
+async def test_on_the_nodes_network_no_stranger_reaches_the_x_server_or_poses_as_it(
+    desktop_sif: Path, scratch: Path
+) -> None:
+    """Clients try the abstract socket before the one in /tmp, so a stranger may wait at the first free address."""
+    with socket.socket(socket.AF_UNIX) as posing, socket.socket(socket.AF_UNIX) as client:
+        for number in range(1000):
+            with suppress(OSError):
+                posing.bind(f"\0/tmp/.X11-unix/X{number}")
+                break
+        posing.listen()
+        posing.setblocking(False)
+        async with ApptainerProvider(scratch) as provider:
+            async with await provider.start(SandboxSpec(str(desktop_sif), network="host")) as sandbox:
+                assert (await screen(sandbox, "start", "--url", "about:blank"))["ok"]
+                assert (await act(sandbox, action="left_click", coordinate=[640, 400]))["ok"]
+                display = (await sandbox.exec("ps -o args= -C Xvfb")).stdout.split()[1].removeprefix(":")
+                assert display != str(number)
+                with pytest.raises(ConnectionRefusedError):
+                    client.connect(f"\0/tmp/.X11-unix/X{display}")
+        with pytest.raises(BlockingIOError):
+            posing.accept()
 
 
 async def test_a_desktop_in_the_agents_own_sandbox_opens_no_port(desktop_sif: Path, scratch: Path) -> None:

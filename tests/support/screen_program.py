@@ -69,7 +69,7 @@ def main(words: list[str]) -> int:
     file = home / "screen.json"
     if words[0] == "start":
         file.write_text(json.dumps({"clicked": False, "text": "", "started": words[1:]}))
-        print('{"ok": true}')
+        print(json.dumps({"ok": True, "size": [WIDTH, HEIGHT]}))
         return 0
     if not file.exists():
         print('{"ok": false, "error": "the display does not answer"}')

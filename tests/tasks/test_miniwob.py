@@ -40,6 +40,24 @@ def test_every_page_becomes_a_task_that_says_what_the_page_asks(desktop_sif: Pat
     assert (record["revision"], record["licence"], record["tasks"]) == ("1.1.0", "MIT", 130)
 
 
+def test_an_imported_instruction_is_that_of_the_served_episode_and_seeds_differ(
+    desktop_sif: Path, scratch: Path, tmp_path: Path
+) -> None:
+    """The page asks for a text that depends on the seed, and the solution types the one of the instruction."""
+    words = ["--image", str(desktop_sif), "-o", str(tmp_path), "--seeds", "2"]
+    assert main(["tasks", "import", "miniwob", *words]) == 0
+    tasks = [task for task in load_tasks([f"{tmp_path}/miniwob/enter-text-s*"], "/")]
+    assert [task.id for task in tasks] == ["enter-text-s0", "enter-text-s1"]
+    assert tasks[0].instruction != tasks[1].instruction
+
+    async def rewards() -> list[float]:
+        async with ApptainerProvider(scratch) as provider:
+            images = {"desktop": str(desktop_sif)}
+            return [reward for reward, _ in [await played(task, images, provider, OracleAgent()) for task in tasks]]
+
+    assert asyncio.run(rewards()) == [1.0, 1.0]
+
+
 def test_solutions_get_one_nothing_gets_zero_and_random_clicks_something_between(
     desktop_sif: Path, scratch: Path, tmp_path: Path
 ) -> None:

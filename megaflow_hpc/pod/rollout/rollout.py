@@ -40,6 +40,7 @@ from megaflow_hpc.errors import (
     ModelServiceError,
     SandboxError,
     ServiceError,
+    SetupError,
     UserCodeError,
 )
 from megaflow_hpc.host.process import node_name
@@ -156,13 +157,15 @@ class AgentRun:
 
         The agent's work is verified even if the agent ended with an error. An unanswered model call counts as a failure
         of the model service only if the service was down (:meth:`.ModelGateway.outage`). An exception that the agent's
-        code raises after a response counts as the agent's failure, because the response may have caused it.
+        code raises after a response counts as the agent's failure, because the response may have caused it. So does a
+        step inside the sandbox that fails after a response, in this step of the task or in an earlier one.
 
         Raises:
             CutShort: The allocation ends, and the gateway refused a model call of the agent.
             ModelServiceError: The model service was down.
             NoProgramError: The agent's program in the sandbox could not be started.
-            UserCodeError: The agent's code failed before the model's first response.
+            UserCodeError, ConfigError, SetupError: The agent's code, or what it needs of the sandbox, failed before the
+                model's first response.
             LostError: The sandbox was lost in the first attempt. In later attempts, the loss counts as the agent's
                 failure.
             ProcessLostError: The process that the agent shared with others ended.
@@ -174,7 +177,7 @@ class AgentRun:
         timeout_s = settings.timeout_s or task.agent_timeout_s
         remaining_s = max(0.0, timeout_s - (resumed.agent_s if resumed else 0.0))
         recording = Recording()
-        raised: UserCodeError | ModelServiceError | None = None
+        raised: MegaflowError | None = None
         # The state of a task that is Python code cannot be saved, nor can that of services.
         resumable = endpoint is not None and hasattr(agent, "resume") and task.kind != "python" and not task.services
         watching = services.preemption.watching(rollout.id, self._sandbox) if resumable else nullcontext()
@@ -201,7 +204,7 @@ class AgentRun:
                 if self._trajectory.attempt == 0:
                     raise
                 result = AgentResult(exit_code=KILLED[0], error=str(error))
-            except (UserCodeError, ModelServiceError) as error:
+            except (UserCodeError, ModelServiceError, ConfigError, SetupError) as error:
                 if shared and isinstance(error, ProcessLostError):
                     raise
                 result, raised = AgentResult(), error  # perhaps because the gateway refused a call
@@ -215,13 +218,13 @@ class AgentRun:
         finally:
             if endpoint:
                 recording = await services.gateway.close(rollout.id)
+        called = bool(recording.turns or self._trajectory.turns)
         if recording.over_budget:  # no matter how the agent handled the refusal
             result.status, result.error = "truncated", recording.over_budget
         elif raised is not None:
-            if not recording.turns:
+            if not called:
                 raise raised
             result.exit_code, result.error = 1, str(raised)
-        called = bool(recording.turns or self._trajectory.turns)
         if result.exit_code in NO_PROGRAM and getattr(agent, "in_sandbox", False) and not called:
             raise NoProgramError(result.error or f"the agent's program ended with exit code {result.exit_code}")
         return result, recording

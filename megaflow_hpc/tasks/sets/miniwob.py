@@ -38,8 +38,9 @@ SIZE = "504x660"
 ZOOM = 3
 """Pixels of the display for each pixel of a page. The pages are 160 pixels wide and 210 high."""
 AGENT_S = 300
-EPISODE_S = 360
-"""Seconds after which the page ends its episode. It begins before the agent's sandbox starts."""
+EPISODE_S = 86_400
+"""Seconds after which the page ends its episode. The agent's own time limit, which a campaign can change, is to come
+first."""
 LISTING_S = 900.0
 MAX_LISTING_BYTES = 64 << 20
 
@@ -69,8 +70,8 @@ SCREEN_ADDRESS = "screen:{port}"
 INSTRUCTION = """\
 {utterance}
 
-The page is on a screen of {size} pixels. `screen do` clicks, types and takes screenshots there; `screen tree` lists
-what is on the page. Only the first outcome counts.
+The page is on a screen. Only the first outcome counts. If you have a shell: `screen do` clicks, types and takes
+screenshots there, in {size} pixels, and `screen tree` lists what is on the page.
 """
 COMPOSE = """\
 services:

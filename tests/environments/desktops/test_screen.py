@@ -289,6 +289,63 @@ def test_the_tree_of_a_large_page_is_cut(desktop_sif: Path, scratch: Path) -> No
     on_a_desktop(desktop_sif, scratch, use, started=False)
 
 
+def test_the_tree_is_that_of_the_tab_that_is_shown(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        async def shows(start: str) -> None:
+            for _ in range(50):
+                if any(line.strip().startswith(start) for line in (await tree(sandbox)).splitlines()):
+                    return
+                await asyncio.sleep(0.1)
+            raise AssertionError(f"no {start} in {await tree(sandbox)}")
+
+        first = '<title>one</title><a style="position:absolute; top:90px" target=_blank href="two.html">Go</a>'
+        second = "<title>two</title><button onclick=\"document.title='three'\">Press</button>"
+        await sandbox.exec(["sh", "-c", "cat > /one.html"], user_input=first)
+        await sandbox.exec(["sh", "-c", "cat > /two.html"], user_input=second)
+        assert (await screen(sandbox, "start", "--url", "file:///one.html"))["ok"]
+        await act(sandbox, action="left_click", coordinate=await place(sandbox, 'link "Go"'))
+        await shows('RootWebArea "two"')
+        await act(sandbox, action="left_click", coordinate=await place(sandbox, 'button "Press"'))
+        await shows('RootWebArea "three"')
+        await act(sandbox, action="key", text="ctrl+1")
+        await shows('RootWebArea "one"')
+        await act(sandbox, action="key", text="ctrl+w")
+        await shows('RootWebArea "three"')
+        await act(sandbox, action="key", text="ctrl+t")
+        await shows('RootWebArea "New Tab"')
+
+    on_a_desktop(desktop_sif, scratch, use, started=False)
+
+
+async def open_tabs(sandbox: ApptainerSandbox, count: int) -> None:
+    """Open tabs, each with the page."""
+    for _ in range(count):
+        for action in ({"action": "key", "text": "ctrl+t"}, {"action": "type", "text": "file:///page.html\n"}):
+            await act(sandbox, **action)
+        await asyncio.sleep(0.5)
+
+
+def test_a_dozen_tabs_fit_into_the_limit_of_processes(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        await open_tabs(sandbox, 12)
+        assert (await act(sandbox, action="screenshot"))["ok"]
+        threads = int((await sandbox.exec("ls -d /proc/[0-9]*/task/[0-9]* | wc -l")).stdout)
+        assert not sandbox.breaches, (threads, sandbox.breaches)
+        assert threads < 512
+
+    on_a_desktop(desktop_sif, scratch, use, processes=512)
+
+
+def test_a_desktop_beyond_its_processes_is_a_named_failure(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        await open_tabs(sandbox, 12)
+        answer = await act(sandbox, action="screenshot")
+        assert any(breach.limit == "processes" for breach in sandbox.breaches), answer
+        assert answer["error"].startswith("display lost")
+
+    on_a_desktop(desktop_sif, scratch, use, processes=100)
+
+
 def test_a_full_shared_memory_is_a_named_failure_or_none(desktop_sif: Path, scratch: Path) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         await sandbox.exec("cat /dev/zero > /dev/shm/full; true", timeout_s=60)

@@ -90,16 +90,39 @@ class EndsItsSandbox:
         return AgentResult()
 
 
-def run(place: Path, scratch: Path, rootfs: str, agent: type, engine: str, attempt: int = 0) -> Trajectory:
+class DownloadsNothing:
+    """Downloads a file that does not exist, in the last step of the task."""
+
+    async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
+        if "ask" in task.instruction:
+            await ask(model, "hello")
+        if "last" in task.instruction:
+            await sandbox.download("/nothing", "/tmp/nothing")
+        return AgentResult()
+
+
+def run(
+    place: Path,
+    scratch: Path,
+    rootfs: str,
+    agent: type,
+    engine: str,
+    attempt: int = 0,
+    steps: tuple[str, ...] = ("x",),
+) -> Trajectory:
     """One attempt at a task whose tests give 0.
 
     Args:
         engine: ``up``; ``down``; or ``dies``, after its first answer.
+        steps: Instructions of the task's steps.
     """
-    files = {"task.toml": 'version = "1.0"\n[environment]\ndocker_image = "base"\n', "instruction.md": "x"}
-    task = read_harbor_task(
-        write_files(place / "task", {**files, "tests/test.sh": "echo 0 > /logs/verifier/reward.txt\n"})
-    )
+    toml, test = 'version = "1.0"\n[environment]\ndocker_image = "base"\n', "echo 0 > /logs/verifier/reward.txt\n"
+    files = {"task.toml": toml, "instruction.md": steps[0], "tests/test.sh": test}
+    if len(steps) > 1:
+        files["task.toml"] += "".join(f'[[steps]]\nname = "s{number}"\n' for number in range(len(steps)))
+        for number, instruction in enumerate(steps):
+            files |= {f"steps/s{number}/instruction.md": instruction, f"steps/s{number}/tests/test.sh": test}
+    task = read_harbor_task(write_files(place / "task", files))
     config = CampaignConfig.model_validate(
         {"name": "blame", "tasks": str(place), "agent": "nop", "environment": {"network": "none"}}
     )
@@ -166,3 +189,21 @@ def test_an_agent_whose_sandbox_is_lost_twice_has_a_verdict(rootfs: str, scratch
     assert (first.status, first.error_kind, first.reward) == ("failed", "sandbox", None), first.error
     again = run(tmp_path / "1", scratch, rootfs, EndsItsSandbox, "up", attempt=1)
     assert (again.status, again.error_kind, again.reward) == ("completed", "agent", 0.0), again.error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("steps", "outcome"),
+    [
+        (("last",), ("failed", "sandbox", None)),
+        (("ask, last",), ("completed", "agent", 0.0)),
+        (("ask", "last"), ("completed", "agent", 0.0)),
+    ],
+    ids=["before-an-answer", "after-one", "in-a-later-step"],
+)
+def test_a_step_in_the_sandbox_that_fails_after_an_answer_is_the_agents_failure(
+    rootfs: str, scratch: Path, tmp_path: Path, steps: tuple[str, ...], outcome: tuple[str, str, float | None]
+) -> None:
+    found = run(tmp_path, scratch, rootfs, DownloadsNothing, "up", steps=steps)
+    assert (found.status, found.error_kind, found.reward) == outcome, found.error
+    assert "nothing to download" in found.error
