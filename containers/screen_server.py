@@ -819,12 +819,12 @@ class Server:
             try:
                 if self._episode is None:
                     self._desktop.check()
-                    continue
+                else:
+                    self._episode.watch()
             except Refused as error:
-                time.sleep(0.5)  # for the answer to a request that waits
-                return str(error)
-            with contextlib.suppress(Refused):
-                self._episode.watch()
+                if self._episode is None:
+                    time.sleep(0.5)  # for the answer to a request that waits
+                    return str(error)
 
     def _accept(self):
         while True:

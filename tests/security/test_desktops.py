@@ -154,7 +154,9 @@ def test_nothing_but_the_solution_gives_a_reward_or_another_attempt(
 
 async def fill_the_memory_with_text(sandbox: Sandbox) -> None:
     """Each round doubles the text of the page, until the browser has ended."""
-    await act(sandbox, action="left_click", coordinate=[240, 240])
+    found = re.search(r'textbox "" \((\d+),(\d+)\) \S+ .*value=', (await sandbox.exec(["screen", "tree"])).stdout)
+    assert found
+    await act(sandbox, action="left_click", coordinate=[int(found[1]), int(found[2])])
     await write(sandbox, "x" * 5000)
     for _ in range(30):
         for name in ("ctrl+a", "ctrl+c", "ctrl+v", "ctrl+v"):
@@ -179,6 +181,12 @@ def test_the_solution_gives_the_reward_and_the_screen_does_not_show_it(
         shown = (await sandbox.exec(["screen", "tree"])).stdout
         assert "DONE" in shown, "the episode has ended"
         assert "reward" not in shown.lower()
+        await keys(sandbox, *["ctrl+minus"] * 5)  # the reward would be to the right of the page
+        await asyncio.sleep(3.0)  # until Chromium shows no zoom factor
+        await screen(sandbox, "do", '{"action": "mouse_move", "coordinate": [10, 650]}', "--screenshot", "/tmp/a.png")
+        look = "from PIL import Image; print(Image.open('/tmp/a.png').crop((260, 0, 504, 640)).getcolors())"
+        colors = (await sandbox.exec(["python3", "-c", look])).stdout
+        assert colors.count("(") == 2, colors
 
     assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, solve) == 1.0
 
@@ -299,5 +307,12 @@ async def test_on_the_nodes_network_no_stranger_reaches_the_x_server_or_poses_as
 async def test_a_desktop_in_the_agents_own_sandbox_opens_no_port(desktop_sif: Path, scratch: Path) -> None:
     async with ApptainerProvider(scratch) as provider:
         async with await provider.start(SandboxSpec(str(desktop_sif), network="gateway")) as sandbox:
-            assert (await screen(sandbox, "start", "--url", "about:blank"))["ok"]
+            programs = "pcmanfm / & l3afpad & xterm"
+            assert (await screen(sandbox, "start", "--url", "about:blank", "--run", programs))["ok"]
+            for _ in range(50):
+                shown = (await sandbox.exec(["screen", "tree"])).stdout
+                if shown.count('window "') >= 4:
+                    break
+                await asyncio.sleep(0.1)
+            assert shown.count('window "') >= 4, shown
             assert (await sandbox.exec(LISTENERS)).stdout == ""
