@@ -388,7 +388,7 @@ class Episode:
         if self._chromium.process.poll() is not None:
             return
         self._chromium.heed()
-        if self._chromium.opened or memory_mb() > EPISODE_MB:
+        if self._chromium.opened or memory_exceeds(EPISODE_MB):
             self._chromium.process.kill()
 
     def state(self):
@@ -408,14 +408,21 @@ class Episode:
         return {"done": True, "reward": 0.0, "reason": reason, "age_s": None}
 
 
-def memory_mb():
-    """Returns the memory of all processes of the sandbox in MB: what each has for itself, and shared memory."""
-    pages, files = 0, os.statvfs("/dev/shm")
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/statm") as statm:
-            _, resident, shared = map(int, statm.read().split()[:3])
-            pages += resident - shared
-    return (pages * os.sysconf("SC_PAGE_SIZE") + (files.f_blocks - files.f_bfree) * files.f_frsize) / 1e6
+def memory_exceeds(limit_mb):
+    """Returns whether the processes of the sandbox have more memory than this, in MB.
+
+    Their proportional set sizes say it, which take long to read. So they are read only if a larger sum is beyond it.
+    """
+    resident, proportional = 0, 0
+    processes = list(filter(str.isdigit, os.listdir("/proc")))
+    for process in processes:
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{process}/statm") as statm:
+            pages = statm.read().split()
+            resident += (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+    for process in processes if resident > limit_mb * 1e6 else ():
+        with contextlib.suppress(OSError), open(f"/proc/{process}/smaps_rollup") as sizes:
+            proportional += sum(int(line.split()[1]) * 1024 for line in sizes if line.startswith("Pss:"))
+    return proportional > limit_mb * 1e6
 
 
 def page_url(page):
@@ -903,7 +910,9 @@ def serve(options):
         options.url = page_url(options.miniwob)
     if options.listen:
         host, _, port = options.listen.rpartition(":")
-        listener = socket.create_server((host, int(port)), backlog=64)
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(port)))
     else:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(FileNotFoundError):
