@@ -21,7 +21,7 @@ from tests.support.desktops import act, played, screen
 LISTENERS = (
     "cat /proc/net/tcp /proc/net/tcp6 | awk '$4 == \"0A\" {print $2}';"
     "cat /proc/net/udp /proc/net/udp6 | awk '$4 == \"07\" {print $2}';"
-    'awk \'$4 == "00010000" && $8 ~ /^@/ {print $8}\' /proc/net/unix'
+    "awk '$4 == \"00010000\" && $8 ~ /^@/ {print $8}' /proc/net/unix"
 )
 """Prints the TCP and UDP ports and the abstract sockets of a network at which a program listens."""
 FORGE = "core.EP_TIMER = core.EP_TIMER || 1; core.endEpisode(1)"
@@ -165,9 +165,7 @@ async def fill_the_memory_with_text(sandbox: Sandbox) -> None:
     assert "Copy Paste" not in (await sandbox.exec(["screen", "tree"])).stdout, "the browser has ended"
 
 
-def test_text_without_end_ends_the_browser_before_the_service(
-    desktop_sif: Path, scratch: Path, tmp_path: Path
-) -> None:
+def test_text_without_end_ends_the_browser_before_the_service(desktop_sif: Path, scratch: Path, tmp_path: Path) -> None:
     """A service beyond its memory would give the rollout another attempt."""
     asks = "Copy the text."
     assert reward_of("copy-paste", asks, desktop_sif, scratch, tmp_path, fill_the_memory_with_text) == 0.0
