@@ -15,7 +15,7 @@ import base64
 import binascii
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -35,6 +35,9 @@ _SCAN = 0xDA
 """Marker of the first JPEG segment with pixels."""
 _BARE = frozenset(range(0xD0, 0xD9)) | {0x01}
 """Markers of JPEG segments without a length."""
+
+_RESULT = "Shown by tool result {} of {}:"
+"""Text before the images of one of several tool results."""
 
 Message = Mapping[str, Any]
 
@@ -88,6 +91,59 @@ def named(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, 
         return urls.get(url, url)
 
     return [replaced_images(message, partial(name, number)) for number, message in enumerate(messages)], images
+
+
+def result_images(results: Sequence[Sequence[Message]]) -> list[dict[str, Any]]:
+    """Returns the images of consecutive tool results as parts of the user message that follows them all.
+
+    Tool messages may contain only text in the chat API, and strict chat templates expect all results of an answer
+    before the next user message. If there are several results, a text names the result of each image.
+
+    Args:
+        results: The parts of each result. Their text is left out.
+    """
+    parts: list[dict[str, Any]] = []
+    for number, result in enumerate(results, 1):
+        images = [dict(part) for part in result if part["type"] == "image_url"]
+        if images and len(results) > 1:
+            parts.append({"type": "text", "text": _RESULT.format(number, len(results))})
+        parts += images
+    return parts
+
+
+def separated_results(messages: Iterable[Message]) -> Iterator[Message]:
+    """Yields messages with the images of each of several tool results in a user message after their own result, as
+    vendors' APIs with computer tools take them. Undoes :func:`result_images`."""
+    results: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(message)
+            continue
+        content = message.get("content")
+        shown, rest = _by_result(content, len(results)) if isinstance(content, list) else ({}, [])
+        for number, result in enumerate(results, 1):
+            yield result
+            if number in shown:
+                yield {"role": "user", "content": shown[number]}
+        results = []
+        if rest or not shown:
+            yield {**message, "content": rest} if shown else message
+    yield from results
+
+
+def _by_result(parts: Sequence[Message], count: int) -> tuple[dict[int, list[Message]], list[Message]]:
+    """Returns the images of each of ``count`` results by its number, and the parts after them."""
+    names = {_RESULT.format(number, count): number for number in range(1, count + 1)} if count > 1 else {}
+    shown: dict[int, list[Message]] = {}
+    number = 0
+    for place, part in enumerate(parts):
+        if part.get("text") in names:
+            number = names[part["text"]]
+        elif number and part["type"] == "image_url":
+            shown.setdefault(number, []).append(part)
+        else:
+            return shown, [*parts[place:]]
+    return shown, []
 
 
 def image_spans(features: Any, asked: Sequence[str], tokens: int) -> list[ImageSpan]:
