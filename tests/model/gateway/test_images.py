@@ -177,7 +177,7 @@ class Calling(Noting):
 
 
 def claude(reply: dict[str, Any] | None) -> dict[str, Any]:
-    body: dict[str, Any] = {"max_tokens": 100, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+    body: dict[str, Any] = {"max_tokens": 5000, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
     body["messages"] = [{"role": "user", "content": "go"}]
     if reply:
         uses = [block for block in reply["content"] if block["type"] == "tool_use"]
