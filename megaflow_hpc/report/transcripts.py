@@ -152,7 +152,7 @@ def _message(message: dict[str, Any], labels: Mapping[str, str]) -> dict[str, An
     if images := image_parts(message):
         content = [image_label(part, labels) if part in images else part for part in message["content"]]
     shown: dict[str, Any] = {"role": str(message.get("role", ""))[:40], "text": cut(_text(content))}
-    if stored := {name: labels[name] for name in shown_images([message]) if name in labels}:
+    if stored := {name: labels[name] for name in shown_images([message]) if name and name in labels}:
         shown["images"] = stored
     thought = message.get("reasoning") or message.get("reasoning_content")
     if thought:

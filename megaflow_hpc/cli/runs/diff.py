@@ -174,11 +174,11 @@ def _lines(differences: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]
         yield "  tokens        the same", "dim"
     else:
         who = {True: "sampled", False: "not sampled", None: "ended"}
-        shown = (
+        what = (
             f"image {IMAGE_SCHEME}{name[:8]}…" if name else who[None] if i is None else f"{i} ({who[s]})"
             for i, s, name in zip(tokens["ids"], tokens["sampled"], tokens["images"], strict=True)
         )
-        pair = "  →  ".join(shown)
+        pair = "  →  ".join(what)
         yield f"  tokens        differ from sequence {tokens['sequence']}, token {tokens['token']}: {pair}", ""
     messages = differences["messages"]
     if not messages["different"]:
