@@ -17,7 +17,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, ImageSpan, replaced_images
@@ -93,8 +93,8 @@ def named(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, 
     return [replaced_images(message, partial(name, number)) for number, message in enumerate(messages)], images
 
 
-def result_images(results: Sequence[Sequence[Message]]) -> list[dict[str, Any]]:
-    """Returns the images of consecutive tool results as parts of the user message that follows them all.
+def result_images(results: Sequence[Sequence[Message]]) -> Iterator[Message]:
+    """Yields the images of consecutive tool results as parts of the user message that follows them all.
 
     Tool messages may contain only text in the chat API, and strict chat templates expect all results of an answer
     before the next user message. If there are several results, a text names the result of each image.
@@ -102,13 +102,11 @@ def result_images(results: Sequence[Sequence[Message]]) -> list[dict[str, Any]]:
     Args:
         results: The parts of each result. Their text is left out.
     """
-    parts: list[dict[str, Any]] = []
     for number, result in enumerate(results, 1):
-        images = [dict(part) for part in result if part["type"] == "image_url"]
+        images = [part for part in result if part["type"] == "image_url"]
         if images and len(results) > 1:
-            parts.append({"type": "text", "text": _RESULT.format(number, len(results))})
-        parts += images
-    return parts
+            yield {"type": "text", "text": _RESULT.format(number, len(results))}
+        yield from images
 
 
 def separated_results(messages: Iterable[Message]) -> Iterator[Message]:
@@ -120,30 +118,17 @@ def separated_results(messages: Iterable[Message]) -> Iterator[Message]:
             results.append(message)
             continue
         content = message.get("content")
-        shown, rest = _by_result(content, len(results)) if isinstance(content, list) else ({}, [])
+        parts = [*content] if isinstance(content, list) else []
         for number, result in enumerate(results, 1):
             yield result
-            if number in shown:
-                yield {"role": "user", "content": shown[number]}
+            if parts and parts[0].get("text") == _RESULT.format(number, len(results)):
+                images = [*takewhile(lambda part: part["type"] == "image_url", parts[1:])]
+                yield {"role": "user", "content": images}
+                del parts[: 1 + len(images)]
         results = []
-        if rest or not shown:
-            yield {**message, "content": rest} if shown else message
+        if parts or not content or isinstance(content, str):
+            yield {**message, "content": parts} if parts else message
     yield from results
-
-
-def _by_result(parts: Sequence[Message], count: int) -> tuple[dict[int, list[Message]], list[Message]]:
-    """Returns the images of each of ``count`` results by its number, and the parts after them."""
-    names = {_RESULT.format(number, count): number for number in range(1, count + 1)} if count > 1 else {}
-    shown: dict[int, list[Message]] = {}
-    number = 0
-    for place, part in enumerate(parts):
-        if part.get("text") in names:
-            number = names[part["text"]]
-        elif number and part["type"] == "image_url":
-            shown.setdefault(number, []).append(part)
-        else:
-            return shown, [*parts[place:]]
-    return shown, []
 
 
 def image_spans(features: Any, asked: Sequence[str], tokens: int) -> list[ImageSpan]:

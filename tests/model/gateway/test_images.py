@@ -252,7 +252,7 @@ async def test_results_of_several_calls_come_first_and_then_their_images_each_wi
 def test_images_return_to_their_results_for_apis_that_take_them_there() -> None:
     tools = [{"role": "tool", "tool_call_id": str(n), "content": "done"} for n in range(3)]
     before, after = {"role": "user", "content": "go"}, {"role": "assistant", "content": "x"}
-    shown = result_images([[{"type": "text", "text": "done"}, *map(part, images)] for images in RESULTS])
+    shown = [*result_images([[{"type": "text", "text": "done"}, *map(part, images)] for images in RESULTS])]
     text = {"type": "text", "text": "go on"}
     first, last = ({"role": "user", "content": [*map(part, images)]} for images in (RESULTS[0], RESULTS[2]))
     for rest in ([], [text], [text, part(ONE)]):

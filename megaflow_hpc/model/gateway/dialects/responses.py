@@ -272,7 +272,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     results: list[list[dict[str, Any]]] = []
     for item in [*body["input"], None]:
         if not isinstance(item, ResultItem | ComputerResultItem):
-            if images := result_images(results):
+            if images := [*result_images(results)]:
                 messages.append({"role": "user", "content": images})
             results = []
         match item:
