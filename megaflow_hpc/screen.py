@@ -271,6 +271,13 @@ def report_infeasible(reason: str) -> Steps:
     return [{"action": "fail", "text": reason}]
 
 
+def web_actions(observe: str) -> tuple[str, ...]:
+    """Returns the names of the actions that a model can use with an observation: ``tree``, ``screenshot`` or
+    ``both``."""
+    seen = ("", "tree", "screenshot") if observe == "both" else ("", observe)
+    return tuple(name for name, action in WEB_ACTIONS.items() if action.needs in seen)
+
+
 def web_calls(text: str) -> list[tuple[str, list[Any], dict[str, Any]]]:
     """Parses calls with literal arguments. Nothing is evaluated.
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from megaflow_hpc.agents.asking import BudgetExceeded, CallRefused, ChatClient
 from megaflow_hpc.errors import ConfigError, LostError, SandboxError, SetupError, UserCodeError
-from megaflow_hpc.screen import ACTIONS, WEB_ACTIONS, parameters, web_calls
+from megaflow_hpc.screen import ACTIONS, WEB_ACTIONS, parameters, web_actions, web_calls
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 PICTURE = "/tmp/megaflow-screen.png"
@@ -112,7 +112,7 @@ class ComputerUseAgent:
     ) -> None:
         if actions not in VOCABULARIES:
             raise ConfigError(f"agent computer-use: actions {actions!r}: expected one of {', '.join(VOCABULARIES)}")
-        observe = VOCABULARIES[actions] if observe is None else observe
+        observe = observe or VOCABULARIES[actions]
         if observe not in OBSERVATIONS:
             raise ConfigError(f"agent computer-use: observe {observe!r}: expected one of {', '.join(OBSERVATIONS)}")
         if not isinstance(history, int) or history < 0:
@@ -135,8 +135,7 @@ class ComputerUseAgent:
         """
         if model is None:
             raise ConfigError("agent computer-use needs a model, but the campaign has none")
-        pictures, trees = self.observe != "tree", self.observe != "screenshot"
-        screen = Screen(sandbox, self.scale, pictures=pictures, trees=trees, ids=bool(self.web))
+        screen = Screen(sandbox, self.scale, self.observe, ids=bool(self.web))
         await screen.start(self.size)
         chat = ScreenChat(self._system(), task.instruction, self.history)
         chat.show(await screen.look())
@@ -214,12 +213,6 @@ class ActionRequest(NamedTuple):
     """True if it is a call of BrowserGym's form. A wrong one is not a malformed answer: it never ends the rollout."""
 
 
-def web_actions(observe: str) -> tuple[str, ...]:
-    """Returns the names of BrowserGym's actions that a model can use with an observation."""
-    seen = ("", "tree", "screenshot") if observe == "both" else ("", observe)
-    return tuple(name for name, action in WEB_ACTIONS.items() if action.needs in seen)
-
-
 def requests_of(message: Mapping[str, Any], web: Sequence[str] = ()) -> list[ActionRequest]:
     """Returns the actions of an answer: those of its tool calls, else those of its text. The list has at least one
     element.
@@ -257,8 +250,6 @@ def _web(name: str, positional: Sequence[Any], named: Any, web: Sequence[str], c
     try:
         if name not in web:
             raise ValueError(f"action {name[:100]!r}: expected one of {', '.join(web)}")
-        if not isinstance(named, dict):
-            raise ValueError(f"{name}: expected the arguments as a JSON object")
         request = _short(WEB_ACTIONS[name].steps(positional, named), call_id)
     except ValueError as error:
         request = ActionRequest((), str(error), call_id)
@@ -363,12 +354,12 @@ class Screen:
 
     Args:
         scale: Size of screenshots as ``WIDTHxHEIGHT``, or an empty string for the screen's.
-        pictures, trees: Contents of an observation.
+        observe: Contents of an observation: ``screenshot``, ``tree`` or ``both``.
         ids: Whether the tree has the ids of elements instead of coordinates.
     """
 
-    def __init__(self, sandbox: Sandbox, scale: str, *, pictures: bool, trees: bool, ids: bool = False) -> None:
-        self._sandbox, self._pictures, self._trees = sandbox, pictures, trees
+    def __init__(self, sandbox: Sandbox, scale: str, observe: str, *, ids: bool) -> None:
+        self._sandbox, self._pictures, self._trees = sandbox, observe != "tree", observe != "screenshot"
         self._scale = ["--scale", scale] if scale else []
         self._listing = ["--ids"] if ids else self._scale
         self._fresh = False

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.agents import create
-from megaflow_hpc.agents.computer_use import MAX_CALLS, requests_of, web_actions
+from megaflow_hpc.agents.computer_use import MAX_CALLS, requests_of
 from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ToolCall
-from megaflow_hpc.screen import WEB_ACTIONS, web_calls
+from megaflow_hpc.screen import WEB_ACTIONS, web_actions, web_calls
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.sets import miniwob
 from megaflow_hpc.types import AgentResult, ModelEndpoint, Sandbox, Task
