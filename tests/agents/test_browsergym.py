@@ -141,7 +141,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_nothing_but_calls_with_literals_is_read(text: str, tmp_path: Path) -> None:
+def test_nothing_but_calls_with_literals_is_read(text: str) -> None:
     (request,) = requests_of({"content": text}, ALL)
     assert not request.actions
     assert 0 < len(request.problem) < 500
