@@ -352,7 +352,10 @@ class Chromium:
         if not 0 <= index < len(history["entries"]):
             raise Refused(f"{name}: the history has no such page")
         self.call("Page.navigateToHistoryEntry", {"entryId": history["entries"][index]["id"]})
-        while self.call("Page.getNavigationHistory")["currentIndex"] != index and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(Refused):  # between two pages there is none to ask
+                if self.call("Page.getNavigationHistory")["currentIndex"] == index:
+                    return
             time.sleep(0.01)
 
     def origin(self):
