@@ -234,6 +234,35 @@ def test_a_desktop_beyond_its_memory_is_a_named_failure(desktop_sif: Path, scrat
     on_a_desktop(desktop_sif, scratch, use, started=False, memory_mb=100)
 
 
+async def open_page(sandbox: ApptainerSandbox) -> None:
+    await act(sandbox, action="key", text="ctrl+t")
+    await act(sandbox, action="type", text="file:///page.html\n")
+
+
+def test_six_pages_fit_the_processes_of_a_sandbox(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        for _ in range(5):
+            await open_page(sandbox)
+        assert 'button "Press"' in await tree(sandbox)
+        tasks = int((await sandbox.exec("ls -d /proc/[0-9]*/task/* | wc -l")).stdout)
+        assert 80 < tasks < 256, "half of the 512 of a sandbox"
+        assert not sandbox.breaches
+
+    on_a_desktop(desktop_sif, scratch, use)
+
+
+def test_a_desktop_beyond_its_processes_is_a_named_failure(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        for _ in range(20):
+            await open_page(sandbox)
+            if not (answer := await act(sandbox, action="screenshot"))["ok"]:
+                break
+        assert answer["error"].startswith("display lost")
+        assert {breach.limit for breach in sandbox.breaches} == {"processes"}
+
+    on_a_desktop(desktop_sif, scratch, use, processes=110)
+
+
 def test_the_tree_lists_windows_of_programs(desktop_sif: Path, scratch: Path) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         await sandbox.exec("echo text > /note.txt")
