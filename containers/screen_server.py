@@ -285,7 +285,7 @@ class Chromium:
     # --- what is on the page ---
 
     def tree(self, ids=False):
-        """Returns the accessibility tree of the page that is shown: a list of (depth, role, name, details, box or None).
+        """Returns the accessibility tree of the page that is shown: (depth, role, name, details, box or None).
 
         With ids, returns it as lines of BrowserGym's form instead.
         """

@@ -235,8 +235,8 @@ def test_a_desktop_beyond_its_memory_is_a_named_failure(desktop_sif: Path, scrat
 
 
 async def open_page(sandbox: ApptainerSandbox) -> None:
-    await act(sandbox, action="key", text="ctrl+t")
-    await act(sandbox, action="type", text="file:///page.html\n")
+    for action in ({"action": "key", "text": "ctrl+t"}, {"action": "type", "text": "file:///page.html\n"}):
+        await sandbox.exec(["screen", "do", json.dumps(action)])  # the kernel may refuse it a process
 
 
 def test_six_pages_fit_the_processes_of_a_sandbox(desktop_sif: Path, scratch: Path) -> None:
@@ -255,9 +255,9 @@ def test_a_desktop_beyond_its_processes_is_a_named_failure(desktop_sif: Path, sc
     async def use(sandbox: ApptainerSandbox) -> None:
         for _ in range(20):
             await open_page(sandbox)
-            if not (answer := await act(sandbox, action="screenshot"))["ok"]:
+            if sandbox.breaches:
                 break
-        assert answer["error"].startswith("display lost")
+        assert (await act(sandbox, action="screenshot"))["error"].startswith("display lost")
         assert {breach.limit for breach in sandbox.breaches} == {"processes"}
 
     on_a_desktop(desktop_sif, scratch, use, processes=110)
