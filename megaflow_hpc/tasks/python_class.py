@@ -40,7 +40,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import math
 import os
 import sys
 import threading
@@ -60,10 +59,11 @@ from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandb
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.host.loop import blocking
-from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, OneStep, Refuse, TaskFormat, VerificationContext
+from megaflow_hpc.tasks import checkout
+from megaflow_hpc.tasks.formats import TASK_ID, OneStep, Refuse, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
 from megaflow_hpc.tasks.judging import Judge, WaitingJudge, rubric_files
-from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
+from megaflow_hpc.types import ExecResult, Limits, Task, Verdict, checked_rewards
 
 SETTINGS: Mapping[str, tuple[type, ...]] = {
     "image": (str,),
@@ -274,7 +274,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
                 "roles": context.roles,
                 "messages": context.messages,
                 "patch": partial(_text, context),
-                "artifacts": context.artifacts,
+                "artifacts": partial(_files, context),
             }
             more = {name: get() for name, get in known.items() if name in extras_of(instance.score)}
             more |= {"task": task} if "task" in extras_of(instance.score) else {}
@@ -290,21 +290,26 @@ def _text(context: VerificationContext) -> str:
     return context.patch.data.decode("utf-8", "replace") if context.patch else ""
 
 
+def _files(context: VerificationContext) -> dict[str, bytes]:
+    """Returns the stored files and the patch, which a campaign stores only after the verdict."""
+    patch = {artifact.name: artifact.data for artifact in checkout.to_artifacts(context.patch)}
+    return {**context.artifacts(), **patch}
+
+
 def named_rewards(task: Task, method: Callable[..., Any], score: Any) -> dict[str, float]:
     """Checks a score, and returns it as rewards by name.
 
     Raises:
-        UserCodeError: it is neither a finite number nor a mapping from names to finite numbers.
+        UserCodeError: it is neither a finite number nor a mapping from names to finite numbers, or a trajectory cannot
+            store it.
     """
-    rewards: dict[str, float] = {}
-    for name, value in (score if isinstance(score, Mapping) else {"reward": score}).items():
-        number = value if isinstance(value, int | float) else math.nan
-        if not isinstance(name, str) or not abs(number) <= MAX_REWARD:  # NaN fails this test too
-            raise UserCodeError(
-                f"{code_of(method)}: score of task {task.id} returned {score!r:.80}; expected a finite number, "
-                "or finite numbers by name"
-            )
-        rewards[name] = float(number)
+    try:
+        rewards = checked_rewards(score if isinstance(score, Mapping) else {"reward": score})
+    except ValueError as error:
+        raise UserCodeError(
+            f"{code_of(method)}: score of task {task.id} returned {score!r:.80}; expected a finite number, "
+            f"or finite numbers by name ({error})"
+        ) from None
     if not rewards:
         raise UserCodeError(f"{code_of(method)}: score of task {task.id} returned no reward; expected a number")
     return rewards

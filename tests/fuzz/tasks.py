@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, format_of
+from megaflow_hpc.tasks.formats import TASK_ID, format_of
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.format import steps_of
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles

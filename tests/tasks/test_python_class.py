@@ -114,6 +114,10 @@ class Large(Base):
     def score(self, sandbox):
         return {"reward": -0.0, "size": 1e39}
 
+class Undefined(Base):
+    def score(self, sandbox):
+        return {"reward": 1.0, "turn.0": float("nan")}
+
 class Zero(Base):
     def score(self, sandbox):
         return -0.0
@@ -202,6 +206,7 @@ def test_verification_fresh_leaves_a_score_nothing_of_the_agents_but_its_work_di
         ("LeavingThread", r"{file}:7\d: score of task LeavingThread raised SystemExit\(3\)"),
         ("Wrong", r"{file}:5\d: score of task Wrong returned 'good'; expected a finite number"),
         ("Large", r"{file}:8\d: score of task Large returned .* expected a finite number"),
+        ("Undefined", r"{file}:9\d: score of task Undefined returned .* \(reward 'turn.0' is nan; expected a finite"),
         ("Fetching", r"/app/answer: nothing to download"),
     ],
 )
