@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,29 @@ def test_a_role_is_compared_with_the_same_role_alone() -> None:
     assert values(own) == [[0.5, -1.5], [-0.5, 1.5], [0.0]]
     # Leave-one-out: writer 1 - mean(0, 0.5), …; checker 0 - 3 and 3 - 0.
     assert values(own, kind="rloo") == [[0.75, -3.0], [-0.75, 3.0], [0.0]]
+    # A role without a reward of its own shares the weighted sum, here 1, 1.5 and 0.5.
+    shared = values(own, kind="rloo", rewards={"reward": 1, "right": 0.5})
+    assert shared == [[0.0, -3.0], [0.75, 3.0], [-0.75]]
+
+
+def test_turns_are_compared_with_those_of_the_same_role() -> None:
+    """The first rollout calls writer, checker and writer, the second checker and writer; a turn has a reward."""
+    made = group((1, 0, ("writer", "checker", "writer")), (0, 3, ("checker", "writer")))
+    first, second = (
+        replace(one, rewards={**one.rewards, **more}, turns=tuple(turn._replace(state="same") for turn in one.turns))
+        for one, more in zip(made.samples, ({"turn.0": 0.5}, {}), strict=True)
+    )
+    own = made.only((first, second))
+    # Writer: returns 1.5 and 1 against 0 alone; checker: 0 against 3.
+    to_go = values(own, kind="megaflow_hpc.training.recipes:returns_to_go")
+    assert to_go == [[0.75, -1.5, 0.0], [1.5, -0.75]]
+    # Each role's advantage of the rollout, and that of the turn among its role's turns, which saw the same.
+    kind = {"name": "megaflow_hpc.training.recipes:anchor_groups", "args": {"discount": 1.0}}
+    mean = 2.5 / 3
+    anchored = [[0.75 + 1.5 - mean, -1.5 - 1.5, 0.75 + 1 - mean], [1.5 + 1.5, -0.75 - mean]]
+    for got, expected in zip(values(own, kind=kind), anchored, strict=True):
+        assert got == pytest.approx(expected)
+    assert values(own, kind="megaflow_hpc.training.recipes:passed") == [[1.0, 0.0, 1.0], [1.0, 0.0]]
 
 
 def test_whitening_counts_the_tokens_of_each_role() -> None:
@@ -221,6 +245,9 @@ def test_a_function_gets_the_rewards_of_all_roles(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     own = group((1, 0, ("writer", "checker")), (0, 3, ("writer", "checker")))
     assert values(own, kind="by_role:own") == [[1.0, 0.0], [0.0, 3.0]]
+    penalised = own.only(tuple(replace(sample, penalty=-0.5) for sample in own.samples))
+    weighted = values(penalised, kind="by_role:own", rewards={"reward": 2, "right": 1})
+    assert weighted == [[1.5, -0.5], [2.5, 2.5]], "the writer shares the weighted sum, and both the penalty"
     assert values(own, roles={"checker": "right"}, kind="by_role:total") == [[0.0], [3.0]]
 
 

@@ -285,15 +285,15 @@ def _of_method(
 
     The function is called as ``function(groups, **args)``. The groups contain only verified samples. ``sample.reward``
     includes penalties and applies the weights of ``advantage.rewards``. If the policy has one role in a team,
-    ``sample.reward`` is that role's reward. If it has several, ``sample.role_rewards`` has the reward of each role. The
-    function returns a mapping from the id of each sample to a number, or to an array with one number for each of its
-    sequences (``sample.sequences``) or turns (``sample.turns``).
+    ``sample.reward`` is that role's reward. If it has several, ``sample.role_rewards`` has the reward of each role, in
+    the same way. The function returns a mapping from the id of each sample to a number, or to an array with one number
+    for each of its sequences (``sample.sequences``) or turns (``sample.turns``).
     """
     compared, only = [], next(iter(roles.values())) if len(roles) == 1 else None
     for group in groups:
         values, weights = columns(group.samples, role_config(config.advantage, only))
         totals = zip(group.samples, (values @ weights).tolist(), strict=True)
-        compared.append(group.only(tuple(_valued(s, r, roles) for s, r in totals if r == r)))
+        compared.append(group.only(tuple(_valued(s, r, config.advantage, roles) for s, r in totals if r == r)))
     samples = [sample for group in compared for sample in group.samples]
     returned = mapping(method, call(method, compared), {sample.id for sample in samples}, "sample")
     arrays = [_checked(method, sample, returned[sample.id]) for sample in samples]
@@ -307,8 +307,13 @@ def _of_method(
     }
 
 
-def _valued(sample: Sample, total: float, roles: RoleRewards) -> Sample:
-    return replace(sample, reward=total, penalty=0.0, role_rewards=role_rewards(sample, roles))
+def _valued(sample: Sample, total: float, config: AdvantageConfig, roles: RoleRewards) -> Sample:
+    of_roles = {}
+    for role in dict.fromkeys(sample.roles):
+        if role in roles:
+            values, weights = columns([sample], role_config(config, roles[role]))
+            of_roles[role] = float((values @ weights)[0])
+    return replace(sample, reward=total, penalty=0.0, role_rewards=of_roles)
 
 
 def _checked(method: Method, sample: Sample, value: object) -> NDArray[np.float32]:
