@@ -332,7 +332,7 @@ class ModelEndpoint:
 
 
 CALL_HEADER = "x-megaflow-call"
-"""Header of the gateway's answer: number of the model call in its rollout, from 0."""
+"""Header of the gateway's answer: number of the model call in its rollout, from 0. Streams begin before it is known."""
 STARTED_BY_HEADER = "x-megaflow-started-by"
 """Header of a request: number of the call that caused it, such as a parent agent's."""
 TURN_REWARD = "turn."

@@ -52,7 +52,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
+from pydantic import ValidationError
 
+from megaflow_hpc.config.reading import explain
+from megaflow_hpc.config.services import ServiceConfig, check_services
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.images.sources import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandbox
@@ -63,7 +66,8 @@ from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import TASK_ID, OneStep, Refuse, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
 from megaflow_hpc.tasks.judging import Judge, WaitingJudge, rubric_files
-from megaflow_hpc.types import ExecResult, Limits, Task, Verdict, checked_rewards
+from megaflow_hpc.tasks.services import check_ports
+from megaflow_hpc.types import ExecResult, Limits, Service, Task, Verdict, checked_rewards
 
 SETTINGS: Mapping[str, tuple[type, ...]] = {
     "image": (str,),
@@ -77,10 +81,11 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
     "cpus": (int, float),
     "disk_mb": (int,),
     "processes": (int,),
+    "services": (dict,),
 }
 """Maps each class or instance attribute to its accepted types. Only ``image`` is required."""
 
-IN_SANDBOX = frozenset({"workdir", "user", "env", "network", "memory_mb", "cpus", "disk_mb", "processes"})
+IN_SANDBOX = frozenset(SETTINGS) - {"image", "timeout_s", "score_timeout_s"}
 """Settings that apply only to tasks with a sandbox."""
 MAX_ERROR_CHARS = 2_000
 """Maximum length of an exception of a task's code, which may quote what an agent wrote."""
@@ -182,10 +187,32 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         verifier_timeout_s=float(values["score_timeout_s"] or 600),
         limits=Limits(values["memory_mb"], values["cpus"], values["disk_mb"], values["processes"] or 512),
         network=values["network"],
+        services=_services(name, values["services"] or {}, where),
         metadata={"python": msgspec.to_builtins(class_source)},
     )
     SandboxSpec(made.image or NONE, made.env, made.workdir, network=made.network or "none").check()
     return made
+
+
+def _services(task_id: str, sections: Mapping[str, Any], where: str) -> tuple[Service, ...]:
+    """Returns the services of a task. Their keys are those of ``services`` in a campaign file."""
+    parsed: dict[str, ServiceConfig] = {}
+    for name, section in sections.items():
+        try:
+            parsed[str(name)] = ServiceConfig.model_validate(section)
+        except ValidationError as error:
+            raise ConfigError(explain(error, f"{where}: services.{name}", None, ServiceConfig)) from None
+        if parsed[str(name)].per != "rollout":
+            raise ConfigError(
+                f"{where}: services.{name}.per: only services of the campaign file are shared; move it there"
+            )
+    try:
+        check_services(parsed)
+    except ValueError as error:
+        raise ConfigError(f"{where}: services: {error}") from None
+    services = tuple(section.service(name) for name, section in parsed.items())
+    check_ports(task_id, services)
+    return services
 
 
 def _load(source: str, base: str) -> Any:

@@ -62,6 +62,32 @@ def test_a_compose_task_and_the_campaigns_own_service_run(tmp_path: Path, base_s
     assert rows(result["run"]) == {"shop/oracle/0": ("completed", 1.0), "shop/nop/0": ("completed", 0.0)}
 
 
+PYTHON_TASKS = """\
+class Asks:
+    image = "base"
+    instruction = "Ask echo."
+    services = {"echo": SERVICE}
+
+    def score(self, sandbox):
+        return {"reward": sandbox.exec(ASK).stdout == "echo hi\\n"}
+
+class Talks:
+    image = "none"
+    instruction = "Say nothing."
+
+    def score(self, sandbox, messages):
+        return 1.0
+"""
+
+
+def test_a_python_task_has_services_of_its_own_next_to_a_task_without_a_sandbox(tmp_path: Path, base_sif: Path) -> None:
+    service = {"command": ["python3", "-c", ECHO, "7000", "echo "], "ports": [7000], "health": {"ready_s": 60}}
+    (tmp_path / "asking.py").write_text(f"SERVICE = {service}\nASK = {ask('echo', 7000, 'hi')}\n{PYTHON_TASKS}")
+    result, done = run_local(write_campaign(tmp_path, base_sif, tasks=["asking:Asks", "asking:Talks"], agent="nop"))
+    assert done.returncode == 0, done.stderr
+    assert rows(result["run"]) == {"Asks/nop/0": ("completed", 1.0), "Talks/nop/0": ("completed", 1.0)}
+
+
 def test_a_service_that_is_never_healthy_fails_its_rollouts_by_name_and_no_others(
     tmp_path: Path, base_sif: Path, make_task: Make
 ) -> None:

@@ -95,6 +95,10 @@ def test_only_the_owner_runs_rollouts() -> None:
             "agent.args.top_p 0.9: a trained policy is sampled with 1",
         ),
         (
+            {"scheduling": {"signal_after": 2}},
+            "scheduling.signal_after: it compares the rollouts' own rewards, .* role 'checker' differ; leave it out",
+        ),
+        (
             {"training": {"policies": {"author": {}, "second": {"mix_agents": True}}}},
             "training.policies.second.mix_agents: all policies of a team are trained on the same groups",
         ),
@@ -153,3 +157,8 @@ def test_a_writer_and_a_checker_from_the_file_to_the_record(tmp_path: Path) -> N
             assert row.rewards == {"reward": 1.0, "right": 1.0}
     shown = cli("show", result["run"], "Sum/author/0", "--json")
     assert {one["role"] for one in json.loads(shown.stdout)["conversations"]} == {"writer", "checker"}
+    # Scored again, a rollout has the roles that it had.
+    (tmp_path / "rating.py").write_text("def score(roles): return len(roles['writer']) - len(roles['checker'])\n")
+    for scorer, mean in ([], 1.0), (["--with", tmp_path / "rating.py"], 2.0):
+        again = json.loads(cli("reverify", result["run"], *scorer, "--json").stdout)
+        assert (again["scored"], again["mean"]) == (2, mean)

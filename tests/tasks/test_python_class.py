@@ -252,6 +252,16 @@ def test_a_negative_zero_is_zero(tmp_path: Path, module: str, scratch: Path, roo
             "    def rate(self, sandbox):\n        answer",
             "has no 'score",
         ),
+        *(
+            ("class Base:", f"class Base:\n    services = {services}", said)
+            for services, said in (
+                ("{'db': {'command': 'x', 'ports': [0]}}", r"services\.db: ports\.0 0: .* 1"),
+                ("{'db': {'command': 'x', 'ports': [1], 'image': 'i', 'per': 'node'}}", r"services\.db\.per: only serv"),
+                ("{'DB': {'command': 'x', 'ports': [1]}}", r"services: service 'DB' must be lower-case"),
+                ("{'db': {'command': 'x', 'ports': [1], 'after': ['web']}}", r"services: service 'db' waits for 'web'"),
+                ("['db']", r"services is \['db'\]: expected dict"),
+            )
+        ),
         ("class Base:", "import nothing_of_that_name\nclass Base:", r"cannot be imported: .*nothing_of_that_name"),
         ("class Base:", "class Base(:", r"cannot be imported at .*\.py:1"),
     ],

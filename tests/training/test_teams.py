@@ -12,12 +12,13 @@ import pytest
 
 from megaflow_hpc.campaign.planning.own_code import check_methods
 from megaflow_hpc.config.team import TeamConfig
-from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
+from megaflow_hpc.config.training import PolicyTraining, PromptsConfig, TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.algorithms import advantages, choose
+from megaflow_hpc.training.algorithms.prompts import Prompts
 from megaflow_hpc.training.algorithms.samples import RoleRewards, Sample, SampleGroup, TurnTokens
 from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
@@ -273,6 +274,20 @@ def test_a_group_is_dropped_only_if_no_role_can_learn_from_it() -> None:
     assert choose(config, [differs], version=0, want=1, roles=BOTH).taken
     assert choose(config, [same], version=0, want=1, roles=BOTH).drops == {"t/p": "zero variance"}
     assert choose(config, [differs], version=0, want=1, roles={"writer": None}).drops == {"t/p": "zero variance"}
+
+
+def test_tasks_and_groups_are_chosen_by_the_reward_of_the_role() -> None:
+    """A frozen writer solves the task, and the checker that is trained is right once of twice."""
+    own, checker = group((1, 0, ("checker",)), (1, 1, ("checker",))), {"checker": "right"}
+    config = training({"data": [{"pass_rate": [0, 1, "exclusive"]}]})
+    assert choose(config, [own], version=0, want=1, roles=checker).taken
+    assert choose(config, [own], version=0, want=1).drops == {"t/p": "pass rate"}
+    for roles, task in ((checker, [1, 2, 0.05, 0.5, 0]), (None, [2, 2, 0.1, 1.0, 1])):
+        learned = Prompts(PromptsConfig(greso=True), 1.0, roles).learn({}, [own])
+        assert learned["tasks"]["t"] == pytest.approx(task)
+    both = group((1, 0, ("writer", "checker")), (1, 1, ("checker", "writer")))
+    learned = Prompts(PromptsConfig(), 1.0, BOTH).learn({}, [both])
+    assert learned["tasks"]["t"] == pytest.approx([1, 2, 0.05, 0.5, 0]), "both roles must pass"
 
 
 def training(fields: dict[str, Any]) -> TrainingConfig:

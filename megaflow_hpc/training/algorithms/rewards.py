@@ -192,6 +192,14 @@ def role_rewards(sample: Sample, roles: RoleRewards) -> dict[str, float]:
     return {role: reward(sample, roles[role]) for role in dict.fromkeys(sample.roles) if role in roles}
 
 
+def own_rewards(sample: Sample, roles: RoleRewards | None) -> tuple[float, ...]:
+    """Returns the rewards on which the policy is trained: those of the roles that it played, sorted by role, or the
+    rollout's own without a team. Empty if it played none."""
+    if not roles:
+        return (reward(sample),)
+    return tuple(value for _, value in sorted(role_rewards(sample, roles).items()))
+
+
 def players(groups: Iterable[SampleGroup], role: str) -> list[tuple[Sample, int]]:
     """Returns the samples in which the policy played a role, each with the index of its group. An empty role matches
     all samples."""
