@@ -42,7 +42,7 @@ from megaflow_hpc.training.algorithms.rewards import scores
 from megaflow_hpc.training.buffer import stored_rollout
 from megaflow_hpc.trajectories import open_trajectories
 from megaflow_hpc.trajectory import Trajectory
-from megaflow_hpc.types import Task
+from megaflow_hpc.types import Task, main_reward
 from tests.support.campaigns import cli, run_local
 from tests.support.harbor_tasks import write_task
 from tests.support.waiting import until

@@ -256,7 +256,10 @@ def test_a_negative_zero_is_zero(tmp_path: Path, module: str, scratch: Path, roo
             ("class Base:", f"class Base:\n    services = {services}", said)
             for services, said in (
                 ("{'db': {'command': 'x', 'ports': [0]}}", r"services\.db: ports\.0 0: .* 1"),
-                ("{'db': {'command': 'x', 'ports': [1], 'image': 'i', 'per': 'node'}}", r"services\.db\.per: only serv"),
+                (
+                    "{'db': {'command': 'x', 'ports': [1], 'image': 'i', 'per': 'node'}}",
+                    r"services\.db\.per: only serv",
+                ),
                 ("{'DB': {'command': 'x', 'ports': [1]}}", r"services: service 'DB' must be lower-case"),
                 ("{'db': {'command': 'x', 'ports': [1], 'after': ['web']}}", r"services: service 'db' waits for 'web'"),
                 ("['db']", r"services is \['db'\]: expected dict"),

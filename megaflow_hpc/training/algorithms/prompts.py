@@ -73,9 +73,7 @@ class Prompts:
         roles: The policy's roles in its team, whose rewards then count instead of the rollout's.
     """
 
-    def __init__(
-        self, config: PromptsConfig, pass_threshold: float = 1.0, roles: RoleRewards | None = None
-    ) -> None:
+    def __init__(self, config: PromptsConfig, pass_threshold: float = 1.0, roles: RoleRewards | None = None) -> None:
         self._config = config
         self._pass_threshold = pass_threshold
         self._roles = roles
