@@ -402,8 +402,8 @@ def _add_verdict(trajectory: Trajectory, verdict: Verdict) -> None:
         _blame(trajectory, "agent", f"the agent's rewards are left out: with those of the verifier, {error}")
     trajectory.reward, trajectory.rewards = verdict.reward, rewards
     if verdict.agent_error or verdict.error:
-        error = "; ".join(filter(None, (verdict.agent_error, verdict.error)))
-        _blame(trajectory, "verifier" if verdict.error else "agent", error)
+        why = "; ".join(filter(None, (verdict.agent_error, verdict.error)))
+        _blame(trajectory, "verifier" if verdict.error else "agent", why)
 
 
 class RunningAttempt:

@@ -46,11 +46,12 @@ def read_rewards(logs: Path) -> dict[str, float]:
                 by_file[name] = parse_rewards(name, data.decode("utf-8", "replace"))
     if not by_file:
         raise ValueError("no reward: neither /logs/verifier/reward.txt nor reward.json was written")
-    values = [main_reward(rewards) for rewards in by_file.values()]
-    if values[0] is None or values[-1] is None:
+    named = list(by_file.values())
+    first, last = main_reward(named[0]), main_reward(named[-1])
+    if first is None or last is None:
         raise ValueError(ONLY_PARTS)
-    if not math.isclose(values[0], values[-1], rel_tol=1e-6):
-        raise ValueError(f"reward.json says {values[0]:g} and reward.txt {values[-1]:g}")
+    if not math.isclose(first, last, rel_tol=1e-6):
+        raise ValueError(f"reward.json says {first:g} and reward.txt {last:g}")
     return next(iter(by_file.values()))
 
 
