@@ -131,7 +131,8 @@ def test_a_score_that_needs_roles_is_refused_without_a_team(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_a_writer_and_a_checker_from_the_file_to_the_record(tmp_path: Path) -> None:
+def test_a_writer_and_a_checker_from_the_file_to_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # reverify imports the task from here
     (tmp_path / "sums.py").write_text(TASKS)
     for name, answers in {
         "author": [{"pattern": "rejects", "answers": ["5", "4"]}, {"when": "2 + 2", "answers": ["5"]}],
