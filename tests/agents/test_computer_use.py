@@ -221,6 +221,7 @@ def test_a_model_without_images_is_named_with_the_remedy(sandbox: LocalSandbox) 
     ("args", "message"),
     [
         ({"observe": "video"}, "observe 'video': expected one of screenshot, tree, both"),
+        ({"actions": "playwright"}, "actions 'playwright': expected one of computer, browsergym"),
         ({"history": -1}, "history -1: expected 0"),
         ({"size": "big"}, "size 'big': expected WIDTHxHEIGHT"),
         ({"scale": "0x9"}, "scale '0x9': expected WIDTHxHEIGHT"),
@@ -243,7 +244,7 @@ def test_wrong_arguments_are_named(args: dict[str, Any], message: str) -> None:
 )
 def test_the_last_action_of_a_text_counts(text: str, action: str | None) -> None:
     (request,) = requests_of({"role": "assistant", "content": text})
-    assert request.action.get("action") == action
+    assert [each["action"] for each in request.actions] == ([action] if action else [])
     assert bool(request.problem) == (action is None)
 
 

@@ -177,14 +177,14 @@ def test_two_policies_learn_in_one_campaign_each_with_engine_and_trainer_of_its_
 SUMS = """\
 class Two:
     image = "none"
-    instruction = "What is 2 + 2?"
+    instruction, answer = "What is 2 + 2?", "4"
 
     async def score(self, sandbox, roles):
-        correct = roles["writer"][-1]["content"] == "4"
+        correct = roles["writer"][-1]["content"] == self.answer
         return {"reward": float(correct), "right": float((roles["checker"][-1]["content"] == "yes") == correct)}
 
 class Three(Two):
-    instruction = "What is 3 + 3?"
+    instruction, answer = "What is 3 + 3?", "6"
 """
 
 
@@ -209,7 +209,7 @@ def test_a_team_learns_in_one_campaign_although_each_trainer_is_killed(tmp_path:
     assert done.returncode == 0, done.stderr
     assert (result["state"], result["rollouts"]["completed"]) == ("finished", 3 * 2 * 2), "requested once for both"
     run = RunDir(result["run"])
-    steps = {}
+    steps: dict[str, list[set[str]]] = {}
     for policy, role, rewards in (("author", "writer", (1.0, 0.0)), ("second", "checker", (0.0, 1.0))):
         assert [line[:2] for line in trained(run, policy)] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]]
         assert [version.ordinal for version in versions(run, policy)] == [1, 2, 3]
@@ -217,7 +217,7 @@ def test_a_team_learns_in_one_campaign_although_each_trainer_is_killed(tmp_path:
         for rollout in (rollout for plan in plans for rollout in plan.rollouts):
             assert rollout.roles == {role: rewards[rollout.task == "Three"]}
         assert max(age for plan in plans for age in plan.staleness) <= 1
-        steps[policy] = [sorted(rollout.id for rollout in plan.rollouts) for plan in plans]
+        steps[policy] = [{rollout.id for rollout in plan.rollouts} for plan in plans]
     assert steps["author"] == steps["second"], "each step uses the same groups"
     with open_trajectories(run.path) as store:
-        assert sorted(sum(steps["author"], [])) == sorted(store.ids)
+        assert set().union(*steps["author"]) == set(store.ids), "with 4 in each of 3 steps, each is used once"

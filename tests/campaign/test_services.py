@@ -152,8 +152,9 @@ def test_a_service_of_the_campaign_that_is_never_healthy_ends_it_with_the_cause(
     assert done.returncode == 1, done.stderr
     with open_trajectories(result["run"]) as store:
         (failed,) = store
-    assert (failed.status, failed.error_kind, failed.rewards) == ("failed", "sandbox", {})
-    assert "db: its program ended with exit code 3 before it was healthy; its output ends with: no disk" in failed.error
+        assert (failed.status, failed.error_kind, failed.rewards) == ("failed", "sandbox", {})
+        error = failed.error
+    assert "db: its program ended with exit code 3 before it was healthy; its output ends with: no disk" in error
     (server,) = json.loads(cli("status", result["run"], "--json").stdout)["servers"]
     assert (server["policy"], server["state"]) == ("service:db", "failed")
 

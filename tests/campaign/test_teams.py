@@ -193,7 +193,7 @@ def test_the_example_agents_have_tasks_with_a_reward_for_each_role(tmp_path: Pat
     tasks = [{"when": text, "answers": answers} for text, answers in ANSWERS.items()]
     (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"tasks": tasks}))
     roles = ["large", *(role for played in PLAYED.values() for role in played)]
-    fields = {
+    fields: dict[str, Any] = {
         "name": "talks",
         "tasks": "talks:Talk",
         "agent": [{"as": name, "name": f"megaflow_hpc.agents.teams:{name}"} for name in PLAYED],

@@ -51,7 +51,11 @@ def picture(state: dict[str, Any]) -> bytes:
 def do(action: dict[str, Any], state: dict[str, Any]) -> str:
     """Carries out an action. Returns what is wrong with it."""
     name, point = action.get("action"), action.get("coordinate")
-    if name == "left_click":
+    if action.get("element") not in (None, "12"):
+        return f"element {action['element']!r} is not on the page"
+    if name == "left_click" and "element" in action:
+        state["clicked"] = True
+    elif name == "left_click":
         if not (isinstance(point, list) and len(point) == 2):
             return "left_click: coordinate: expected [x, y]"
         x, y = point
@@ -61,6 +65,8 @@ def do(action: dict[str, Any], state: dict[str, Any]) -> str:
         state["clicked"] = state["clicked"] or (left <= x < right and top <= y < bottom)
     elif name == "type":
         state["text"] += action["text"]
+    elif name == "fill":
+        state["text"] = action["text"]
     return ""
 
 
@@ -75,6 +81,9 @@ def main(words: list[str]) -> int:
         print('{"ok": false, "error": "the display does not answer"}')
         return 1
     state = json.loads(file.read_text())
+    if words == ["tree", "--ids"]:
+        print(f"[12] button 'Go'{', pressed' if state['clicked'] else ''}")
+        return 0
     if words[0] == "tree":
         print(f'button "Go" {BUTTON[0] + 40},{BUTTON[1] + 20}{" pressed" if state["clicked"] else ""}')
         return 0

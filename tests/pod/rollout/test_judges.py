@@ -595,8 +595,8 @@ def test_a_judge_whose_engine_is_killed_at_random_delays_verdicts_and_invents_no
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     ) as running:
-        until(lambda: [*tmp_path.glob("runs/*/endpoints/grader.0.json")], "the judge serves")
-        (endpoint,) = tmp_path.glob("runs/*/endpoints/grader.0.json")
+        until(lambda: [*tmp_path.glob("runs/*/endpoints/grader.1.json")], "the judge serves")
+        (endpoint,) = tmp_path.glob("runs/*/endpoints/grader.1.json")
         for _ in range(kills):
             until(endpoint.exists, "the judge serves")
             time.sleep(draw.uniform(1, 3))
