@@ -219,5 +219,6 @@ def test_a_team_learns_in_one_campaign_although_each_trainer_is_killed(tmp_path:
         assert max(age for plan in plans for age in plan.staleness) <= 1
         steps[policy] = [{rollout.id for rollout in plan.rollouts} for plan in plans]
     assert steps["author"] == steps["second"], "each step uses the same groups"
+    assert [len(step) for step in steps["author"]] == [4, 4, 4]
     with open_trajectories(run.path) as store:
-        assert set().union(*steps["author"]) == set(store.ids), "with 4 in each of 3 steps, each is used once"
+        assert set().union(*steps["author"]) == set(store.ids), "each is used, and once"

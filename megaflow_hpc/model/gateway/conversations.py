@@ -64,7 +64,7 @@ class Conversations:
         self._open: dict[int, None] = {}
         """Nodes of answers with tool calls for which no call has sent results yet."""
         self._asked: dict[str, int] = {}
-        """Maps each text among the arguments of tool calls, after a line feed, to the latest call with it in its answer.
+        """Maps each text among the arguments of tool calls, after a line feed, to the latest call that answered so.
         Longer texts than :data:`MAX_TASK_CHARACTERS` are left out."""
         answers = {turn.message: number for number, turn in enumerate(recording.turns) if turn.message >= 0}
         for node, parent in enumerate(self._parents):
