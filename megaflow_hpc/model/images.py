@@ -15,9 +15,9 @@ import base64
 import binascii
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, ImageSpan, replaced_images
@@ -35,6 +35,9 @@ _SCAN = 0xDA
 """Marker of the first JPEG segment with pixels."""
 _BARE = frozenset(range(0xD0, 0xD9)) | {0x01}
 """Markers of JPEG segments without a length."""
+
+_RESULT = "Shown by tool result {} of {}:"
+"""Text before the images of one of several tool results."""
 
 Message = Mapping[str, Any]
 
@@ -88,6 +91,44 @@ def named(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, 
         return urls.get(url, url)
 
     return [replaced_images(message, partial(name, number)) for number, message in enumerate(messages)], images
+
+
+def result_images(results: Sequence[Sequence[Message]]) -> Iterator[Message]:
+    """Yields the images of consecutive tool results as parts of the user message that follows them all.
+
+    Tool messages may contain only text in the chat API, and strict chat templates expect all results of an answer
+    before the next user message. If there are several results, a text names the result of each image.
+
+    Args:
+        results: The parts of each result. Their text is left out.
+    """
+    for number, result in enumerate(results, 1):
+        images = [part for part in result if part["type"] == "image_url"]
+        if images and len(results) > 1:
+            yield {"type": "text", "text": _RESULT.format(number, len(results))}
+        yield from images
+
+
+def separated_results(messages: Iterable[Message]) -> Iterator[Message]:
+    """Yields messages with the images of each of several tool results in a user message after their own result, as
+    vendors' APIs with computer tools take them. Undoes :func:`result_images`."""
+    results: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(message)
+            continue
+        content = message.get("content")
+        parts = [*content] if isinstance(content, list) else []
+        for number, result in enumerate(results, 1):
+            yield result
+            if parts and parts[0].get("text") == _RESULT.format(number, len(results)):
+                images = [*takewhile(lambda part: part["type"] == "image_url", parts[1:])]
+                yield {"role": "user", "content": images}
+                del parts[: 1 + len(images)]
+        results = []
+        if parts or not content or isinstance(content, str):
+            yield {**message, "content": parts} if parts else message
+    yield from results
 
 
 def image_spans(features: Any, asked: Sequence[str], tokens: int) -> list[ImageSpan]:

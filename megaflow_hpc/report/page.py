@@ -1,7 +1,8 @@
 """Renders a report as a single HTML file that works offline.
 
 Text from tasks, agents and models is untrusted. The template escapes it in markup. Data of charts, rollouts and
-transcripts is gzipped and base64-encoded, so it cannot contain markup, and the page's script inserts it as text.
+transcripts is gzipped and base64-encoded, so it cannot contain markup, and the page's script inserts it as text. Images
+are ``data:`` URLs of one of the four stored types, which the script inserts as the source of a picture.
 
 The page's Content-Security-Policy allows only the two scripts whose digests it lists, and no network requests.
 """
@@ -27,6 +28,7 @@ from megaflow_hpc.report.figures import LoadedRun
 from megaflow_hpc.report.series import significant
 from megaflow_hpc.report.transcripts import Transcript, Wanted, chosen, transcripts
 from megaflow_hpc.texts import number, printable
+from megaflow_hpc.trajectory import Image
 from megaflow_hpc.version import __version__
 
 MAX_LISTED_ROLLOUTS = 20_000
@@ -66,7 +68,7 @@ def page(
     labels = labels_of(figures)
     library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")  # Vega, Vega-Lite and vega-embed
     script = _web_file("page.js")
-    listed, chunks, explanation = _browser(runs, labels, wanted)
+    listed, chunks, images, explanation = _browser(runs, labels, wanted)
     payloads: dict[str, Any] = {
         "charts": {"charts": [chart.spec for chart in charts], "themes": {"dark": theme(True), "light": theme(False)}},
         "rollouts": listed,
@@ -87,6 +89,7 @@ def page(
         made_at=time.time(),
         version=__version__,
         payloads=[(name, packed(data)) for name, data in payloads.items()],
+        images=[(name, image.url) for name, image in images.items()],
         library=Markup(library),
         script=Markup(script),
     )
@@ -172,16 +175,19 @@ class _Chunks:
 
 def _browser(
     runs: Sequence[LoadedRun], labels: Sequence[str], wanted: Wanted
-) -> tuple[dict[str, Any], list[list[Transcript]], str]:
-    """Returns the columns of the rollout list, the groups of transcripts, and a sentence about omitted transcripts."""
+) -> tuple[dict[str, Any], list[list[Transcript]], dict[str, Image], str]:
+    """Returns the columns of the rollout list, the groups of transcripts, their images, and a sentence about omitted
+    transcripts."""
     names: dict[str, dict[str, int]] = {key: {} for key in ("tasks", "policies", "statuses", "kinds", "nodes")}
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
     errors: dict[str, str] = {}
     chunks = _Chunks()
+    images: dict[str, Image] = {}
     listed = carried = 0
     for place, run in enumerate(runs):
         rows = run.rollouts
-        texts = transcripts(run.store, rows, wanted, len(runs))
+        texts, shown_in = transcripts(run.store, rows, wanted, len(runs))
+        images |= shown_in
         shown = {*itertools.islice(chosen(rows), MAX_LISTED_ROLLOUTS // len(runs)), *texts}
         carried += len(texts)
         for row in sorted(shown):
@@ -215,7 +221,7 @@ def _browser(
         explanation += f", and {listed} of the rollouts in its list"
     explanation += ": failures, the best and worst, the longest and slowest first." if 0 < carried < stored else "."
     distinct = {key: list(codes) for key, codes in names.items()}
-    return {**columns, **distinct, "error": errors, "runs": list(labels)}, chunks.lists, explanation
+    return {**columns, **distinct, "error": errors, "runs": list(labels)}, chunks.lists, images, explanation
 
 
 def _code(codes: dict[str, int], name: str) -> int:

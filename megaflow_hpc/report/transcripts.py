@@ -1,7 +1,7 @@
-"""Selects the transcripts for a page: all of them if they fit, otherwise the most interesting ones.
+"""Selects the transcripts for a page: all of them if they fit, otherwise the most interesting ones, with their images.
 
 Messages keep their tool calls and text. Long text is shortened in the middle. The page states how many transcripts
-it contains and how many were omitted.
+it contains and how many were omitted. A transcript states how many of its images were omitted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megaflow_hpc.report.rollouts import RolloutColumns
 from megaflow_hpc.texts import NO_LABELS
 from megaflow_hpc.trajectories.reading.conversations import heading
 from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
-from megaflow_hpc.trajectory import image_label, image_parts
+from megaflow_hpc.trajectory import Image, image_label, image_parts, shown_images
 
 VERIFIER_LOG = "verifier.log"
 Wanted = int | Literal["all", "some", "none"]
@@ -28,6 +28,10 @@ Wanted = int | Literal["all", "some", "none"]
 MAX_BYTES = 1_000_000
 """Maximum size in bytes of compressed transcripts in a page, unless the user requests a number or all. Base64 adds a
 third."""
+MAX_IMAGE_BYTES = 20_000_000
+"""Maximum size in bytes of the images in a page, each of which it contains once. Base64 adds a third."""
+IMAGE_SHARES = 8
+"""A transcript uses at most this fraction of a run's image bytes, so that a long one leaves some for others."""
 MAX_TRANSCRIPTS = 2000
 """Maximum number of transcripts. Each requires a separate read."""
 MAX_MESSAGE_CHARS = 12_000
@@ -58,34 +62,62 @@ def chosen(rows: RolloutColumns) -> Iterator[int]:
                 yield row
 
 
-Transcript = list[dict[str, str]]
-"""Messages with the keys ``role`` and ``text``, and optionally ``thought`` and ``calls``."""
+Transcript = list[dict[str, Any]]
+"""Messages with the keys ``role`` and ``text``, and optionally ``thought``, ``calls`` and ``images`` (SHA-256 →
+label)."""
 
 
 def transcripts(
     store: TrajectoryStore, rows: RolloutColumns, wanted: Wanted, sharing: int = 1
-) -> dict[int, Transcript]:
-    """Returns the transcripts to include, by row number.
+) -> tuple[dict[int, Transcript], dict[str, Image]]:
+    """Returns the transcripts to include, by row number, and those of their images that fit, by their SHA-256.
 
     Args:
         sharing: Number of runs in the page. They share its limits.
     """
     if wanted == "none":
-        return {}
+        return {}, {}
     limit, space = len(rows), math.inf
     if isinstance(wanted, int):
         limit = wanted
     elif wanted == "some":
         limit, space = MAX_TRANSCRIPTS // sharing, MAX_BYTES // sharing
     by_row: dict[int, Transcript] = {}
+    images: dict[str, Image] = {}
+    left = MAX_IMAGE_BYTES // sharing
+    share = left // max(1, min(IMAGE_SHARES, limit, len(rows)))
     for row in itertools.islice(chosen(rows), limit):
-        messages = transcript_of(store[row])
+        messages = transcript_of(one := store[row])
         if wanted == "some":
             space -= len(zlib.compress(json.dumps(messages).encode(), 6))
             if space < 0 and by_row:
                 break
+        left -= _add_images(one, messages, images, min(left, share))
         by_row[row] = messages
-    return by_row
+    return by_row, images
+
+
+def _add_images(row: Row, messages: Transcript, images: dict[str, Image], space: int) -> int:
+    """Adds a transcript's images to those of the page, from both ends to the middle, until one does not fit.
+
+    Returns:
+        The number of bytes used: all of ``space`` if an image did not fit, so that few rows are read in vain.
+    """
+    names = list(dict.fromkeys(name for message in messages for name in message.get("images", ())))
+    new = [name for name in names if name not in images]
+    used = 0
+    if new and space:
+        stored = row.images
+        for name in dict.fromkeys(itertools.chain.from_iterable(zip(new, reversed(new), strict=True))):
+            used += len(stored[name].data)
+            if used > space:
+                break
+            images[name] = stored[name]
+    if missing := sum(name not in images for name in names):
+        count = f"{missing} of {len(names)} images are not in this page"
+        remedy = f"megaflow-hpc show RUN {row.id} --images DIR writes them to files"
+        messages.insert(0, {"role": "report", "text": f"{count}; {remedy}."})
+    return min(used, space)
 
 
 def transcript_of(row: Row) -> Transcript:
@@ -106,8 +138,8 @@ def transcript_of(row: Row) -> Transcript:
 
 
 def messages_of(messages: list[dict[str, Any]], labels: Mapping[str, str] = NO_LABELS) -> Transcript:
-    """Converts OpenAI messages to a transcript. Images become their ``labels``, other content than text becomes
-    JSON."""
+    """Converts OpenAI messages to a transcript. Images become their ``labels`` in the text, and those that have one are
+    listed. Other content than text becomes JSON."""
     if len(messages) > MAX_MESSAGES:
         left_out = f"{len(messages) - MAX_MESSAGES} messages are omitted"
         middle = {"role": "report", "content": left_out}
@@ -115,11 +147,13 @@ def messages_of(messages: list[dict[str, Any]], labels: Mapping[str, str] = NO_L
     return [_message(message, labels) for message in messages]
 
 
-def _message(message: dict[str, Any], labels: Mapping[str, str]) -> dict[str, str]:
+def _message(message: dict[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
     content = message.get("content")
     if images := image_parts(message):
         content = [image_label(part, labels) if part in images else part for part in message["content"]]
-    shown = {"role": str(message.get("role", ""))[:40], "text": cut(_text(content))}
+    shown: dict[str, Any] = {"role": str(message.get("role", ""))[:40], "text": cut(_text(content))}
+    if stored := {name: labels[name] for name in shown_images([message]) if name and name in labels}:
+        shown["images"] = stored
     thought = message.get("reasoning") or message.get("reasoning_content")
     if thought:
         shown["thought"] = cut(_text(thought))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.monitor.evaluation import mean_interval, wilson
 from megaflow_hpc.monitor.usage import JobUse, totals
+from megaflow_hpc.report import transcripts as module
 from megaflow_hpc.report.comparison import Difference, compare, matrix_of, paired_interval, sign_flip_test
 from megaflow_hpc.report.cost import Prices
 from megaflow_hpc.report.figures import LoadedRun, RunFigures, figures_of, to_builtins
@@ -27,7 +29,7 @@ from megaflow_hpc.report.policies import STAGES, Arm
 from megaflow_hpc.report.rollouts import attempt_spans, read_rollouts
 from megaflow_hpc.report.series import lanes, mean_level, peak_level, thinned
 from megaflow_hpc.report.timeline import bars_of
-from megaflow_hpc.report.transcripts import chosen, messages_of, transcripts
+from megaflow_hpc.report.transcripts import Wanted, chosen, messages_of, transcripts
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import FINISHED
 from megaflow_hpc.rundir.record import RunRecord, write_run
@@ -146,8 +148,8 @@ def test_figures_of_tasks_are_those_of_their_own_rollouts(attacked: RunDir) -> N
 def test_of_very_many_transcripts_some_are_in_the_page(attacked: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megaflow_hpc.report.transcripts.MAX_TRANSCRIPTS", 5)
     with LoadedRun(attacked.path) as loaded:
-        assert len(transcripts(loaded.store, loaded.rollouts, "some")) == 5
-        assert len(transcripts(loaded.store, loaded.rollouts, "all")) == 48
+        assert len(transcripts(loaded.store, loaded.rollouts, "some")[0]) == 5
+        assert len(transcripts(loaded.store, loaded.rollouts, "all")[0]) == 48
         assert "5 of 48 transcripts are in this page" in page([loaded], [], [])
 
 
@@ -333,12 +335,54 @@ def test_transcripts_are_cut_and_chosen_failures_first(attacked: RunDir) -> None
     part = {"type": "image_url", "image_url": {"url": "sha256:" + 64 * "a"}}
     content = [{"type": "text", "text": "look"}, part]
     (shown,) = messages_of([{"role": "user", "content": content}], {64 * "a": "[image 8x6 PNG]"})
-    assert shown["text"] == "look\n[image 8x6 PNG]"
+    assert (shown["text"], shown["images"]) == ("look\n[image 8x6 PNG]", {64 * "a": "[image 8x6 PNG]"})
+    (unknown,) = messages_of([{"role": "user", "content": content}])
+    assert "images" not in unknown
     long = messages_of([{"role": "tool", "content": "x" * 50_000 + "end"}, *({"role": "user"} for _ in range(1000))])
     assert len(long) == 401
     assert len(long[0]["text"]) < 13_000
     assert long[0]["text"].endswith("end")
     assert "601 messages are omitted" in long[200]["text"]
+
+
+def test_images_of_a_page_have_a_bound_that_transcripts_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes its first and last images. One that several transcripts show takes its space once."""
+    run = samples.run_dir(tmp_path / "run", "run")
+    common, size = samples.image(40, 30, 99), len(samples.image(40, 30).data)
+    shown = [[common, *(samples.image(40, 30, 4 * n + k) for k in range(4))] for n in range(3)]
+    rollouts = []
+    for number, images in enumerate(shown):
+        parts = [{"type": "image_url", "image_url": {"url": f"sha256:{one.sha256}"}} for one in images]
+        messages = [{"role": "user", "content": [part]} for part in parts]
+        by_name = {one.sha256: one for one in images}
+        rollouts.append(samples.trajectory(number, id=f"{number}", messages=messages, images=by_name))
+    samples.commit(run, "pod0", *[(0, 0, one) for one in rollouts])
+
+    def included(limit: int, wanted: Wanted = "some", runs: int = 1) -> tuple[dict[str, list[int]], list[str]]:
+        """Returns which of its images each rollout has in the page, and the notes on missing ones."""
+        monkeypatch.setattr(module, "MAX_IMAGE_BYTES", limit)
+        with LoadedRun(run.path) as loaded:
+            texts, images = transcripts(loaded.store, loaded.rollouts, wanted, runs)
+            assert sum(len(one.data) for one in images.values()) <= limit // runs
+            assert all(hashlib.sha256(one.data).hexdigest() == name for name, one in images.items())
+            ids = loaded.rollouts.ids
+            notes = [message["text"] for one in texts.values() for message in one if message["role"] == "report"]
+            return {
+                ids[row]: [n for n, one in enumerate(shown[int(ids[row])]) if one.sha256 in images] for row in texts
+            }, notes
+
+    everything = {str(number): [*range(5)] for number in range(3)}
+    assert included(100 * size) == (everything, [])
+    some, notes = included(7 * size)
+    first, *others = some.values()
+    assert first == [0, 4], "a third of the space"
+    assert others == [[0, 1, 4], [0, 1, 4]], "the common one is there already"
+    assert len(notes) == 3
+    assert f"2 of 5 images are not in this page; megaflow-hpc show RUN {[*some][1]} --images DIR writes" in notes[1]
+    assert included(15 * size, 1)[0] == {next(iter(some)): [*range(5)]}, "all of the space for the only one"
+    assert included(14 * size, "some", 2) == (some, notes), "of which each run has half"
+    assert included(size - 30)[0] == {str(number): [] for number in range(3)}
+    assert included(100 * size, "none") == ({}, [])
 
 
 def test_attempts_of_a_run_that_is_not_gathered_yet_are_those_of_its_file(tmp_path: Path) -> None:

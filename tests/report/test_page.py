@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,9 @@ from megaflow_hpc.report.files import pictures
 from megaflow_hpc.report.page import page
 from megaflow_hpc.report.timeline import bars_of
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories import gather
+from megaflow_hpc.trajectory import Image
+from tests.support import samples
 from tests.support.browser import visiting
 from tests.support.reports import ATTACK, POLICIES
 
@@ -135,6 +140,62 @@ async def _look(address: str, scratch: Path) -> None:
         assert await page.evaluate("document.title") != "1"
         assert await page.evaluate("typeof window.ran") == "undefined"
         assert any("Content Security Policy" in said for said in page.console)
+
+
+def shows(*urls: str, text: str = "look") -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"role": "user", "content": [{"type": "text", "text": text}, *parts]}
+
+
+def test_a_browser_shows_the_images_of_a_transcript_and_none_acts(tmp_path: Path) -> None:
+    """Files that are no image, scripts in SVG, markup in a URL, and images at the address of a host."""
+    real = [samples.image(90, 60, 1), samples.image(50, 40, 2)]
+    false = [
+        Image(hashlib.sha256(data).hexdigest(), media_type, 10, 10, data)
+        for data, media_type in (
+            (f"{ATTACK}".encode(), "image/png"),
+            (b'<svg xmlns="http://www.w3.org/2000/svg" onload="document.title=\'OWNED\'"/>', "image/gif"),
+            (real[0].data[:20], "image/jpeg"),
+        )
+    ]
+    hosts = "https://files.example/a.png", f"data:image/png;base64,x{ATTACK}", f"sha256:{ATTACK}", "sha256:" + "0" * 64
+    messages = [
+        shows(*(f"sha256:{one.sha256}" for one in (*real, *false)), *hosts),
+        shows(f"sha256:{real[0].sha256}", text="again"),
+        {"role": "assistant", "content": "a click"},
+    ]
+    images = {one.sha256: one for one in (*real, *false)}
+    run = samples.run_dir(tmp_path / "run", "run")
+    samples.commit(run, "pod0", *[(0, 0, samples.trajectory(n, messages=messages, images=images)) for n in range(3)])
+    gather(run)
+    with LoadedRun(run.path) as loaded:
+        text = page([loaded], [], [])
+    for one in images.values():
+        assert text.count(one.url) == 1, "once, however often it is shown"
+    markup = Markup()
+    markup.feed(text)
+    assert not {"img", "svg"} & {tag for tag, _ in markup.elements}
+    path = tmp_path / "index.html"
+    path.write_text(text)
+    asyncio.run(asyncio.wait_for(_look_at_images(f"file://{path}", tmp_path, [*real, *false]), 120))
+
+
+async def _look_at_images(address: str, scratch: Path, images: list[Image]) -> None:
+    async with visiting(address, scratch) as page:
+        await page.until("document.documentElement.dataset.ready === 'yes'")
+        places = "[...document.querySelectorAll('#reader img')]"
+        await page.until(f"{places}.every(picture => picture.complete)")
+        sizes = await page.evaluate(f"{places}.map(picture => [picture.naturalWidth, picture.naturalHeight])")
+        assert sizes == [[90, 60], [50, 40], [0, 0], [0, 0], [0, 0], [90, 60]]
+        labels = [one.label for one in (*images, images[0])]
+        assert await page.evaluate(f"{places}.map(picture => picture.alt)") == labels
+        text = await page.evaluate("document.getElementById('reader').textContent")
+        assert "[image https://files.example/a.png]" in text
+        assert text.count(images[0].label) == 2, "the text says where it is"
+        assert await page.evaluate("document.title") == "run: report"
+        assert page.dialogs == []
+        assert {asked.partition(":")[0] for asked in page.asked_for} == {"file", "data"}
+        assert sum(asked.startswith("file:") for asked in page.asked_for) == 1
 
 
 def test_pictures_are_pngs_of_every_chart(attacked: RunDir) -> None:

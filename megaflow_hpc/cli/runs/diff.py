@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,10 @@ from megaflow_hpc.cli.runs.show import LINE_CHARACTERS, find, finite, print_line
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb
 from megaflow_hpc.texts import content_of, printable
 from megaflow_hpc.trajectories.reading.conversations import main
+from megaflow_hpc.trajectory import IMAGE_SCHEME
 
 if TYPE_CHECKING:
+    from megaflow_hpc.trajectories.reading.sources import SequenceView
     from megaflow_hpc.trajectories.reading.store import Row
 
 FIELDS = (
@@ -50,8 +52,8 @@ def register(subparsers: Subparsers) -> None:
             "diff RUN fix-humanize/default/0 fix-humanize/default/1",
             "diff RUN 0 1 --full | less -R",
         ],
-        description="Compares two rollouts: their outcomes, the first token that differs, and their "
-        "conversations, message by message. Exit status 0 whether they differ or not.",
+        description="Compares two rollouts: their outcomes, the first token or image that differs, and "
+        "their conversations, message by message. Exit status 0 whether they differ or not.",
     )
     add_run(diff, file=True)
     diff.add_argument("ids", metavar="ID", nargs=2, help="rollout id (<task>/<policy>/<sample>), or its row number")
@@ -78,8 +80,8 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
 
     Returns:
         ``ids``; ``fields``, name → pair of values that differ; ``tokens``, the first position at which token sequences
-            differ, or null; ``messages``, the number of ``common`` leading messages and a unified diff of the
-            ``different`` ones.
+            differ or show different ``images`` (SHA-256), or null; ``messages``, the number of ``common`` leading
+            messages and a unified diff of the ``different`` ones.
     """
     fields: dict[str, list[Any]] = {name: [finite(getattr(row, name)) for row in (left, right)] for name in FIELDS}
     fields |= {
@@ -88,8 +90,10 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
         "conversations": [len(row.conversations) for row in (left, right)],
         "messages": [len(_conversation_records(row)) for row in (left, right)],
         "tokens": [sum(len(view.tokens) for view in row.sequences) for row in (left, right)],
+        "images": [len(row.image_labels) for row in (left, right)],
         "artifacts": [{a.name: len(a.data) for a in row.artifacts} for row in (left, right)],
     }
+    labels = {**left.image_labels, **right.image_labels}
     messages = list(zip_longest(_conversation_records(left), _conversation_records(right)))
     common = next((number for number, (a, b) in enumerate(messages) if a != b), len(messages))
     return {
@@ -102,7 +106,7 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
                 {
                     "message": common + number,
                     "roles": [a and a.get("role"), b and b.get("role")],
-                    "diff": _unified(a, b),
+                    "diff": _unified(a, b, labels),
                 }
                 for number, (a, b) in enumerate(messages[common:])
                 if a != b
@@ -125,29 +129,38 @@ def _conversation_records(row: Row) -> list[dict[str, Any]]:
 
 
 def _tokens(left: Row, right: Row) -> dict[str, Any] | None:
-    """Returns the first position at which the token sequences differ. ``None`` if they are equal."""
+    """Returns the first position at which the token sequences differ or show different images. ``None`` if they are
+    equal. Images of the same size have equal placeholder tokens."""
     import numpy as np
 
     for number, (a, b) in enumerate(zip_longest(left.sequences, right.sequences)):
         if a is None or b is None:
-            return {"sequence": number, "token": 0, "ids": [None, None], "sampled": [None, None]}
+            unknown = {name: [None, None] for name in ("ids", "sampled", "images")}
+            return {"sequence": number, "token": 0, **unknown}
         size = min(len(a.tokens), len(b.tokens))
         apart = np.flatnonzero(a.tokens[:size] != b.tokens[:size])
-        if len(apart) or len(a.tokens) != len(b.tokens):
-            position = int(apart[0]) if len(apart) else size
+        others = [span.start for pair in zip_longest(a.images, b.images) if pair[0] != pair[1] for span in pair if span]
+        if len(apart) or others or len(a.tokens) != len(b.tokens):
+            position = min([*apart[:1].tolist(), *others, size])
             here = [view if position < len(view.tokens) else None for view in (a, b)]
             return {
                 "sequence": number,
                 "token": position,
                 "ids": [None if view is None else int(view.tokens[position]) for view in here],
                 "sampled": [None if view is None else int(view.weight_versions[position]) >= 0 for view in here],
+                "images": [None if view is None else _image_at(view, position) for view in here],
                 "logprobs": [None if view is None else finite(float(view.logprobs[position])) for view in here],
             }
     return None
 
 
-def _unified(a: dict[str, Any] | None, b: dict[str, Any] | None) -> list[str]:
-    before, after = (content_of(message).split("\n") if message else [] for message in (a, b))
+def _image_at(view: SequenceView, position: int) -> str | None:
+    """Returns the SHA-256 of the image whose placeholder is at a position, or ``None``."""
+    return next((span.image for span in view.images if span.start <= position < span.end), None)
+
+
+def _unified(a: dict[str, Any] | None, b: dict[str, Any] | None, labels: Mapping[str, str]) -> list[str]:
+    before, after = (content_of(message, labels).split("\n") if message else [] for message in (a, b))
     return list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
 
 
@@ -161,9 +174,11 @@ def _lines(differences: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]
         yield "  tokens        the same", "dim"
     else:
         who = {True: "sampled", False: "not sampled", None: "ended"}
-        pair = "  →  ".join(
-            who[s] if i is None else f"{i} ({who[s]})" for i, s in zip(tokens["ids"], tokens["sampled"], strict=True)
+        what = (
+            f"image {IMAGE_SCHEME}{name[:8]}…" if name else who[None] if i is None else f"{i} ({who[s]})"
+            for i, s, name in zip(tokens["ids"], tokens["sampled"], tokens["images"], strict=True)
         )
+        pair = "  →  ".join(what)
         yield f"  tokens        differ from sequence {tokens['sequence']}, token {tokens['token']}: {pair}", ""
     messages = differences["messages"]
     if not messages["different"]:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Writes a page about one run, or about several compared with the first. It opens offline and shows rewards and pass@k
 with their intervals, timeline, concurrency, time per phase, tokens, failures, stragglers, cost, efficiency as in seff,
-training, and transcripts. Writes index.html, figures.json and a PNG of each chart. Works while a campaign runs. Queries
-Slurm's accounting if there is one, and changes nothing else."""
+training, and transcripts with their images. Writes index.html, figures.json and a PNG of each chart. Works while a
+campaign runs. Queries Slurm's accounting if there is one, and changes nothing else."""
 
 
 COMPARE_DESCRIPTION = """\

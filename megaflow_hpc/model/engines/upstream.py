@@ -31,6 +31,7 @@ from megaflow_hpc.model.computer_tools import (
 )
 from megaflow_hpc.model.engine_api import CHAT, MODELS
 from megaflow_hpc.model.engines.launch import Launch
+from megaflow_hpc.model.images import separated_results
 
 ANTHROPIC_VERSION = "2023-06-01"
 MAX_TOKENS = 8192
@@ -262,7 +263,7 @@ class OpenAi:
     def _items(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yields the items of a conversation. The screenshot of a computer call is in the user message after it."""
         screens: dict[str, Mapping[str, Any]] = {}
-        for message in messages:
+        for message in separated_results(messages):
             content = message.get("content")
             if message["role"] == "assistant":
                 own = ((message.get("extra_content") or {}).get("openai") or {}).get("output")
@@ -385,7 +386,7 @@ class Anthropic:
     ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         """Yields the role and the blocks of each turn. A result of one of Anthropic's own tools has its pictures."""
         result: dict[str, Any] | None = None
-        for message in messages:
+        for message in separated_results(messages) if own_tools else messages:
             blocks, before, result = self._blocks(message), result, None
             if message["role"] == "assistant":
                 uses = self._uses(message, any(map(is_toolset, own_tools)))

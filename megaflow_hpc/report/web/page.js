@@ -197,6 +197,14 @@
         found.append(text);
       }
     }
+    for (const [name, label] of Object.entries(said.images ?? {})) {
+      const url = byId("image-" + name)?.textContent;
+      if (!url) continue; // not in the page; the label is in the text
+      const picture = make("img");
+      picture.src = url;
+      picture.alt = picture.title = label;
+      found.append(picture);
+    }
     return found;
   };
 

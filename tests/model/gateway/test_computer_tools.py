@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from megaflow_hpc.model.computer_tools import anthropic_function, anthropic_tool, openai_function, openai_tool
+from megaflow_hpc.model.engines.upstream import Anthropic, OpenAi
 from megaflow_hpc.model.gateway.dialects import BadRequest, messages, responses
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
@@ -323,6 +324,37 @@ async def test_anthropics_endpoint_gets_its_own_tool(tmp_path: Path, tool: dict[
     assert used == next(block for block in endpoint.claude(first)["content"])
     (result,) = answered
     assert result["content"][0]["source"]["data"] == data(), "the screenshot is the call's result"
+
+
+def test_screenshots_of_several_calls_are_their_results_at_the_vendors_endpoint() -> None:
+    clicked = {"a": data(), "b": data(picture({"clicked": True, "text": ""}))}
+    uses: list[Any] = [{"type": "tool_use", "id": name, "name": "computer", "input": CLICK} for name in clicked]
+    blocks = []
+    for name, shown in clicked.items():
+        source = {"type": "base64", "media_type": "image/png", "data": shown}
+        blocks.append({"type": "tool_result", "tool_use_id": name, "content": [{"type": "image", "source": source}]})
+    turns = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": uses}]
+    turns.append({"role": "user", "content": [*blocks, {"type": "text", "text": "On."}]})
+    claude_asks = messages.request({"model": "m", "max_tokens": 9, "messages": turns, "tools": [CLASSIC]})
+    items: list[Any] = [{"role": "user", "content": "Go."}]
+    items += [{"type": "computer_call", "call_id": name, "action": OPENAI_CLICK} for name in clicked]
+    for name, shown in clicked.items():
+        screenshot = {"type": "computer_screenshot", "image_url": f"data:image/png;base64,{shown}"}
+        items.append({"type": "computer_call_output", "call_id": name, "output": screenshot})
+    openai_asks = responses.request(
+        {"model": "m", "input": [*items, {"role": "user", "content": "On."}], "tools": [PREVIEW]}
+    )
+    for asked in (claude_asks, openai_asks):
+        assert [message["role"] for message in asked["messages"]][1:5] == ["assistant", "tool", "tool", "user"]
+
+    *_, answered = Anthropic().request(claude_asks)["messages"]
+    assert [block["type"] for block in answered["content"]] == ["tool_result", "tool_result", "text"]
+    found = {block["tool_use_id"]: block["content"][0]["source"]["data"] for block in answered["content"][:2]}
+    assert found == clicked
+    *_, first, second, said = OpenAi().request(openai_asks)["input"]
+    urls = {item["call_id"]: item["output"]["image_url"].partition(",")[2] for item in (first, second)}
+    assert urls == clicked
+    assert said == {"role": "user", "content": [{"type": "input_text", "text": "On."}]}
 
 
 @in_loop

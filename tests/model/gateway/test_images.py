@@ -14,14 +14,14 @@ from aiohttp import web
 
 from megaflow_hpc.model.engine_api import GENERATE, RENDER
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine, error
-from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer
+from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ToolCall
 from megaflow_hpc.model.gateway.recorder import Prompt, Recorder, SampledTokens
 from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
-from megaflow_hpc.model.images import MAX_PIXELS, image_spans, read_image
+from megaflow_hpc.model.images import MAX_PIXELS, image_spans, read_image, result_images, separated_results
 from megaflow_hpc.trajectory import Image, ImageSpan, Trajectory
 from megaflow_hpc.types import CallBudget, ModelEndpoint
-from tests.model.gateway.image_conversations import check, part
+from tests.model.gateway.image_conversations import check, fault, part
 from tests.support.samples import image, png
 from tests.support.serving import call, gateway_before, in_loop
 from tests.support.split_engine import SplitEngine
@@ -159,6 +159,115 @@ async def test_images_of_every_dialect_and_of_tool_results_are_recorded(path: st
     assert recording.images == {ONE.sha256: ONE}
     assert [span.image for span in recording.sequences[0].images] == [ONE.sha256] * 2
     assert str(recording.messages).count(f"sha256:{ONE.sha256}") == 2
+
+
+RESULTS = [[ONE], [], [OTHER, ONE]]
+"""The images of the results of three calls in one answer."""
+NAMED = ["Shown by tool result 1 of 3:", ONE, "Shown by tool result 3 of 3:", OTHER, ONE]
+"""What follows these results."""
+
+
+class Calling(Noting):
+    """An engine of a model that calls a tool three times in its first answer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        calls = tuple(ToolCall("f", {"n": n}) for n in range(3))
+        self.script = Script(default=(ScriptedAnswer("three", calls=calls), ScriptedAnswer("a click")))
+
+
+def claude(reply: dict[str, Any] | None) -> dict[str, Any]:
+    body: dict[str, Any] = {"max_tokens": 5000, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+    body["messages"] = [{"role": "user", "content": "go"}]
+    if reply:
+        uses = [block for block in reply["content"] if block["type"] == "tool_use"]
+        blocks: list[dict[str, Any]] = []
+        for use, images in zip(uses, RESULTS, strict=True):
+            sources = [{"type": "base64", "media_type": "image/png", "data": image.url[22:]} for image in images]
+            content = [{"type": "text", "text": "done"}, *({"type": "image", "source": source} for source in sources)]
+            blocks.append({"type": "tool_result", "tool_use_id": use["id"], "content": content})
+        blocks.append({"type": "text", "text": "go on"})
+        body["messages"] += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": blocks}]
+    return body
+
+
+def openai(reply: dict[str, Any] | None) -> dict[str, Any]:
+    body: dict[str, Any] = {"tools": [{"type": "function", "name": "f"}], "input": [{"role": "user", "content": "go"}]}
+    if reply:
+        calls = [item for item in reply["output"] if item["type"] == "function_call"]
+        body["input"] += reply["output"]
+        for one, images in zip(calls, RESULTS, strict=True):
+            shown = [{"type": "input_image", "image_url": image.url} for image in images]
+            output = [{"type": "input_text", "text": "done"}, *shown]
+            body["input"].append({"type": "function_call_output", "call_id": one["call_id"], "output": output})
+        body["input"].append({"role": "user", "content": "go on"})
+    return body
+
+
+def gemini(reply: dict[str, Any] | None) -> dict[str, Any]:
+    body: dict[str, Any] = {"tools": [{"functionDeclarations": [{"name": "f"}]}], "contents": []}
+    body["contents"].append({"role": "user", "parts": [{"text": "go"}]})
+    if reply:
+        said = reply["candidates"][0]["content"]
+        calls = [part["functionCall"] for part in said["parts"] if "functionCall" in part]
+        results: list[dict[str, Any]] = []
+        for one, images in zip(calls, RESULTS, strict=True):
+            inline = [{"inlineData": {"mimeType": "image/png", "data": image.url[22:]}} for image in images]
+            result = {"id": one["id"], "name": "f", "response": {"output": "done"}, "parts": inline}
+            results.append({"functionResponse": result})
+        body["contents"] += [said, {"role": "user", "parts": [*results, {"text": "go on"}]}]
+    return body
+
+
+@pytest.mark.parametrize("protocol", ["split", "plain"])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/messages", claude), ("/responses", openai), ("/models/m:generateContent", gemini)]
+)
+@in_loop
+async def test_results_of_several_calls_come_first_and_then_their_images_each_with_its_result(
+    path: str, body: Any, protocol: str
+) -> None:
+    """A strict chat template refuses a user message between the results of one answer."""
+    engine = Calling(drift=0.4 if protocol == "split" else 0.0)
+    async with gateway_before(engine, protocol, "p") as gateway:
+        model = await gateway.open("t/p/0", "p")
+        status, reply = await call(model, body(None), path)
+        assert status == 200, reply
+        status, reply = await call(model, body(reply), path)
+        assert status == 200, reply
+        recording = await gateway.close("t/p/0")
+    roles = [message["role"] for message in recording.messages]
+    separate = path == "/responses"  # its user message is an item of its own
+    assert roles == ["user", "assistant", *["tool"] * 3, *["user"] * (1 + separate), "assistant"]
+    calls = [one["id"] for one in recording.messages[1]["tool_calls"]]
+    assert [(m["tool_call_id"], m["content"]) for m in recording.messages[2:5]] == [(one, "done") for one in calls]
+    shown = [one.get("text") or one["image_url"]["url"] for one in recording.messages[5]["content"]]
+    expected = [one if isinstance(one, str) else f"sha256:{one.sha256}" for one in NAMED]
+    assert shown == expected + ([] if separate else ["go on"])
+    assert [turn.sequence for turn in recording.turns] == [0, 0], "the second prompt extends the first"
+    assert fault(recording, engine.log, engine.shown) == ""
+    assert [span.image for span in recording.sequences[0].images] == [ONE.sha256, OTHER.sha256, ONE.sha256]
+
+
+def test_images_return_to_their_results_for_apis_that_take_them_there() -> None:
+    tools = [{"role": "tool", "tool_call_id": str(n), "content": "done"} for n in range(3)]
+    before, after = {"role": "user", "content": "go"}, {"role": "assistant", "content": "x"}
+    shown = [*result_images([[{"type": "text", "text": "done"}, *map(part, images)] for images in RESULTS])]
+    text = {"type": "text", "text": "go on"}
+    first, last = ({"role": "user", "content": [*map(part, images)]} for images in (RESULTS[0], RESULTS[2]))
+    for rest in ([], [text], [text, part(ONE)]):
+        ours = [before, *tools, {"role": "user", "content": [*shown, *rest]}, after]
+        others = [{"role": "user", "content": rest}] if rest else []
+        assert [*separated_results(ours)] == [before, tools[0], first, tools[1], tools[2], last, *others, after]
+    (alone,) = result_images([[part(ONE)]])
+    for unchanged in (
+        [before, tools[0], {"role": "user", "content": [alone]}, after],
+        [before, *tools, {"role": "user", "content": [part(ONE), text]}, after],
+        [before, *tools, before, after],
+        [before, {"role": "user", "content": shown}],
+        [before, *tools],
+    ):
+        assert [*separated_results(unchanged)] == unchanged
 
 
 def data_url(data: bytes, media_type: str = "image/png") -> str:

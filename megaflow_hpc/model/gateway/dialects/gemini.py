@@ -47,6 +47,7 @@ from megaflow_hpc.model.gateway.dialects.options import (
     dropped,
     refused,
 )
+from megaflow_hpc.model.images import result_images
 
 PATH = re.compile(r"/v1(?:beta)?/models/([^:]{1,512}):(generateContent|streamGenerateContent|countTokens)")
 """Matches the paths of this API. The groups are the model and the method."""
@@ -212,21 +213,22 @@ def _conversation(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _user(content: Content, pending: Mapping[str, dict[str, None]]) -> Iterator[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
+    results: list[list[dict[str, Any]]] = []
+    others: list[dict[str, Any]] = []
     for part in content.parts:
         if result := part.function_response:
             calls = pending.get(result.name, {})
             call_id = result.id or next(iter(calls), "")
             calls.pop(call_id, None)
             yield {"role": "tool", "tool_call_id": call_id, "content": _result(result.response or {})}
-            parts += [_image(inner.inline_data) for inner in result.parts if inner.inline_data]
+            results.append([_image(inner.inline_data) for inner in result.parts if inner.inline_data])
         elif part.inline_data:
-            parts.append(_image(part.inline_data))
+            others.append(_image(part.inline_data))
         elif part.file_data:
-            parts.append(image_part(part.file_data.file_uri))
+            others.append(image_part(part.file_data.file_uri))
         elif part.text is not None:
-            parts.append(text_part(part.text))
-    if parts:
+            others.append(text_part(part.text))
+    if parts := [*result_images(results), *others]:
         yield {"role": "user", "content": content_of(parts)}
 
 

@@ -45,6 +45,7 @@ from megaflow_hpc.model.gateway.dialects.options import (
     dropped,
     integer,
 )
+from megaflow_hpc.model.images import result_images
 
 BILLING = "x-anthropic-billing-header"
 """Prefix of a system block in which Claude Code puts a hash of the request. With this block, every prompt would
@@ -238,17 +239,16 @@ def _system(content: str | list[SystemBlock]) -> str:
 
 
 def _user(blocks: list[Part | ToolResult]) -> Iterator[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
+    results: list[list[dict[str, Any]]] = []
+    others: list[dict[str, Any]] = []
     for block in blocks:
         if not isinstance(block, ToolResult):
-            parts.append(_part(block))
+            others.append(_part(block))
             continue
         content = block.content or ""
-        results = [text_part(content)] if isinstance(content, str) else [_part(part) for part in content]
-        # Tool messages may contain only text in the chat API. An image returned by a tool follows in a user message.
-        parts += [result for result in results if result["type"] != "text"]
-        yield {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text_of(results, "\n")}
-    if parts:
+        results.append([text_part(content)] if isinstance(content, str) else [_part(part) for part in content])
+        yield {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text_of(results[-1], "\n")}
+    if parts := [*result_images(results), *others]:
         yield {"role": "user", "content": content_of(parts)}
 
 

@@ -4,7 +4,7 @@
 instructions, and system or developer          one system message
 messages before all others; later ones         user messages: many chat templates reject a second system message
 consecutive reasoning, message, function_call  one assistant message
-function_call_output                           a tool message; its images follow in a user message
+function_call_output                           a tool message; images of all results follow in one user message
 function tools                                 functions; ``namespace`` tools are flattened to ``namespace__name``
 custom tools (free text)                       functions with the single argument ``input``
 computer tools                                 a function (:mod:`~megaflow_hpc.model.computer_tools`)
@@ -57,6 +57,7 @@ from megaflow_hpc.model.gateway.dialects.options import (
     integer,
     refused,
 )
+from megaflow_hpc.model.images import result_images
 
 __all__ = ["answer", "error", "error_event", "events", "request"]
 FREE_TEXT = {"type": "object", "properties": {RAW_ARGUMENT: {"type": "string"}}, "required": [RAW_ARGUMENT]}
@@ -268,7 +269,12 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if not body.get("input"):
         raise BadRequest("input: expected a text or a list of at least one item")
-    for item in body["input"]:
+    results: list[list[dict[str, Any]]] = []
+    for item in [*body["input"], None]:
+        if not isinstance(item, ResultItem | ComputerResultItem):
+            if images := [*result_images(results)]:
+                messages.append({"role": "user", "content": images})
+            results = []
         match item:
             case MessageItem("assistant"):
                 _answer_of(messages, "content")["content"] = text_of(_parts(item.content))
@@ -281,9 +287,12 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             case FunctionCallItem() | CustomCallItem() | ComputerCallItem():
                 _answer_of(messages, "tool_calls").setdefault("tool_calls", []).append(_call(item))
             case ResultItem():
-                messages += _result(item)
+                results.append(_parts(item.output or ""))
+                messages.append(_result(item.call_id, text_of(results[-1], "\n")))
             case ComputerResultItem():
-                messages += _screenshot(item)
+                results.append([image_part(item.output.image_url)])
+                checks = to_builtins(item.acknowledged_safety_checks or [])
+                messages.append(_result(item.call_id) | ({"acknowledged_safety_checks": checks} if checks else {}))
     if system:
         messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
     for message in messages:
@@ -322,18 +331,8 @@ def _call(item: AnyCallItem) -> dict[str, Any]:
     return {"id": item.call_id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _result(item: ResultItem) -> Iterator[dict[str, Any]]:
-    parts = _parts(item.output or "")
-    yield {"role": "tool", "tool_call_id": item.call_id or "", "content": text_of(parts, "\n")}
-    if images := [part for part in parts if part["type"] != "text"]:
-        yield {"role": "user", "content": images}
-
-
-def _screenshot(item: ComputerResultItem) -> Iterator[dict[str, Any]]:
-    checks = {"acknowledged_safety_checks": to_builtins(item.acknowledged_safety_checks)}
-    result = {"role": "tool", "tool_call_id": item.call_id or "", "content": ""}
-    yield {**result, **(checks if item.acknowledged_safety_checks else {})}
-    yield {"role": "user", "content": [image_part(item.output.image_url)]}
+def _result(call_id: str | None, text: str = "") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id or "", "content": text}
 
 
 def _parts(content: str | Sequence[Part]) -> list[dict[str, Any]]:
