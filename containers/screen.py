@@ -6,11 +6,13 @@
     screen start [--url FILE_OR_URL] [--size 1280x800]      in the background, once; returns when it is ready
     screen do '{"action": "left_click", "coordinate": [10, 20]}' [--screenshot FILE] [--scale WxH]
     screen tree [--scale WxH]                               what is on the desktop, with coordinates
+    screen tree --ids                                       what is on the browser's page, with ids of its elements
     screen serve --listen HOST:PORT …                       in the foreground, for other sandboxes
     screen episode                                          the state of a page of MiniWoB++, with the server's key
     screen utterances SEED…                                 what the pages of MiniWoB++ ask for, by page and seed
 
-Actions are those of Anthropic's computer tool (computer_20250124). ``start``, ``do`` and ``episode`` print one line of
+Actions are those of Anthropic's computer tool (computer_20250124), and those of ``screen_server.py`` on elements of the
+page by their ids. ``start``, ``do`` and ``episode`` print one line of
 JSON, ``{"ok": true, …}`` or ``{"ok": false, "error": …}``, and exit with 0 or 1.
 
 SCREEN_ADDRESS names the port of a server in another sandbox. SCREEN_URL and SCREEN_RUN are the defaults of --url and
@@ -149,7 +151,10 @@ def main(words):
         return 0 if verb in ("-h", "--help") else 2
     try:
         if verb == "tree":
-            answer, _ = ask({"verb": "tree", "scale": _scale(_options(rest, 0, "--scale"))})
+            ids = rest == ["--ids"]
+            answer, _ = ask(
+                {"verb": "tree", "ids": ids, "scale": None if ids else _scale(_options(rest, 0, "--scale"))}
+            )
             print(answer["tree"].encode(errors="replace").decode(), end="")  # pages may have half a character
             return 0
         if verb == "episode":

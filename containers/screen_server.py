@@ -6,6 +6,10 @@ there is no debugging port. It answers on a socket of this sandbox, or on a TCP 
 
 A request is a line of JSON. The answer is a line of JSON, after it the PNG if there is one.
 
+Actions take an ``element`` of the page in place of a ``coordinate``: an id from the tree, which an element keeps and no
+other gets. Programs of ours that look at elements run in a JavaScript world of their own, which the page's scripts
+cannot reach, and say nothing but what is wrong.
+
 Uses the standard library, Pillow and xdotool.
 """
 
@@ -38,10 +42,13 @@ ANSWER_S = 30.0
 """Greatest time for an answer of Chromium."""
 LOAD_S = 10.0
 """Greatest time for a page that loads to answer."""
+LISTING_LOAD_S = 3.0
+"""Greatest time that a tree with ids waits for a page to load."""
 MAX_WAIT_S = 60.0
 """Greatest duration of the actions `wait` and `hold_key`."""
 MAX_REQUEST = 1 << 20
 MAX_SCROLL = 100
+MAX_DELTA = 100_000
 MAX_TEXT = 10_000
 """Greatest number of characters of the action `type`, which takes some 4 ms for each."""
 TEXT_PART = 1000
@@ -60,6 +67,8 @@ MAX_VALUE = 2000
 
 BUTTONS = {"left_click": 1, "middle_click": 2, "right_click": 3, "double_click": 1, "triple_click": 1}
 CLICKS = {"double_click": 2, "triple_click": 3}
+POINTING = (*BUTTONS, "mouse_move", "left_click_drag")
+"""Actions that take an element in place of a coordinate."""
 WHEEL = {"up": 4, "down": 5, "left": 6, "right": 7}
 
 CHROMIUM = [
@@ -136,6 +145,10 @@ class Chromium:
         self.opened = []
         """Pages and developer tools that were opened since :meth:`attach`, by address."""
         self.session = ""
+        self._names = {}
+        """Ids of elements, by document and node."""
+        self._elements = {}
+        """Frame, document and node of each id."""
 
     def attach(self):
         """Attaches to the page, and waits until it has loaded, at most some time."""
@@ -152,12 +165,16 @@ class Chromium:
         self.session = attached["sessionId"]
         self.call("Target.setDiscoverTargets", {"discover": True}, session="")
         try:
-            while self.value("document.readyState", timeout_s=LOAD_S) != "complete" and time.monotonic() < deadline:
-                time.sleep(0.01)
+            self.await_load(deadline)
         except Lost:
             raise
         except Refused:
             pass  # a dialog of the page, or a script that does not end: whoever looks at the screen sees it
+
+    def await_load(self, deadline):
+        """Waits until the page has loaded."""
+        while self.value("document.readyState", timeout_s=LOAD_S) != "complete" and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def call(self, method, params=None, session=None, timeout_s=ANSWER_S):
         """Calls a method of the DevTools protocol. Raises Refused if Chromium answers with an error."""
@@ -237,38 +254,124 @@ class Chromium:
 
     # --- what is on the page ---
 
-    def tree(self):
-        """Returns the accessibility tree of the page: a list of (depth, role, name, details, box or None)."""
-        boxes = self._boxes()
+    def tree(self, ids=False):
+        """Returns the accessibility tree of the page: a list of (depth, role, name, details, box or None).
+
+        With ids, returns it as lines of BrowserGym's form instead.
+        """
+        boxes, clickable = self._boxes()
         frames, lines = [self.call("Page.getFrameTree")["frameTree"]], []
         while frames:
             frame = frames.pop(0)
             frames += frame.get("childFrames", [])
             nodes = self.call("Accessibility.getFullAXTree", {"frameId": frame["frame"]["id"]})["nodes"]
             by_id = {node["nodeId"]: node for node in nodes}
-            stack = [(node["nodeId"], 0) for node in nodes[:1]]
+            stack = [(node["nodeId"], 0, "") for node in nodes[:1]]
             while stack:
-                identity, depth = stack.pop()
+                identity, depth, above = stack.pop()
                 node = by_id.get(identity)
                 if node is None:
                     continue
-                role = node.get("role", {}).get("value", "")
-                name = str(node.get("name", {}).get("value", "")).strip()
+                role, name, dom = _role(node), _name(node), node.get("backendDOMNodeId")
                 shown = not node.get("ignored") and role not in ("InlineTextBox", "LineBreak", "none")
-                shown = shown and (name or role not in ("generic", "group", "paragraph"))
-                if shown:
-                    lines.append((depth, role, name, _details(node), boxes.get(node.get("backendDOMNodeId"))))
-                stack += [(child, depth + bool(shown)) for child in reversed(node.get("childIds", []))]
+                if ids:
+                    shown = shown and (name or role not in PLAIN or dom in clickable)
+                    shown = shown and not (role == "StaticText" and name in above)
+                    if shown:
+                        named = dom and role not in TEXTS and len(lines) < MAX_LINES
+                        mark = f"[{self._mark(frame['frame'], dom)}] " if named else ""
+                        lines.append("\t" * min(depth, 20) + mark + _element_line(node, dom in clickable))
+                elif shown := shown and (name or role not in PLAIN):
+                    lines.append((depth, role, name, _details(node), boxes.get(dom)))
+                stack += [(child, depth + bool(shown), name) for child in reversed(node.get("childIds", []))]
         return lines
 
-    def _boxes(self):
-        """Returns the boxes of DOM nodes in pixels of the display: backend id → (x, y, width, height)."""
-        snapshot = self.call("DOMSnapshot.captureSnapshot", {"computedStyles": [], "includePaintOrder": False})
+    def _mark(self, frame, node):
+        """Returns the id of an element."""
+        key = frame["loaderId"], node
+        if key not in self._names:
+            self._names[key] = str(len(self._names))
+            self._elements[self._names[key]] = (frame["id"], *key)
+        return self._names[key]
+
+    def on_element(self, name, function, *arguments):
+        """Calls one of our functions on an element. Raises Refused with the problem that it returns, if any."""
+        frame, document, node = self._elements.get(name, ("", "", 0))
+        frames, documents = [self.call("Page.getFrameTree")["frameTree"]], {}
+        for each in frames:
+            frames += each.get("childFrames", [])
+            documents[each["frame"]["id"]] = each["frame"]["loaderId"]
+        gone = Refused(f"element {str(name)[:100]!r} is not on the page; look at it again for the present ids")
+        if not frame or documents.get(frame) != document:
+            raise gone
+        world = self.call("Page.createIsolatedWorld", {"frameId": frame, "worldName": "screen"})
+        found = {"backendNodeId": node, "executionContextId": world["executionContextId"]}
+        try:
+            target = self.call("DOM.resolveNode", found)["object"]["objectId"]
+        except Lost:
+            raise
+        except Refused:
+            raise gone from None
+        call = {"functionDeclaration": function, "objectId": target, "returnByValue": True}
+        result = self.call("Runtime.callFunctionOn", {**call, "arguments": [{"value": each} for each in arguments]})
+        problem = "does not take this action" if "exceptionDetails" in result else result["result"].get("value")
+        if problem == "gone":
+            raise gone
+        if problem:
+            raise Refused(f"element {name!r} {problem}")
+
+    def point(self, name):
+        """Scrolls an element into view, and returns its middle in pixels of the display."""
+        self.on_element(name, SHOW)
+        quads = self.call("DOM.getContentQuads", {"backendNodeId": self._elements[name][2]})["quads"]
+        quads = [quad for quad in quads if quad[0] != quad[4] and quad[1] != quad[5]]
+        if not quads:
+            raise Refused(f"element {name!r} is not visible")
+        x, y, ratio = self.origin()
+        return round(x + sum(quads[0][::2]) / 4 * ratio), round(y + sum(quads[0][1::2]) / 4 * ratio)
+
+    def wheel(self, point, deltas):
+        """Turns the mouse wheel, by pixels of the display."""
+        x, y, ratio = self.origin()
+        place = {"x": (point[0] - x) / ratio, "y": (point[1] - y) / ratio}
+        turn = {"deltaX": deltas[0] / ratio, "deltaY": deltas[1] / ratio}
+        self.call("Input.dispatchMouseEvent", {"type": "mouseWheel", **place, **turn})
+
+    def navigate(self, name, url):
+        """Opens an address, or an earlier or later page of the history."""
+        deadline = time.monotonic() + LISTING_LOAD_S
+        if name == "goto":
+            # The scheme decides: an address that begins with javascript: runs code.
+            if not isinstance(url, str) or not re.match(r"(https?|file)://|about:blank\Z", url):
+                raise Refused(f"url {str(url)[:100]!r}: expected http://…, https://…, file://… or about:blank")
+            if error := self.call("Page.navigate", {"url": url}).get("errorText"):
+                raise Refused(f"url {url[:100]!r}: {error}")
+            return
+        history = self.call("Page.getNavigationHistory")
+        index = history["currentIndex"] + (1 if name == "go_forward" else -1)
+        if not 0 <= index < len(history["entries"]):
+            raise Refused(f"{name}: the history has no such page")
+        self.call("Page.navigateToHistoryEntry", {"entryId": history["entries"][index]["id"]})
+        while time.monotonic() < deadline:
+            with contextlib.suppress(Refused):  # between two pages there is none to ask
+                if self.call("Page.getNavigationHistory")["currentIndex"] == index:
+                    return
+            time.sleep(0.01)
+
+    def origin(self):
+        """Returns where the page begins on the display in pixels, and the pixels of the display for one of the page."""
         x, y, ratio = self.value(
             "[window.screenX + (window.outerWidth - window.innerWidth) / 2,"
             " window.screenY + window.outerHeight - window.innerHeight, window.devicePixelRatio]"
         )
-        documents, boxes = snapshot["documents"], {}
+        return x * ratio, y * ratio, ratio
+
+    def _boxes(self):
+        """Returns the boxes of DOM nodes in pixels of the display, backend id → (x, y, width, height), and the backend
+        ids of those that a click does something to."""
+        snapshot = self.call("DOMSnapshot.captureSnapshot", {"computedStyles": [], "includePaintOrder": False})
+        x, y, _ = self.origin()
+        documents, boxes, clickable = snapshot["documents"], {}, set()
         origins = {0: (0.0, 0.0)}
         for number, document in enumerate(documents):
             if number not in origins:
@@ -277,6 +380,7 @@ class Chromium:
             left -= document.get("scrollOffsetX", 0)
             top -= document.get("scrollOffsetY", 0)
             nodes, layout = document["nodes"], document["layout"]
+            clickable.update(nodes["backendNodeId"][node] for node in nodes.get("isClickable", {}).get("index", []))
             inner = document["nodes"].get("contentDocumentIndex", {"index": [], "value": []})
             inside = dict(zip(inner["index"], inner["value"], strict=True))
             for node, (box_x, box_y, width, height) in zip(layout["nodeIndex"], layout["bounds"], strict=True):
@@ -284,9 +388,92 @@ class Chromium:
                     origins[inside[node]] = (left + box_x, top + box_y)
                 identity = nodes["backendNodeId"][node]
                 if width and height and identity not in boxes:
-                    box = ((x * ratio) + left + box_x, (y * ratio) + top + box_y, width, height)
+                    box = (x + left + box_x, y + top + box_y, width, height)
                     boxes[identity] = tuple(map(round, box))
-        return boxes
+        return boxes, clickable
+
+
+TEXTS = ("RootWebArea", "StaticText", "ListMarker")
+"""Roles of nodes that are no elements."""
+PLAIN = ("generic", "group", "paragraph")
+"""Roles that say nothing without a name."""
+UNSEEN = ("editable", "readonly", "level", "settable", "multiline", "invalid", "focusable")
+"""Properties that BrowserGym leaves out."""
+
+
+def _role(node):
+    return node.get("role", {}).get("value", "")
+
+
+def _name(node):
+    return str(node.get("name", {}).get("value", "")).strip()
+
+
+def _element_line(node, clickable):
+    """Returns role, name, value and properties as BrowserGym writes them."""
+    role, name = _role(node), _name(node)
+    parts = [f"{role} {name[:200]!r}" if name or role not in PLAIN else role]
+    if (value := node.get("value", {}).get("value")) is not None:
+        parts[0] += f" value={value[:MAX_VALUE] if isinstance(value, str) else value!r}"
+    parts += ["clickable"] if clickable else []
+    for entry in node.get("properties", []):
+        key, state = entry["name"], entry["value"].get("value")
+        if key in ("required", "focused", "atomic"):
+            parts += [key] if state else []
+        elif key not in UNSEEN and state is not None:
+            parts.append(f"{key}={state[:200] if isinstance(state, str) else state!r}")
+    return ", ".join(parts)
+
+
+# Functions that run on an element. Each returns the problem, or an empty text.
+SHOW = """function() {
+  if (!this.isConnected) return 'gone';
+  if (this.matches(':disabled')) return 'is disabled';
+  this.scrollIntoViewIfNeeded();
+  const box = Array.from(this.getClientRects()).find(each => each.width && each.height);
+  if (!box) return 'is not visible';
+  const hit = this.getRootNode().elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
+  if (!hit) return 'is outside the window';
+  return this.contains(hit) ? '' : `is covered by another element (${hit.localName})`;
+}"""
+FOCUS = """function() {
+  if (!this.isConnected) return 'gone';
+  this.focus();
+  return this.getRootNode().activeElement === this ? '' : 'cannot have the focus';
+}"""
+FILL = """function(text) {
+  if (!this.isConnected) return 'gone';
+  const field = this.localName === 'textarea' || this.localName === 'input'
+    && !['button', 'checkbox', 'file', 'image', 'radio', 'reset', 'submit'].includes(this.type);
+  if (!field && !this.isContentEditable) return 'is not a field for text';
+  if (this.matches(':disabled') || this.readOnly) return 'cannot be edited';
+  this.focus();
+  if (field && ['color', 'date', 'datetime-local', 'month', 'range', 'time', 'week'].includes(this.type)) {
+    this.value = text;
+    if (this.value !== text) return `takes no such ${this.type}`;
+    for (const kind of ['input', 'change']) this.dispatchEvent(new Event(kind, {bubbles: true}));
+    return '';
+  }
+  if (field) this.select(); else this.ownerDocument.getSelection().selectAllChildren(this);
+  this.ownerDocument.execCommand(text ? 'insertText' : 'delete', false, text);
+  return '';
+}"""
+SELECT = """function(...wanted) {
+  if (!this.isConnected) return 'gone';
+  if (this.localName !== 'select') return 'is not a list of options';
+  if (this.matches(':disabled')) return 'is disabled';
+  if (wanted.length > 1 && !this.multiple) return 'takes one option';
+  const options = Array.from(this.options), chosen = [];
+  for (const name of wanted) {
+    const option = options.find(each => !each.disabled && (each.value === name || each.label.trim() === name.trim()));
+    if (!option) return `has no option ${JSON.stringify(name)}`;
+    chosen.push(option);
+  }
+  this.focus();
+  for (const option of options) option.selected = chosen.includes(option);
+  for (const kind of ['input', 'change']) this.dispatchEvent(new Event(kind, {bubbles: true}));
+  return '';
+}"""
 
 
 def _details(node):
@@ -448,6 +635,8 @@ class Desktop:
         self.chromium = None
         self.needs_browser = True
         """Whether the desktop counts as lost once the browser has ended."""
+        self.may_navigate = True
+        """Whether actions may leave the page."""
         self.judged = threading.Event()
         """Set once nothing more may be done on the desktop."""
         self._programs = {}
@@ -519,8 +708,8 @@ class Desktop:
         """Carries out one action. Returns what it adds to the answer."""
         if not isinstance(action, dict) or not isinstance(action.get("action"), str):
             raise Refused('expected an object with "action", such as {"action": "left_click", "coordinate": [10, 20]}')
-        name = action["action"]
-        point = self._point(action, "coordinate", scale)
+        name, pointer = action["action"], self._pointer
+        point = self._point(action, "coordinate", scale, "element" if name in POINTING else "")
         words = ["mousemove", *map(str, point)] if point else []
         if name in BUTTONS:
             held = _text(action, "text", "") or _text(action, "key", "")
@@ -530,10 +719,15 @@ class Desktop:
         elif name == "mouse_move":
             self._xdotool(_needed(words, "coordinate"))
         elif name == "left_click_drag":
-            start = self._point(action, "start_coordinate", scale)
-            self._drag(start, _needed(point, "coordinate"))
+            start = self._point(action, "start_coordinate", scale, "start_element")
+            self._drag(start or pointer, _needed(point, "coordinate"))
         elif name in ("left_mouse_down", "left_mouse_up"):
             self._xdotool(words, ["mousedown" if name.endswith("down") else "mouseup", "1"])
+        elif name == "scroll" and "delta" in action:
+            deltas = action["delta"]
+            if not _is_pair(deltas) or not all(abs(delta) <= MAX_DELTA for delta in deltas):
+                raise Refused(f"delta {deltas!r}: expected [x, y] of at most {MAX_DELTA} pixels")
+            self._browser().wheel(self._pointer, [delta / factor for delta, factor in zip(deltas, scale, strict=True)])
         elif name == "scroll":
             direction = action.get("scroll_direction")
             amount = _number(action, "scroll_amount", 3, MAX_SCROLL)
@@ -544,6 +738,22 @@ class Desktop:
                 ["click", "--repeat", str(int(amount)), "--delay", "5", str(WHEEL[direction])] if amount >= 1 else []
             )
             self._xdotool(words, ["keydown", held] if held else [], click, ["keyup", held] if held else [])
+        elif name == "focus":
+            self._browser().on_element(_text(action, "element"), FOCUS)
+        elif name == "fill":
+            text = _text(action, "text", "")
+            if len(text) > MAX_TEXT:
+                raise Refused(f"text has {len(text)} characters: fill in at most {MAX_TEXT}")
+            self._browser().on_element(_text(action, "element"), FILL, text)
+        elif name == "select":
+            options = action.get("options")
+            if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
+                raise Refused(f"options {options!r}: expected a list of texts")
+            self._browser().on_element(_text(action, "element"), SELECT, *options)
+        elif name in ("goto", "go_back", "go_forward"):
+            if not self.may_navigate:
+                raise Refused(f"{name}: the page of this task must not be left")
+            self._browser().navigate(name, action.get("url"))
         elif name == "type":
             self._type(_text(action, "text"))
         elif name == "key":
@@ -562,12 +772,20 @@ class Desktop:
             raise Refused(f"action {name!r}: not one of Anthropic's computer tool (computer_20250124)")
         return {}
 
-    def _point(self, action, key, scale):
+    def _browser(self):
+        if self.chromium is None or self.chromium.process.poll() is not None:
+            raise Refused("no browser runs on this desktop")
+        return self.chromium
+
+    def _point(self, action, key, scale, element=""):
+        """Returns the point of a coordinate, else that of an element, else None."""
         value = action.get(key)
+        if value is None and element and action.get(element) is not None:
+            x, y = self._browser().point(_text(action, element))
+            value = [x * scale[0], y * scale[1]]
         if value is None:
             return None
-        pair = isinstance(value, list) and len(value) == 2 and all(type(each) in (int, float) for each in value)
-        if not pair:
+        if not _is_pair(value):
             raise Refused(f"{key} {value!r}: expected [x, y]")
         x, y = value[0] / scale[0], value[1] / scale[1]
         if not (0 <= x < self.size[0] and 0 <= y < self.size[1]):
@@ -578,12 +796,11 @@ class Desktop:
 
     def _drag(self, start, end):
         """Drags in steps: pages that follow the pointer ignore one that jumps."""
-        begin = start or self._pointer
-        if start:
-            self._xdotool(["mousemove", *map(str, start)])
+        self._xdotool(["mousemove", *map(str, start)])
+        self._pointer = end
         words = ["mousedown", "1"]
         for step in range(1, 9):
-            x, y = (round(a + (b - a) * step / 8) for a, b in zip(begin, end, strict=True))
+            x, y = (round(a + (b - a) * step / 8) for a, b in zip(start, end, strict=True))
             words += ["sleep", "0.01", "mousemove", str(x), str(y)]
         self._xdotool(words, ["sleep", "0.02", "mouseup", "1"])
 
@@ -661,9 +878,22 @@ class Desktop:
         image.save(data, "PNG", compress_level=1)
         return data.getvalue()
 
-    def tree(self, scale):
-        """Returns the windows of the desktop, and the accessibility tree of Chromium's page, as text."""
+    def tree(self, scale, ids=False):
+        """Returns the windows of the desktop, and the accessibility tree of Chromium's page, as text.
+
+        With ids, returns the tree alone, with ids of elements instead of coordinates, once the page has loaded.
+        """
         lines = []
+        if ids:
+            self.screenshot(settle=True)
+            try:
+                self._browser().await_load(time.monotonic() + LISTING_LOAD_S)
+                lines += self._browser().tree(ids=True)
+            except Lost:
+                raise
+            except Refused as error:
+                lines.append(f"({error})")
+            return self._cut(lines)
         if self.chromium is None or "the window manager" in self._programs:
             for title, (x, y, width, height), active in self._windows():
                 lines.append(_line(0, "window", title, "active" if active else "", (x, y, width, height), scale))
@@ -674,6 +904,10 @@ class Desktop:
                 raise
             except Refused as error:
                 lines.append(f"({error})")
+        return self._cut(lines)
+
+    @staticmethod
+    def _cut(lines):
         less = [f"… {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
         return "\n".join([*lines[:MAX_LINES], *less]) + "\n"
 
@@ -708,6 +942,10 @@ def _line(depth, role, name, details, box, scale):
         x, y = (box[0] + box[2] / 2) * scale[0], (box[1] + box[3] / 2) * scale[1]
         shown += f" ({round(x)},{round(y)}) {round(box[2] * scale[0])}x{round(box[3] * scale[1])}"
     return f"{shown} {details}".rstrip()
+
+
+def _is_pair(value):
+    return isinstance(value, list) and len(value) == 2 and all(type(each) in (int, float) for each in value)
 
 
 def _text(action, key, default=None):
@@ -813,7 +1051,7 @@ class Server:
         if verb == "ping":
             return {"size": list(desktop.size)}, b""
         if verb == "tree":
-            return {"tree": desktop.tree(scale)}, b""
+            return {"tree": desktop.tree(scale, bool(request.get("ids")))}, b""
         if verb == "do":
             action = request.get("action")
             answer = desktop.do(action, scale)
@@ -853,7 +1091,7 @@ def serve(options):
         episode = None
         if options.miniwob:
             episode = Episode(desktop.chromium, options.miniwob, options.seed, options.time)
-            desktop.needs_browser = False
+            desktop.needs_browser = desktop.may_navigate = False
         if options.run:
             desktop.await_manager()
             desktop.run(["/bin/sh", "-c", options.run])

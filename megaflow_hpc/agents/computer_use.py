@@ -6,7 +6,9 @@ All that it needs of a sandbox is the program ``screen``::
 
 An action is a call of the tool ``computer`` or, for models without tool calls, a JSON object in the answer. The
 vocabulary is that of Anthropic's computer tool (:mod:`megaflow_hpc.screen`), and ``done`` and ``fail``, which end the
-rollout. A malformed action is answered with an error that the model can read.
+rollout. With ``actions: browsergym`` it is that of BrowserGym: a tool for each action or, without tool calls, a call
+in the answer such as ``click('12')``, where ``12`` is an element's id in the tree. A malformed action is answered with
+an error that the model can read.
 
 A prompt has at most ``history`` observations. When one more would not fit, the oldest half of them leaves together, so
 a prompt rarely loses its beginning: the recorder starts a new sequence only then. Of ``n`` observations with ``k`` in a
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple
 
 from megaflow_hpc.agents.asking import BudgetExceeded, CallRefused, ChatClient
 from megaflow_hpc.errors import ConfigError, LostError, SandboxError, SetupError, UserCodeError
-from megaflow_hpc.screen import ACTIONS, parameters
+from megaflow_hpc.screen import ACTIONS, WEB_ACTIONS, parameters, web_actions, web_calls
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
 PICTURE = "/tmp/megaflow-screen.png"
@@ -47,6 +49,8 @@ _PNG = struct.Struct(">8sI4sII")
 """Start of a PNG: signature, and length, name, width and height of its header."""
 _SIZE = re.compile(r"[1-9]\d{1,4}x[1-9]\d{1,4}")
 OBSERVATIONS = ("screenshot", "tree", "both")
+VOCABULARIES = {"computer": "screenshot", "browsergym": "tree"}
+"""Vocabularies of actions, each with the observation that is its default."""
 ENDS = ("done", "fail")
 PROMPT = """\
 You work on the desktop of a Linux computer to carry out the user's task. {see}
@@ -63,6 +67,17 @@ WRITE = """\
 Answer with one action as a JSON object, such as {"action": "left_click", "coordinate": [640, 400]}. Coordinates are
 pixels of the screenshot, from its upper left corner. Actions and their fields, as a JSON schema:
 """
+WEB_PROMPT = """\
+You work on a page in a web browser to carry out the user's task. {see}
+{act}
+If the task is carried out, end with send_msg_to_user. If it cannot be carried out, end with report_infeasible."""
+_PICTURE = "After each action you see a screenshot. Coordinates are its pixels, from its upper left corner."
+_TREE = "After each action you see the accessibility tree of the page, with the ids of its elements in brackets."
+WEB_SEE = {"screenshot": _PICTURE, "tree": _TREE, "both": f"{_PICTURE} {_TREE}"}
+WEB_CALL = "Act by calling the tools."
+WEB_WRITE = """\
+Answer with an action between <action> and </action>, such as <action>click('12')</action>. Actions:
+"""
 LEFT = "(an earlier screen that is no longer shown)"
 
 
@@ -71,7 +86,9 @@ class ComputerUseAgent:
 
     Args:
         max_turns: Maximum number of model calls before the rollout is truncated. ``None`` means no limit.
-        observe: ``screenshot``, ``tree`` (for models without images) or ``both``.
+        actions: ``computer``, or ``browsergym`` for a desktop with a browser.
+        observe: ``screenshot``, ``tree`` (for models without images) or ``both``. Default: ``screenshot``, with
+            ``browsergym`` ``tree``.
         history: Maximum number of observations in a prompt. 0 means no limit.
         size: Size of the screen as ``WIDTHxHEIGHT``. Default: that of ``screen``.
         scale: Size of screenshots as ``WIDTHxHEIGHT``, in whose pixels coordinates are. Default: the screen's.
@@ -84,7 +101,8 @@ class ComputerUseAgent:
         self,
         *,
         max_turns: int | None = None,
-        observe: str = "screenshot",
+        actions: str = "computer",
+        observe: str | None = None,
         history: int = 5,
         size: str = "",
         scale: str = "",
@@ -92,6 +110,9 @@ class ComputerUseAgent:
         model: Mapping[str, Any] | None = None,
         max_format_errors: int = 3,
     ) -> None:
+        if actions not in VOCABULARIES:
+            raise ConfigError(f"agent computer-use: actions {actions!r}: expected one of {', '.join(VOCABULARIES)}")
+        observe = observe or VOCABULARIES[actions]
         if observe not in OBSERVATIONS:
             raise ConfigError(f"agent computer-use: observe {observe!r}: expected one of {', '.join(OBSERVATIONS)}")
         if not isinstance(history, int) or history < 0:
@@ -100,6 +121,7 @@ class ComputerUseAgent:
             if value and not (isinstance(value, str) and _SIZE.fullmatch(value)):
                 raise ConfigError(f"agent computer-use: {name} {value!r}: expected WIDTHxHEIGHT, such as 1280x800")
         self.max_turns, self.observe, self.history = max_turns, observe, history
+        self.web = web_actions(observe) if actions == "browsergym" else ()
         self.size, self.scale, self.tools = size, scale, tools
         self.model_options, self.max_format_errors = dict(model or {}), max_format_errors
 
@@ -113,11 +135,12 @@ class ComputerUseAgent:
         """
         if model is None:
             raise ConfigError("agent computer-use needs a model, but the campaign has none")
-        screen = Screen(sandbox, self.scale, pictures=self.observe != "tree", trees=self.observe != "screenshot")
+        screen = Screen(sandbox, self.scale, self.observe, ids=bool(self.web))
         await screen.start(self.size)
         chat = ScreenChat(self._system(), task.instruction, self.history)
         chat.show(await screen.look())
-        options = {**self.model_options, "tools": [TOOL]} if self.tools else self.model_options
+        tools = [WEB_ACTIONS[name].tool() for name in self.web] or [TOOL]
+        options = {**self.model_options, "tools": tools} if self.tools else self.model_options
         errors = turns = 0
         async with ChatClient(model, options) as client:
             while self.max_turns is None or turns < self.max_turns:
@@ -132,18 +155,21 @@ class ComputerUseAgent:
                     raise UserCodeError(self._refused(refusal)) from None
                 chat.messages.append(message)
                 wrong = True
-                for number, request in enumerate(requests_of(message)):
+                for number, request in enumerate(requests_of(message, self.web)):
                     problem = request.problem
                     if number >= MAX_CALLS:
                         problem = f"not carried out: an answer may have {MAX_CALLS} actions"
-                    if not problem:
-                        wrong, action = False, request.action
+                    wrong = wrong and bool(problem) and not request.is_call
+                    for action in () if problem else request.actions:
                         if action["action"] in ENDS:
                             failed = action["action"] == "fail"
                             reason = f"the agent gave up: {str(action.get('text') or 'no reason')[:500]}"
                             return AgentResult(exit_code=int(failed), error=reason if failed else "")
-                        problem = await screen.act(action)
+                        if problem := await screen.act(action):
+                            break
                     chat.report(request.call_id, problem)
+                    if problem and request.call_id is None:
+                        break  # the rest was meant for another screen
                 errors = errors + 1 if wrong else 0
                 if errors >= self.max_format_errors:
                     return AgentResult(exit_code=1, error=f"{errors} answers in a row had no valid action")
@@ -151,6 +177,9 @@ class ComputerUseAgent:
         return AgentResult("truncated", error=f"not done after {turns} model calls")
 
     def _system(self) -> str:
+        if self.web:
+            act = WEB_CALL if self.tools else WEB_WRITE + "\n".join(WEB_ACTIONS[name].usage() for name in self.web)
+            return WEB_PROMPT.format(see=WEB_SEE[self.observe], act=act)
         act = CALL if self.tools else WRITE + json.dumps(SCHEMA)
         return PROMPT.format(see=SEE[self.observe], act=act)
 
@@ -174,42 +203,83 @@ TOOL = {
 
 
 class ActionRequest(NamedTuple):
-    """An action that an answer asks for, or what is wrong with it."""
+    """An action that an answer asks for, as actions of ``screen``, or what is wrong with it."""
 
-    action: dict[str, Any]
+    actions: Sequence[Mapping[str, Any]]
     problem: str = ""
     call_id: str | None = None
     """Id of the tool call, or ``None`` for an action in the text."""
+    is_call: bool = False
+    """True if it is a call of BrowserGym's form. A wrong one is not a malformed answer: it never ends the rollout."""
 
 
-def requests_of(message: Mapping[str, Any]) -> list[ActionRequest]:
-    """Returns the actions of an answer: those of its tool calls, else the last JSON object of its text. The list has
-    at least one element."""
+def requests_of(message: Mapping[str, Any], web: Sequence[str] = ()) -> list[ActionRequest]:
+    """Returns the actions of an answer: those of its tool calls, else those of its text. The list has at least one
+    element.
+
+    Args:
+        web: Names of BrowserGym's actions, if these are used. A text then ends with one or several calls. Otherwise its
+            last JSON object is the action.
+    """
     requests = []
     for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        if function.get("name") != "computer":
-            wrong = f"there is no tool {str(function.get('name'))[:100]!r}; call computer"
-            requests.append(ActionRequest({}, wrong, str(call.get("id") or "")))
+        function, call_id = call.get("function") or {}, str(call.get("id") or "")
+        name = str(function.get("name"))
+        if not web and name != "computer":
+            requests.append(ActionRequest((), f"there is no tool {name[:100]!r}; call computer", call_id))
             continue
         try:
             action = json.loads(function.get("arguments") or "{}")
         except (ValueError, RecursionError) as error:
-            requests.append(ActionRequest({}, f"the arguments are not JSON: {error}", str(call.get("id") or "")))
+            requests.append(ActionRequest((), f"the arguments are not JSON: {error}", call_id))
         else:
-            requests.append(_checked(action, str(call.get("id") or "")))
-    return requests or [_checked(_last_object(str(message.get("content") or "")), None)]
+            requests.append(_web(name, (), action, web, call_id) if web else _checked(action, call_id))
+    text = str(message.get("content") or "")
+    if requests or not web:
+        return requests or [_checked(_last_object(text), None)]
+    block = _block(text)
+    try:
+        if len(block) > MAX_ACTION_CHARACTERS:
+            raise ValueError(f"the action is longer than {MAX_ACTION_CHARACTERS} characters")
+        return [_web(*call, web, None) for call in web_calls(block)[: MAX_CALLS + 1]]
+    except ValueError as error:
+        return [ActionRequest((), str(error))]
+
+
+def _web(name: str, positional: Sequence[Any], named: Any, web: Sequence[str], call_id: str | None) -> ActionRequest:
+    try:
+        if name not in web:
+            raise ValueError(f"action {name[:100]!r}: expected one of {', '.join(web)}")
+        request = _short(WEB_ACTIONS[name].steps(positional, named), call_id)
+    except ValueError as error:
+        request = ActionRequest((), str(error), call_id)
+    return request._replace(is_call=True)
 
 
 def _checked(action: Any, call_id: str | None) -> ActionRequest:
     if not isinstance(action, dict):
-        return ActionRequest({}, 'expected an action as a JSON object, such as {"action": "screenshot"}', call_id)
+        return ActionRequest((), 'expected an action as a JSON object, such as {"action": "screenshot"}', call_id)
     if action.get("action") not in (*ACTIONS, *ENDS):
         wrong = f"action {str(action.get('action'))[:100]!r}: expected one of {', '.join((*ACTIONS, *ENDS))}"
-        return ActionRequest({}, wrong, call_id)
-    if len(json.dumps(action)) > MAX_ACTION_CHARACTERS:
-        return ActionRequest({}, f"the action is longer than {MAX_ACTION_CHARACTERS} characters", call_id)
-    return ActionRequest(action, "", call_id)
+        return ActionRequest((), wrong, call_id)
+    return _short([action], call_id)
+
+
+def _short(actions: Sequence[Mapping[str, Any]], call_id: str | None) -> ActionRequest:
+    if max(len(json.dumps(action)) for action in actions) > MAX_ACTION_CHARACTERS:
+        return ActionRequest((), f"the action is longer than {MAX_ACTION_CHARACTERS} characters", call_id)
+    return ActionRequest(actions, "", call_id)
+
+
+def _block(text: str) -> str:
+    """Returns the part of an answer with BrowserGym's actions: the last one between tags, else the last fenced block,
+    else the last line."""
+    for start, end in (("<action>", "</action>"), ("```", "```")):
+        last = text.rfind(end)
+        first = text.rfind(start, 0, max(last, 0))
+        if first >= 0:
+            return re.sub(r"\A\w*\n", "", text[first + len(start) : last]).strip()
+    return text.strip().rpartition("\n")[2].strip("` ")
 
 
 def _last_object(text: str) -> Any:
@@ -284,12 +354,14 @@ class Screen:
 
     Args:
         scale: Size of screenshots as ``WIDTHxHEIGHT``, or an empty string for the screen's.
-        pictures, trees: Contents of an observation.
+        observe: Contents of an observation: ``screenshot``, ``tree`` or ``both``.
+        ids: Whether the tree has the ids of elements instead of coordinates.
     """
 
-    def __init__(self, sandbox: Sandbox, scale: str, *, pictures: bool, trees: bool) -> None:
-        self._sandbox, self._pictures, self._trees = sandbox, pictures, trees
+    def __init__(self, sandbox: Sandbox, scale: str, observe: str, *, ids: bool) -> None:
+        self._sandbox, self._pictures, self._trees = sandbox, observe != "tree", observe != "screenshot"
         self._scale = ["--scale", scale] if scale else []
+        self._listing = ["--ids"] if ids else self._scale
         self._fresh = False
         """True if the screenshot in the sandbox was taken after the last action."""
         self._why = ""
@@ -363,7 +435,7 @@ class Screen:
         return None
 
     async def _tree(self) -> str | None:
-        done = await self._sandbox.exec(["screen", "tree", *self._scale], timeout_s=ACTION_TIMEOUT_S)
+        done = await self._sandbox.exec(["screen", "tree", *self._listing], timeout_s=ACTION_TIMEOUT_S)
         if done.exit_code:
             self._why = _failure(done)
             return None

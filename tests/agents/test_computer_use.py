@@ -16,6 +16,7 @@ from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.computer_use import LEFT, requests_of
 from megaflow_hpc.errors import ConfigError, LostError, UserCodeError
+from megaflow_hpc.model.engines.scripted.engine import START
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording
 from megaflow_hpc.types import AgentResult, Task
@@ -122,15 +123,23 @@ def test_fail_is_the_agents_own_failure_and_a_limit_truncates(engines: Engines, 
     assert (result.status, len(recording.turns)) == ("truncated", 1)
 
 
-@pytest.mark.parametrize("history", [1, 3, 10])
+@pytest.mark.parametrize("history", [0, 20, 10, 5, 3, 2, 1])
 def test_a_window_of_screens_costs_what_the_docs_say(engines: Engines, sandbox: LocalSandbox, history: int) -> None:
-    """Thirty screens: the sequences that start, and the screens in all of them."""
+    """Thirty screens: the sequences that start, the screens in all of them, and the tokens of such sequences."""
     engines.script(script(*[act("type", text=f"{number} ") for number in range(29)], DONE))
     _, recording = asyncio.run(roll(engines, sandbox, args={"history": history}))
     sequences, screens = len(recording.sequences), sum(len(sequence.images) for sequence in recording.sequences)
+    head = [START, *b"assistant\n"]
+    steps = sum(
+        sequence.tokens[place : place + len(head)].tolist() == head
+        for sequence in recording.sequences
+        for place in range(len(sequence.tokens))
+    )
+    cost = (700 * sequences + 1300 * screens + 60 * steps) / (700 + 30 * (1300 + 60))
     page = (ROOT / "docs" / "how-to" / "agents.md").read_text()
-    assert f"| {history} | {sequences} | {screens} |" in page
-    assert sequences == 1 + math.ceil((30 - history) / math.ceil(history / 2))
+    assert "30 screens of 1,300 tokens, 60 tokens of text each, and 700 of instructions" in page
+    assert f"| {history or '0 (all)'} | {sequences} | {screens} | {cost:.1f} |" in page
+    assert sequences == (1 + math.ceil((30 - history) / math.ceil(history / 2)) if history else 1)
     assert (len(recording.turns), len(recording.images)) == (30, 30), "each screenshot is stored once"
 
 

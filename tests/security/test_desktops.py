@@ -181,6 +181,29 @@ def test_markup_that_is_typed_runs_no_code(desktop_sif: Path, scratch: Path, tmp
     assert reward_of("terminal", "Use the terminal.", desktop_sif, scratch, tmp_path, inject) == 0.0
 
 
+def test_actions_on_elements_neither_leave_the_page_nor_run_code(
+    desktop_sif: Path, scratch: Path, tmp_path: Path
+) -> None:
+    """The episode lives on after all of it, and the solution still has its reward."""
+
+    async def attack(sandbox: Sandbox) -> None:
+        shown = (await sandbox.exec(["screen", "tree", "--ids"])).stdout
+        ids = re.findall(r"\[(\d+)\]", shown)
+        assert ids, shown
+        for url in (f"javascript:{FORGE}", "file:///proc/self/environ", "about:blank"):
+            assert "must not be left" in (await act(sandbox, action="goto", url=url))["error"]
+        for name in ("go_back", "go_forward"):
+            assert "must not be left" in (await act(sandbox, action=name))["error"]
+        for element in (*ids, FORGE, f"'); {FORGE}; ('"):
+            for name in ("fill", "focus"):
+                await act(sandbox, action=name, element=element, text=f"'; {FORGE}; '")
+            await act(sandbox, action="select", element=element, options=[f"`; {FORGE}; `"])
+        assert re.findall(r"\[(\d+)\]", (await sandbox.exec(["screen", "tree", "--ids"])).stdout) == ids
+        await click_button(sandbox, "ONE")
+
+    assert reward_of("click-test-2", "Click button ONE.", desktop_sif, scratch, tmp_path, attack) == 1.0
+
+
 def test_the_agent_reaches_nothing_of_the_page_but_the_port_of_screen(
     desktop_sif: Path, scratch: Path, tmp_path: Path
 ) -> None:

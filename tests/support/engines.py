@@ -40,8 +40,12 @@ def tiny_model(interpreter: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="session")
 def other_weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with the numbers of every tensor in reverse order."""
-    model = tmp_path_factory.mktemp("other") / "tiny"
-    shutil.copytree(tiny_model, model)
+    return reversed_weights(tiny_model, tmp_path_factory.mktemp("other") / "tiny")
+
+
+def reversed_weights(original: Path, model: Path) -> Path:
+    """Copy a model to the new directory ``model``, with the numbers of every tensor in reverse order."""
+    shutil.copytree(original, model)
     for file in model.glob("*.safetensors"):
         content = bytearray(file.read_bytes())
         start = 8 + int.from_bytes(content[:8], "little")

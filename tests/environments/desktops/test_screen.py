@@ -234,6 +234,35 @@ def test_a_desktop_beyond_its_memory_is_a_named_failure(desktop_sif: Path, scrat
     on_a_desktop(desktop_sif, scratch, use, started=False, memory_mb=100)
 
 
+async def open_page(sandbox: ApptainerSandbox) -> None:
+    await act(sandbox, action="key", text="ctrl+t")
+    await act(sandbox, action="type", text="file:///page.html\n")
+
+
+def test_six_pages_fit_the_processes_of_a_sandbox(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        for _ in range(5):
+            await open_page(sandbox)
+        assert 'button "Press"' in await tree(sandbox)
+        tasks = int((await sandbox.exec("ls -d /proc/[0-9]*/task/* | wc -l")).stdout)
+        assert 80 < tasks < 256, "half of the 512 of a sandbox"
+        assert not sandbox.breaches
+
+    on_a_desktop(desktop_sif, scratch, use)
+
+
+def test_a_desktop_beyond_its_processes_is_a_named_failure(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox) -> None:
+        for _ in range(20):
+            await open_page(sandbox)
+            if not (answer := await act(sandbox, action="screenshot"))["ok"]:
+                break
+        assert answer["error"].startswith("display lost")
+        assert {breach.limit for breach in sandbox.breaches} == {"processes"}
+
+    on_a_desktop(desktop_sif, scratch, use, processes=110)
+
+
 def test_the_tree_lists_windows_of_programs(desktop_sif: Path, scratch: Path) -> None:
     async def use(sandbox: ApptainerSandbox) -> None:
         await sandbox.exec("echo text > /note.txt")
@@ -300,3 +329,195 @@ def test_a_full_shared_memory_is_a_named_failure_or_none(desktop_sif: Path, scra
         assert answer["ok"] or answer["error"].startswith("display lost"), answer
 
     on_a_desktop(desktop_sif, scratch, use, started=False, memory_mb=1500)
+
+
+ELEMENTS = """<!DOCTYPE html><title>Elements</title>
+<script>
+for (const [owner, name] of [[Element.prototype, 'getClientRects'], [Element.prototype, 'scrollIntoViewIfNeeded'],
+    [Element.prototype, 'matches'], [Node.prototype, 'contains'], [Node.prototype, 'getRootNode'], [Array, 'from'],
+    [HTMLInputElement.prototype, 'select'], [HTMLElement.prototype, 'focus'], [Document.prototype, 'execCommand']])
+  owner[name] = () => { document.title = 'deceived'; return []; };
+</script>
+<style>main { height: 4000px } #cover, #covered { position: fixed; left: 900px; top: 300px; width: 200px; height: 60px }
+#low { margin-top: 2500px } span { cursor: pointer }</style>
+<main>
+<button onclick="note('pressed ' + event.shiftKey)" ondblclick="note('twice')">Press</button>
+<button disabled>Off</button><button style="opacity: 0; position: absolute; width: 0; height: 0; border: 0; padding: 0"
+  aria-label="Tiny"></button>
+<button id="covered">Covered</button><div id="cover"></div>
+<button onclick="this.remove()">Leave</button><button onclick="this.matches('a')">Match</button>
+<input aria-label="name" value="old" oninput="note('input ' + event.isTrusted + ' ' + value)">
+<input type="date" aria-label="day" onchange="note('day ' + value)">
+<input aria-label="fixed" readonly value="as it is">
+<textarea aria-label="story"></textarea>
+<div contenteditable role="textbox" aria-label="rich">some <b>text</b></div>
+<select aria-label="colour" onchange="note('colour ' + value)">
+  <option value="r">Red<option value="b">Blue<option disabled>None</select>
+<select aria-label="many" multiple onchange="note('many ' + Array.prototype.map.call(selectedOptions, o => o.value))">
+  <option>one<option>two<option>three</select>
+<span id="plain">Plain</span>
+<div id="grip" role="img" aria-label="grip" style="width: 60px; height: 60px"></div>
+<div role="img" aria-label="goal" style="width: 60px; height: 60px" onmouseup="note('dropped')"></div>
+<iframe srcdoc="<button onclick='parent.note(1)'>Inner</button>"></iframe>
+<button id="low" onclick="note('low ' + (scrollY > 0))">Low</button>
+<div role="status" aria-label="" id="log"></div>
+</main>
+<script>
+const log = document.getElementById('log');
+function note(text) { log.setAttribute('aria-label', log.getAttribute('aria-label') + text + ';'); }
+document.getElementById('plain').addEventListener('click', () => note('plain'));
+document.getElementById('grip').addEventListener('mousedown', () => note('held'));
+addEventListener('wheel', event => note('wheel ' + event.deltaX + ' ' + event.deltaY), { once: true });
+</script>
+"""
+
+
+async def elements(sandbox: ApptainerSandbox) -> dict[str, str]:
+    """Return the id of each element by role and name, and the whole tree under an empty key."""
+    shown = await tree(sandbox, "--ids")
+    return {
+        **{line: bid for bid, line in re.findall(r"^\t*\[(\d+)\] (\w+(?: '[^']*')?)", shown, re.MULTILINE)},
+        "": shown,
+    }
+
+
+async def on_elements(
+    image: Path, scratch: Path, use: Callable[[ApptainerSandbox, dict[str, str]], Awaitable[None]], *words: str
+) -> None:
+    async with ApptainerProvider(scratch) as provider:
+        async with await provider.start(SandboxSpec(str(image), network="gateway")) as sandbox:
+            await sandbox.exec(["sh", "-c", "cat > /page.html"], user_input=ELEMENTS)
+            assert (await screen(sandbox, "start", "--url", "file:///page.html", *words))["ok"]
+            await use(sandbox, await elements(sandbox))
+
+
+@pytest.mark.parametrize("words", [(), ("--zoom", "2", "--kiosk")], ids=["window", "zoomed"])
+async def test_elements_are_acted_on_by_their_ids(words: tuple[str, ...], desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox, ids: dict[str, str]) -> None:
+        async def after(expected: str, action: str, element: str, **fields: Any) -> None:
+            answer = await act(sandbox, action=action, element=ids[element], **fields)
+            assert answer == {"ok": True}, (element, answer)
+            for _ in range(20):
+                if expected in (shown := await tree(sandbox, "--ids")):
+                    return
+                await asyncio.sleep(0.1)
+            raise AssertionError(f"{action} of {element} has not led to {expected}: {shown}")
+
+        await after("pressed true;", "left_click", "button 'Press'", text="shift")
+        await after("twice;", "double_click", "button 'Press'")
+        await after("plain;", "left_click", "generic")
+        await after("input true new text;", "fill", "textbox 'name'", text="new text")
+        await after("input true ;", "fill", "textbox 'name'", text="")
+        await after("day 2024-02-29;", "fill", "Date 'day'", text="2024-02-29")
+        await after(r"value='two\nlines'", "fill", "textbox 'story'", text="two\nlines")
+        await after("value='<b>plain</b>'", "fill", "textbox 'rich'", text="<b>plain</b>")
+        await after("colour b;", "select", "combobox 'colour'", options=["Blue"])
+        await after("many one,three;", "select", "listbox 'many'", options=["one", "three"])
+        await act(sandbox, action="focus", element=ids["textbox 'story'"])
+        await act(sandbox, action="key", text="ctrl+a")
+        await act(sandbox, action="type", text="typed")
+        await after("value='typed'", "focus", "textbox 'story'")
+        await after("held;dropped;", "left_click_drag", "image 'goal'", start_element=ids["image 'grip'"])
+        await after("1;", "left_click", "button 'Inner'")
+        await after("low true;", "left_click", "button 'Low'")
+        await act(sandbox, action="scroll", delta=[0, -300])
+        shown = await tree(sandbox, "--ids")
+        assert f"wheel 0 {-300 if not words else -150};" in shown
+        kept = await elements(sandbox)
+        lasting = [name for name in ids if re.match("button|textbox|combobox|listbox|option|image|generic", name)]
+        assert len(lasting) > 15
+        assert [kept[name] for name in lasting] == [ids[name] for name in lasting]
+
+    await on_elements(desktop_sif, scratch, use, *words)
+
+
+async def test_what_cannot_be_done_with_an_element_is_named(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox, ids: dict[str, str]) -> None:
+        assert (await act(sandbox, action="left_click", element=ids["button 'Leave'"]))["ok"]
+        gone = "is not on the page; look at it again for the present ids"
+        wrong: list[tuple[str, Any, dict[str, Any], str]] = [
+            ("left_click", ids["button 'Leave'"], {}, gone),
+            ("left_click", "99999", {}, gone),
+            ("left_click", "<script>", {}, gone),
+            ("left_click", 7, {}, "element 7: expected a text"),
+            ("left_click", [], {}, "element []: expected a text"),
+            ("left_click", ids["button 'Off'"], {}, "is disabled"),
+            ("left_click", ids["button 'Tiny'"], {}, "is not visible"),
+            ("mouse_move", ids["button 'Covered'"], {}, "is covered by another element (div)"),
+            ("left_click", ids["option 'Blue'"], {}, "is not visible"),
+            ("fill", ids["button 'Press'"], {"text": "x"}, "is not a field for text"),
+            ("fill", ids["textbox 'fixed'"], {"text": "x"}, "cannot be edited"),
+            ("fill", ids["Date 'day'"], {"text": "soon"}, "takes no such date"),
+            ("fill", ids["textbox 'name'"], {"text": "x" * 10_001}, "fill in at most 10000"),
+            ("fill", ids["textbox 'name'"], {"text": 1}, "text 1: expected a text"),
+            ("focus", ids["status ''"], {}, "cannot have the focus"),
+            ("select", ids["textbox 'name'"], {"options": ["x"]}, "is not a list of options"),
+            ("select", ids["combobox 'colour'"], {"options": ["Green"]}, 'has no option "Green"'),
+            ("select", ids["combobox 'colour'"], {"options": ["None"]}, 'has no option "None"'),
+            ("select", ids["combobox 'colour'"], {"options": ["Red", "Blue"]}, "takes one option"),
+            ("select", ids["combobox 'colour'"], {"options": "Red"}, "options 'Red': expected a list of texts"),
+            ("scroll", None, {"delta": [0, 1e9]}, "expected [x, y] of at most 100000 pixels"),
+            ("scroll", None, {"delta": [0, float("nan")]}, "expected [x, y] of at most 100000 pixels"),
+        ]
+        for action, element, fields, reason in wrong:
+            answer = await act(sandbox, action=action, element=element, **fields)
+            assert not answer["ok"], (action, element, fields)
+            assert reason in answer["error"], (action, element, fields, answer)
+        assert (await act(sandbox, action="left_click", element=ids["button 'Press'"]))["ok"]
+
+    await on_elements(desktop_sif, scratch, use)
+
+
+async def test_addresses_are_opened_and_ids_of_another_page_are_stale(desktop_sif: Path, scratch: Path) -> None:
+    async def use(sandbox: ApptainerSandbox, ids: dict[str, str]) -> None:
+        await sandbox.exec(["sh", "-c", "cat > /other.html"], user_input="<button>Press</button>")
+        assert (await act(sandbox, action="goto", url="file:///other.html"))["ok"]
+        other = await elements(sandbox)
+        assert other["button 'Press'"] not in ids.values()
+        assert "is not on the page" in (await act(sandbox, action="mouse_move", element=ids["button 'Press'"]))["error"]
+        assert "is not on the page" in (await act(sandbox, action="focus", element=ids["button 'Press'"]))["error"]
+        assert (await act(sandbox, action="go_back"))["ok"]
+        assert "button 'Low'" in (await elements(sandbox))[""]
+        assert (await act(sandbox, action="go_forward"))["ok"]
+        assert "button 'Low'" not in (await elements(sandbox))[""]
+        assert "no such page" in (await act(sandbox, action="go_forward"))["error"]
+        for url in (
+            "javascript:document.title='run'",
+            "JAVASCRIPT:1",
+            " javascript:1",
+            "view-source:file:///page.html",
+        ):
+            assert "expected http://" in (await act(sandbox, action="goto", url=url))["error"]
+        for url in ("chrome://version", "devtools://devtools/bundled/inspector.html", "data:text/html,x", "", None, 5):
+            assert "expected http://" in (await act(sandbox, action="goto", url=url))["error"]
+        for url, reason in (("file:///missing.html", "ERR_FILE_NOT_FOUND"), ("http://127.0.0.1:9", "ERR_")):
+            assert reason in (await act(sandbox, action="goto", url=url))["error"]
+
+    await on_elements(desktop_sif, scratch, use)
+
+
+async def test_a_page_cannot_deceive_the_functions_of_actions(desktop_sif: Path, scratch: Path) -> None:
+    """The page replaces what they use. That would be called if they ran among its scripts."""
+
+    async def use(sandbox: ApptainerSandbox, ids: dict[str, str]) -> None:
+        for action in (
+            {"action": "left_click", "element": ids["button 'Low'"]},
+            {"action": "fill", "element": ids["textbox 'name'"], "text": "x"},
+            {"action": "focus", "element": ids["textbox 'story'"]},
+            {"action": "select", "element": ids["combobox 'colour'"], "options": ["Blue"]},
+        ):
+            assert (await act(sandbox, **action))["ok"]
+        assert "deceived" not in await tree(sandbox, "--ids")
+        await act(sandbox, action="left_click", element=ids["button 'Match'"])
+        assert "deceived" in await tree(sandbox, "--ids"), "the page's own scripts do call it"
+
+    await on_elements(desktop_sif, scratch, use)
+
+
+async def test_without_a_browser_the_tree_and_actions_say_so(desktop_sif: Path, scratch: Path) -> None:
+    async with ApptainerProvider(scratch) as provider:
+        async with await provider.start(SandboxSpec(str(desktop_sif), network="gateway")) as sandbox:
+            assert (await screen(sandbox, "start", "--run", "l3afpad"))["ok"]
+            assert await tree(sandbox, "--ids") == "(no browser runs on this desktop)\n"
+            for action in ({"action": "left_click", "element": "1"}, {"action": "go_back"}):
+                assert (await act(sandbox, **action))["error"] == "no browser runs on this desktop"

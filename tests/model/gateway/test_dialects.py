@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -279,6 +280,21 @@ def test_images_pass_through() -> None:
     item = {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": url}]}
     (user,) = responses.request({"input": [item]})["messages"]
     assert [part["type"] for part in user["content"]] == ["text", "image_url"]
+
+
+@pytest.mark.parametrize("in_result", [False, True])
+def test_images_of_a_vendors_files_are_refused_by_name(in_result: bool) -> None:
+    parts: list[Any] = [{"type": "image", "source": {"type": "file", "file_id": "f"}}]
+    where = "messages[0].content[0]" + (".content[0]" if in_result else "")
+    if in_result:
+        parts = [{"type": "tool_result", "tool_use_id": "c", "content": parts}]
+    with pytest.raises(BadRequest, match=re.escape(f"{where}.source.type: expected one of url, base64, found 'file'")):
+        messages.request({"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
+    parts = [{"type": "input_image", "file_id": "f"}]
+    message = {"role": "user", "content": parts}
+    item = {"type": "function_call_output", "call_id": "c", "output": parts} if in_result else message
+    with pytest.raises(BadRequest, match=r"input\[0\]\.(content|output)\[0\]\.image_url: expected a value"):
+        responses.request({"input": [item]})
 
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}

@@ -125,6 +125,9 @@ def bridged(result):
     result["areal"] = [[len(g["multi_modal_input"]), len(g["input_ids"])] for g in groups]
     counts = [int(p["image_grid_thw"].shape[0]) if p else 0 for g in groups for p in g["multi_modal_input"]]
     result["areal images"] = counts == [len(row.images) for row in own]
+    pairs = zip((p for g in groups for p in g["multi_modal_input"]), others["multi_modal_inputs"], strict=True)
+    result["areal as verl"] = all(a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in pairs)
+    result["several images"] = sum(len({image.sha256 for _, image in row.images}) > 1 for row in own)
     for name, call in {"verl": lambda: verl.batch(step), "prime": lambda: prime_rl.grid(step, 10_000, 1, "x")}.items():
         try:
             call()
@@ -225,6 +228,8 @@ def test_verl_computes_our_log_probabilities_from_its_columns(found):
 def test_areal_gets_the_pixels_of_each_row(found):
     assert all(inputs == lines for inputs, lines in found["areal"])
     assert found["areal images"]
+    assert found["areal as verl"]
+    assert found["several images"] > 3, "two of a row could be swapped"
 
 
 def test_prime_rl_is_refused_images(found):
