@@ -32,7 +32,7 @@ BUDGETS = {
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 5,
     "thousand tokens of ledger": 20,
-    "thousand tokens of model": 76,
+    "thousand tokens of model": 77,  # with the starters of sub-agents in the background
     "thousand tokens of monitor": 11,
     "thousand tokens of pod": 38,
     "thousand tokens of prove": 8,

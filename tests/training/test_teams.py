@@ -86,19 +86,20 @@ def test_each_role_is_trained_on_its_own_reward(tmp_path: Path) -> None:
     assert settled[0] == settled[1]
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("trained", [["author"], ["second"], ["third"], ["second", "third"]])
-def test_any_member_may_be_frozen_and_one_asks_for_all(tmp_path: Path, trained: list[str]) -> None:
+def test_any_member_may_be_frozen_and_one_asks_for_all(tmp_path: Path, trained: list[str], staleness: int) -> None:
     roles = {**WRITER, "editor": "third"}
-    run = team(tmp_path, roles, trained, models=3)
+    run = team(tmp_path, roles, trained, models=3, staleness=staleness)
     pods = Pods(run, written, roles=[*CALLS, ("editor", "third")], named=right)
     learn(run, pods, trained)
     rollouts = [rollout for block in read_blocks(run) for rollout in block.rollouts]
     assert len(rollouts) == 3 * 2 * 4, "requested once"
     assert {rollout.policy for rollout in rollouts} == {"author"}
     for policy in trained:
-        assert sorted(one.id for plan in planned(run, policy) for one in plan.rollouts) == sorted(
-            rollout.id for rollout in rollouts
-        )
+        plans = planned(run, policy)
+        assert sorted(one.id for plan in plans for one in plan.rollouts) == sorted(rollout.id for rollout in rollouts)
+        assert max(age for plan in plans for age in plan.staleness) == staleness
 
 
 def test_two_roles_of_one_policy_have_advantages_of_their_own(tmp_path: Path) -> None:
