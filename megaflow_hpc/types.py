@@ -7,6 +7,7 @@ this module and :mod:`megaflow_hpc.trajectory`, so each can be replaced independ
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -331,13 +332,52 @@ class ModelEndpoint:
 
 
 CALL_HEADER = "x-megaflow-call"
-"""Header of the gateway's answer: number of the model call in its rollout, from 0."""
+"""Header of the gateway's answer: number of the model call in its rollout, from 0. Streams begin before it is known."""
 STARTED_BY_HEADER = "x-megaflow-started-by"
 """Header of a request: number of the call that caused it, such as a parent agent's."""
 TURN_REWARD = "turn."
 """Prefix of the rewards of single turns: ``turn.0`` is the reward of the rollout's first model call."""
 SEQUENCE_REWARD = "sequence."
 """Prefix of a scorer's rewards for single token sequences of the policy."""
+MAX_REWARD = 3.4028234663852886e38
+"""Largest absolute value of a reward. Rewards are stored as float32."""
+MAX_REWARDS = 1000
+"""Maximum number of a rollout's named rewards, without those of turns and sequences. Each name becomes a column for all
+trajectories."""
+MAX_NAME_LENGTH = 1024
+"""Maximum length of a stored name in characters. Every row of a string column is as wide as its longest string."""
+_PART_REWARD = re.compile(r"(turn|sequence)\.-?\d+")
+
+
+def is_part_reward(name: str) -> bool:
+    """Returns whether a reward of this name belongs to a single turn or token sequence."""
+    return _PART_REWARD.fullmatch(name) is not None
+
+
+def main_reward(rewards: Mapping[str, float]) -> float | None:
+    """Returns the reward of the whole rollout: ``reward``, or else the first of no turn or sequence, if any."""
+    own = [value for name, value in rewards.items() if not is_part_reward(name)]
+    reward = rewards.get("reward", own[0] if own else math.nan)
+    return None if math.isnan(reward) else reward
+
+
+def checked_rewards(rewards: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns named rewards as floats, if a trajectory can store them.
+
+    Raises:
+        ValueError: A value is not a finite number in the range of float32, a name is not a text of at most
+            :data:`MAX_NAME_LENGTH` characters, or there are more than :data:`MAX_REWARDS` names.
+    """
+    checked: dict[str, float] = {}
+    for name, value in rewards.items():
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
+            raise ValueError(f"reward {name!r:.80}: expected a name of 1 to {MAX_NAME_LENGTH} characters")
+        if not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:  # NaN fails this test too
+            raise ValueError(f"reward {name!r:.80} is {value!r:.80}; expected a finite number that 32 bits hold")
+        checked[name] = float(value)
+    if (count := sum(not is_part_reward(name) for name in checked)) > MAX_REWARDS:
+        raise ValueError(f"{count} names of rewards; expected at most {MAX_REWARDS}, those of turns not counted")
+    return checked
 
 
 @dataclass
@@ -402,6 +442,10 @@ class Artifact:
         return f"<Artifact {self.name!r}: {len(self.data)} bytes>"
 
 
+ONLY_PARTS = "the rollout has no reward, only rewards of turns; add one called reward"
+"""Error of a verdict whose rewards all belong to turns or sequences."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Result of a verification. ``output`` is the output of the tests, up to a size limit. A task format may set
@@ -420,11 +464,15 @@ class Verdict:
 
     @classmethod
     def of(cls, rewards: Mapping[str, float], output: str = "", artifacts: Sequence[Artifact] = ()) -> Verdict:
-        """Creates a verdict from at least one named reward. The verdict's reward is the entry named ``reward``, or else
-        the first entry."""
+        """Creates a verdict from named rewards. The verdict's reward is their :func:`main_reward`.
+
+        If all of them belong to turns, the verdict has an error. With reward 0, all rollouts of a group would be equal,
+        and nothing would say why none is trained on.
+        """
         kept = {name: value + 0.0 for name, value in rewards.items()}  # turns -0.0 into 0.0
-        reward = kept["reward"] if "reward" in kept else next(iter(kept.values()))
-        return cls(reward, kept, output, artifacts=list(artifacts))
+        reward = main_reward(kept)
+        error = ONLY_PARTS if reward is None else ""
+        return cls(reward, kept, output, error, artifacts=list(artifacts))
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import math
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megaflow_hpc.errors import ConfigError, MegaflowError, UserCodeError
-from megaflow_hpc.types import VERIFIED, Agent, AgentResult
+from megaflow_hpc.types import TURN_REWARD, VERIFIED, Agent, AgentResult, checked_rewards
 
 NAMES: Mapping[str, str] = {
     "oracle": "megaflow_hpc.agents.without_model:OracleAgent",
@@ -125,7 +124,8 @@ def result_of(name: str, returned: Any) -> AgentResult:
     """Converts the return value of an agent's ``run`` to a result. ``None`` means that the rollout completed.
 
     Raises:
-        UserCodeError: ``run`` returned anything else. The message names the agent and the expected value.
+        UserCodeError: ``run`` returned anything else, or a value that a trajectory cannot store. The message names the
+            agent and the expected value.
     """
     if returned is None:
         return AgentResult()
@@ -139,16 +139,19 @@ def result_of(name: str, returned: Any) -> AgentResult:
             f"agent {name}: run returned AgentResult(status={returned.status!r}); expected completed, or truncated by "
             "a limit; raise other failures, or set error and exit_code"
         )
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in returned.turn_rewards):
-        raise UserCodeError(f"agent {name}: turn_rewards {returned.turn_rewards!r:.80}: expected finite numbers")
-    for reward, value in returned.rewards.items():
-        if not isinstance(reward, str) or reward in ("", "reward", "score") or "." in reward:
+    if not isinstance(returned.error, str) or not all(isinstance(message, dict) for message in returned.messages):
+        raise UserCodeError(f"agent {name}: expected a text as error, and a list of dicts as messages")
+    try:
+        turns = checked_rewards({f"{TURN_REWARD}{number}": value for number, value in enumerate(returned.turn_rewards)})
+        rewards = checked_rewards(returned.rewards)
+    except ValueError as error:
+        raise UserCodeError(f"agent {name}: rewards and turn_rewards: {error}") from None
+    for reward in rewards:
+        if reward in ("reward", "score") or "." in reward:
             raise UserCodeError(
                 f"agent {name}: rewards {reward!r:.80}: expected names without a dot, other than reward and score"
             )
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserCodeError(f"agent {name}: rewards[{reward!r}] {value!r:.80}: expected a finite number")
-    return returned
+    return replace(returned, turn_rewards=list(turns.values()), rewards=rewards)
 
 
 def _get(spec: AgentSpec | Mapping[str, Any], key: str) -> Any:

@@ -132,6 +132,12 @@ class CampaignConfig(Section):
             raise ValueError("give either model or models, not both")
         if self.team:
             check_team(self.team, self.models or ({"default": self.model} if self.model else {}))
+            rewarded = [name for name, role in self.team.roles.items() if role.reward]
+            if rewarded and self.scheduling.signal_after:
+                raise ValueError(
+                    "scheduling.signal_after: it compares the rollouts' own rewards, which may be equal where those of "
+                    f"role {rewarded[0]!r} differ; leave it out"
+                )
             titles = {agent.short_title for agent in self.policies()[self.team.owning_policy].agents}
             if len(titles) > 1 and (same := self.team.roles.keys() & titles):
                 raise ValueError(

@@ -22,8 +22,6 @@ from megaflow_hpc.tasks.checkout import Patch
 from megaflow_hpc.tasks.judging import Judge
 from megaflow_hpc.types import ExecResult, Network, Task, Verdict
 
-MAX_REWARD = 3.4028234663852886e38
-"""Largest valid reward. Rewards are stored as float32."""
 TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
 """Matches a task id, which is used in directory and column names. In a rollout id, an @ precedes the round."""
 

@@ -40,7 +40,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import math
 import os
 import sys
 import threading
@@ -53,17 +52,22 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
+from pydantic import ValidationError
 
+from megaflow_hpc.config.reading import explain
+from megaflow_hpc.config.services import ServiceConfig, check_services
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
 from megaflow_hpc.environments.images.sources import ImageRequest
 from megaflow_hpc.environments.sandbox.sandbox import READ_LIMIT, ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.host.loop import blocking
-from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, OneStep, Refuse, TaskFormat, VerificationContext
+from megaflow_hpc.tasks import checkout
+from megaflow_hpc.tasks.formats import TASK_ID, OneStep, Refuse, TaskFormat, VerificationContext
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
 from megaflow_hpc.tasks.judging import Judge, WaitingJudge, rubric_files
-from megaflow_hpc.types import ExecResult, Limits, Task, Verdict
+from megaflow_hpc.tasks.services import check_ports
+from megaflow_hpc.types import ExecResult, Limits, Service, Task, Verdict, checked_rewards
 
 SETTINGS: Mapping[str, tuple[type, ...]] = {
     "image": (str,),
@@ -77,10 +81,11 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
     "cpus": (int, float),
     "disk_mb": (int,),
     "processes": (int,),
+    "services": (dict,),
 }
 """Maps each class or instance attribute to its accepted types. Only ``image`` is required."""
 
-IN_SANDBOX = frozenset({"workdir", "user", "env", "network", "memory_mb", "cpus", "disk_mb", "processes"})
+IN_SANDBOX = frozenset(SETTINGS) - {"image", "timeout_s", "score_timeout_s"}
 """Settings that apply only to tasks with a sandbox."""
 MAX_ERROR_CHARS = 2_000
 """Maximum length of an exception of a task's code, which may quote what an agent wrote."""
@@ -182,10 +187,32 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
         verifier_timeout_s=float(values["score_timeout_s"] or 600),
         limits=Limits(values["memory_mb"], values["cpus"], values["disk_mb"], values["processes"] or 512),
         network=values["network"],
+        services=_services(name, values["services"] or {}, where),
         metadata={"python": msgspec.to_builtins(class_source)},
     )
     SandboxSpec(made.image or NONE, made.env, made.workdir, network=made.network or "none").check()
     return made
+
+
+def _services(task_id: str, sections: Mapping[str, Any], where: str) -> tuple[Service, ...]:
+    """Returns the services of a task. Their keys are those of ``services`` in a campaign file."""
+    parsed: dict[str, ServiceConfig] = {}
+    for name, section in sections.items():
+        try:
+            parsed[str(name)] = ServiceConfig.model_validate(section)
+        except ValidationError as error:
+            raise ConfigError(explain(error, f"{where}: services.{name}", None, ServiceConfig)) from None
+        if parsed[str(name)].per != "rollout":
+            raise ConfigError(
+                f"{where}: services.{name}.per: only services of the campaign file are shared; move it there"
+            )
+    try:
+        check_services(parsed)
+    except ValueError as error:
+        raise ConfigError(f"{where}: services: {error}") from None
+    services = tuple(section.service(name) for name, section in parsed.items())
+    check_ports(task_id, services)
+    return services
 
 
 def _load(source: str, base: str) -> Any:
@@ -274,7 +301,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
                 "roles": context.roles,
                 "messages": context.messages,
                 "patch": partial(_text, context),
-                "artifacts": context.artifacts,
+                "artifacts": partial(_files, context),
             }
             more = {name: get() for name, get in known.items() if name in extras_of(instance.score)}
             more |= {"task": task} if "task" in extras_of(instance.score) else {}
@@ -290,21 +317,26 @@ def _text(context: VerificationContext) -> str:
     return context.patch.data.decode("utf-8", "replace") if context.patch else ""
 
 
+def _files(context: VerificationContext) -> dict[str, bytes]:
+    """Returns the stored files and the patch, which a campaign stores only after the verdict."""
+    patch = {artifact.name: artifact.data for artifact in checkout.to_artifacts(context.patch)}
+    return {**context.artifacts(), **patch}
+
+
 def named_rewards(task: Task, method: Callable[..., Any], score: Any) -> dict[str, float]:
     """Checks a score, and returns it as rewards by name.
 
     Raises:
-        UserCodeError: it is neither a finite number nor a mapping from names to finite numbers.
+        UserCodeError: it is neither a finite number nor a mapping from names to finite numbers, or a trajectory cannot
+            store it.
     """
-    rewards: dict[str, float] = {}
-    for name, value in (score if isinstance(score, Mapping) else {"reward": score}).items():
-        number = value if isinstance(value, int | float) else math.nan
-        if not isinstance(name, str) or not abs(number) <= MAX_REWARD:  # NaN fails this test too
-            raise UserCodeError(
-                f"{code_of(method)}: score of task {task.id} returned {score!r:.80}; expected a finite number, "
-                "or finite numbers by name"
-            )
-        rewards[name] = float(number)
+    try:
+        rewards = checked_rewards(score if isinstance(score, Mapping) else {"reward": score})
+    except ValueError as error:
+        raise UserCodeError(
+            f"{code_of(method)}: score of task {task.id} returned {score!r:.80}; expected a finite number, "
+            f"or finite numbers by name ({error})"
+        ) from None
     if not rewards:
         raise UserCodeError(f"{code_of(method)}: score of task {task.id} returned no reward; expected a number")
     return rewards

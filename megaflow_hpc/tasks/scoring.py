@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError, UserCodeError
 from megaflow_hpc.tasks.judging import Judge, Message, Rubric, rubric_files
 from megaflow_hpc.tasks.python_class import code_of, named_rewards, origin
-from megaflow_hpc.types import SEQUENCE_REWARD, TURN_REWARD, Task
+from megaflow_hpc.types import TURN_REWARD, Task
 
 PARAMETERS = ("messages", "roles", "patch", "artifacts", "task", "judge", "trajectory", "reward", "rewards", "sandbox")
 """Parameters that a scorer may have. ``reward`` and ``rewards`` are those of the campaign's own verification."""
@@ -145,13 +144,6 @@ def check_turns(rewards: Mapping[str, float], turns: int) -> None:
                 f"reward {name!r:.60}: the rollout made {turns} model calls; expected "
                 + (f"{TURN_REWARD}0 to {TURN_REWARD}{turns - 1}" if turns else "no rewards of turns")
             )
-
-
-def main_reward(rewards: Mapping[str, float]) -> float | None:
-    """Returns the reward of the whole rollout: ``reward``, or else the first of no turn or sequence, if any."""
-    own = [value for name, value in rewards.items() if not name.startswith((TURN_REWARD, SEQUENCE_REWARD))]
-    reward = rewards.get("reward", own[0] if own else math.nan)
-    return None if math.isnan(reward) else reward
 
 
 def _method(target: Any) -> Any:

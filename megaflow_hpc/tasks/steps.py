@@ -32,7 +32,7 @@ from megaflow_hpc.errors import (
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext, format_of
 from megaflow_hpc.tasks.sandboxes import NoSandbox
-from megaflow_hpc.types import Task, Verdict
+from megaflow_hpc.types import Task, Verdict, is_part_reward
 
 T = TypeVar("T")
 RETRY_DELAYS_S = 1.0, 5.0
@@ -115,7 +115,7 @@ async def run_steps(
                 break
         under_way = False
         await run_agent(number, step)
-        names = [name for earlier in verdicts for name in earlier.verdict.rewards]
+        names = _names(verdicts)
         with verifying():
             verdict = await verify(step, sandbox, context, stay=number < len(steps) - 1, names=names)
         verdicts.append(StepVerdict(task_format.step_name(step), verdict))
@@ -126,9 +126,13 @@ async def run_steps(
 
 def _setup_failed(before: Sequence[StepVerdict], why: str) -> Verdict:
     """Returns the verdict on a step that cannot be set up on the agent's files, be it by accident or on purpose."""
-    names = [name for step in before for name in step.verdict.rewards]
     why = f"the step cannot be set up on the files of the earlier steps: {why}"
-    return replace(Verdict.of(dict.fromkeys(names, 0.0), why), agent_error=why)
+    return replace(Verdict.of(dict.fromkeys(_names(before), 0.0), why), agent_error=why)
+
+
+def _names(verdicts: Sequence[StepVerdict]) -> list[str]:
+    """Returns the names of the steps' rewards, without those of turns, which belong to the step that gave them."""
+    return [name for step in verdicts for name in step.verdict.rewards if not is_part_reward(name)]
 
 
 async def verify(
@@ -183,8 +187,8 @@ def _zero_if_failed(verdict: Verdict | None, why: str, names: Sequence[str]) -> 
     verdict = verdict or Verdict(error=why)
     if not verdict.error:
         return verdict
-    zeros = dict.fromkeys(verdict.rewards or names or ["reward"], 0.0)
-    return replace(verdict, reward=0.0, rewards=zeros)
+    own = [name for name in verdict.rewards if not is_part_reward(name)]
+    return replace(verdict, reward=0.0, rewards=dict.fromkeys(own or names or ["reward"], 0.0))
 
 
 async def run_conversation(

@@ -49,7 +49,7 @@ class Planner:
     ) -> None:
         self._bound = bound
         self._config, self._policy, self.buffer = config, policy, buffer
-        self._prompts = Prompts(config.prompts, policy.pass_threshold)
+        self._prompts = Prompts(config.prompts, policy.pass_threshold, policy.roles)
         self.learned = learned
         self.lacks = 0
         """Number of groups that were missing the last time that no plan could be made."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,15 +28,37 @@ def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[
     The return of turn t is the sum over s ≥ t of ``discount``^(s − t) × the reward of turn s. The rollout's reward is
     added to that of its last turn. A turn that only one rollout reached has advantage 0. This is the return of
     REINFORCE (Williams 1992; Sutton and Barto 2018, section 13.3). Turn-level credit for agents follows Zeng et al.
-    2025, arXiv 2505.11821.
+    2025, arXiv 2505.11821. If the policy plays several roles, each role's turns count by themselves, with its reward.
     """
-    advantages: dict[str, list[float]] = {}
-    for group in groups:
+
+    def compared(group: SampleGroup) -> dict[str, list[float]]:
         returns = {sample.id: _returns(sample, discount) for sample in group.samples}
         longest = max(map(len, returns.values()))
         reached = [[own[turn] for own in returns.values() if turn < len(own)] for turn in range(longest)]
         means = [math.fsum(values) / len(values) for values in reached]
-        advantages |= {id: [value - means[turn] for turn, value in enumerate(own)] for id, own in returns.items()}
+        return {id: [value - means[turn] for turn, value in enumerate(own)] for id, own in returns.items()}
+
+    return _by_role(groups, compared)
+
+
+def _by_role(
+    groups: Sequence[SampleGroup], compared: Callable[[SampleGroup], dict[str, list[float]]]
+) -> dict[str, list[float]]:
+    """Returns the advantage of each turn, from groups of the turns of one role."""
+    advantages: dict[str, list[float]] = {}
+    for group in groups:
+        advantages |= {sample.id: [0.0] * max(len(sample.turns), 1) for sample in group.samples}
+        for role in dict.fromkeys(role for sample in group.samples for role in sample.roles or ("",)):
+            parts, places = [], dict[str, list[int]]()
+            for sample in group.samples:
+                own = [n for n, turn in enumerate(sample.turns) if not role or sample.roles[turn.sequence] == role]
+                if role in (sample.roles or ("",)) and (own or not sample.turns):
+                    places[sample.id] = own or [0]
+                    turns, reward = tuple(sample.turns[n] for n in own), sample.role_rewards.get(role, sample.reward)
+                    parts.append(replace(sample, turns=turns, reward=reward))
+            for id, values in compared(group.only(tuple(parts))).items():
+                for place, value in zip(places[id], values, strict=True):
+                    advantages[id][place] = value
     return advantages
 
 
@@ -79,10 +101,11 @@ def anchor_groups(groups: Sequence[SampleGroup], discount: float = 0.95, weight:
     The first part is the sum of the rollout's reward and its turn rewards, minus the group's mean. The second is the
     turn's return, as in :func:`returns_to_go`, minus the mean return of all turns in the group that answered an equal
     message, such as the same output of a command. A state that occurs only once adds nothing. Deviations are not
-    normalised (F = 1). Feng et al. 2025, GiGPO, arXiv 2505.10978, equations 2 to 8.
+    normalised (F = 1). Feng et al. 2025, GiGPO, arXiv 2505.10978, equations 2 to 8. If the policy plays several roles,
+    each role's turns count by themselves, with its reward.
     """
-    advantages: dict[str, list[float]] = {}
-    for group in groups:
+
+    def compared(group: SampleGroup) -> dict[str, list[float]]:
         totals = {sample.id: sample.reward + math.fsum(sample.turn_rewards) for sample in group.samples}
         mean = math.fsum(totals.values()) / len(totals)
         returns = {sample.id: _returns(sample, discount) for sample in group.samples}
@@ -91,22 +114,31 @@ def anchor_groups(groups: Sequence[SampleGroup], discount: float = 0.95, weight:
             for turn, value in zip(sample.turns, returns[sample.id], strict=False):
                 by_state.setdefault(turn.state, []).append(value)
         means = {state: math.fsum(values) / len(values) for state, values in by_state.items()}
+        advantages: dict[str, list[float]] = {}
         for sample in group.samples:
             among = [
                 value - means[turn.state] if turn.state else 0.0
                 for turn, value in zip(sample.turns, returns[sample.id], strict=False)
             ]
             advantages[sample.id] = [totals[sample.id] - mean + weight * step for step in among or [0.0]]
-    return advantages
+        return advantages
+
+    return _by_role(groups, compared)
 
 
-def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, float]:
+def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, float | list[float]]:
     """Gives advantage 1 to rollouts with a reward of at least ``threshold``, else 0: rejection-sampling fine-tuning.
+
+    In a team, the reward of each sequence is that of its role.
 
     With ``loss.kind: megaflow_hpc.training.trainer.recipes:likelihood``, the passed rollouts serve as demonstrations
     (Yuan et al. 2023, RFT, arXiv 2308.01825; Dong et al. 2023, RAFT, arXiv 2304.06767).
     """
-    return {s.id: float(s.reward >= threshold) for group in groups for s in group.samples}
+
+    def by_sequence(sample: Sample) -> list[float]:
+        return [float(sample.role_rewards.get(role, sample.reward) >= threshold) for role in sample.roles]
+
+    return {s.id: by_sequence(s) or float(s.reward >= threshold) for group in groups for s in group.samples}
 
 
 def pairs(groups: Sequence[SampleGroup]) -> dict[str, float]:

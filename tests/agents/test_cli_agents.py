@@ -20,7 +20,7 @@ from megaflow_hpc.model.gateway.dialects import TABLES
 from megaflow_hpc.model.gateway.replay import ARTIFACT
 from megaflow_hpc.trajectory import Trajectory
 from tests.support.campaigns import run_local
-from tests.support.programs import OLD, repair
+from tests.support.programs import OLD, SUB_AGENTS, delegation, repair
 from tests.support.services import MCP, write_compose_task
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +83,38 @@ def row_of(agent: str, trajectory: Trajectory) -> str:
     (lines,) = (one.data for one in trajectory.artifacts if one.name == ARTIFACT)
     used = {json.loads(line)["api"] for line in lines.splitlines()}
     return f"| `{agent}` | {' | '.join('exact' if api in used else '' for api in TABLES if api != '/completions')} |"
+
+
+@pytest.mark.slow
+def test_a_programs_sub_agent_is_recorded_below_the_call_that_started_it(
+    tmp_path: Path, base_sif: Path, make_task: Callable[..., Path]
+) -> None:
+    """Some start it in the background, so that its first call comes when its tool has returned."""
+    task = make_task(tmp_path / "tasks", "calc", test="true", agent_s=300)
+    (task / "instruction.md").write_text("calc.add() must add: repair it.\n")
+    (task / "environment" / "calc.py").write_text(f"def add(a, b):\n    {OLD}\n")
+    models = {}
+    for name in (*SUB_AGENTS, "foreground"):
+        agent, more = ("claude-code", {"run_in_background": False}) if name == "foreground" else (name, {})
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"tasks": delegation(agent, **more)}))
+        models[name] = {"engine": "scripted", "script": f"{name}.yaml", "agent": agent}
+    campaign = {
+        "name": "sub-agents",
+        "tasks": "tasks/*",
+        "agent": "nop",
+        "models": models,
+        "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
+    }
+    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
+    result, done = run_local(tmp_path / "campaign.yaml")
+    with open_trajectories(result["run"]) as store:
+        assert set(store.column("policy")) == {*models}, done.stderr
+        for row in store:
+            asking, reading = row.conversations
+            assert (asking.depth, asking.started_by, asking.turns.count(0)) == (0, None, 1), row.policy
+            assert (reading.depth, reading.started_by) == (1, 0), row.policy
+            assert OLD in json.dumps(reading.messages), "the sub-agent has read the file"
+            assert "It subtracts." in json.dumps(asking.messages[-2]), "its report has reached the other agent"
 
 
 MCP_TASK = """\

@@ -4,6 +4,7 @@ import asyncio
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -121,8 +122,28 @@ def test_replay_carries_the_commands_out_again(tmp_path: Path) -> None:
     assert (sandbox.work / "a").read_text() == "1\n"
 
 
-def test_rewards_of_turns_are_finite_numbers() -> None:
-    assert result_of("mine", AgentResult(turn_rewards=[1, 0.5])).turn_rewards == [1, 0.5]
-    for value in (math.nan, None, "1"):
-        with pytest.raises(UserCodeError, match=r"agent mine: turn_rewards .*expected finite numbers"):
-            result_of("mine", AgentResult(turn_rewards=[value]))  # type: ignore[list-item]
+def test_rewards_of_agents_are_finite_numbers() -> None:
+    made = result_of("mine", AgentResult(turn_rewards=[1, 0.5], rewards={"right": True}))
+    assert repr((made.turn_rewards, made.rewards)) == "([1.0, 0.5], {'right': 1.0})"
+    values: list[Any] = [math.nan, None, "1", 1e39, -math.inf, 10**400]
+    for value in values:
+        for wrong in (AgentResult(turn_rewards=[value]), AgentResult(rewards={"right": value})):
+            with pytest.raises(UserCodeError, match=r"agent mine: rewards and turn_rewards: reward '"):
+                result_of("mine", wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rewards": {"r" * 1025: 1.0}},
+        {"rewards": {"": 1.0}},
+        {"rewards": {f"r{number}": 1.0 for number in range(1001)}},
+        {"rewards": {"turn.0": 1.0}},
+        {"messages": ["hello"]},
+        {"error": ValueError("no")},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_result_that_no_trajectory_can_store_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserCodeError, match="agent mine: "):
+        result_of("mine", AgentResult(**wrong))

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.campaign.local import LocalTrainer
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import TrainingView
 from megaflow_hpc.rundir.weights import versions
-from megaflow_hpc.training.plan import TrainingFiles
+from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from tests.support.campaigns import Make, cli, run_local
 from tests.support.scripted import SOLVE
 from tests.support.stand_in_trainer import interpreter, trained
@@ -171,3 +172,53 @@ def test_two_policies_learn_in_one_campaign_each_with_engine_and_trainer_of_its_
         assert served <= {0, *(version.version for version in own)}, "sampled by its own engine's weights alone"
         assert len(served) > 1
         assert f"trainer of {policy}: done" in cli("status", run.path).stdout
+
+
+SUMS = """\
+class Two:
+    image = "none"
+    instruction, answer = "What is 2 + 2?", "4"
+
+    async def score(self, sandbox, roles):
+        correct = roles["writer"][-1]["content"] == self.answer
+        return {"reward": float(correct), "right": float((roles["checker"][-1]["content"] == "yes") == correct)}
+
+class Three(Two):
+    instruction, answer = "What is 3 + 3?", "6"
+"""
+
+
+@pytest.mark.slow
+def test_a_team_learns_in_one_campaign_although_each_trainer_is_killed(tmp_path: Path, dying_trainer: None) -> None:
+    """The writer is wrong about one task. The checker always says no, so it is right where the writer is wrong."""
+    (tmp_path / "sums.py").write_text(SUMS)
+    answers = [{"when": "yes or no", "answers": ["no"]}, {"when": "What is", "answers": ["4"]}]
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"tasks": answers}))
+    engine = {"engine": "scripted", "script": "answers.yaml"}
+    fields = {
+        "name": "pair",
+        "tasks": ["sums:Two", "sums:Three"],
+        "agent": {"name": "megaflow_hpc.agents.teams:WriterChecker", "args": {"rounds": 1}},
+        "samples": 2,
+        "models": {"author": engine, "second": engine},
+        "team": {"roles": {"writer": "author", "checker": {"policy": "second", "reward": "right"}}},
+        "training": {"policies": {"author": {}, "second": {}}, "batch": 2, "staleness": 1, "steps": 3},
+    }
+    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
+    result, done = run_local(tmp_path / "campaign.yaml")
+    assert done.returncode == 0, done.stderr
+    assert (result["state"], result["rollouts"]["completed"]) == ("finished", 3 * 2 * 2), "requested once for both"
+    run = RunDir(result["run"])
+    steps: dict[str, list[set[str]]] = {}
+    for policy, role, rewards in (("author", "writer", (1.0, 0.0)), ("second", "checker", (0.0, 1.0))):
+        assert [line[:2] for line in trained(run, policy)] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]]
+        assert [version.ordinal for version in versions(run, policy)] == [1, 2, 3]
+        plans = [plan for number in (1, 2, 3) if (plan := TrainingFiles(run, policy).read(StepPlan, number))]
+        for rollout in (rollout for plan in plans for rollout in plan.rollouts):
+            assert rollout.roles == {role: rewards[rollout.task == "Three"]}
+        assert max(age for plan in plans for age in plan.staleness) <= 1
+        steps[policy] = [{rollout.id for rollout in plan.rollouts} for plan in plans]
+    assert steps["author"] == steps["second"], "each step uses the same groups"
+    assert [len(step) for step in steps["author"]] == [4, 4, 4]
+    with open_trajectories(run.path) as store:
+        assert set().union(*steps["author"]) == set(store.ids), "each is used, and once"

@@ -36,13 +36,13 @@ from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import format_of
 from megaflow_hpc.tasks.harbor.artifacts import collect, to_artifacts
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.tasks.scoring import Scorer, load_scorer, main_reward
+from megaflow_hpc.tasks.scoring import Scorer, load_scorer
 from megaflow_hpc.tasks.steps import prepare
 from megaflow_hpc.training.algorithms.rewards import scores
 from megaflow_hpc.training.buffer import stored_rollout
 from megaflow_hpc.trajectories import open_trajectories
 from megaflow_hpc.trajectory import Trajectory
-from megaflow_hpc.types import Task
+from megaflow_hpc.types import Task, main_reward
 from tests.support.campaigns import cli, run_local
 from tests.support.harbor_tasks import write_task
 from tests.support.waiting import until
@@ -60,7 +60,9 @@ class Fix:
     async def setup(self, sandbox):
         await sandbox.exec(f"cd /repo && {GIT} init -q && echo bad >a && git add a && {GIT} commit -qm one")
 
-    async def score(self, sandbox):
+    async def score(self, sandbox, artifacts):
+        assert set(artifacts) == {"calls.jsonl", "patch"}
+        assert b"+good" in artifacts["patch"]
         return float(await sandbox.read("/repo/a") == b"good\\n")
 
 class Loose:

@@ -62,6 +62,32 @@ def test_a_compose_task_and_the_campaigns_own_service_run(tmp_path: Path, base_s
     assert rows(result["run"]) == {"shop/oracle/0": ("completed", 1.0), "shop/nop/0": ("completed", 0.0)}
 
 
+PYTHON_TASKS = """\
+class Asks:
+    image = "base"
+    instruction = "Ask echo."
+    services = {"echo": SERVICE}
+
+    def score(self, sandbox):
+        return {"reward": sandbox.exec(ASK).stdout == "echo hi\\n"}
+
+class Talks:
+    image = "none"
+    instruction = "Say nothing."
+
+    def score(self, sandbox, messages):
+        return 1.0
+"""
+
+
+def test_a_python_task_has_services_of_its_own_next_to_a_task_without_a_sandbox(tmp_path: Path, base_sif: Path) -> None:
+    service = {"command": ["python3", "-c", ECHO, "7000", "echo "], "ports": [7000], "health": {"ready_s": 60}}
+    (tmp_path / "asking.py").write_text(f"SERVICE = {service}\nASK = {ask('echo', 7000, 'hi')}\n{PYTHON_TASKS}")
+    result, done = run_local(write_campaign(tmp_path, base_sif, tasks=["asking:Asks", "asking:Talks"], agent="nop"))
+    assert done.returncode == 0, done.stderr
+    assert rows(result["run"]) == {"Asks/nop/0": ("completed", 1.0), "Talks/nop/0": ("completed", 1.0)}
+
+
 def test_a_service_that_is_never_healthy_fails_its_rollouts_by_name_and_no_others(
     tmp_path: Path, base_sif: Path, make_task: Make
 ) -> None:
@@ -106,28 +132,57 @@ def test_the_ranks_of_a_node_share_a_service(tmp_path: Path, base_sif: Path, mak
     assert not list(default_scratch().glob("services/*/*")), "nothing is left"
 
 
-def test_a_service_of_the_campaign_that_is_killed_starts_anew_and_no_verdict_is_invented(
-    tmp_path: Path, base_sif: Path, make_task: Make
+@pytest.mark.parametrize("per", ["campaign", "node"])
+def test_a_shared_service_that_is_killed_starts_anew_and_no_verdict_is_invented(
+    tmp_path: Path, base_sif: Path, make_task: Make, per: str
 ) -> None:
-    campaign = write_counting(tmp_path, base_sif, make_task, pause_s=2)
+    """The rollouts of a node begin at once, so the kill finds them at work."""
+    campaign = write_counting(tmp_path, base_sif, make_task, pause_s=2, per=per)
     marker = f"counter-of-{tmp_path.name}-{os.getpid()}"
     campaign.write_text(campaign.read_text().replace("time.sleep(1)", f"time.sleep(1)  # {marker}"))
+    others = {*default_scratch().glob("services/*/counter.json")}
     with subprocess.Popen(
         [sys.executable, "-m", "megaflow_hpc", "run", campaign, "--launcher", "local", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     ) as running:
-        until(lambda: list(tmp_path.glob("runs/*/logs/server-0-local.log")), "its server runs")
-        (log,) = tmp_path.glob("runs/*/logs/server-0-local.log")
-        until(lambda: "serving at" in log.read_text(), "the service is healthy")
-        time.sleep(2)
+        if per == "campaign":
+            until(lambda: list(tmp_path.glob("runs/*/logs/server-0-local.log")), "its server runs")
+            (log,) = tmp_path.glob("runs/*/logs/server-0-local.log")
+            until(lambda: "serving at" in log.read_text(), "the service is healthy")
+            time.sleep(2)
+        else:
+            until(lambda: {*default_scratch().glob("services/*/counter.json")} - others, "the service is healthy")
+            time.sleep(1)
         for pid in processes_with(marker.encode()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         result = json.loads(running.communicate(timeout=240)[0])
     assert set(rows(result["run"]).values()) == {("completed", 1.0)}
-    assert log.read_text().count("serving at") == 2
-    assert "its program ended with exit code 137" in log.read_text()
+    if per == "campaign":
+        assert log.read_text().count("serving at") == 2
+        assert "its program ended with exit code 137" in log.read_text()
+    else:
+        with open_trajectories(result["run"]) as store:
+            errors = [attempt.error for row in store for attempt in row.attempts if attempt.error]
+        assert errors
+        assert all(error.startswith("service counter: ") for error in errors), errors
+
+
+def test_a_service_of_the_campaign_that_is_never_healthy_ends_it_with_the_cause(
+    tmp_path: Path, base_sif: Path, make_task: Make
+) -> None:
+    make_task(tmp_path / "tasks", "alone")
+    sick = {"image": "base", "command": ["sh", "-c", "echo no disk; exit 3"], "ports": [5432], "per": "campaign"}
+    result, done = run_local(write_campaign(tmp_path, base_sif, agent="oracle", services={"db": sick}))
+    assert done.returncode == 1, done.stderr
+    with open_trajectories(result["run"]) as store:
+        (failed,) = store
+        assert (failed.status, failed.error_kind, failed.rewards) == ("failed", "sandbox", {})
+        error = failed.error
+    assert "db: its program ended with exit code 3 before it was healthy; its output ends with: no disk" in error
+    (server,) = json.loads(cli("status", result["run"], "--json").stdout)["servers"]
+    assert (server["policy"], server["state"]) == ("service:db", "failed")
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,10 @@ def test_only_the_owner_runs_rollouts() -> None:
             "agent.args.top_p 0.9: a trained policy is sampled with 1",
         ),
         (
+            {"scheduling": {"signal_after": 2}},
+            "scheduling.signal_after: it compares the rollouts' own rewards, .* role 'checker' differ; leave it out",
+        ),
+        (
             {"training": {"policies": {"author": {}, "second": {"mix_agents": True}}}},
             "training.policies.second.mix_agents: all policies of a team are trained on the same groups",
         ),
@@ -127,7 +131,8 @@ def test_a_score_that_needs_roles_is_refused_without_a_team(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_a_writer_and_a_checker_from_the_file_to_the_record(tmp_path: Path) -> None:
+def test_a_writer_and_a_checker_from_the_file_to_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # reverify imports the task from here
     (tmp_path / "sums.py").write_text(TASKS)
     for name, answers in {
         "author": [{"pattern": "rejects", "answers": ["5", "4"]}, {"when": "2 + 2", "answers": ["5"]}],
@@ -153,3 +158,68 @@ def test_a_writer_and_a_checker_from_the_file_to_the_record(tmp_path: Path) -> N
             assert row.rewards == {"reward": 1.0, "right": 1.0}
     shown = cli("show", result["run"], "Sum/author/0", "--json")
     assert {one["role"] for one in json.loads(shown.stdout)["conversations"]} == {"writer", "checker"}
+    # Scored again, a rollout has the roles that it had.
+    (tmp_path / "rating.py").write_text("def score(roles): return len(roles['writer']) - len(roles['checker'])\n")
+    for scorer, mean in ([], 1.0), (["--with", tmp_path / "rating.py"], 2.0):
+        again = json.loads(cli("reverify", result["run"], *scorer, "--json").stdout)
+        assert (again["scored"], again["mean"]) == (2, mean)
+
+
+TALK = """\
+class Talk:
+    image = "base"
+    instruction = "What is 2 + 2?"
+
+    async def score(self, sandbox, roles):
+        decisive = next(role for role in ("judge", "executor", "player", "solver", "small") if role in roles)
+        answers = {role: [each for each in own if each["role"] == "assistant"] for role, own in roles.items()}
+        correct = answers[decisive][-1]["content"] in ("4", "Hm.\\nyes")
+        return {"reward": float(correct), **{role: float(len(own)) for role, own in answers.items()}}
+"""
+ANSWERS = {
+    "Argue": ["Even so."],
+    "Is the claim true": ["Hm.\nyes"],
+    "Plan how": ["Write 4."],
+    "The plan is": ["```bash\necho 4 > answer\n```", "4"],
+    "Answer it. Or divide": ["PART: one\nPART: two", "4"],
+    "Answer it.": ["1"],
+    "Is this hard": ["no"],
+    "What is 2": ["4"],
+}
+PLAYED = {
+    "Debate": {"pro": 2, "contra": 2, "judge": 1},
+    "PlannerExecutor": {"planner": 1, "executor": 2},
+    "SelfPlay": {"player": 4, "opponent": 4},
+    "Recursive": {"solver": 2},
+    "ModelRouter": {"router": 1, "small": 1},
+}
+"""Example agent → the answers in each role's latest conversation."""
+
+
+@pytest.mark.slow
+def test_the_example_agents_have_tasks_with_a_reward_for_each_role(tmp_path: Path, base_sif: Path) -> None:
+    """All in one campaign, whose roles are those of all agents. Roles share two models."""
+    (tmp_path / "talks.py").write_text(TALK)
+    tasks = [{"when": text, "answers": answers} for text, answers in ANSWERS.items()]
+    (tmp_path / "answers.yaml").write_text(yaml.safe_dump({"tasks": tasks}))
+    roles = ["large", *(role for played in PLAYED.values() for role in played)]
+    fields: dict[str, Any] = {
+        "name": "talks",
+        "tasks": "talks:Talk",
+        "agent": [{"as": name, "name": f"megaflow_hpc.agents.teams:{name}"} for name in PLAYED],
+        "models": {name: {"engine": "scripted", "script": "answers.yaml"} for name in ("even", "odd")},
+        "team": {"roles": {role: ("even", "odd")[number % 2] for number, role in enumerate(roles)}},
+        "environment": {"network": "none", "images": {"base": str(base_sif)}},
+    }
+    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
+    result, done = run_local(tmp_path / "campaign.yaml")
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(result["run"]) as store:
+        assert {row.agent: (row.error, row.rewards) for row in store} == {
+            name: ("", {"reward": 1.0, **played}) for name, played in PLAYED.items()
+        }
+        for row in store:
+            played = {(turn.role, turn.policy) for turn in row.turns}
+            assert {role for role, _ in played} == {*PLAYED[row.agent]}
+            assert played <= {*fields["team"]["roles"].items()}
+            assert all(turn.sequence >= 0 for turn in row.turns), "every call has its tokens"

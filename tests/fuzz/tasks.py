@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from megaflow_hpc.environments.images.dockerfile.dockerfile import Dockerfiles
-from megaflow_hpc.tasks.formats import MAX_REWARD, TASK_ID, format_of
+from megaflow_hpc.tasks.formats import TASK_ID, format_of
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.format import steps_of
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
@@ -17,7 +17,7 @@ from megaflow_hpc.tasks.harbor.rewards import read_rewards
 from megaflow_hpc.tasks.swebench.instances import read_instances
 from megaflow_hpc.tasks.swebench.plan import load, read_tasks
 from megaflow_hpc.tasks.swebench.runs import judge
-from megaflow_hpc.types import Task
+from megaflow_hpc.types import MAX_REWARD, Task
 from tests.fuzz.contract import PART, Target, parts, reader, scratch
 from tests.support.harbor_tasks import SEPARATE, STEPS, TOML
 

@@ -291,10 +291,20 @@ def test_a_run_that_trains_has_a_curve_for_each_metric(tmp_path: Path) -> None:
     files.create()
     for step in range(1, 8):
         files.commit(
-            Commit(step=step, metrics={"reward": step / 10, "entropy": math.nan if step == 3 else 0.5, "x": 1.0})
+            Commit(
+                step=step,
+                metrics={
+                    "reward": step / 10,
+                    "entropy": math.nan if step == 3 else 0.5,
+                    "x": 1.0,
+                    "reward/checker": 1 - step / 10,
+                },
+            )
         )
     found = figures_of(run.path)
-    curves = {curve.metric: curve for curve in found.training}
+    (of_role,) = (curve for curve in found.training if curve.policy == "default+checker")
+    assert (of_role.metric, of_role.steps[-1], of_role.values[-1]) == ("reward", 7, 0.3)
+    curves = {curve.metric: curve for curve in found.training if curve != of_role}
     assert curves.keys() == {"reward", "entropy"}
     assert (curves["reward"].steps[-1], curves["reward"].values[-1]) == (7, 0.7)
     assert curves["entropy"].steps == [1, 2, 4, 5, 6, 7]

@@ -55,6 +55,30 @@ def repair(agent: str) -> list[dict[str, Any]]:
     return [look, {"tool": "exec_command", "arguments": {"cmd": command}, "reasoning": "It subtracts."}, done]
 
 
+SUB_AGENTS = {"claude-code": ("Agent", "Read"), "opencode": ("task", "read"), "qwen-code": ("agent", "read_file")}
+"""Program → its tools that start a sub-agent and read a file."""
+
+
+def delegation(agent: str, **more: Any) -> list[dict[str, Any]]:
+    """Return the tasks of a script in which a program's agent starts a sub-agent, which reads the file.
+
+    Args:
+        more: further arguments of the tool that starts it.
+    """
+    start, read = SUB_AGENTS[agent]
+    kind = {"claude-code": "general-purpose", "opencode": "general", "qwen-code": "general-purpose"}[agent]
+    asks = {"description": "read calc.py", "prompt": "Report how calc.add() computes.", "subagent_type": kind, **more}
+    path = "filePath" if agent == "opencode" else "file_path"
+    reads = {"text": "I read.", "tool": read, "arguments": {path: "/calc.py"}}
+    return [
+        {"when": asks["prompt"], "answers": [reads, {"text": "It subtracts."}]},
+        {
+            "when": "calc.add() must add",
+            "answers": [{"text": "I ask.", "tool": start, "arguments": asks}, {"text": "It subtracts, I hear."}],
+        },
+    ]
+
+
 def scaffold_answers(agents: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return a script whose answers depend on the tools that the agent's program offers.
 

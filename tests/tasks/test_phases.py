@@ -14,7 +14,7 @@ from megaflow_hpc.agents.without_model import OracleAgent
 from megaflow_hpc.environments import ApptainerProvider, SandboxSpec
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext
-from megaflow_hpc.tasks.harbor.artifacts import MAX_FILE
+from megaflow_hpc.tasks.harbor.artifacts import MAX_FILE, Collected, to_artifacts
 from megaflow_hpc.tasks.harbor.data import HarborData
 from megaflow_hpc.tasks.harbor.format import combine, may_continue, steps_of
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
@@ -70,6 +70,10 @@ def test_rewards_of_steps_are_combined_as_the_task_says(tmp_path: Path) -> None:
     unnamed = StepVerdict("first", broken.verdict)  # it failed before a verifier named the task's rewards
     assert combine(task, [unnamed, StepVerdict("second", Verdict(1.0, {"solved": 1.0}))]).rewards == {"solved": 0.5}
     assert combine(task, [unnamed, broken]).reward == 0.0
+    turns = StepVerdict("first", Verdict(1.0, {"reward": 1.0, "turn.0": 1.0}))
+    for each, reward in ((task, 0.5), (final, 0.0)):
+        assert combine(each, [turns, two]).rewards["turn.0"] == 1.0, "a turn belongs to one step"
+        assert combine(each, [turns, broken]).rewards == {"reward": reward, "turn.0": 1.0}
     steps = steps_of(task)
     assert may_continue(steps[0], one.verdict)
     assert not may_continue(steps[0], two.verdict)
@@ -205,6 +209,16 @@ def test_artifacts_are_bounded_and_never_links(rootfs: str, scratch: Path, tmp_p
     manifest = json.loads(kept.pop("artifacts/manifest.json"))
     assert kept == {"artifacts/logs/artifacts/small": b"s\n", "verifier/ctrf.json": b"{}\n"}
     assert manifest[0]["too_large_or_too_many"] == ["artifacts/logs/artifacts/big"]
+
+
+def test_an_artifact_whose_name_no_trajectory_can_store_is_left_out(tmp_path: Path) -> None:
+    deep = Path(*["d" * 200] * 5)
+    (tmp_path / deep).mkdir(parents=True)
+    for name in ("kept", "left" * 10):
+        (tmp_path / deep / name).write_text("x")
+    kept = to_artifacts([Collected("/app", "app", tmp_path)])
+    assert [artifact.name for artifact in kept] == [f"artifacts/app/{deep}/kept", "artifacts/manifest.json"]
+    assert len(json.loads(kept[1].data)[0]["too_large_or_too_many"]) == 1
 
 
 def test_an_agent_whose_tar_hangs_costs_its_artifacts_only(

@@ -114,6 +114,10 @@ class Large(Base):
     def score(self, sandbox):
         return {"reward": -0.0, "size": 1e39}
 
+class Undefined(Base):
+    def score(self, sandbox):
+        return {"reward": 1.0, "turn.0": float("nan")}
+
 class Zero(Base):
     def score(self, sandbox):
         return -0.0
@@ -202,6 +206,7 @@ def test_verification_fresh_leaves_a_score_nothing_of_the_agents_but_its_work_di
         ("LeavingThread", r"{file}:7\d: score of task LeavingThread raised SystemExit\(3\)"),
         ("Wrong", r"{file}:5\d: score of task Wrong returned 'good'; expected a finite number"),
         ("Large", r"{file}:8\d: score of task Large returned .* expected a finite number"),
+        ("Undefined", r"{file}:9\d: score of task Undefined returned .* \(reward 'turn.0' is nan; expected a finite"),
         ("Fetching", r"/app/answer: nothing to download"),
     ],
 )
@@ -246,6 +251,19 @@ def test_a_negative_zero_is_zero(tmp_path: Path, module: str, scratch: Path, roo
             "    def score(self, sandbox):\n        answer",
             "    def rate(self, sandbox):\n        answer",
             "has no 'score",
+        ),
+        *(
+            ("class Base:", f"class Base:\n    services = {services}", said)
+            for services, said in (
+                ("{'db': {'command': 'x', 'ports': [0]}}", r"services\.db: ports\.0 0: .* 1"),
+                (
+                    "{'db': {'command': 'x', 'ports': [1], 'image': 'i', 'per': 'node'}}",
+                    r"services\.db\.per: only serv",
+                ),
+                ("{'DB': {'command': 'x', 'ports': [1]}}", r"services: service 'DB' must be lower-case"),
+                ("{'db': {'command': 'x', 'ports': [1], 'after': ['web']}}", r"services: service 'db' waits for 'web'"),
+                ("['db']", r"services is \['db'\]: expected dict"),
+            )
         ),
         ("class Base:", "import nothing_of_that_name\nclass Base:", r"cannot be imported: .*nothing_of_that_name"),
         ("class Base:", "class Base(:", r"cannot be imported at .*\.py:1"),

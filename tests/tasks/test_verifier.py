@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def test_an_endless_printer_is_bounded(judge: Judge) -> None:
         ("reward.json", "{}", "names no reward"),
         ("reward.json", '{"a": "1"}', "finite number"),
         ("reward.json", "1e999", "finite"),
+        ("reward.json", '{"reward": 1, "turn.0": NaN}', "turn.0 is nan; expected a finite number"),
     ],
 )
 def test_garbled_rewards_are_named(name: str, text: str, said: str) -> None:
@@ -102,6 +104,15 @@ def test_two_reward_files_count_if_they_agree(tmp_path: Path) -> None:
         read_rewards(tmp_path)
     (tmp_path / "reward.txt").write_text("")
     with pytest.raises(ValueError, match=r"reward\.txt is empty"):
+        read_rewards(tmp_path)
+
+
+def test_rewards_of_turns_need_one_of_the_rollout_and_do_not_count_as_names(tmp_path: Path) -> None:
+    turns = {f"turn.{number}": 0.5 for number in range(200)}
+    (tmp_path / "reward.json").write_text(json.dumps({**turns, "reward": 1}))
+    assert read_rewards(tmp_path) == {**turns, "reward": 1.0}
+    (tmp_path / "reward.json").write_text(json.dumps(turns))
+    with pytest.raises(ValueError, match="no reward, only rewards of turns"):
         read_rewards(tmp_path)
 
 

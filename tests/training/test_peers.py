@@ -114,10 +114,9 @@ class MemoryControl(StalenessControl):
     def _add_blocks(self, batch: TaskBatch, token: str) -> None:
         world = cast(MemoryFiles, self._files).world
         world.write()
-        name = self._policy.name
         for task, round in batch.tasks:
             for sample in range(batch.samples):
-                rollout = Rollout(task, name, sample, "nop", round)
+                rollout = Rollout(task, self._policy.runs, sample, "nop", round)
                 world.rollouts.setdefault(rollout.id, rollout)
         world.write()
 
@@ -173,7 +172,8 @@ class MemoryBuffer:
 
     def _sample(self, rollout: Rollout) -> Sample:
         version = self._world.begun[rollout.id][self._policy]
-        reward = float((hash_of(rollout.group_id) % 3 != 0) and rollout.sample_index)
+        number = hash_of(rollout.group_id)
+        reward, right = float(number % 3 != 0 and rollout.sample_index), float(number % 2 and not rollout.sample_index)
         return Sample(
             id=rollout.id,
             task=rollout.task_id,
@@ -182,7 +182,8 @@ class MemoryBuffer:
             status="completed",
             error_kind="",
             reward=reward,
-            rewards={"reward": reward},
+            rewards={"reward": reward, "right": right},
+            roles=(self._policy,),
             oldest=version,
             newest=version,
             tokens=1,
@@ -212,7 +213,8 @@ class MemoryPlanning(Planning):
     def _new_planner(self, step: int) -> Planner:
         before = self._memory.read(StepPlan, step - 1)
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
-        owners = frozenset(self._policy.followed) or frozenset({self._policy.name})
+        own = self._policy.owners if self._policy.roles else frozenset(self._policy.followed)
+        owners = own or frozenset({self._policy.name})
         buffer = cast(Buffer, MemoryBuffer(self._world, self._policy.name, owners, settled))
         return Planner(self._config, self._policy, buffer, learned, (), self._bound)
 
@@ -288,8 +290,8 @@ def engines_turn(world: World) -> None:
     engines[number] = world.newest[policy]
 
 
-def trained(name: str, owners: list[str], helpers: list[str]) -> TrainedPolicy:
-    """Return a policy of the campaign."""
+def trained(name: str, owners: list[str], helpers: list[str], team: str) -> TrainedPolicy:
+    """Return a policy of the campaign, or of its team, whose rollouts the policy ``team`` owns."""
     owns = name in owners
     return TrainedPolicy(
         name=name,
@@ -297,9 +299,9 @@ def trained(name: str, owners: list[str], helpers: list[str]) -> TrainedPolicy:
         agents=(AgentConfig(name="nop"),),
         tasks=tuple(f"task-{number}" for number in range(5)),
         held_out=frozenset(),
-        runs=name,
-        owners=frozenset({name}) if owns else None,
-        roles={},
+        runs=team or name,
+        owners=frozenset({team or name}) if owns or team else None,
+        roles={name: None if owns else "right"} if team else {},
         followed=() if owns else tuple(owners),
         helpers=tuple(helpers) if owns else (),
         samples=2 if owns else 0,
@@ -324,12 +326,14 @@ def simulate(seed: int) -> None:
     draw = random.Random(seed)
     config = draw.choice(CONFIGS)
     owners = [f"owner-{number}" for number in range(draw.randint(1, 2))]
-    helpers = [f"helper-{number}" for number in range(draw.randint(1, 2))]
+    helpers = [f"helper-{number}" for number in range(draw.randint(1, 3))]
+    # The owner of a team may be frozen; then its first trained policy requests the rollouts.
+    team = draw.choice(["", owners[0], "frozen"]) if len(owners) == 1 else ""
     policies = owners + helpers
     world = World(draw, kills=draw.choice([0, 3, 10]))
     world.newest = dict.fromkeys(policies, 0)
     world.served = {policy: [0] * draw.randint(1, 2) for policy in policies}
-    trainers = [Trainer(world, trained(name, owners, helpers), config) for name in policies]
+    trainers = [Trainer(world, trained(name, owners, helpers, team), config) for name in policies]
     speeds = [draw.choice([0.05, 0.3, 1.0, 3.0]) for _ in trainers]
     turns: list[Any] = [trainer.turn for trainer in trainers]
     turns += [lambda: engines_turn(world), lambda: pods_turn(world, policies)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 
 from megaflow_hpc.campaign.planning.own_code import check_methods
 from megaflow_hpc.config.team import TeamConfig
-from megaflow_hpc.config.training import PolicyTraining, TrainingConfig
+from megaflow_hpc.config.training import PolicyTraining, PromptsConfig, TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.algorithms import advantages, choose
+from megaflow_hpc.training.algorithms.prompts import Prompts
 from megaflow_hpc.training.algorithms.samples import RoleRewards, Sample, SampleGroup, TurnTokens
 from megaflow_hpc.training.dataflow import Dataflow, Step
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
@@ -84,19 +86,20 @@ def test_each_role_is_trained_on_its_own_reward(tmp_path: Path) -> None:
     assert settled[0] == settled[1]
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("trained", [["author"], ["second"], ["third"], ["second", "third"]])
-def test_any_member_may_be_frozen_and_one_asks_for_all(tmp_path: Path, trained: list[str]) -> None:
+def test_any_member_may_be_frozen_and_one_asks_for_all(tmp_path: Path, trained: list[str], staleness: int) -> None:
     roles = {**WRITER, "editor": "third"}
-    run = team(tmp_path, roles, trained, models=3)
+    run = team(tmp_path, roles, trained, models=3, staleness=staleness)
     pods = Pods(run, written, roles=[*CALLS, ("editor", "third")], named=right)
     learn(run, pods, trained)
     rollouts = [rollout for block in read_blocks(run) for rollout in block.rollouts]
     assert len(rollouts) == 3 * 2 * 4, "requested once"
     assert {rollout.policy for rollout in rollouts} == {"author"}
     for policy in trained:
-        assert sorted(one.id for plan in planned(run, policy) for one in plan.rollouts) == sorted(
-            rollout.id for rollout in rollouts
-        )
+        plans = planned(run, policy)
+        assert sorted(one.id for plan in plans for one in plan.rollouts) == sorted(rollout.id for rollout in rollouts)
+        assert max(age for plan in plans for age in plan.staleness) == staleness
 
 
 def test_two_roles_of_one_policy_have_advantages_of_their_own(tmp_path: Path) -> None:
@@ -199,6 +202,29 @@ def test_a_role_is_compared_with_the_same_role_alone() -> None:
     assert values(own) == [[0.5, -1.5], [-0.5, 1.5], [0.0]]
     # Leave-one-out: writer 1 - mean(0, 0.5), …; checker 0 - 3 and 3 - 0.
     assert values(own, kind="rloo") == [[0.75, -3.0], [-0.75, 3.0], [0.0]]
+    # A role without a reward of its own shares the weighted sum, here 1, 1.5 and 0.5.
+    shared = values(own, kind="rloo", rewards={"reward": 1, "right": 0.5})
+    assert shared == [[0.0, -3.0], [0.75, 3.0], [-0.75]]
+
+
+def test_turns_are_compared_with_those_of_the_same_role() -> None:
+    """The first rollout calls writer, checker and writer, the second checker and writer; a turn has a reward."""
+    made = group((1, 0, ("writer", "checker", "writer")), (0, 3, ("checker", "writer")))
+    first, second = (
+        replace(one, rewards={**one.rewards, **more}, turns=tuple(turn._replace(state="same") for turn in one.turns))
+        for one, more in zip(made.samples, ({"turn.0": 0.5}, {}), strict=True)
+    )
+    own = made.only((first, second))
+    # Writer: returns 1.5 and 1 against 0 alone; checker: 0 against 3.
+    to_go = values(own, kind="megaflow_hpc.training.recipes:returns_to_go")
+    assert to_go == [[0.75, -1.5, 0.0], [1.5, -0.75]]
+    # Each role's advantage of the rollout, and that of the turn among its role's turns, which saw the same.
+    kind = {"name": "megaflow_hpc.training.recipes:anchor_groups", "args": {"discount": 1.0}}
+    mean = 2.5 / 3
+    anchored = [[0.75 + 1.5 - mean, -1.5 - 1.5, 0.75 + 1 - mean], [1.5 + 1.5, -0.75 - mean]]
+    for got, expected in zip(values(own, kind=kind), anchored, strict=True):
+        assert got == pytest.approx(expected)
+    assert values(own, kind="megaflow_hpc.training.recipes:passed") == [[1.0, 0.0, 1.0], [1.0, 0.0]]
 
 
 def test_whitening_counts_the_tokens_of_each_role() -> None:
@@ -221,6 +247,9 @@ def test_a_function_gets_the_rewards_of_all_roles(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     own = group((1, 0, ("writer", "checker")), (0, 3, ("writer", "checker")))
     assert values(own, kind="by_role:own") == [[1.0, 0.0], [0.0, 3.0]]
+    penalised = own.only(tuple(replace(sample, penalty=-0.5) for sample in own.samples))
+    weighted = values(penalised, kind="by_role:own", rewards={"reward": 2, "right": 1})
+    assert weighted == [[1.5, -0.5], [2.5, 2.5]], "the writer shares the weighted sum, and both the penalty"
     assert values(own, roles={"checker": "right"}, kind="by_role:total") == [[0.0], [3.0]]
 
 
@@ -246,6 +275,20 @@ def test_a_group_is_dropped_only_if_no_role_can_learn_from_it() -> None:
     assert choose(config, [differs], version=0, want=1, roles=BOTH).taken
     assert choose(config, [same], version=0, want=1, roles=BOTH).drops == {"t/p": "zero variance"}
     assert choose(config, [differs], version=0, want=1, roles={"writer": None}).drops == {"t/p": "zero variance"}
+
+
+def test_tasks_and_groups_are_chosen_by_the_reward_of_the_role() -> None:
+    """A frozen writer solves the task, and the checker that is trained is right once of twice."""
+    own, checker = group((1, 0, ("checker",)), (1, 1, ("checker",))), {"checker": "right"}
+    config = training({"data": [{"pass_rate": [0, 1, "exclusive"]}]})
+    assert choose(config, [own], version=0, want=1, roles=checker).taken
+    assert choose(config, [own], version=0, want=1).drops == {"t/p": "pass rate"}
+    for roles, task in ((checker, [1, 2, 0.05, 0.5, 0]), (None, [2, 2, 0.1, 1.0, 1])):
+        learned = Prompts(PromptsConfig(greso=True), 1.0, roles).learn({}, [own])
+        assert learned["tasks"]["t"] == pytest.approx(task)
+    both = group((1, 0, ("writer", "checker")), (1, 1, ("checker", "writer")))
+    learned = Prompts(PromptsConfig(), 1.0, BOTH).learn({}, [both])
+    assert learned["tasks"]["t"] == pytest.approx([1, 2, 0.05, 0.5, 0]), "both roles must pass"
 
 
 def training(fields: dict[str, Any]) -> TrainingConfig:

@@ -110,9 +110,9 @@ class ServiceGroup:
                 if service.name in self._remote:
                     continue
                 spec = replace(each.spec, services=_View(self, service.name))
-                running = RunningService(service.name, await self._start(spec), service.command)
+                running = RunningService(service, await self._start(spec))
                 self._running[service.name] = running
-                await running.wait_healthy(service.health, service.ports)
+                await running.wait_healthy()
         except BaseException:
             await self._stop()
             raise
@@ -132,7 +132,8 @@ class ServiceGroup:
         """Runs work that needs the services, and cancels it if a service ends.
 
         Raises:
-            ServiceError: a service ended before the work did. A result of the work is then not returned.
+            ServiceError: a service ended before the work did, or does not answer when it is done. A result of the work
+                is then not returned.
         """
         running = asyncio.ensure_future(work)
         watching = [asyncio.create_task(service.ended()) for service in self._remote.values()]

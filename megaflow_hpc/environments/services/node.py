@@ -127,11 +127,11 @@ class NodeServices(RemoteServices):
             SandboxError: it ended, or did not become healthy.
         """
         service = planned.service
-        running = RunningService(service.name, await self._provider.start(planned.spec), service.command)
+        running = RunningService(service, await self._provider.start(planned.spec))
         key = secrets.token_hex(32)
         listener = ServiceListener(key, service.ports, running.dialer)
         try:
-            await running.wait_healthy(service.health, service.ports)
+            await running.wait_healthy()
             url = await listener.start_on_socket(Path(running.sandbox.directory) / "service")
             write_atomic(self._directory / f"{service.name}.json", json.dumps({"url": url, "key": key}), 0o600)
             with contextlib.suppress(OSError):

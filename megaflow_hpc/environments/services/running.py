@@ -12,12 +12,14 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.environments.services.forwarding import Dialer
 from megaflow_hpc.errors import LimitError, SandboxError, ServiceError
-from megaflow_hpc.types import ExecResult, HealthCheck, Service
+from megaflow_hpc.types import ExecResult, Service
 
 _MAX_OUTPUT_CHARACTERS = 1000
 _FIRST_PAUSE_S = 0.1
 """Seconds after a service's first check. Later pauses double, up to the interval of its health check."""
 _OUTPUT_BYTES = 1 << 16
+BUSY_S = 60.0
+"""Seconds within which a service must answer when its rollout has ended. It may still be busy for the agent."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,15 @@ class RunningService:
     """A service in a sandbox that this object owns. Create it with :meth:`start`.
 
     Args:
-        name: The service's name, for error messages.
+        service: The service, whose program starts at once.
     """
 
-    def __init__(self, name: str, sandbox: ApptainerSandbox, command: Sequence[str]) -> None:
-        self.name = name
+    def __init__(self, service: Service, sandbox: ApptainerSandbox) -> None:
+        self._service = service
         self.sandbox = sandbox
         self.dialer = Dialer(sandbox)
         self._output = bytearray()
-        self.program = asyncio.create_task(self._run(command))
+        self.program = asyncio.create_task(self._run(service.command))
         """Ends when the service's program ends, with the reason."""
 
     async def _run(self, command: Sequence[str]) -> str:
@@ -61,18 +63,19 @@ class RunningService:
     def error(self, why: str) -> ServiceError:
         """Returns an error that names the service, with the end of its output."""
         output = self._output.decode("utf-8", "replace").strip()[-_MAX_OUTPUT_CHARACTERS:]
-        return ServiceError(f"service {self.name}: {why}; its output ends with: {output or '(nothing)'}")
+        return ServiceError(f"service {self._service.name}: {why}; its output ends with: {output or '(nothing)'}")
 
-    async def wait_healthy(self, check: HealthCheck, ports: Sequence[int]) -> None:
+    async def wait_healthy(self) -> None:
         """Checks the service until it is healthy.
 
         Raises:
             ServiceError: its program ended, or it is not healthy in time.
         """
+        check = self._service.health
         deadline = time.monotonic() + check.ready_s
         pause_s = min(_FIRST_PAUSE_S, check.interval_s)
         while True:
-            problem = await self._problem(check, ports)
+            problem = await self._problem()
             if self.program.done():
                 raise self.error(f"{self.program.result()} before it was healthy")
             if not problem:
@@ -82,18 +85,23 @@ class RunningService:
             await asyncio.wait([self.program], timeout=pause_s)
             pause_s = min(2 * pause_s, check.interval_s)
 
-    async def _problem(self, check: HealthCheck, ports: Sequence[int]) -> str:
-        """Returns why one health check failed; empty if it succeeded."""
+    async def _problem(self, or_unhealthy: bool = False) -> str:
+        """Returns why one health check failed; empty if it succeeded.
+
+        Args:
+            or_unhealthy: A check that ended has succeeded, whatever its exit code.
+        """
+        check = self._service.health
         if check.command:
             try:
                 done = await self.sandbox.exec(list(check.command), timeout_s=check.timeout_s)
             except SandboxError as error:
                 return str(error)
-            if done.exit_code == 0:
+            if done.exit_code == 0 or (or_unhealthy and not done.timed_out):
                 return ""
             words = (done.stderr or done.stdout).strip()[-300:]
             return f"its health check ended with {done.exit_code}: {words}"
-        for port in ports:
+        for port in self._service.ports:
             try:
                 connection = await asyncio.wait_for(self.dialer.connect(port), check.timeout_s)
             except (OSError, SandboxError, TimeoutError) as error:
@@ -102,11 +110,23 @@ class RunningService:
         return ""
 
     async def check_alive(self) -> None:
-        """Raises :class:`ServiceError` if the service's program or its sandbox has ended."""
+        """Checks that the service's program runs and answers.
+
+        An unhealthy service counts as alive, because the agent may have brought it into this state, by mistake or to
+        have no verdict.
+
+        Raises:
+            ServiceError: Its program or its sandbox has ended, or it has not answered for :data:`BUSY_S`.
+        """
         if not self.program.done():  # a command that ends is answered after programs that ended before it
             with suppress(SandboxError):
                 await self.sandbox.exec("true", timeout_s=60)
             await asyncio.sleep(0)
+        deadline, check = time.monotonic() + BUSY_S, self._service.health
+        while not self.program.done() and (problem := await self._problem(or_unhealthy=True)):
+            if time.monotonic() > deadline:
+                raise self.error(f"it did not answer when the rollout had ended: {problem}")
+            await asyncio.wait([self.program], timeout=check.interval_s)
         if self.program.done():
             raise self.error(f"{self.program.result()} while the rollout ran")
 

@@ -30,6 +30,8 @@ from megaflow_hpc.texts import content_of
 from megaflow_hpc.trajectory import Recording
 
 Message = Mapping[str, Any]
+MAX_TASK_CHARACTERS = 20_000
+"""Length of the longest task of a sub-agent in the background by which its starter is found."""
 
 
 class AskedPrompt(list[Message]):
@@ -61,6 +63,9 @@ class Conversations:
         """Maps the node of an answer to the number of its call."""
         self._open: dict[int, None] = {}
         """Nodes of answers with tool calls for which no call has sent results yet."""
+        self._asked: dict[str, int] = {}
+        """Maps each text among the arguments of tool calls, after a line feed, to the latest call that answered so.
+        Longer texts than :data:`MAX_TASK_CHARACTERS` are left out."""
         answers = {turn.message: number for number, turn in enumerate(recording.turns) if turn.message >= 0}
         for node, parent in enumerate(self._parents):
             self._index(node, message_digest(self._messages[node]), answers.get(node))
@@ -124,6 +129,8 @@ class Conversations:
             if ids := call_ids(message):
                 keys.append(f"ids {ids}")
                 self._open[node] = None
+                texts = (text for text in _texts(message) if len(text) <= MAX_TASK_CHARACTERS)
+                self._asked |= {f"\n{text}": turn for text in texts}
         for each in keys:
             self._children.setdefault((parent, each), []).append(node)
 
@@ -163,7 +170,9 @@ class Conversations:
 
         A conversation belongs to a sub-agent if it has no earlier answer and begins while another conversation waits
         for tool results. It was started by the latest waiting call whose arguments appear in its user messages, or else
-        by the latest waiting call.
+        by the latest waiting call. A tool that starts a sub-agent in the background returns at once. So if a user
+        message is an argument of an earlier call, or ends with that line, that call comes before the latest waiting
+        one.
         """
         for node in nodes[: len(messages) - 1]:
             self._close(node)
@@ -173,12 +182,16 @@ class Conversations:
             message = by_ids.get(call_ids(self._messages[node]))
             if message is not None and completes(message, self._messages[node]):
                 self._close(node)
-        waiting = list(self._open)
-        if not waiting or any(node in self._turns for node in nodes):
+        if any(node in self._turns for node in nodes):
             return -1
-        prompt = "\n".join(content_of(dict(message)) for message in messages if message.get("role") == "user")
-        quoted = [node for node in waiting if any(text in prompt for text in _texts(self._messages[node]))]
-        return self._turns[max(quoted or waiting)]
+        prompts = ["\n" + content_of(dict(message)).strip() for message in messages if message.get("role") == "user"]
+        prompt, waiting = "".join(prompts), list(self._open)
+        if quoted := [node for node in waiting if any(text in prompt for text in _texts(self._messages[node]))]:
+            return self._turns[max(quoted)]
+        begins = not any(message.get("role") == "assistant" for message in messages)
+        asked = list(self._asked.items()) if begins else ()
+        earlier = [turn for text, turn in asked if any(own.endswith(text) for own in prompts)]
+        return max(earlier, default=self._turns[max(waiting)] if waiting else -1)
 
     def _close(self, node: int) -> None:
         """Marks the tool calls of an answer and of its siblings as done. The siblings will get no results."""

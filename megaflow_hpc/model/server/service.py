@@ -119,11 +119,11 @@ class ServiceServer:
         """
         context, fingerprint = tls or (None, "")
         service = self._service
-        running = RunningService(service.name, await provider.start(self._spec), service.command)
+        running = RunningService(service, await provider.start(self._spec))
         key = secrets.token_hex(32)
         listener = ServiceListener(key, service.ports, running.dialer)
         leaving = asyncio.create_task(self._leave.wait())
-        healthy = asyncio.create_task(running.wait_healthy(service.health, service.ports))
+        healthy = asyncio.create_task(running.wait_healthy())
         try:
             await asyncio.wait({leaving, healthy}, return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():

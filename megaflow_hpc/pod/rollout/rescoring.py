@@ -18,6 +18,7 @@ from typing import Any, NoReturn, cast
 from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import LimitError, MegaflowError, UnscoredError, UserCodeError
+from megaflow_hpc.pod.outcome import COST_FILE
 from megaflow_hpc.pod.rollout.judges import JUDGE_FILE, Judges, by_role, conversation
 from megaflow_hpc.pod.rollout.sandboxes import Sandboxes, rollout_spec
 from megaflow_hpc.pod.rollout.services import Services
@@ -25,10 +26,10 @@ from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import VerificationContext, format_of
 from megaflow_hpc.tasks.python_class import call
 from megaflow_hpc.tasks.sandboxes import NoSandbox, verification_context
-from megaflow_hpc.tasks.scoring import Scorer, check_turns, main_reward, scores_of
+from megaflow_hpc.tasks.scoring import Scorer, check_turns, scores_of
 from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
 from megaflow_hpc.trajectory import Trajectory
-from megaflow_hpc.types import Task, Verdict
+from megaflow_hpc.types import Task, Verdict, main_reward
 
 PATCH, PATCH_ERROR, LOG = "patch", "patch.error", "verifier.log"
 """Names of artifacts: the agent's changes to the checkout, why they are incomplete, and the output of the tests."""
@@ -119,7 +120,7 @@ class Rescoring:
             lambda: conversation(trajectory),
             judges.open if judges.models else None,
             lambda: by_role(trajectory),
-            lambda: {name: data for name, data in stored.items() if name not in (JUDGE_FILE, LOG)},
+            lambda: {name: data for name, data in stored.items() if name not in (COST_FILE, JUDGE_FILE, LOG)},
         )
         if not task.image:
             verdict = await run_conversation(task, NoSandbox(task), context, _nothing)

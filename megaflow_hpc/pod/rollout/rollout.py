@@ -61,17 +61,21 @@ from megaflow_hpc.tasks.steps import prepare, run_conversation, run_steps
 from megaflow_hpc.texts import printable
 from megaflow_hpc.trajectory import Recording, Trajectory, linked
 from megaflow_hpc.types import (
+    MAX_REWARDS,
     TURN_REWARD,
     Agent,
     AgentResult,
     Artifact,
     CallBudget,
+    ErrorKind,
     ModelEndpoint,
     ResumableAgent,
     Rollout,
     Status,
     Task,
     Verdict,
+    checked_rewards,
+    is_part_reward,
 )
 
 # --- the agent ---
@@ -250,8 +254,7 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
     if trajectory.status != "truncated":
         trajectory.status = result.status
     if result.exit_code or result.error:
-        trajectory.error_kind = "agent"
-        trajectory.error = "; ".join(filter(None, (trajectory.error, result.error)))
+        _blame(trajectory, "agent", result.error)
     messages, parents = recording.messages, recording.parents
     if not messages:
         messages, parents = result.messages, []
@@ -276,17 +279,21 @@ def _add(trajectory: Trajectory, result: AgentResult, recording: Recording) -> N
 def _add_rewards(trajectory: Trajectory, result: AgentResult, turns: int) -> None:
     """Adds the agent's rewards of a step with ``turns`` model calls.
 
-    Leaves them out, with an error, if one belongs to a call that was not made.
+    Leaves out those of turns, with an error, if one belongs to a call that was not made. Rewards of roles do not depend
+    on the calls.
     """
-    calls = enumerate(result.turn_rewards, len(trajectory.turns))
-    rewards = {**result.rewards, **{f"{TURN_REWARD}{number}": float(value) for number, value in calls}}
+    of_turns = {f"{TURN_REWARD}{n}": value for n, value in enumerate(result.turn_rewards, len(trajectory.turns))}
     try:
-        check_turns(rewards, len(trajectory.turns) + turns)
+        check_turns(of_turns, len(trajectory.turns) + turns)
     except UserCodeError as error:
-        trajectory.error_kind = "agent"
-        trajectory.error = "; ".join(filter(None, (trajectory.error, f"the agent's rewards are left out: {error}")))
-    else:
-        trajectory.rewards = {**trajectory.rewards, **rewards}
+        of_turns = {}
+        _blame(trajectory, "agent", f"the agent's rewards of turns are left out: {error}")
+    trajectory.rewards = {**trajectory.rewards, **result.rewards, **of_turns}
+
+
+def _blame(trajectory: Trajectory, kind: ErrorKind, error: str) -> None:
+    trajectory.error_kind = kind
+    trajectory.error = "; ".join(filter(None, (trajectory.error, error)))
 
 
 def _report_breaches(result: AgentResult, breaches: Sequence[str]) -> None:
@@ -375,14 +382,31 @@ def _end(trajectory: Trajectory, status: Status, kind: str, error: str) -> None:
     trajectory.reward, trajectory.rewards = None, {}
 
 
-def _of_existing_turns(verdict: Verdict, turns: int) -> Verdict:
-    """Returns the verdict, or reward 0 with an error if it rewards model calls that the rollout did not make."""
+def _storable(verdict: Verdict, turns: int) -> Verdict:
+    """Returns the verdict, or reward 0 with an error if it rewards model calls that the rollout did not make, or more
+    than a trajectory can store."""
     try:
         check_turns(verdict.rewards, turns)
-    except UserCodeError as error:
-        whole = {name: 0.0 for name in verdict.rewards if not name.startswith(TURN_REWARD)}
-        return replace(verdict, reward=0.0, rewards=whole or {"reward": 0.0}, error=str(error))
+        checked_rewards(verdict.rewards)
+    except (UserCodeError, ValueError) as error:
+        whole = [name for name in verdict.rewards if not is_part_reward(name)][:MAX_REWARDS]
+        return replace(verdict, reward=0.0, rewards=dict.fromkeys(whole or ["reward"], 0.0), error=str(error))
     return verdict
+
+
+def _add_verdict(trajectory: Trajectory, verdict: Verdict) -> None:
+    """Adds a verdict's rewards, which replace the agent's. Leaves out the agent's, with an error, if a trajectory
+    cannot store all."""
+    rewards = {**trajectory.rewards, **verdict.rewards}
+    try:
+        checked_rewards(rewards)
+    except ValueError as error:
+        rewards = dict(verdict.rewards)
+        _blame(trajectory, "agent", f"the agent's rewards are left out: with those of the verifier, {error}")
+    trajectory.reward, trajectory.rewards = verdict.reward, rewards
+    if verdict.agent_error or verdict.error:
+        why = "; ".join(filter(None, (verdict.agent_error, verdict.error)))
+        _blame(trajectory, "verifier" if verdict.error else "agent", why)
 
 
 class RunningAttempt:
@@ -421,16 +445,13 @@ class RunningAttempt:
             lambda: {artifact.name: artifact.data for artifact in trajectory.artifacts},
         )
         verdict = await (self._run_in_sandbox(context) if task.image else self._converse(context))
-        verdict = _of_existing_turns(verdict, len(trajectory.turns))
+        verdict = _storable(verdict, len(trajectory.turns))
         await asyncio.to_thread(check_unchanged, task)  # the task must not have changed during the rollout
         output = verdict.output.encode("utf-8", "backslashreplace")[:MAX_ARTIFACT_BYTES]
         trajectory.artifacts += [*verdict.artifacts, *self._judges.artifacts(), Artifact("verifier.log", output)]
         if models := used(trajectory, self._judges, self.services.metered):
             trajectory.artifacts.append(Artifact(COST_FILE, msgspec.json.encode(models)))
-        trajectory.reward, trajectory.rewards = verdict.reward, {**trajectory.rewards, **verdict.rewards}
-        if verdict.agent_error or verdict.error:
-            trajectory.error_kind = "verifier" if verdict.error else "agent"
-            trajectory.error = "; ".join(filter(None, (trajectory.error, verdict.agent_error, verdict.error)))
+        _add_verdict(trajectory, verdict)
 
     def _verifying(self) -> AbstractContextManager[None]:
         return timed(self.trajectory, "verify_s")

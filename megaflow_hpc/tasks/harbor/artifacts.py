@@ -20,7 +20,7 @@ from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.errors import SandboxError, UnscoredError
 from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.tasks.harbor.data import DeclaredArtifact, HarborData
-from megaflow_hpc.types import Artifact, Task
+from megaflow_hpc.types import MAX_NAME_LENGTH, Artifact, Task
 
 PUBLISHED, MANIFEST = "/logs/artifacts", "artifacts/manifest.json"
 COLLECT_S = 120.0
@@ -163,8 +163,8 @@ def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artif
             if item.path is not None and file != item.path:
                 name += f"/{file.relative_to(item.path)}"
             size = file.stat().st_size
-            if size > min(MAX_FILE, left) or len(artifacts) >= MAX_FILES:
-                omitted.append(name)
+            if size > min(MAX_FILE, left) or len(artifacts) >= MAX_FILES or len(name) > MAX_NAME_LENGTH:
+                omitted.append(name[:MAX_NAME_LENGTH])
                 continue
             artifacts.append(Artifact(name, file.read_bytes()))
             left -= size

@@ -25,7 +25,7 @@ from megaflow_hpc.tasks.harbor import artifacts, verifier
 from megaflow_hpc.tasks.harbor.data import HarborData, Healthcheck, Judging, fields_of
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.types import ExecResult, Sandbox, Task, Verdict
+from megaflow_hpc.types import ExecResult, Sandbox, Task, Verdict, is_part_reward
 
 SCRIPT = "solve.sh"
 
@@ -122,7 +122,8 @@ def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
     """Combines the verdicts of the completed steps into one verdict for the task.
 
     With ``mean``, each named reward is averaged over these steps. A reward that a step does not report counts as 0.
-    With ``final``, the rewards are those of the last completed step. A step whose verifier failed has reward 0.
+    With ``final``, the rewards are those of the last completed step. A step whose verifier failed has reward 0. Rewards
+    of turns are kept as the last step gave them that names them, because a turn belongs to one step.
     """
     if len(verdicts) == 1 and not verdicts[0].name:
         return verdicts[0].verdict
@@ -131,8 +132,10 @@ def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
     errors = [f"step {step.name}: {step.verdict.error}" for step in verdicts if step.verdict.error]
     counted = verdicts[-1:] if HarborData.of(task).reward_strategy == "final" else verdicts
     naming = [step for step in counted if not step.verdict.error] or verdicts[-1:]
-    names = list(dict.fromkeys(name for step in naming for name in step.verdict.rewards))
+    names = dict.fromkeys(name for step in naming for name in step.verdict.rewards if not is_part_reward(name))
     rewards = {n: sum(step.verdict.rewards.get(n, 0.0) for step in counted) / len(counted) for n in names}
+    for step in verdicts:
+        rewards |= {name: value for name, value in step.verdict.rewards.items() if is_part_reward(name)}
     agent_error = verdicts[-1].verdict.agent_error
     return replace(Verdict.of(rewards, output, artifacts), error="; ".join(errors), agent_error=agent_error)
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megaflow_hpc.host.files import open_directory
-from megaflow_hpc.tasks.formats import MAX_REWARD
-from megaflow_hpc.types import Artifact, Verdict
+from megaflow_hpc.types import MAX_REWARD, ONLY_PARTS, Artifact, is_part_reward, main_reward
 
 MAX_REWARD_BYTES = 65536
 """Maximum size of a reward file in bytes."""
 MAX_REWARD_COUNT = 64
+"""Maximum number of rewards in a file, those of turns not counted."""
 MAX_NAME_LENGTH = 100
 """Maximum length of a reward name in characters. Each name becomes a column for all trajectories."""
 
@@ -35,7 +35,8 @@ def read_rewards(logs: Path) -> dict[str, float]:
     """Reads the named rewards from ``/logs/verifier``.
 
     Raises:
-        ValueError: The reward is missing or not a finite number, or the two files disagree.
+        ValueError: The reward is missing or not a finite number, or the two files disagree. If a file has several
+            rewards, one must belong to the whole rollout.
     """
     by_file: dict[str, dict[str, float]] = {}
     with _open_logs(logs) as directory:
@@ -45,9 +46,12 @@ def read_rewards(logs: Path) -> dict[str, float]:
                 by_file[name] = parse_rewards(name, data.decode("utf-8", "replace"))
     if not by_file:
         raise ValueError("no reward: neither /logs/verifier/reward.txt nor reward.json was written")
-    values = [Verdict.of(rewards).reward or 0.0 for rewards in by_file.values()]
-    if not math.isclose(values[0], values[-1], rel_tol=1e-6):
-        raise ValueError(f"reward.json says {values[0]:g} and reward.txt {values[-1]:g}")
+    named = list(by_file.values())
+    first, last = main_reward(named[0]), main_reward(named[-1])
+    if first is None or last is None:
+        raise ValueError(ONLY_PARTS)
+    if not math.isclose(first, last, rel_tol=1e-6):
+        raise ValueError(f"reward.json says {first:g} and reward.txt {last:g}")
     return next(iter(by_file.values()))
 
 
@@ -126,8 +130,8 @@ def parse_rewards(name: str, text: str) -> dict[str, float]:
     named = value if isinstance(value, dict) else {"reward": value}
     if not named:
         raise ValueError(f"{name} names no reward")
-    if len(named) > MAX_REWARD_COUNT:
-        raise ValueError(f"{name} names {len(named)} rewards; at most {MAX_REWARD_COUNT} are kept")
+    if (count := sum(not is_part_reward(key) for key in named)) > MAX_REWARD_COUNT:
+        raise ValueError(f"{name} names {count} rewards besides those of turns; at most {MAX_REWARD_COUNT} are kept")
     rewards: dict[str, float] = {}
     for key, number in named.items():
         if not key or len(key) > MAX_NAME_LENGTH or not key.isprintable():

@@ -41,7 +41,7 @@ from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.rewards import read_logs, read_rewards
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
 from megaflow_hpc.tasks.sandboxes import network_hint
-from megaflow_hpc.types import Network, Task, Verdict
+from megaflow_hpc.types import MAX_NAME_LENGTH, Network, Task, Verdict
 
 _SHELL = (
     'for b in /bin/bash /usr/bin/bash; do [ -x "$b" ] && exec "$b" /tests/test.sh; done; exec /bin/sh /tests/test.sh'
@@ -280,7 +280,7 @@ class Mask:
             error=self.text(verdict.error),
             agent_error=self.text(verdict.agent_error),
             artifacts=[
-                replace(artifact, name=self.text(artifact.name), data=self.data(artifact.data))
+                replace(artifact, name=self.text(artifact.name)[:MAX_NAME_LENGTH], data=self.data(artifact.data))
                 for artifact in verdict.artifacts
             ],
         )

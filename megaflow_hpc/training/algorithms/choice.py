@@ -33,7 +33,16 @@ import numpy as np
 from megaflow_hpc.config.sections import Method
 from megaflow_hpc.config.training import AdvantageConfig, Range, TrainingConfig
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.algorithms.rewards import columns, plain, players, reward, role_config, shaped, shuffled
+from megaflow_hpc.training.algorithms.rewards import (
+    columns,
+    own_rewards,
+    plain,
+    players,
+    reward,
+    role_config,
+    shaped,
+    shuffled,
+)
 from megaflow_hpc.training.algorithms.samples import Earlier, RoleRewards, Sample, SampleGroup
 from megaflow_hpc.training.methods import call, numbers, takes, wrong
 
@@ -97,7 +106,7 @@ def choose(
         state: the state that the last call returned; ``None`` on the first call.
         random: random generator for ``shuffle`` and for user functions.
         advantage: the policy's advantage settings, which name the rewards that must be present and must differ.
-        pass_threshold: minimum reward of a passed rollout.
+        pass_threshold: minimum reward of a passed rollout, and of each of the ``roles`` in it.
         bound: maximum age of a token, in weight versions. Rollouts with older tokens are dropped. Replayed groups are
             exempt.
         due: ids of the groups to take first, regardless of age.
@@ -119,7 +128,7 @@ def choose(
         taken = fresh(taken, bound, version, drops)
     for step in config.data:
         if step.pass_rate is not None:
-            taken = within_pass_rates(taken, step.pass_rate, pass_threshold, drops)
+            taken = within_pass_rates(taken, step.pass_rate, pass_threshold, drops, roles)
         elif step.staleness is not None:
             taken = fresh(taken, step.staleness, version, drops)
         elif step.shuffle is not None:
@@ -232,12 +241,16 @@ def varies(group: SampleGroup, advantage: AdvantageConfig, role: str = "") -> bo
 
 
 def within_pass_rates(
-    groups: Iterable[SampleGroup], bounds: Range, pass_threshold: float, drops: Drops
+    groups: Iterable[SampleGroup],
+    bounds: Range,
+    pass_threshold: float,
+    drops: Drops,
+    roles: RoleRewards | None = None,
 ) -> list[SampleGroup]:
-    """Keeps groups whose pass rate is within the bounds."""
+    """Keeps groups whose pass rate is within the bounds. A rollout passes if each role that the policy played does."""
 
     def reason(group: SampleGroup) -> str:
-        passed = sum(reward(sample) >= pass_threshold for sample in group.samples)
+        passed = sum(min(own_rewards(sample, roles), default=-math.inf) >= pass_threshold for sample in group.samples)
         return "" if inside(passed / len(group.samples), bounds) else PASS_RATE
 
     return _keep_groups(groups, reason, drops)

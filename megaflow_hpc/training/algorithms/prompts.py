@@ -28,8 +28,8 @@ import numpy as np
 from megaflow_hpc.config.sections import Method
 from megaflow_hpc.config.training import PromptsConfig
 from megaflow_hpc.training.algorithms.choice import MIN_SAMPLES, inside
-from megaflow_hpc.training.algorithms.rewards import reward
-from megaflow_hpc.training.algorithms.samples import SampleGroup
+from megaflow_hpc.training.algorithms.rewards import own_rewards
+from megaflow_hpc.training.algorithms.samples import RoleRewards, SampleGroup
 from megaflow_hpc.training.methods import call, wrong
 
 LATEST_WEIGHT = 0.5
@@ -70,11 +70,13 @@ class Prompts:
     Args:
         config: The section ``training.prompts``.
         pass_threshold: Minimum reward of a passed rollout.
+        roles: The policy's roles in its team, whose rewards then count instead of the rollout's.
     """
 
-    def __init__(self, config: PromptsConfig, pass_threshold: float = 1.0) -> None:
+    def __init__(self, config: PromptsConfig, pass_threshold: float = 1.0, roles: RoleRewards | None = None) -> None:
         self._config = config
         self._pass_threshold = pass_threshold
+        self._roles = roles
 
     def choose(
         self, tasks: Sequence[str], count: int, state: Mapping[str, Any], random: np.random.Generator
@@ -201,7 +203,8 @@ class Prompts:
         came_again = bool(state.get("again"))
         easy = hard = total = 0
         for group in sorted(groups, key=lambda group: (group.time_ns, group.id)):
-            rewards = [reward(sample) for sample in group.samples if sample.verified]
+            verified = [own_rewards(sample, self._roles) for sample in group.samples if sample.verified]
+            rewards = [own for own in verified if own]
             if not rewards:
                 continue
             came_again = came_again or group.task in statistics
@@ -218,8 +221,8 @@ class Prompts:
             learned |= {"easy": easy_base, "hard": hard_base}
         return learned
 
-    def _updated(self, earlier: TaskStatistics | None, rewards: Sequence[float]) -> TaskStatistics:
-        passed = sum(value >= self._pass_threshold for value in rewards)
+    def _updated(self, earlier: TaskStatistics | None, rewards: Sequence[tuple[float, ...]]) -> TaskStatistics:
+        passed = sum(min(own) >= self._pass_threshold for own in rewards)
         rate = passed / len(rewards)
         before = earlier or TaskStatistics(recent=rate)
         streak = before.streak

@@ -192,6 +192,14 @@ def role_rewards(sample: Sample, roles: RoleRewards) -> dict[str, float]:
     return {role: reward(sample, roles[role]) for role in dict.fromkeys(sample.roles) if role in roles}
 
 
+def own_rewards(sample: Sample, roles: RoleRewards | None) -> tuple[float, ...]:
+    """Returns the rewards on which the policy is trained: those of the roles that it played, sorted by role, or the
+    rollout's own without a team. Empty if it played none."""
+    if not roles:
+        return (reward(sample),)
+    return tuple(value for _, value in sorted(role_rewards(sample, roles).items()))
+
+
 def players(groups: Iterable[SampleGroup], role: str) -> list[tuple[Sample, int]]:
     """Returns the samples in which the policy played a role, each with the index of its group. An empty role matches
     all samples."""
@@ -285,15 +293,15 @@ def _of_method(
 
     The function is called as ``function(groups, **args)``. The groups contain only verified samples. ``sample.reward``
     includes penalties and applies the weights of ``advantage.rewards``. If the policy has one role in a team,
-    ``sample.reward`` is that role's reward. If it has several, ``sample.role_rewards`` has the reward of each role. The
-    function returns a mapping from the id of each sample to a number, or to an array with one number for each of its
-    sequences (``sample.sequences``) or turns (``sample.turns``).
+    ``sample.reward`` is that role's reward. If it has several, ``sample.role_rewards`` has the reward of each role, in
+    the same way. The function returns a mapping from the id of each sample to a number, or to an array with one number
+    for each of its sequences (``sample.sequences``) or turns (``sample.turns``).
     """
     compared, only = [], next(iter(roles.values())) if len(roles) == 1 else None
     for group in groups:
         values, weights = columns(group.samples, role_config(config.advantage, only))
         totals = zip(group.samples, (values @ weights).tolist(), strict=True)
-        compared.append(group.only(tuple(_valued(s, r, roles) for s, r in totals if r == r)))
+        compared.append(group.only(tuple(_valued(s, r, config.advantage, roles) for s, r in totals if r == r)))
     samples = [sample for group in compared for sample in group.samples]
     returned = mapping(method, call(method, compared), {sample.id for sample in samples}, "sample")
     arrays = [_checked(method, sample, returned[sample.id]) for sample in samples]
@@ -307,8 +315,13 @@ def _of_method(
     }
 
 
-def _valued(sample: Sample, total: float, roles: RoleRewards) -> Sample:
-    return replace(sample, reward=total, penalty=0.0, role_rewards=role_rewards(sample, roles))
+def _valued(sample: Sample, total: float, config: AdvantageConfig, roles: RoleRewards) -> Sample:
+    of_roles = {}
+    for role in dict.fromkeys(sample.roles):
+        if role in roles:
+            values, weights = columns([sample], role_config(config, roles[role]))
+            of_roles[role] = float((values @ weights)[0])
+    return replace(sample, reward=total, penalty=0.0, role_rewards=of_roles)
 
 
 def _checked(method: Method, sample: Sample, value: object) -> NDArray[np.float32]:

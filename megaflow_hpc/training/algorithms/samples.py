@@ -75,7 +75,7 @@ class Sample:
     roles: tuple[str, ...] = ()
     """Role of each of the policy's sequences. Empty without a team."""
     role_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Reward of each role that the policy played. Set only for functions of ``advantage.kind``."""
+    """Reward of each role that the policy played, with penalties. Set only for functions of ``advantage.kind``."""
 
     @property
     def verified(self) -> bool:

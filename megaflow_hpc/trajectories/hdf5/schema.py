@@ -361,8 +361,9 @@ OFFSETS = {
 }
 """Maps each offset column to the column that it points into."""
 
-MAX_REWARDS = 4096
-"""Maximum number of reward columns. Verifiers choose the names, and each column takes space in every row."""
+MAX_REWARD_COLUMNS = 4096
+"""Maximum number of reward columns. Verifiers choose the names, and each column takes space in every row. Rewards of
+turns use at most the first half."""
 
 MEASURED = ("setup_s", "agent_s", "verify_s", "cpu_s", "memory_peak_mb", "disk_peak_mb")
 """Measurements of a rollout, any of which may be unknown."""

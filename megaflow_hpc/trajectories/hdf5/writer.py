@@ -24,7 +24,7 @@ from megaflow_hpc.trajectories.hdf5.file import continued_file, new_file
 from megaflow_hpc.trajectories.hdf5.schema import (
     BYTE_CHUNK,
     COLUMNS,
-    MAX_REWARDS,
+    MAX_REWARD_COLUMNS,
     ROW_CHUNK,
     ROW_COLUMNS,
     STRING,
@@ -37,6 +37,7 @@ from megaflow_hpc.trajectories.hdf5.schema import (
     text_offset,
 )
 from megaflow_hpc.trajectory import Image, Trajectory, linked
+from megaflow_hpc.types import is_part_reward
 
 _FLUSH_ROWS = 256
 
@@ -388,7 +389,9 @@ class TrajectoryWriter:
                 column.finish()
 
     def _put_reward(self, row: int, name: str, value: float) -> None:
-        if name in self._held_rewards or len(self._held_rewards) < MAX_REWARDS:
+        # A rollout has as many rewards of turns as it likes, which must not take the columns of others.
+        most = MAX_REWARD_COLUMNS // 2 if is_part_reward(name) else MAX_REWARD_COLUMNS
+        if name in self._held_rewards or len(self._held_rewards) < most:
             self._held_rewards.setdefault(name, {})[row] = value
 
     def _put_items(self, path: str, offset_path: str, items: list[bytes]) -> None:

@@ -19,17 +19,11 @@ from msgspec import Meta
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN, escape
 from megaflow_hpc.trajectories.journal.frames import Heading, head_of, trajectory_data
 from megaflow_hpc.trajectory import Attempt, Image, TokenSequence, Trajectory, Turn, images_of, linked
-from megaflow_hpc.types import VERIFIED, Status
-
-MAX_NAME_LENGTH = 1024
-"""Maximum length of a name in characters. Every row of a string column is as wide as its longest string."""
-MAX_REWARDS = 1000
-"""Maximum number of named rewards per trajectory. Each name becomes a column for all trajectories."""
-MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+from megaflow_hpc.types import MAX_NAME_LENGTH, MAX_REWARD, MAX_REWARDS, VERIFIED, Status, is_part_reward
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-Rewards = Annotated[dict[Name, float], Meta(max_length=MAX_REWARDS)]
+Rewards = dict[Name, float]
 Parents = list[Annotated[int, Meta(ge=-1)]]
 _KINDS: Mapping[str, Any] = {
     "int32": Int32,
@@ -197,13 +191,16 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _check_size(name: str, value: float) -> None:
-    if MAX_FLOAT32 < abs(value) < math.inf:
+    if MAX_REWARD < abs(value) < math.inf:
         raise ValueError(f"{name} {value}, more than 32 bits hold")
 
 
 def _check_rewards(rewards: Any) -> None:
-    for name, value in msgspec.convert(rewards, Rewards).items():
+    named = msgspec.convert(rewards, Rewards)
+    for name, value in named.items():
         _check_size(f"reward {name}", value)
+    if (count := sum(not is_part_reward(name) for name in named)) > MAX_REWARDS:
+        raise ValueError(f"{count} named rewards, expected at most {MAX_REWARDS}")
 
 
 def _checked_parents(parents: Any, count: int) -> list[int]:

@@ -249,6 +249,50 @@ async def test_a_service_that_is_killed_as_the_work_ends_takes_the_result_along(
             await group.guard(work())
 
 
+ANSWERS = """
+import socket
+with socket.create_connection(("localhost", 7000)) as out:
+    out.sendall(b"x\\n")
+    assert out.makefile().readline() == "echo x\\n"
+"""
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+async def test_a_service_that_hangs_as_the_work_ends_takes_the_result_along_unless_it_was_busy(
+    start: Start, monkeypatch: pytest.MonkeyPatch, recovers: bool
+) -> None:
+    """A program that is stopped still accepts connections, and never answers."""
+    monkeypatch.setattr("megaflow_hpc.environments.services.running.BUSY_S", 20.0 if recovers else 2.0)
+    health = HealthCheck(("python3", "-c", ANSWERS), interval_s=0.2, timeout_s=1.0, ready_s=30)
+    async with group_of(start, echo_service(health=health)) as group:
+        (service,) = group._running.values()
+
+        async def work() -> str:
+            goes_on = "kill -CONT $server" if recovers else ":"
+            stop = f"server=$(pgrep -of socketserver); kill -STOP $server; (sleep 3; {goes_on}) >/dev/null 2>&1 &"
+            assert (await service.sandbox.exec(["sh", "-c", stop])).exit_code == 0
+            return "verdict"
+
+        if recovers:
+            assert await group.guard(work()) == "verdict"
+        else:
+            with pytest.raises(ServiceError, match="service echo: it did not answer when the rollout had ended: its h"):
+                await group.guard(work())
+
+
+async def test_a_service_that_the_agent_made_unhealthy_costs_no_verdict(start: Start) -> None:
+    health = HealthCheck(("test", "-e", "/data"), interval_s=0.2, ready_s=30)
+    command = ("sh", "-c", 'touch /data; exec "$@"', "sh", *echo_service().command)
+    async with group_of(start, echo_service(health=health, command=command)) as group:
+        (service,) = group._running.values()
+
+        async def work() -> str:
+            assert (await service.sandbox.exec("rm /data")).exit_code == 0
+            return "verdict"
+
+        assert await group.guard(work()) == "verdict"
+
+
 async def test_an_error_of_the_tasks_code_counts_as_that_of_the_service_that_has_ended(start: Start) -> None:
     async with group_of(start, echo_service()) as group:
         (service,) = group._running.values()

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from aiohttp import web
 
-from megaflow_hpc import Campaign
+from megaflow_hpc import Campaign, open_trajectories
 from megaflow_hpc.campaign.planning.model_paths import absolute
 from megaflow_hpc.config import load, parse
 from megaflow_hpc.errors import ConfigError
@@ -25,6 +26,7 @@ from megaflow_hpc.model.gateway.replay import calls_artifact, calls_of
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.monitor.status import servers as engine_servers
 from megaflow_hpc.trajectory import Trajectory
+from tests.support.campaigns import run_local
 from tests.support.serving import Servers, call, conversation, in_loop, listening
 
 KEY = "sk-rented"
@@ -59,7 +61,8 @@ class Rented:
             return web.json_response({"error": {"message": said}}, status=400)
         if habit == "refuses" or body["model"] not in ("one", "two"):
             return web.json_response({"error": {"message": f"The model `{body['model']}` is not served"}}, status=400)
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "fine"}}
+        said = "Hm.\nyes" if body["model"] == "two" else "fine"
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
         usage = {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 6}
         return web.json_response({"id": "c1", "object": "chat.completion", "choices": [choice], "usage": usage})
 
@@ -202,3 +205,60 @@ def test_an_endpoint_needs_no_gpu_and_says_what_its_address_lacks(tmp_path: Path
         absolute(policy, tmp_path, Campaign.from_yaml(tmp_path / "c.yaml").where, "default", False)
     with pytest.raises(ConfigError, match="chmod 600"):
         adapters.launch({**section, "api_key_file": str(tmp_path / "key")}, "p", tmp_path)
+
+
+SUM = """\
+from pathlib import Path
+from megaflow_hpc.tasks.judging import Rubric
+
+RUBRIC = Rubric.read(Path(__file__).with_name("rubric.yaml"))
+
+class Sum:
+    image = "none"
+    instruction = "What is 2 + 2?"
+
+    async def score(self, sandbox, roles, judge):
+        assert roles["checker"][-1]["content"] == "fine", roles
+        return await RUBRIC.score(judge, roles["writer"])
+"""
+
+
+@pytest.mark.slow
+@in_loop
+async def test_a_role_and_a_judge_may_each_be_a_rented_model(tmp_path: Path) -> None:
+    """The role's calls are recorded as text. The judge's API takes no ``max_tokens``, which rubrics set."""
+    (tmp_path / "sums.py").write_text(SUM)
+    (tmp_path / "rubric.yaml").write_text("criteria: [{name: polite, text: The answer is polite.}]\nvotes: 3\n")
+    (tmp_path / "author.yaml").write_text(yaml.safe_dump({"default": ["4"]}))
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    (tmp_path / "key").chmod(0o600)
+    async with rented() as (endpoint, url):
+        model = {"engine": "external", "api": "openai", "base_url": f"{url}/lists", "api_key_file": "key"}
+        fields = {
+            "name": "rented",
+            "tasks": "sums:Sum",
+            "agent": {"name": "megaflow_hpc.agents.teams:WriterChecker", "args": {"max_tokens": 9}},
+            "models": {
+                "author": {"engine": "scripted", "script": "author.yaml"},
+                "second": {**model, "path": "one"},
+                "grader": {**model, "path": "two", "judge": True, "price": {"input": 1e6, "output": 2e6}},
+            },
+            "team": {"roles": {"writer": "author", "checker": "second"}},
+        }
+        (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
+        result, done = await asyncio.to_thread(run_local, tmp_path / "campaign.yaml")
+    assert done.returncode == 0, done.stderr
+    with open_trajectories(result["run"]) as store:
+        (row,) = store
+        assert (row.status, row.error, row.rewards) == ("completed", "", {"reward": 1.0, "polite": 1.0})
+        assert [(turn.role, turn.policy, turn.sequence >= 0) for turn in row.turns] == [
+            ("writer", "author", True),
+            ("checker", "second", False),
+        ] * 2
+        assert {sequence.policy for sequence in row.sequences} == {"author"}
+        kept = {artifact.name: artifact.data for artifact in row.artifacts}
+    assert [call["model"] for call in json.loads(kept["judge.json"])] == ["grader"] * 3
+    asked = [body for method, path, body, _ in endpoint.heard if "chat" in path]
+    assert [body["max_completion_tokens"] for body in asked if body["model"] == "two"][-3:] == [1024] * 3
+    assert result["models"]["grader"] == {"calls": 3, "prompt_tokens": 15, "sampled_tokens": 3, "usd": 21.0}
+    assert not [name for name, data in kept.items() if KEY.encode() in data]

@@ -267,6 +267,17 @@ def test_a_sub_agent_of_a_sub_agent_is_started_by_it(rollout: Rollout) -> None:
     assert started(rollout) == [(None, None), (0, 0), (1, 1), (1, 1)]
 
 
+def test_a_sub_agent_in_the_background_is_started_by_the_call_that_gave_it_its_task(rollout: Rollout) -> None:
+    """Its tool has returned before its first call, and its agent waits for another tool."""
+    main = [user("main")]
+    main += [rollout.call(main, said("", a={"prompt": "look into\n\nthe file"})), result("a")]
+    main += [rollout.call(main, said("", b={"command": "ls"})), result("b")]
+    rollout.call([user("a reminder\nlook into\n\nthe file"), user("today")], said("done"))
+    rollout.call(main, said("all done"))
+    rollout.call([user("They were to look into\n\nthe file?")], said("yes"))
+    assert started(rollout) == [(None, None), (0, 0), (None, None)]
+
+
 def test_a_conversation_after_the_results_were_sent_continues_nobodys_wait(rollout: Rollout) -> None:
     main = [user("main")]
     main += [rollout.call(main, said("", a={"command": "ls"})), result("a")]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +39,7 @@ from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.types import ModelEndpoint, Network, Verdict
 from tests.support.campaigns import cli, run_local
 from tests.support.harbor_tasks import write_task
+from tests.support.waiting import until
 
 TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 RUBRIC = """\
@@ -506,6 +513,15 @@ class Returns(Sum):
 class Plain(Sum):
     def score(self, sandbox, messages, judge):
         return float(judge.ask(messages[-1]["content"]) == "four it is")
+
+class Hides(Sum):
+    image = "none"
+
+    async def score(self, sandbox, messages, judge):
+        try:
+            return float(await judge.ask(messages[-1]["content"]) == "four it is")
+        except Exception:
+            return 0.0
 """
 AGENT = """\
 import json, urllib.request
@@ -562,6 +578,52 @@ def test_a_campaign_with_a_judge(tmp_path: Path, base_sif: Path) -> None:
         assert {call["model"] for call in calls} == {"grader"}
         (cost,) = [json.loads(one.data) for one in trajectory.artifacts if one.name == "cost.json"]
         assert cost["grader"]["usd"] == pytest.approx(sum(call["usd"] for call in calls))
+
+
+@pytest.mark.slow
+def test_a_judge_whose_engine_is_killed_at_random_delays_verdicts_and_invents_none(
+    tmp_path: Path, base_sif: Path
+) -> None:
+    """Although the task's code hides every failure. More than two kills within a minute would end the server."""
+    draw, delay_s, kills = random.Random(17), 0.7, 2
+    campaign = judged(tmp_path, base_sif, {"grader": {"engine": "scripted", "script": "slow.yaml", "judge": True}})
+    (tmp_path / "slow.yaml").write_text(yaml.safe_dump({"default": [{"text": "four it is", "delay_s": delay_s}]}))
+    fields = yaml.safe_load(campaign.read_text()) | {"tasks": "sums:Hides", "samples": 40}
+    campaign.write_text(yaml.safe_dump({**fields, "slurm": {"pods": {"slots_per_rank": 2}}}))
+    with subprocess.Popen(
+        [sys.executable, "-m", "megaflow_hpc", "run", campaign, "--launcher", "local", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as running:
+        until(lambda: [*tmp_path.glob("runs/*/endpoints/grader.1.json")], "the judge serves")
+        (endpoint,) = tmp_path.glob("runs/*/endpoints/grader.1.json")
+        for _ in range(kills):
+            until(endpoint.exists, "the judge serves")
+            time.sleep(draw.uniform(1, 3))
+            assert running.poll() is None, "the campaign ended before the kill"
+            for pid in engine_pids(str(tmp_path / "slow.yaml")):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            until(lambda: not endpoint.exists(), "its server notices")
+        result = json.loads(running.communicate(timeout=240)[0])
+    assert (result["state"], result["rollouts"]["completed"]) == ("finished", 40)
+    logs = "".join(path.read_text() for path in Path(result["run"], "logs").glob("server-*-local.log"))
+    assert logs.count("the engine ended while serving") == kills
+    with open_trajectories(result["run"]) as store:
+        assert set(store.column("reward")) == {1.0}
+        waited = [row for row in store if row.verify_s > 2 * delay_s]
+    assert waited, "no verification was under way at a kill"
+
+
+def engine_pids(script: str) -> list[int]:
+    """Returns the processes of the scripted engine that answers from a file."""
+    pids = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = place.read_text().split("\0")
+            if script in words and "megaflow_hpc.model.engines.scripted" in words:
+                pids.append(int(place.parent.name))
+    return pids
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,15 @@ def test_turns_in_the_file_point_at_sampled_tokens(run):
         assert file["rewards/tests"][:].tolist()[:2] == pytest.approx([math.nan, 0.5], nan_ok=True)
 
 
+def test_rewards_of_turns_leave_columns_to_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "MAX_REWARD_COLUMNS", 4)
+    run = run_dir(tmp_path / "run")
+    turns = {f"turn.{number}": 0.5 for number in range(9)}
+    commit(run, "a", (0, 0, trajectory(0, rewards={**turns, "right": 1.0})), (1, 0, trajectory(1, rewards={"x": 1.0})))
+    with h5py.File(gather(run)) as file:
+        assert set(file["rewards"]) == {"turn.0", "turn.1", "right", "x"}
+
+
 def test_every_chunk_has_a_checksum_and_no_data_has_variable_length(run):
     allowed = {h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_FLETCHER32}
     with h5py.File(gather(run)) as file:

@@ -167,6 +167,7 @@ def test_json_lines_hold_every_conversation_by_the_indices_of_its_messages(run: 
     tree = line["tree"]["messages"]
     assert [[tree[n]["content"] for n in c["messages"]] for c in line["conversations"]] == TALKS
     assert [c["started_by"] for c in line["conversations"]] == [None, None, 1, None, None]
+    assert [c["depth"] for c in line["conversations"]] == [0, 0, 1, 0, 0]
     assert sum(len(talk) for talk in TALKS) - 6 == len(tree)  # shared messages are there once
 
 
@@ -180,6 +181,7 @@ def test_an_atif_step_has_the_tokens_of_its_own_call(run: RunDir, tmp_path: Path
     document = json.loads((tmp_path / "atif/solve/default/0.json").read_text())
     others = {d["trajectory_id"]: d for d in document["subagent_trajectories"]}
     assert sorted(others) == [f"{ID}#{n}" for n in (0, 2, 3, 4)]
+    assert {name: d["extra"]["depth"] for name, d in others.items()} == {f"{ID}#{n}": n == 2 for n in (0, 2, 3, 4)}
     steps = [step for d in (document, *others.values()) for step in d["steps"] if step["source"] == "agent"]
     own = [step for step in steps if "metrics" in step]
     assert all(step["is_copied_context"] for step in steps if "metrics" not in step)
@@ -209,7 +211,7 @@ def test_show_and_the_report_tell_every_conversation_once(run: RunDir, capsys: p
         assert told.count(words) == 1
         assert shown.count(f"\n{words}\n") == 1
     assert main(["show", str(run.path), ID, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["conversations"]) == 5
+    assert [c["depth"] for c in json.loads(capsys.readouterr().out)["conversations"]] == [0, 0, 1, 0, 0]
 
 
 def test_a_journal_of_version_1_is_read_gathered_and_exported_without_links(tmp_path: Path) -> None:
