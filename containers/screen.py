@@ -12,8 +12,8 @@
     screen utterances SEED…                                 what the pages of MiniWoB++ ask for, by page and seed
 
 Actions are those of Anthropic's computer tool (computer_20250124), and those of ``screen_server.py`` on elements of the
-page by their ids. ``start``, ``do`` and ``episode`` print one line of
-JSON, ``{"ok": true, …}`` or ``{"ok": false, "error": …}``, and exit with 0 or 1.
+page by their ids. ``start``, ``do`` and ``episode`` print one line of JSON, ``{"ok": true, …}`` or ``{"ok": false,
+"error": …}``, and exit with 0 or 1.
 
 SCREEN_ADDRESS names the port of a server in another sandbox. SCREEN_URL and SCREEN_RUN are the defaults of --url and
 --run, which a task can set. This file imports little, because each action starts it anew.

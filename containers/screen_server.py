@@ -290,12 +290,9 @@ class Chromium:
         With ids, returns it as lines of BrowserGym's form instead.
         """
         self.follow()
-        boxes, clickable = self._boxes()
-        frames, lines = [self.call("Page.getFrameTree")["frameTree"]], []
-        while frames:
-            frame = frames.pop(0)
-            frames += frame.get("childFrames", [])
-            nodes = self.call("Accessibility.getFullAXTree", {"frameId": frame["frame"]["id"]})["nodes"]
+        (boxes, clickable), lines = self._boxes(), []
+        for frame in self._frames():
+            nodes = self.call("Accessibility.getFullAXTree", {"frameId": frame["id"]})["nodes"]
             by_id = {node["nodeId"]: node for node in nodes}
             stack = [(node["nodeId"], 0, "") for node in nodes[:1]]
             while stack:
@@ -310,12 +307,19 @@ class Chromium:
                     shown = shown and not (role == "StaticText" and name in above)
                     if shown:
                         named = dom and role not in TEXTS and len(lines) < MAX_LINES
-                        mark = f"[{self._mark(frame['frame'], dom)}] " if named else ""
+                        mark = f"[{self._mark(frame, dom)}] " if named else ""
                         lines.append("\t" * min(depth, 20) + mark + _element_line(node, dom in clickable))
                 elif shown := shown and (name or role not in PLAIN):
                     lines.append((depth, role, name, _details(node), boxes.get(dom)))
                 stack += [(child, depth + bool(shown), name) for child in reversed(node.get("childIds", []))]
         return lines
+
+    def _frames(self):
+        """Returns the frames of the page, each one before those inside it."""
+        trees = [self.call("Page.getFrameTree")["frameTree"]]
+        for tree in trees:
+            trees += tree.get("childFrames", [])
+        return [tree["frame"] for tree in trees]
 
     def _mark(self, frame, node):
         """Returns the id of an element."""
@@ -328,10 +332,7 @@ class Chromium:
     def on_element(self, name, function, *arguments):
         """Calls one of our functions on an element. Raises Refused with the problem that it returns, if any."""
         frame, document, node = self._elements.get(name, ("", "", 0))
-        frames, documents = [self.call("Page.getFrameTree")["frameTree"]], {}
-        for each in frames:
-            frames += each.get("childFrames", [])
-            documents[each["frame"]["id"]] = each["frame"]["loaderId"]
+        documents = {each["id"]: each["loaderId"] for each in self._frames()}
         gone = Refused(f"element {str(name)[:100]!r} is not on the page; look at it again for the present ids")
         if not frame or documents.get(frame) != document:
             raise gone

@@ -354,10 +354,14 @@ def is_part_reward(name: str) -> bool:
     return _PART_REWARD.fullmatch(name) is not None
 
 
+def whole_rewards(rewards: Mapping[str, float]) -> dict[str, float]:
+    """Returns the rewards of the whole rollout, without those of single turns and token sequences."""
+    return {name: value for name, value in rewards.items() if not is_part_reward(name)}
+
+
 def main_reward(rewards: Mapping[str, float]) -> float | None:
-    """Returns the reward of the whole rollout: ``reward``, or else the first of no turn or sequence, if any."""
-    own = [value for name, value in rewards.items() if not is_part_reward(name)]
-    reward = rewards.get("reward", own[0] if own else math.nan)
+    """Returns the entry ``reward``, or else the first of the :func:`whole_rewards`, if any."""
+    reward = rewards.get("reward", next(iter(whole_rewards(rewards).values()), math.nan))
     return None if math.isnan(reward) else reward
 
 
@@ -375,7 +379,7 @@ def checked_rewards(rewards: Mapping[Any, Any]) -> dict[str, float]:
         if not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:  # NaN fails this test too
             raise ValueError(f"reward {name!r:.80} is {value!r:.80}; expected a finite number that 32 bits hold")
         checked[name] = float(value)
-    if (count := sum(not is_part_reward(name) for name in checked)) > MAX_REWARDS:
+    if (count := len(whole_rewards(checked))) > MAX_REWARDS:
         raise ValueError(f"{count} names of rewards; expected at most {MAX_REWARDS}, those of turns not counted")
     return checked
 

@@ -32,7 +32,7 @@ from megaflow_hpc.errors import (
 from megaflow_hpc.tasks import checkout
 from megaflow_hpc.tasks.formats import StepVerdict, VerificationContext, format_of
 from megaflow_hpc.tasks.sandboxes import NoSandbox
-from megaflow_hpc.types import Task, Verdict, is_part_reward
+from megaflow_hpc.types import Task, Verdict, whole_rewards
 
 T = TypeVar("T")
 RETRY_DELAYS_S = 1.0, 5.0
@@ -132,7 +132,7 @@ def _setup_failed(before: Sequence[StepVerdict], why: str) -> Verdict:
 
 def _names(verdicts: Sequence[StepVerdict]) -> list[str]:
     """Returns the names of the steps' rewards, without those of turns, which belong to the step that gave them."""
-    return [name for step in verdicts for name in step.verdict.rewards if not is_part_reward(name)]
+    return [name for step in verdicts for name in whole_rewards(step.verdict.rewards)]
 
 
 async def verify(
@@ -187,8 +187,8 @@ def _zero_if_failed(verdict: Verdict | None, why: str, names: Sequence[str]) -> 
     verdict = verdict or Verdict(error=why)
     if not verdict.error:
         return verdict
-    own = [name for name in verdict.rewards if not is_part_reward(name)]
-    return replace(verdict, reward=0.0, rewards=dict.fromkeys(own or names or ["reward"], 0.0))
+    zeros = dict.fromkeys(whole_rewards(verdict.rewards) or names or ["reward"], 0.0)
+    return replace(verdict, reward=0.0, rewards=zeros)
 
 
 async def run_conversation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,24 @@ from tests.support.services import MCP, write_compose_task
 ROOT = Path(__file__).parents[2]
 
 
+def write_campaign(folder: Path, base_sif: Path, name: str, policies: Mapping[str, tuple[Any, Any]]) -> Path:
+    """Writes a campaign of the tasks in ``folder``, with the agent and the engine's script of each policy."""
+    models = {}
+    for policy, (agent, script) in policies.items():
+        (folder / f"{policy}.yaml").write_text(yaml.safe_dump(script))
+        models[policy] = {"engine": "scripted", "script": f"{policy}.yaml", "agent": agent}
+    campaign = {
+        "name": name,
+        "tasks": "tasks/*",
+        "agent": "nop",
+        "models": models,
+        "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
+    }
+    path = folder / "campaign.yaml"
+    path.write_text(yaml.safe_dump(campaign))
+    return path
+
+
 @pytest.mark.slow
 def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
     tmp_path: Path, base_sif: Path, make_task: Callable[..., Path]
@@ -43,22 +61,11 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
     (task / "instruction.md").write_text("calc.add() must add: repair it.\n")
     (task / "environment" / "README").unlink()
     (task / "environment" / "calc.py").write_text(f"def add(a, b):\n    {OLD}\n")
-    models = {}
-    for agent in PACKAGES:
-        script = {"tasks": [{"when": "calc.add() must add", "answers": repair(agent)}]}
-        (tmp_path / f"{agent}.yaml").write_text(yaml.safe_dump(script))
-        models[agent] = {"engine": "scripted", "script": f"{agent}.yaml", "agent": agent}
-    cut = {"name": "codex", "max_turns": 2}
-    models["short"] = {"engine": "scripted", "script": "codex.yaml", "agent": cut}
-    campaign = {
-        "name": "cli-agents",
-        "tasks": "tasks/*",
-        "agent": "nop",
-        "models": models,
-        "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
-    }
-    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
-    command = [sys.executable, "-m", "megaflow_hpc", "run", str(tmp_path / "campaign.yaml"), "--launcher", "local"]
+    scripts = {agent: {"tasks": [{"when": "calc.add() must add", "answers": repair(agent)}]} for agent in PACKAGES}
+    policies: dict[str, tuple[Any, Any]] = {agent: (agent, script) for agent, script in scripts.items()}
+    policies["short"] = ({"name": "codex", "max_turns": 2}, scripts["codex"])
+    campaign = write_campaign(tmp_path, base_sif, "cli-agents", policies)
+    command = [sys.executable, "-m", "megaflow_hpc", "run", str(campaign), "--launcher", "local"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=900, check=False)
     assert done.stdout, done.stderr
     with open_trajectories(json.loads(done.stdout)["run"]) as store:
@@ -93,22 +100,11 @@ def test_a_programs_sub_agent_is_recorded_below_the_call_that_started_it(
     task = make_task(tmp_path / "tasks", "calc", test="true", agent_s=300)
     (task / "instruction.md").write_text("calc.add() must add: repair it.\n")
     (task / "environment" / "calc.py").write_text(f"def add(a, b):\n    {OLD}\n")
-    models = {}
-    for name in (*SUB_AGENTS, "foreground"):
-        agent, more = ("claude-code", {"run_in_background": False}) if name == "foreground" else (name, {})
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"tasks": delegation(agent, **more)}))
-        models[name] = {"engine": "scripted", "script": f"{name}.yaml", "agent": agent}
-    campaign = {
-        "name": "sub-agents",
-        "tasks": "tasks/*",
-        "agent": "nop",
-        "models": models,
-        "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
-    }
-    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
-    result, done = run_local(tmp_path / "campaign.yaml")
+    policies = {agent: (agent, {"tasks": delegation(agent)}) for agent in SUB_AGENTS}
+    policies["foreground"] = ("claude-code", {"tasks": delegation("claude-code", run_in_background=False)})
+    result, done = run_local(write_campaign(tmp_path, base_sif, "sub-agents", policies))
     with open_trajectories(result["run"]) as store:
-        assert set(store.column("policy")) == {*models}, done.stderr
+        assert set(store.column("policy")) == {*policies}, done.stderr
         for row in store:
             asking, reading = row.conversations
             assert (asking.depth, asking.started_by, asking.turns.count(0)) == (0, None, 1), row.policy
@@ -139,21 +135,9 @@ def test_each_program_calls_a_tool_of_the_tasks_mcp_server(tmp_path: Path, base_
     write_compose_task(
         tmp_path / "tasks", "vault", compose.replace("SERVER", server), {}, "true", "true", toml=MCP_TASK
     )
-    models = {}
-    for agent in MCP_FILES:
-        call = {"text": "I ask.", "tool": "mcp__vault__secret", "arguments": {}}
-        script = {"default": [call, {"text": "Done."}]}
-        (tmp_path / f"{agent}.yaml").write_text(yaml.safe_dump(script))
-        models[agent] = {"engine": "scripted", "script": f"{agent}.yaml", "agent": agent}
-    campaign = {
-        "name": "mcp",
-        "tasks": "tasks/*",
-        "agent": "nop",
-        "models": models,
-        "environment": {"network": "gateway", "images": {"base": str(base_sif)}},
-    }
-    (tmp_path / "campaign.yaml").write_text(yaml.safe_dump(campaign))
-    result, done = run_local(tmp_path / "campaign.yaml")
+    call = {"text": "I ask.", "tool": "mcp__vault__secret", "arguments": {}}
+    policies = {agent: (agent, {"default": [call, {"text": "Done."}]}) for agent in MCP_FILES}
+    result, done = run_local(write_campaign(tmp_path, base_sif, "mcp", policies))
     with open_trajectories(result["run"]) as store:
         for trajectory in store:
             assert (trajectory.status, trajectory.error) == ("completed", ""), done.stderr

@@ -75,7 +75,7 @@ from megaflow_hpc.types import (
     Task,
     Verdict,
     checked_rewards,
-    is_part_reward,
+    whole_rewards,
 )
 
 # --- the agent ---
@@ -389,7 +389,7 @@ def _storable(verdict: Verdict, turns: int) -> Verdict:
         check_turns(verdict.rewards, turns)
         checked_rewards(verdict.rewards)
     except (UserCodeError, ValueError) as error:
-        whole = [name for name in verdict.rewards if not is_part_reward(name)][:MAX_REWARDS]
+        whole = [*whole_rewards(verdict.rewards)][:MAX_REWARDS]
         return replace(verdict, reward=0.0, rewards=dict.fromkeys(whole or ["reward"], 0.0), error=str(error))
     return verdict
 

@@ -25,7 +25,7 @@ from megaflow_hpc.tasks.harbor import artifacts, verifier
 from megaflow_hpc.tasks.harbor.data import HarborData, Healthcheck, Judging, fields_of
 from megaflow_hpc.tasks.harbor.ignore import TaskFiles
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
-from megaflow_hpc.types import ExecResult, Sandbox, Task, Verdict, is_part_reward
+from megaflow_hpc.types import ExecResult, Sandbox, Task, Verdict, is_part_reward, whole_rewards
 
 SCRIPT = "solve.sh"
 
@@ -132,7 +132,7 @@ def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
     errors = [f"step {step.name}: {step.verdict.error}" for step in verdicts if step.verdict.error]
     counted = verdicts[-1:] if HarborData.of(task).reward_strategy == "final" else verdicts
     naming = [step for step in counted if not step.verdict.error] or verdicts[-1:]
-    names = dict.fromkeys(name for step in naming for name in step.verdict.rewards if not is_part_reward(name))
+    names = dict.fromkeys(name for step in naming for name in whole_rewards(step.verdict.rewards))
     rewards = {n: sum(step.verdict.rewards.get(n, 0.0) for step in counted) / len(counted) for n in names}
     for step in verdicts:
         rewards |= {name: value for name, value in step.verdict.rewards.items() if is_part_reward(name)}

@@ -11,9 +11,10 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megaflow_hpc.host.files import open_directory
-from megaflow_hpc.types import MAX_REWARD, ONLY_PARTS, Artifact, is_part_reward, main_reward
+from megaflow_hpc.types import MAX_REWARD, ONLY_PARTS, Artifact, main_reward, whole_rewards
 
 MAX_REWARD_BYTES = 65536
 """Maximum size of a reward file in bytes."""
@@ -127,10 +128,10 @@ def parse_rewards(name: str, text: str) -> dict[str, float]:
             raise ValueError(f"{name} names {str(error)[:MAX_NAME_LENGTH]!r} twice") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is not JSON ({error})") from None
-    named = value if isinstance(value, dict) else {"reward": value}
+    named: dict[str, Any] = value if isinstance(value, dict) else {"reward": value}
     if not named:
         raise ValueError(f"{name} names no reward")
-    if (count := sum(not is_part_reward(key) for key in named)) > MAX_REWARD_COUNT:
+    if (count := len(whole_rewards(named))) > MAX_REWARD_COUNT:
         raise ValueError(f"{name} names {count} rewards besides those of turns; at most {MAX_REWARD_COUNT} are kept")
     rewards: dict[str, float] = {}
     for key, number in named.items():

@@ -19,7 +19,7 @@ from msgspec import Meta
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, STRING, TEXT, UNKNOWN_AS_NAN, escape
 from megaflow_hpc.trajectories.journal.frames import Heading, head_of, trajectory_data
 from megaflow_hpc.trajectory import Attempt, Image, TokenSequence, Trajectory, Turn, images_of, linked
-from megaflow_hpc.types import MAX_NAME_LENGTH, MAX_REWARD, MAX_REWARDS, VERIFIED, Status, is_part_reward
+from megaflow_hpc.types import MAX_NAME_LENGTH, MAX_REWARD, MAX_REWARDS, VERIFIED, Status, whole_rewards
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -199,7 +199,7 @@ def _check_rewards(rewards: Any) -> None:
     named = msgspec.convert(rewards, Rewards)
     for name, value in named.items():
         _check_size(f"reward {name}", value)
-    if (count := sum(not is_part_reward(name) for name in named)) > MAX_REWARDS:
+    if (count := len(whole_rewards(named))) > MAX_REWARDS:
         raise ValueError(f"{count} named rewards, expected at most {MAX_REWARDS}")
 
 
