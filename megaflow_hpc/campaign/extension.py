@@ -8,10 +8,9 @@ from pathlib import Path
 from megaflow_hpc.campaign import plan
 from megaflow_hpc.campaign.edits import EXTENDABLE, differing_keys, digest
 from megaflow_hpc.campaign.facade import Campaign
-from megaflow_hpc.campaign.local import living_pods
 from megaflow_hpc.campaign.planning.draft import MAX_ROLLOUTS, SILENT, Draft, PlanWatch, whole_groups
 from megaflow_hpc.campaign.run import Run
-from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.ledger import read_blocks, write_blocks
 from megaflow_hpc.ledger.tasks import append_tasks, planned_tasks
@@ -60,7 +59,7 @@ def extend(
             f"{campaign.where(keys[0])}: {keys[0]}: not as it was planned for {run.path}; extend adds tasks and "
             "samples only: undo the edit, or plan a new run"
         )
-    _check_stopped(run)
+    run.check_stopped()
     draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, watch=watch, most=max_rollouts)
     draft.tasks = fixed(draft.tasks)
     draft.file = str(file.absolute())
@@ -69,7 +68,7 @@ def extend(
     with run.slurm_jobs.arrays.alone():
         if read_run(run.dir) != record:
             raise ConfigError(f"{run.path}: another process changes this run; nothing was added: repeat the command")
-        _check_stopped(run)
+        run.check_stopped()
         return _add(run, draft, campaign.text)
 
 
@@ -113,18 +112,3 @@ def _check_images(run: Run, draft: Draft, where: str) -> None:
                     f"{where}: environment.images: {planned.task['id']} was planned with {before[name]} for {name!r}, "
                     f"not {planned.images[name]}; undo the edit, or plan a new run"
                 )
-
-
-def _check_stopped(run: Run) -> None:
-    """Checks that no pod of the run is queued or running, because pods read the tasks only once."""
-    pods = sorted(living_pods(run.ledger.leases().values()))
-    if not pods and run.job_ids():
-        live = run.slurm_jobs.live_pods(0)
-        if live is None:
-            raise SiteError(f"{run.path}: Slurm does not say which pods there are; nothing was added")
-        pods = [pod.id for pod in live]
-    if pods:
-        raise ConfigError(
-            f"{run.path}: {len(pods)} pods are queued or running (among them {pods[0]}), which know the earlier tasks "
-            f"only; wait for them, or stop them first (megaflow-hpc cancel {run.path}), which loses no stored results"
-        )

@@ -191,7 +191,7 @@ class Campaign:
     def site_mistakes(self, draft: Draft, watch: PlanWatch) -> list[str]:
         """Checks this site. Returns a message for each missing resource and each refused request."""
         mistakes: list[str] = []
-        for check in chain([self._run_dir(None).check_place], self._preflight(draft, site.has_slurm(), watch)):
+        for check in chain([self._run_dir(None).check_new], self._preflight(draft, site.has_slurm(), watch)):
             try:
                 check()
             except Mistakes as error:
@@ -253,7 +253,7 @@ class Campaign:
             like: Earlier run from which to take durations.
         """
         slurm = resolve_launcher(launcher, self.config.slurm) == "slurm"
-        self._run_dir(run_dir).check_place()
+        self._run_dir(run_dir).check_new()
         earlier = None if like is None else Path(like)
         draft = read(self.config, self.base, self.where, only, watch, self.max_rollouts)
         draft.check()

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -26,7 +26,7 @@ from megaflow_hpc.ledger.blocks import numbers
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Refused
-from megaflow_hpc.rundir.record import JobRecord, RunRecord
+from megaflow_hpc.rundir.record import JobRecord, RunRecord, ServerGroup
 from megaflow_hpc.slurm import accounting, limits, site
 from megaflow_hpc.slurm.accounting import JobState
 from megaflow_hpc.slurm.arrays import (
@@ -41,7 +41,7 @@ from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 from megaflow_hpc.trajectories.journal import packs
 
 GONE_S = 120.0
-"""Seconds to wait for cancelled jobs to leave Slurm."""
+"""Seconds to wait for cancelled jobs to leave Slurm, and for an answer of slurmctld before engines are ended."""
 MAX_DEPENDENCIES = 16
 """Maximum number of engines that pods list as dependencies. Pods start after any of them has started."""
 
@@ -91,7 +91,7 @@ class Jobs(LiveJobs):
                 self._queue_gather([])
                 self.invalidate()
                 return
-            servers, started = self._queue_servers(allowed)
+            servers, started = self._queue_servers(allowed, self._groups)
             if self._config.is_pool:  # a pool consists only of servers, which run until it is cancelled
                 self.invalidate()
                 return
@@ -112,11 +112,11 @@ class Jobs(LiveJobs):
             raise
         self.invalidate()
 
-    def _queue_servers(self, allowed: limits.Allowance) -> tuple[list[str], list[str]]:
-        """Submits the engine arrays. Returns all of their elements, and the elements that are not held."""
+    def _queue_servers(self, allowed: limits.Allowance, groups: Sequence[ServerGroup]) -> tuple[list[str], list[str]]:
+        """Submits engine arrays. Returns all of their elements, and the elements that are not held."""
         servers: list[str] = []
         started: list[str] = []
-        for job in server_jobs(self._config, self._run, self._groups, allowed):
+        for job in server_jobs(self._config, self._run, groups, allowed):
             queued = self.arrays.queue(job)
             servers += queued
             started += [] if job.options.get("hold") else queued
@@ -183,10 +183,11 @@ class Jobs(LiveJobs):
     # --- act ---
 
     def revive(self) -> None:
-        """Restarts jobs that Slurm holds or failed to requeue, and trainers that exited while pods are running."""
+        """Restarts jobs that Slurm holds or failed to requeue, and servers and trainers that ended while others run."""
         self.release_unlaunched()
         self.bring_back(0)
         self._marks.forget_refused()
+        self.restart_servers()
         if self._config.training:
             self.restart_trainers()
 
@@ -230,6 +231,9 @@ class Jobs(LiveJobs):
         """
         if self._marks.over or os.environ.get("SLURM_JOB_ID") not in self.arrays.ids("gather"):
             return False
+        end = time.monotonic() + GONE_S
+        while self.live(0) is None and site.has_slurm() and time.monotonic() < end:  # slurmctld may be restarting
+            time.sleep(ASK_SLURM_S / 3)
         self.bring_back(0)
         if not [pod for pod in self.live_pods(0) or () if not cluster_of(pod.id)]:
             return False
@@ -240,6 +244,41 @@ class Jobs(LiveJobs):
             self.until_pods_left()
             return False
         return True
+
+    def restart_servers(self, indices: Collection[int] | None = None) -> None:
+        """Submits the engine servers that Slurm no longer has.
+
+        Args:
+            indices: Only these servers, held if their policy's servers start on demand. Default: all, as planned.
+        """
+        elastic = {server.policy for server in self._servers if server.held}
+        states = None if self._config.slurm.together else self.servers(0)
+        if states is None:
+            return
+        missing: list[ServerGroup] = []
+        for group in self._groups:
+            last = None
+            for index in range(group.first, group.first + group.count):
+                if index in states or (indices is not None and index not in indices):
+                    last = None
+                    continue
+                held = group.held or (indices is not None and self._servers[index].policy in elastic)
+                if last is not None and last.held == held:
+                    last.count += 1
+                else:
+                    last = msgspec.structs.replace(group, first=index, count=1, held=held)
+                    missing.append(last)
+        if missing:
+            self._queue_servers(limits.allowance(pod_options(self._config)), missing)
+            self.invalidate()
+
+    def _replace_servers(self) -> None:
+        """Replaces engine servers that ended because Slurm does not requeue them (Requeue=0). Raises SiteError."""
+        refused = [mark.job for mark in self._marks.refused() if mark.role == "server" and DISABLED in mark.words]
+        live = self.live() if refused else None
+        if live is not None and (ended := self._server_indices(job for job in refused if job not in live)):
+            self.restart_servers(set(ended.values()))
+            self._marks.forget_refused(ended)
 
     def restart_trainers(self) -> None:
         """Submits a trainer for each policy that has no queued or running trainer."""
@@ -379,13 +418,13 @@ class Jobs(LiveJobs):
             self._record_ends(plan, pods, live)
             open_blocks = len(set(numbers(self._run)) - self._ledger.marked_done())
             try:
+                self._replace_servers()
                 if plan.due(self._lasting_count(live), open_blocks, time.time()):
                     self.arrays.adopt(self._config.name, self._clusters)
                     live = self.live_pods(0) or live
                     count = plan.due(self._lasting_count(live), open_blocks, time.time())
-                    if count and self._groups and not self.servers():
-                        # The gather job has ended the earlier servers.
-                        self._queue_servers(limits.allowance(pod_options(self._config)))
+                    if count and self.servers() == {}:  # the gather job has ended the earlier servers
+                        self.restart_servers()
                     plan.added(self._add(count, plan.wanted) if count else [], time.time())
                 self._refused = 0
             except SiteError as error:  # no room, or Slurm does not respond or refuses
@@ -395,6 +434,10 @@ class Jobs(LiveJobs):
             if msgspec.to_builtins(plan) != before:
                 replacements.write(self._run, plan)
         staying = self._not_leaving(live)
+        if len(staying) >= plan.wanted:  # pods that Slurm refused to requeue were replaced
+            there = {state.id for state in live}
+            refused = [each.job for each in self._marks.refused() if each.role == "pod" and each.job not in there]
+            self._marks.forget_refused(refused)
         self.replacing = self._refused < BARREN_ROUNDS and plan.due(len(staying), open_blocks, math.inf) > 0
         self._try_at = self._successors.next_at(staying, time.time())
         if self.replacing or plan.again_at > time.time():

@@ -273,13 +273,17 @@ class LiveJobs:
         live = self.live(max_age_s)
         if live is None:
             return None
-        states = {}
-        for record in self.arrays.records():
-            for element, state in live.items() if record.role == "servers" else ():
-                array, _, index = element.partition("_")
-                if array == record.id and index.isdecimal():
-                    states[int(index) + record.base] = state
-        return states
+        return {index: live[job] for job, index in self._server_indices(live).items()}
+
+    def _server_indices(self, jobs: Iterable[str]) -> dict[str, int]:
+        """Returns array element → index of the engine server that it runs, for those jobs that run one."""
+        bases = {record.id: record.base for record in self.arrays.records() if record.role == "servers"}
+        parts = {job: job.partition("_") for job in jobs}
+        return {
+            job: int(element) + bases[array]
+            for job, (array, _, element) in parts.items()
+            if array in bases and element.isdecimal()
+        }
 
 
 def trainers(states: Mapping[str, JobState] | None) -> dict[str, TrainerJob] | None:

@@ -147,11 +147,11 @@ def check_new(run: RunDir) -> None:
     """Checks that the run directory is new and safe.
 
     Raises:
-        ConfigError: The run directory was already planned, or another user could replace it.
+        ConfigError: The run directory was already planned, cannot be created, or another user could replace it.
     """
     if run.run_json.exists():
         raise ConfigError(f"{run}: is a run directory already; continue it with: megaflow-hpc resume {run}")
-    run.check_place()
+    run.check_new()
 
 
 def discard(run: RunDir, made: Sequence[Path] = ()) -> None:

@@ -452,6 +452,39 @@ class Run:
         cancelled = set(ids) if live is None else {array_of(element) for element in live} | (set(ids) - submitted)
         return Cancelled(before, sorted(cancelled), sorted(pods))
 
+    def check_stopped(self) -> None:
+        """Checks that no pod is queued or running, because pods read the tasks only once.
+
+        Raises:
+            ConfigError: A pod is queued or running.
+            SiteError: Slurm does not report which pods exist.
+        """
+        pods = sorted(living_pods(self.ledger.leases().values()))
+        if not pods and self.job_ids():
+            live = self.slurm_jobs.live_pods(0)
+            if live is None:
+                raise SiteError(f"{self.path}: Slurm does not say which pods there are; nothing was changed")
+            pods = [pod.id for pod in live]
+        if pods:
+            raise ConfigError(
+                f"{self.path}: {len(pods)} pods are queued or running (among them {pods[0]}), which know the earlier "
+                f"tasks only; wait for them, or stop them first (megaflow-hpc cancel {self.path}), which loses no "
+                "stored results"
+            )
+
+    def _works(self, launcher: str) -> bool:
+        """Returns whether a pod, or a server of an engine pool, is queued or running.
+
+        Raises:
+            SiteError: Slurm does not report it.
+        """
+        if self.local is not None or launcher != "slurm" or not self.job_ids():
+            return bool(self.pods_live())
+        live = self.slurm_jobs.servers(0) if self.config.is_pool else self.slurm_jobs.live_pods(0)
+        if live is None:
+            raise SiteError(f"{self.path}: Slurm does not say which jobs there are; nothing was submitted")
+        return bool(live)
+
     def resume(
         self,
         failed: bool = False,
@@ -490,17 +523,14 @@ class Run:
             unit = "USD" if name == "usd" else "HOURS"
             raise ConfigError(f"{passed}; continue with: megaflow-hpc resume {self.dir} --limit {name}={unit}")
         if accept_changes:
-            if self.pods_live():
-                raise ConfigError(
-                    f"{self.dir}: its pods still use the earlier tasks; cancel the run first (megaflow-hpc cancel "
-                    f"{self.dir}), which loses no stored results"
-                )
+            self.check_stopped()
             self.edits.accept_tasks()
         if requests:
             self.config = ask_for(requests, chosen, self.dir, self.record, self.slurm_jobs)
             self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
         if self._marks.cancelled and chosen == "slurm":
             self.slurm_jobs.until_gone()
+        works = self._works(chosen)
         mark_gone(self.ledger)
         for consumer in self._marks.closed:
             OpenLease(self.dir, consumer).put()
@@ -512,7 +542,7 @@ class Run:
             repeat(self.dir, self.ledger, self.config, only)
         if self.ledger.finished:
             return False
-        if self.pods_live():
+        if works:
             if chosen == "slurm":
                 self.slurm_jobs.revive()
                 self.slurm_jobs.forgive()

@@ -95,7 +95,7 @@ def say_finding(finding: Finding, width: int) -> None:
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
-    except (MegaflowError, OSError) as error:
+    except (MegaflowError, OSError, subprocess.TimeoutExpired) as error:
         yield Finding(check.__name__.strip("_"), "FAIL", str(error))
 
 
@@ -407,7 +407,8 @@ def _janitor(arguments: argparse.Namespace) -> int:
     for directory in places:
         counts.update(sweep(directory))
     scratch = ", ".join(map(str, places)) or "no scratch on this node"
-    counts["pods"] = sweep_directories(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
+    temporary = {os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir(), tempfile.gettempdir()}
+    counts["pods"] = sum(map(sweep_directories, temporary))
     counts["builds"] = sweep_directories(tempfile.gettempdir(), BUILD_DIRECTORY)
     counts["shared_memory"] = sweep_shared_memory()
     if arguments.json:

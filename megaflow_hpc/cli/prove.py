@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megaflow_hpc.cli.doctor import say_finding
 from megaflow_hpc.cli.output import note, print_json
 from megaflow_hpc.cli.verb import Subparsers, above_zero, add_verb
-from megaflow_hpc.errors import ConfigError, SiteError
+from megaflow_hpc.errors import MegaflowError, SiteError
 
 if TYPE_CHECKING:
     from megaflow_hpc.campaign.facade import Run
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from megaflow_hpc.prove.trials import ProofSite
 
 TRIALS = ("nodes", "worker", "walltime", "model", "preemption")
+ERRORS = (MegaflowError, OSError)
+CORRECT = "correct what the message names, then repeat this trial"
 
 
 def register(subparsers: Subparsers) -> None:
@@ -57,7 +59,7 @@ def register(subparsers: Subparsers) -> None:
 def _prove(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.campaign.facade import Campaign
     from megaflow_hpc.prove import trials
-    from megaflow_hpc.prove.report import ProofReport, secrets_of
+    from megaflow_hpc.prove.report import Finding, ProofReport, secrets_of
     from megaflow_hpc.slurm import site
 
     campaign = Campaign.from_yaml(arguments.campaign)
@@ -79,7 +81,9 @@ def _prove(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 say_finding(kept, 13)
     finally:
-        place.cancel()
+        if why := place.cancel():
+            left = f"jobs of the trials may still be queued or running: {why}"
+            report.add(Finding("clean", "warn", left, "see squeue --me, and end those named prove-… with scancel"))
         written = report.write(folder)
         note(f"report: {written}; if something failed, please send it to us")
     if arguments.json:
@@ -98,39 +102,52 @@ def _trials(place: ProofSite, report: ProofReport, wanted: set[str], preempting:
             continue
         try:
             run = start(place)
-        except (SiteError, ConfigError) as error:
-            yield Finding(
-                name,
-                "FAIL",
-                f"not submitted: {error}",
-                "correct what the message names, then repeat this trial: --only " + name,
-            )
+        except ERRORS as error:
+            yield Finding(name, "FAIL", f"not submitted: {error}", f"{CORRECT}: --only {name}")
             continue
         if run is None:
             yield Finding(name, "skip", "the campaign file names no model", "name one to test the engine and GPUs")
             continue
         runs.append(run)
     if "nodes" in wanted:
-        yield from _nodes(place, report, place.pod_nodes)
+        yield from _guarded("nodes", _nodes(place, report))
     for run in runs:
         note(f"waiting for {run.path.name}: {run.path}")
-        yield from trials.campaign_findings(place, run, report)
+        yield from _guarded(run.path.name, trials.campaign_findings(place, run, report))
     if "preemption" in wanted:
-        run = trials.start_preempted(place)
-        note(f"waiting for {run.path.name}: {run.path}")
-        if message := trials.preempt(place, run, preempting):
-            yield Finding("preemption", "FAIL", message, "correct --preempt")
-        yield from trials.campaign_findings(place, run, report)
+        yield from _guarded("preemption", _preemption(place, report, preempting))
     else:
         yield Finding("preemption", "skip", "not asked for", "give sbatch options of a job that preempts: --preempt")
     if place.nodes_used:
-        yield from _leftover_processes(place)
+        yield from _guarded("clean", _leftover_processes(place))
 
 
-def _nodes(place: ProofSite, report: ProofReport, nodes: int) -> Iterator[Finding]:
+def _guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Yields the findings of a trial. An error that ends it is a finding too, so that the other trials still run."""
+    from megaflow_hpc.prove.report import Finding
+
+    try:
+        yield from findings
+    except ERRORS as error:
+        yield Finding(name, "FAIL", f"not finished: {error}", CORRECT)
+
+
+def _preemption(place: ProofSite, report: ProofReport, options: list[str]) -> Iterator[Finding]:
     from megaflow_hpc.prove import trials
     from megaflow_hpc.prove.report import Finding
 
+    run = trials.start_preempted(place)
+    note(f"waiting for {run.path.name}: {run.path}")
+    if message := trials.preempt(place, run, options):
+        yield Finding("preemption", "FAIL", message, "correct --preempt")
+    yield from trials.campaign_findings(place, run, report)
+
+
+def _nodes(place: ProofSite, report: ProofReport) -> Iterator[Finding]:
+    from megaflow_hpc.prove import trials
+    from megaflow_hpc.prove.report import Finding
+
+    nodes = place.pod_nodes
     try:
         job, folder = trials.submit_nodes(place, "nodes", "", nodes)
     except SiteError as error:

@@ -27,7 +27,7 @@ from typing import Any
 from megaflow_hpc.environments.sandbox import probe
 from megaflow_hpc.environments.sandbox.scratch import file_system, scratch_base
 from megaflow_hpc.errors import MegaflowError
-from megaflow_hpc.host.address import address
+from megaflow_hpc.host.address import address, listen_everywhere
 from megaflow_hpc.host.apptainer import find_apptainer
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.host.process import node_name, parent, read_proc
@@ -41,6 +41,8 @@ NAMES = 100
 RENAMES = 100
 """Number of times that a file is replaced while other nodes read it."""
 PINGS = 5
+GPUS_S = 60.0
+"""Timeout in seconds for listing the GPUs."""
 VISIBLE_S = 30.0
 """Timeout in seconds for a change to become visible on another node."""
 
@@ -213,8 +215,7 @@ class Nodes:
             An error message for each unreachable node.
         """
         here = address()
-        family = socket.AF_INET6 if ":" in here else socket.AF_INET
-        with socket.create_server(("", 0), family=family) as server:
+        with listen_everywhere() as server:  # as engines do; a name may have addresses of one family only
             threading.Thread(target=_answer, args=(server,), daemon=True).start()
             content = json.dumps([here, server.getsockname()[1]]).encode()
             write_atomic(self.folder / f"address.{self.task}", content)
@@ -288,11 +289,12 @@ def _squeue() -> bool:
 
 
 def _gpus() -> int | None:
-    """Returns the number of GPUs that nvidia-smi or rocm-smi lists. ``None`` if neither program exists."""
+    """Returns the number of GPUs that nvidia-smi or rocm-smi lists. ``None`` if neither program exists or answers."""
     for command, mark in ((["nvidia-smi", "-L"], "GPU "), (["rocm-smi", "--showid"], "Device ID")):
         if shutil.which(command[0]):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            return sum(mark in line for line in done.stdout.splitlines())
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the driver hangs
+                done = subprocess.run(command, capture_output=True, text=True, timeout=GPUS_S, check=False)
+                return sum(mark in line for line in done.stdout.splitlines())
     return None
 
 

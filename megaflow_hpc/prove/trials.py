@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shlex
@@ -117,7 +118,7 @@ class ProofSite:
         slurm["pods"] = pods
         for section in (slurm, pods):  # these options would win over the trial's
             extra = section.get("extra") or {}
-            section["extra"] = {key: value for key, value in extra.items() if key not in OWN_OPTIONS}
+            section["extra"] = {k: value for k, value in extra.items() if script.option_name(k) not in OWN_OPTIONS}
         slurm.pop("together", None)
         tasks = [{"path": "megaflow_hpc.prove.work:ProofTask", "limit": rollouts}]
         return fields | {"name": f"prove-{name}", "tasks": tasks, "environment": environment, "slurm": slurm}
@@ -130,13 +131,16 @@ class ProofSite:
         self.runs.append(run)
         return run
 
-    def cancel(self) -> None:
-        """Cancels all jobs of the trials that are still queued or running."""
-        for run in self.runs:
-            if not run.ledger.finished:
-                run.cancel()
-        if self.jobs:
-            scancel(self.jobs)
+    def cancel(self) -> str:
+        """Cancels all jobs of the trials that are still queued or running. Returns why any could not be, or ""."""
+        why = ""
+        steps = [run.cancel for run in self.runs if not run.ledger.finished]
+        for step in [*steps, lambda: scancel(self.jobs)]:
+            try:
+                step()
+            except MegaflowError as error:
+                why = str(error)
+        return why
 
     def submit(self, *words: str) -> str:
         """Submits a job outside of any campaign. Returns its id.
@@ -192,11 +196,13 @@ def submit_nodes(proof: ProofSite, name: str, arguments: str, nodes: int, nodeli
 def wait_for(jobs: Sequence[str], timeout_s: float) -> bool:
     """Waits until jobs have ended. Returns false on timeout."""
     end = time.monotonic() + timeout_s
-    while any(state.live for state in accounting.live_jobs(jobs).values()):
+    while True:
+        with contextlib.suppress(SiteError):  # the controller is busy or restarts
+            if not any(state.live for state in accounting.live_jobs(jobs).values()):
+                return True
         if time.monotonic() > end:
             return False
         time.sleep(POLL_INTERVAL_S)
-    return True
 
 
 def nodes_findings(folder: Path, expected: int, report: ProofReport) -> Iterator[Finding]:

@@ -133,6 +133,18 @@ class RunDir:
         if why := who_may_replace(self.path):
             raise ConfigError(f"run directory {self.path}: {why}; jobs would run its files")
 
+    def check_new(self) -> None:
+        """Checks that the directory can be created, before anything else is prepared. Leaves no files behind.
+
+        Raises:
+            ConfigError: As :meth:`check_place`, or an existing parent is not writable or has no hard links.
+        """
+        self.check_place()
+        parent = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        why = refusal_of_links(parent) if os.access(parent, os.W_OK | os.X_OK) else f"{parent} is not writable"
+        if why:
+            raise ConfigError(f"run directory {self.path}: {why} (run_dir, or --run-dir)")
+
     def full(self) -> str:
         """Returns an error message if the file system is full. Empty if there is space, or if that is unknown."""
         try:

@@ -291,10 +291,10 @@ def _limit_s(text: str) -> float:
 
 
 def _may_exceed(options: Mapping[str, Any]) -> bool:
-    """Returns True if the requested QOS overrides the partition's time limit (QOS flag PartitionTimeLimit)."""
-    if not options.get("qos"):
-        return False
+    """Returns True if the job's QOS overrides the partition's time limit (QOS flag PartitionTimeLimit)."""
     try:
-        return "PartitionTimeLimit" in limits.qos(str(options["qos"])).get("flags", "")
+        if not options.get("qos") and not site.enforces_limits():
+            return False  # perhaps without accounting
+        return "PartitionTimeLimit" in limits.qos(limits.job_qos(options)).get("flags", "")
     except SiteError:
-        return True  # unknown; Slurm will report it
+        return bool(options.get("qos"))  # unknown; Slurm will report it

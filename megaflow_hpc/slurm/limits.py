@@ -15,10 +15,9 @@ from __future__ import annotations
 import contextlib
 import getpass
 import math
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -272,23 +271,23 @@ def allowance(options: Mapping[str, Any]) -> Allowance:
         rows = _rows(options)
     except SiteError:  # no accounting, or slurmdbd is down: sbatch will report what Slurm rejects
         return Allowance(array_size)
-    caps = _caps(rows, options)
+    resource_limits = tuple(caps(rows))
     submits, jobs_running = _job_limits(rows, "submit"), _job_limits(rows, "jobs")
     running = min((value for value, _ in jobs_running), default=None)
     if not submits:
-        return Allowance(array_size, running=running, caps=caps)
+        return Allowance(array_size, running=running, caps=resource_limits)
     jobs = Counter[str]()
     output = site.ask("squeue", "--local", "-h", "-r", "-u", getpass.getuser(), "-o", "QOS %q|account %a")
     for line in output.splitlines():
         jobs.update(line.split("|"))
     value, of = min(submits, key=lambda limit: limit[0] - jobs[limit[1]])
-    return Allowance(array_size, value, jobs[of], running, f"{of} allows {value}", caps)
+    return Allowance(array_size, value, jobs[of], running, f"{of} allows {value}", resource_limits)
 
 
 def resource_caps(options: Mapping[str, Any]) -> tuple[Cap, ...]:
     """Returns the resource limits for jobs with these sbatch options. Empty if accounting is unavailable."""
     try:
-        return _caps(_rows(options), options)
+        return tuple(caps(_rows(options)))
     except SiteError:
         return ()
 
@@ -306,12 +305,6 @@ def longest_walltime(options: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _caps(rows: Sequence[tuple[str, Mapping[str, str]]], options: Mapping[str, Any]) -> tuple[Cap, ...]:
-    if "," in str(options.get("partition") or ""):  # a limit of one partition may not apply to another
-        rows = rows[-2:]
-    return tuple(caps(rows))
-
-
 def _rows(options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
     """Returns the limit owners with their sacctmgr fields, in order of precedence.
 
@@ -321,13 +314,27 @@ def _rows(options: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
     if not site.enforces_limits():
         return []
     account = _association(options)
-    own = str(options.get("qos") or account["qos"])
-    names = [*sorted(site.partition_qos(str(options.get("partition") or "")) - {own}), own]
+    own = job_qos(options)
+    named = str(options.get("partition") or "")
+    # A limit of one partition may not apply to another.
+    of_partition = [] if "," in named else sorted(site.partition_qos(named) - {own})
+    first_own = "OverPartQOS" in qos(own).get("flags", "").split(",")
+    names = [own, *of_partition] if first_own else [*of_partition, own]
     return [*((f"QOS {name}", qos(name)) for name in names if name), (f"account {account['account']}", account)]
 
 
+def job_qos(options: Mapping[str, Any]) -> str:
+    """Returns the QOS of a job with these sbatch options: the requested one, or the default of the user's association.
+
+    Raises:
+        SiteError: The site has no accounting, or it does not respond.
+    """
+    return str(options.get("qos") or _association(options)["qos"])
+
+
 def _association(options: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the user's association with its default QOS and its limits, under sacctmgr's field names."""
+    """Returns the association that Slurm uses for a job: its default QOS and its limits, under sacctmgr's field
+    names."""
     fields = ("cluster", "account", "user", "partition", *_JOBS, "maxtres", "grptres", "maxwall")
     output = site.sacctmgr("assoc", f"user={getpass.getuser()}", f"format={','.join(fields)},defaultqos")
     cluster = site.cluster_name()
@@ -335,10 +342,14 @@ def _association(options: Mapping[str, Any]) -> dict[str, str]:
     rows = [row for row in rows if row["cluster"] == cluster]
     if not rows:
         return {"qos": "normal", "account": ""}
-    wanted = str(options.get("account") or os.environ.get("SBATCH_ACCOUNT") or "")
+    wanted = str(options.get("account") or "")
+    if not wanted and len({row["account"] for row in rows}) > 1:
+        wanted = next(iter(site.accounts()), "")  # the default account
     ours = [row for row in rows if row["account"] == wanted] or rows
-    partitions = str(options.get("partition") or "").split(",")
-    ours = [row for row in ours if row["partition"] in ("", *partitions)] or ours
+    named = str(options.get("partition") or "")
+    for partitions in ([named], [""], named.split(",")):  # Slurm prefers an association with the job's partition
+        if found := [row for row in ours if row["partition"] in partitions]:
+            return found[0]
     return ours[0]
 
 

@@ -6,10 +6,9 @@ role=pods@POOL@ # env.sh runs the setup of this section
 set -u
 @REQUEUE@
 
-# Remove the files of our killed pods on this node first. The name of our private directory identifies this process.
+# Remove the files of our killed pods on this node first.
 "$MEGAFLOW_PYTHON" -m megaflow_hpc janitor
-born=$(sed 's/.*) //' /proc/$$/stat | cut -d' ' -f20)
-MEGAFLOW_POD_DIR=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.$(uname -n).$$-$born.XXXXXXXX") || exit 1
+MEGAFLOW_POD_DIR=$(private_directory) || exit 1
 export MEGAFLOW_POD_DIR
 export MEGAFLOW_POD="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}@CLUSTER@"
 element=${MEGAFLOW_POD%@*} # the element's id on its own cluster

@@ -19,6 +19,16 @@ outcome() {
     done
 }
 
+# Creates a private directory and prints its path. Its name identifies this shell to the janitor. The login node's TMPDIR,
+# which jobs inherit, may not exist here.
+# shellcheck disable=SC2329
+private_directory() {
+    local born name
+    born=$(sed 's/.*) //' /proc/$$/stat | cut -d' ' -f20)
+    name="megaflow-pod.$(uname -n).$$-$born.XXXXXXXX"
+    mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/$name" || mktemp -d "/tmp/$name"
+}
+
 # Runs a query of Slurm, and retries it up to four times.
 # shellcheck disable=SC2329 # not every script needs it
 query() {

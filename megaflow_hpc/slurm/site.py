@@ -213,9 +213,11 @@ def mpi_plugins() -> tuple[str, ...]:
     """
     if chosen := os.environ.get("MEGAFLOW_MPI", "").split():
         return tuple(chosen)
-    done = subprocess.run(
-        ["srun", "--mpi=list"], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
-    )
+    command = ["srun", "--mpi=list"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise SiteError(f"srun --mpi=list: no answer in {COMMAND_TIMEOUT_S:.0f} s; try again") from None
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no answer"]
         raise SiteError(f"srun --mpi=list: {lines[-1]}")

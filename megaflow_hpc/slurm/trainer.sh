@@ -23,8 +23,7 @@ commit=$(newest commits) entered=$(newest trainers)
 log=$(readlink /proc/$$/fd/1)
 written=$(stat -Lc %s /proc/$$/fd/1 2>/dev/null || echo 0) # bytes written by earlier starts
 
-born=$(sed 's/.*) //' /proc/$$/stat | cut -d' ' -f20)
-private=$(mktemp -d "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/megaflow-pod.$(uname -n).$$-$born.XXXXXXXX") || exit 1
+private=$(private_directory) || exit 1
 trap 'rm -rf -- "$private"' EXIT
 
 # USR2: the walltime is near, and the trainer finishes its step. A step that takes too long is repeated from its plan.

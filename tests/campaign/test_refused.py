@@ -10,8 +10,10 @@ from megaflow_hpc.campaign import jobs as jobs_module
 from megaflow_hpc.campaign.jobs import Jobs
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import RunRecord
+from megaflow_hpc.rundir.marks import Marks
+from megaflow_hpc.rundir.record import RunRecord, ServerGroup, ServerRecord
 from megaflow_hpc.slurm.accounting import JobState
+from megaflow_hpc.slurm.limits import Allowance
 
 DISABLED = "Requested operation is presently disabled for job 7_1"
 
@@ -108,3 +110,74 @@ def test_a_gather_job_leaves_the_work_to_a_later_one_while_pods_come_back(
     assert queued == [["5"]]
     around.states.clear()
     assert not around.jobs.gather_later(["5"]), "no pod is left"
+
+
+def test_a_gather_job_ends_no_engine_before_slurm_has_answered(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    around, queued, paused = Around(run, monkeypatch, "7_0"), list[list[str]](), list[float]()
+    monkeypatch.setattr(around.jobs, "_queue_gather", queued.append)
+    monkeypatch.setattr(jobs_module.site, "has_slurm", lambda: True)
+    monkeypatch.setattr(jobs_module.time, "sleep", paused.append)
+    monkeypatch.setattr(around.jobs, "live", lambda max_age_s=0.0: around.live() if len(paused) > 2 else None)
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    assert around.jobs.gather_later(["5"]), "a pod is in the queue"
+    assert (queued, len(paused)) == ([["5"]], 3)
+
+
+def test_refusals_of_pods_that_were_replaced_leave_no_files(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is requeued, each end of a walltime leaves one: 720,000 in 30 days of 1,000 pods."""
+    around = Around(run, monkeypatch, "8_0", "8_1", "8_2")
+    monkeypatch.setattr(jobs_module.accounting, "finished_jobs", lambda jobs: {})
+    (run.jobs / "8.json").write_text('{"role": "pods", "id": "8", "elements": 4}')
+    for job in ("7_1", "7_2", "8_0"):
+        around.refuse(job, DISABLED)
+    around.refuse("5_0", DISABLED, "trainer")
+    around.jobs.top_up()
+    assert {mark.job for mark in Marks(run).refused()} == {"7_1", "7_2", "8_0", "5_0"}, (
+        "status says why one is missing"
+    )
+    around.states["8_3"] = JobState("8_3", "RUNNING")
+    around.jobs.top_up()
+    assert {mark.job for mark in Marks(run).refused()} == {"8_0", "5_0"}
+
+
+@pytest.fixture
+def engines(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> tuple[Around, list[list[tuple[int, int, bool]]]]:
+    """Four pods and two of four engines that Slurm still has, and the (first, count, held) of each submission."""
+    around = Around(run, monkeypatch, "7_0", "7_1", "7_2", "7_3", "5_1", "5_2")
+    (run.jobs / "5.json").write_text('{"role": "servers", "id": "5", "elements": 4}')
+    around.jobs._groups = [ServerGroup(0, 3, 1), ServerGroup(3, 1, 1, held=True)]
+    around.jobs._servers = [ServerRecord("p", {})] * 3 + [ServerRecord("q", {}, held=True)]
+    submitted = list[list[tuple[int, int, bool]]]()
+
+    def queue(_: Allowance, groups: list[ServerGroup]) -> tuple[list[str], list[str]]:
+        submitted.append([(group.first, group.count, group.held) for group in groups])
+        return [], []
+
+    monkeypatch.setattr(around.jobs, "_queue_servers", queue)
+    monkeypatch.setattr(jobs_module.limits, "allowance", lambda options: Allowance())
+    return around, submitted
+
+
+def test_an_engine_that_slurm_does_not_requeue_is_replaced(
+    run: RunDir, engines: tuple[Around, list[list[tuple[int, int, bool]]]]
+) -> None:
+    around, submitted = engines
+    around.refuse("5_0", DISABLED, "server")
+    around.refuse("5_2", "Unable to contact slurm controller", "server")
+    around.jobs.top_up()
+    assert submitted == [[(0, 1, False)]], "and not one that Slurm still has"
+    assert [mark.job for mark in Marks(run).refused()] == ["5_2"]
+    around.jobs.top_up()
+    assert len(submitted) == 1
+    around.jobs._servers[0] = ServerRecord("q", {})
+    around.refuse("5_0", DISABLED, "server")
+    around.jobs.top_up()
+    assert submitted[1:] == [[(0, 1, True)]], "it may have been idle: the scaler releases it when it is needed"
+
+
+def test_resume_starts_the_engines_that_are_missing_beside_pods_that_wait_for_them(
+    engines: tuple[Around, list[list[tuple[int, int, bool]]]],
+) -> None:
+    around, submitted = engines
+    around.jobs.revive()
+    assert submitted == [[(0, 1, False), (3, 1, True)]]

@@ -16,10 +16,13 @@ from pathlib import Path
 import pytest
 
 from megaflow_hpc import config
+from megaflow_hpc.campaign import facade
 from megaflow_hpc.campaign.planning import draft, model_paths
 from megaflow_hpc.campaign.planning.starter import Starter
 from megaflow_hpc.cli.progress import PlanProgress
 from megaflow_hpc.environments.images.build_progress import BuildProgress
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.host import mounts
 from megaflow_hpc.slurm import site
 from megaflow_hpc.trajectories import gather
 from tests.support.samples import commit, run_dir, trajectory
@@ -685,3 +688,30 @@ def test_a_missing_package_of_pods_is_found_before_anything_is_made(
 def test_check_asks_for_the_type_of_mpi_as_run_does(campaign: Path, slurm: Path) -> None:
     write_program(slurm / "srun", "echo 'MPI plugin types are...\n\tnone'")
     assert "srun --mpi=list offers none of pmi2, pmix" in own_check("check", campaign).stderr
+
+
+def test_a_place_for_runs_that_cannot_hold_one_is_found_before_anything_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "daos"
+    place.mkdir()
+    campaign = tmp_path / "campaign.yaml"
+    campaign.write_text(f"name: x\ntasks: []\nmodel: {{path: m}}\nrun_dir: {place}/deep/runs\n")
+    real = mounts.why_no_links
+    refused = list[Path]()
+
+    def why_no_links(folder: Path) -> str:
+        refused.append(folder)
+        return "Operation not supported" if folder.is_relative_to(place) else real(folder)
+
+    assert not [line for line in facade.check(campaign).site if "hard links" in line]
+    monkeypatch.setattr(mounts, "why_no_links", why_no_links)
+    [line] = [line for line in facade.check(campaign).site if "hard links" in line]
+    assert str(place / "deep" / "runs") in line
+    assert refused == [place]
+    with pytest.raises(ConfigError, match="has no hard links"):
+        facade.Campaign.from_yaml(campaign).plan(launcher="local")
+    assert [*place.iterdir()] == []
+    if os.getuid():
+        place.chmod(0o555)
+        assert [line for line in facade.check(campaign).site if f"{place} is not writable" in line]

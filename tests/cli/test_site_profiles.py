@@ -193,6 +193,16 @@ def test_init_offers_the_profile_of_the_site_where_it_runs(
     assert "# account: PROJECT" in text
 
 
+def test_a_host_name_that_many_sites_use_is_no_sign(
+    megaflow: Megaflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_of(tmp_path / "slurm", "other", {"any"}, monkeypatch)
+    for host in ("uan01", "login01", "login1.cluster", "head"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        assert megaflow("init", tmp_path / f"{host}.yaml").returncode == 0
+        assert "site:" not in (tmp_path / f"{host}.yaml").read_text(), host
+
+
 def test_init_offers_a_user_s_profile_where_its_rule_says_and_a_group_s_without_one_everywhere(
     home: Path, megaflow: Megaflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

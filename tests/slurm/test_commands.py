@@ -11,17 +11,19 @@ import pytest
 
 from megaflow_hpc import config
 from megaflow_hpc.campaign import job_requests
+from megaflow_hpc.campaign.facade import Run
 from megaflow_hpc.campaign.jobs import Jobs
-from megaflow_hpc.cli import doctor
+from megaflow_hpc.cli import doctor, main
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import mpi
 from megaflow_hpc.ledger import Ledger
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import ServerGroup, read_run
+from megaflow_hpc.rundir.record import RunRecord, ServerGroup, read_run, write_run
 from megaflow_hpc.slurm import accounting, arrays, fits, ids, limits, script, site
 from megaflow_hpc.slurm.accounting import ACCOUNTING_DELAY_S, ElementUse, JobState, efficiencies
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.limits import Cap
+from megaflow_hpc.version import __version__
 from tests.support.training import training_run
 
 CACHED = (site.partitions, site.mpi_plugins, site.configuration, site._shown_partitions, site._sacctmgr)
@@ -344,6 +346,21 @@ def test_the_mpi_plugin_is_the_first_that_fits_of_those_offered(prints: Print) -
     assert site.mpi_attempts() == "pmix cray_shasta"
 
 
+def test_programs_that_do_not_answer_are_named_and_end_no_other_check(
+    prints: Print, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("srun", "python"):
+        prints(name)
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\nexec sleep 30\n")
+    monkeypatch.setattr(site, "COMMAND_TIMEOUT_S", 0.1)
+    with pytest.raises(SiteError, match="srun --mpi=list: no answer"):
+        site.mpi_plugins()
+    monkeypatch.setattr(doctor, "ASK_S", 0.1)
+    monkeypatch.setenv("MEGAFLOW_TRAINER_PYTHON", str(tmp_path / "bin" / "python"))
+    [finding] = doctor._guarded(doctor._trainer)
+    assert (finding.check, finding.level, "timed out" in finding.found) == ("trainer", "FAIL", True)
+
+
 @pytest.mark.parametrize(
     ("library", "attempts"),
     [("Open MPI v5.0.11", "pspmix pmix pspmi pmi2"), ("MPICH Version: 5.0.2", "pspmi pmi2 pspmix pmix")],
@@ -403,6 +420,42 @@ def test_the_narrowest_limit_on_submission_leaves_the_room(prints: Print) -> Non
     )
 
 
+def test_limits_are_those_of_the_account_that_the_job_is_charged_to(
+    prints: Print, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an account it is the user's default one. An association with the partition comes first."""
+    rows = ["lab|a|ada||||||||1:00:00|normal", "lab|b|ada||||||||2:00:00|normal", "lab|b|ada|cpu|||||||3:00:00|normal"]
+    site_with_limits(prints, assoc="\n".join(rows) + "\n", qos="normal||||||||||||\n")
+    program = tmp_path / "bin" / "sacctmgr"
+    users = 'case $* in *" user "*) printf "b|a\\nb|b\\n"; exit;; esac'
+    program.write_text(program.read_text().replace("case $*", f"{users}\ncase $*", 1))
+    monkeypatch.setenv("SBATCH_ACCOUNT", "a")  # which submissions do not inherit
+    assert limits.longest_walltime({}) == ("2:00:00", "account b")
+    assert limits.longest_walltime({"partition": "cpu"}) == ("3:00:00", "account b")
+    assert limits.longest_walltime({"partition": "cpu,gpu"}) == ("2:00:00", "account b")
+    assert limits.longest_walltime({"account": "a"}) == ("1:00:00", "account a")
+
+
+def test_a_qos_may_override_the_limits_of_a_partition(prints: Print) -> None:
+    shown = "PartitionName=cpu DefaultTime=NONE MaxTime=1-00:00:00 QoS=part\nPartitionName=old QoS=N/A\n"
+    qos = [
+        "part||||||||cpu=8||||12:00:00",
+        "long|OverPartQOS|||||||cpu=64||||4-00:00:00",
+        "free|DenyOnLimit,PartitionTimeLimit|||||||||||",
+        "plain||||||||||||",
+    ]
+    assoc = "lab|proj|ada|||||||||free\n"
+    site_with_limits(prints, assoc=assoc, qos="\n".join(qos) + "\n", shown=shown)
+    three_days = {"partition": "cpu", "time": "3-00:00:00"}
+    assert limits.longest_walltime(three_days | {"qos": "long"}) == ("4-00:00:00", "QOS long")
+    assert [cap.value for cap in limits.resource_caps(three_days | {"qos": "long"})] == [64]
+    assert limits.longest_walltime(three_days | {"qos": "plain"}) == ("12:00:00", "QOS part")
+    assert limits.longest_walltime({"partition": "cpu,gpu", "qos": "plain"}) is None, "Slurm may choose the other"
+    two_hours = {"partition": "old", "time": "2:00:00"}
+    assert fits.refusals("slurm.pods", two_hours) == [], "the default QOS of the account lifts the partition's limit"
+    assert "longer than partition old allows" in fits.refusals("slurm.pods", two_hours | {"qos": "plain"})[0]
+
+
 def test_a_site_without_accounting_limits_nothing_but_the_size_of_an_array(prints: Print) -> None:
     prints("scontrol", CONFIGURATION)
     prints("sacctmgr", status=1, said="sacctmgr: error: slurm_persist_conn_open_without_init: Connection refused\n")
@@ -448,6 +501,71 @@ def test_jobs_of_a_run_in_another_place_with_the_same_name_are_not_adopted(print
     assert Arrays(mine).ids() == []
     Arrays(other).adopt("small")
     assert Arrays(other).ids("pods") == ["7"]
+
+
+AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+
+
+def test_resume_changes_nothing_while_slurm_does_not_answer(prints: Print, tmp_path: Path) -> None:
+    """Queued pods hold no leases. They must not lose their place in the queue because squeue failed once."""
+    cancelled = prints("scancel")
+    submitted = prints("sbatch")
+    prints("srun")
+    prints("squeue", status=1, said=AWAY)
+    run = training_run(tmp_path / "run", None)
+    record = read_run(run)
+    record.version = __version__
+    write_run(run, record)
+    Arrays(run)._record("7", "pods", 4)
+    for options in ({}, {"accept_changes": True}):
+        with pytest.raises(SiteError, match="Slurm does not say which"):
+            Run(run).resume(launcher="slurm", **options)
+    assert not cancelled.exists()
+    assert not submitted.exists()
+
+
+def test_resume_leaves_the_servers_of_a_pool_that_serves_alone(
+    prints: Print, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled = prints("scancel")
+    for name in ("sbatch", "srun"):
+        prints(name)
+    prints("squeue", "5_0|RUNNING|1795335100|1795338700|node1|None\n")
+    run = RunDir(tmp_path / "run")
+    run.create()
+    Ledger(run).create()
+    fields = {"name": "x", "model": {"path": "m", "servers": 2}}
+    campaign = config.parse(fields).model_dump(mode="json")
+    write_run(run, RunRecord(version=__version__, campaign=campaign, server_groups=[ServerGroup(0, 2, 1)]))
+    Arrays(run)._record("5", "servers", 2)
+    started: list[list[ServerGroup]] = []
+    monkeypatch.setattr(Jobs, "_queue_servers", lambda self, allowed, groups: started.append(groups))
+    monkeypatch.setattr(limits, "allowance", lambda options: limits.Allowance())
+    assert Run(run).resume(launcher="slurm")
+    assert not cancelled.exists(), "other campaigns use it"
+    assert [(group.first, group.count) for group in started[0]] == [(1, 1)]
+
+
+def test_gather_writes_its_file_although_slurm_cannot_end_the_engines(prints: Print, tmp_path: Path) -> None:
+    for name in ("sbatch", "srun", "scancel"):
+        prints(name)
+    prints("squeue", status=1, said=AWAY)
+    run = training_run(tmp_path / "run", None)
+    assert main(["gather", str(run), "--end-servers", "5"]) == SiteError.exit_status
+    assert run.trajectories.exists()
+
+
+def test_gather_ends_the_engines_that_were_submitted_after_it(prints: Print, tmp_path: Path) -> None:
+    for name in ("sbatch", "srun"):
+        prints(name)
+    cancelled = prints("scancel")
+    prints("squeue")
+    listed = f"test -e {cancelled} || echo '6_0|PENDING|N/A|N/A||Resources'"
+    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{listed}\n")
+    run = training_run(tmp_path / "run", None)
+    Arrays(run)._record("6", "servers", 1)
+    assert main(["gather", str(run), "--end-servers", "5"]) == 0
+    assert cancelled.read_text() == "--quiet 6_0\n"
 
 
 def test_one_scancel_for_each_cluster(prints: Print) -> None:

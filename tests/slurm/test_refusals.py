@@ -138,6 +138,17 @@ def test_a_request_whose_answer_was_lost_counts(here: Site) -> None:
     assert Marks(here.run).refused() == []
 
 
+@pytest.mark.parametrize("name", ["TMPDIR", "SLURM_TMPDIR"])
+def test_a_job_starts_although_the_login_nodes_temporary_directory_does_not_exist_here(here: Site, name: str) -> None:
+    here.scontrol()
+    here.command("srun", SRUN + 'echo "$MEGAFLOW_POD_DIR" >>"$NOTES/place"')
+    done = here.play(**{name: str(here.notes / "nowhere")})
+    assert here.said("scontrol") == ["requeue 7_0"], done
+    [place] = here.said("place")
+    assert place.startswith("/tmp/megaflow-pod.")
+    assert not Path(place).exists()
+
+
 def test_after_sigterm_slurm_decides(here: Site) -> None:
     here.scontrol(*["Unable to contact slurm controller"] * 99)
     here.command("sleep", SLEEP + "; kill -TERM $PPID; /bin/sleep 0.3")

@@ -6,14 +6,14 @@ import argparse
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from megaflow_hpc.cli.campaigns.following import add_launcher, say_notices, start_and_follow
 from megaflow_hpc.cli.output import note, print_json, say, unstarted_lines
 from megaflow_hpc.cli.progress import PlanProgress, under_way
 from megaflow_hpc.cli.verb import Subparsers, add_run, add_verb, limit, request, whole
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, SiteError
 
 STOPPED = 75
 """Exit status of a stopped gather that can be continued (EX_TEMPFAIL of sysexits.h)."""
@@ -267,8 +267,14 @@ def _gather(arguments: argparse.Namespace) -> int:
         say_notices(run.slurm_jobs)
         with under_way(f"gathering {run.path}"):
             # End the servers first: gathering may take long, and engines receive no more requests.
-            ended = run.slurm_jobs.end_servers(arguments.end_servers) if arguments.end_servers else []
+            servers = sorted({*arguments.end_servers, *run.job_ids("servers")}) if arguments.end_servers else []
+            ended: list[str] | None = []
+            if servers:
+                with suppress(SiteError):  # Slurm does not respond; the results do not wait for it
+                    ended = None
+                    ended = run.slurm_jobs.end_servers(servers)
             path = run.gather(arguments.rebuild, terminated)
+            ended = run.slurm_jobs.end_servers(servers) if ended is None else ended
     if arguments.json:
         print_json({"trajectories": str(path), "servers_ended": ended})
     else:

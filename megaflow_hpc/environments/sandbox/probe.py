@@ -34,6 +34,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.host.process import boot_id, node_name
 
 FORMAT = 6
+CACHE = "site.json"
 PROBE_S = 20.0
 """Timeout in seconds for each container of the probe."""
 
@@ -130,7 +131,7 @@ def probe(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site
 def cached(scratch: str | os.PathLike[str], apptainer: str | None = None) -> Site:
     """Returns the cached result of :func:`probe`. The probe runs once per node and boot."""
     apptainer = apptainer or find_apptainer()
-    cache = Path(scratch) / "site.json"
+    cache = Path(scratch) / CACHE
     stamp = _stamp(apptainer)
     try:
         kept = json.loads(cache.read_text())
@@ -158,8 +159,12 @@ def require(networks: Iterable[str], scratch: str | os.PathLike[str], provided: 
         if provided:
             return
         raise SiteError(f"{error}, or write slurm.check: false if only the nodes of the jobs have it") from None
+    wanted = sorted(set(networks))
     site = cached(scratch, apptainer)
-    for network in sorted(set(networks)):
+    if any(site.refuses(network) for network in wanted):  # the site may have followed the remedy since
+        (Path(scratch) / CACHE).unlink(missing_ok=True)
+        site = cached(scratch, apptainer)
+    for network in wanted:
         if reason := site.refuses(network):
             others = [name for name in ("gateway", "none", "host") if not site.refuses(name)]
             remedy = f"use environment.network {' or '.join(others)}" if others else "ask the site"

@@ -119,6 +119,20 @@ def test_a_node_is_asked_once_and_again_when_apptainer_changed(tmp_path: Path) -
     assert probe.cached(tmp_path) == found
 
 
+def test_a_node_whose_fault_was_mended_is_not_refused_until_it_reboots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the site lifts AppArmor's restriction, which it was told to do."""
+    found = probe.cached(tmp_path)
+    (tmp_path / "site.json").unlink()
+    monkeypatch.setattr(probe, "probe", lambda *_: replace(found, container="AppArmor restricts it"))
+    with pytest.raises(SiteError, match="AppArmor restricts it"):
+        probe.require(["none"], tmp_path)
+    monkeypatch.setattr(probe, "probe", lambda *_: found)
+    probe.require(["none"], tmp_path)
+    assert probe.cached(tmp_path) == found
+
+
 @pytest.mark.slow
 def test_a_campaign_that_demands_what_the_site_cannot_give_is_refused(tmp_path: Path, rootfs: str) -> None:
     task = tmp_path / "task"
