@@ -187,7 +187,8 @@ class Jobs(LiveJobs):
         self.release_unlaunched()
         self.bring_back(0)
         self._marks.forget_refused()
-        self.restart_servers()
+        with self.arrays.alone():
+            self.restart_servers()
         if self._config.training:
             self.restart_trainers()
 

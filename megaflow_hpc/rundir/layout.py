@@ -139,11 +139,14 @@ class RunDir:
         Raises:
             ConfigError: As :meth:`check_place`, or an existing parent is not writable or has no hard links.
         """
-        self.check_place()
-        parent = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        why = refusal_of_links(parent) if os.access(parent, os.W_OK | os.X_OK) else f"{parent} is not writable"
+        parent = next(path for path in (self.path, *self.path.absolute().parents) if os.path.isdir(path))
+        try:
+            why = refusal_of_links(parent) if os.access(parent, os.W_OK | os.X_OK) else f"{parent} is not writable"
+        except OSError as error:  # no space or quota is left
+            why = f"{parent}: {error.strerror}"
         if why:
             raise ConfigError(f"run directory {self.path}: {why} (run_dir, or --run-dir)")
+        self.check_place()
 
     def full(self) -> str:
         """Returns an error message if the file system is full. Empty if there is space, or if that is unknown."""

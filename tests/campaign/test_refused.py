@@ -132,9 +132,7 @@ def test_refusals_of_pods_that_were_replaced_leave_no_files(run: RunDir, monkeyp
         around.refuse(job, DISABLED)
     around.refuse("5_0", DISABLED, "trainer")
     around.jobs.top_up()
-    assert {mark.job for mark in Marks(run).refused()} == {"7_1", "7_2", "8_0", "5_0"}, (
-        "status says why one is missing"
-    )
+    assert {mark.job for mark in Marks(run).refused()} == {"7_1", "7_2", "8_0", "5_0"}, "status says why one is missing"
     around.states["8_3"] = JobState("8_3", "RUNNING")
     around.jobs.top_up()
     assert {mark.job for mark in Marks(run).refused()} == {"8_0", "5_0"}

@@ -713,5 +713,7 @@ def test_a_place_for_runs_that_cannot_hold_one_is_found_before_anything_is_prepa
         facade.Campaign.from_yaml(campaign).plan(launcher="local")
     assert [*place.iterdir()] == []
     if os.getuid():
-        place.chmod(0o555)
-        assert [line for line in facade.check(campaign).site if f"{place} is not writable" in line]
+        for mode in (0o555, 0o000):
+            place.chmod(mode)
+            assert [line for line in facade.check(campaign).site if f"{place} is not writable" in line]
+        place.chmod(0o755)
