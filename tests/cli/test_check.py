@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc import config
+from megaflow_hpc import Campaign, config
 from megaflow_hpc.campaign import facade
 from megaflow_hpc.campaign.planning import draft, model_paths
 from megaflow_hpc.campaign.planning.starter import Starter
@@ -717,3 +717,31 @@ def test_a_place_for_runs_that_cannot_hold_one_is_found_before_anything_is_prepa
             place.chmod(mode)
             assert [line for line in facade.check(campaign).site if f"{place} is not writable" in line]
         place.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("tasks/one/task.toml", "tasks/*"),
+        ("mine.jsonl", "mine.jsonl"),
+        ("tasks/swe-gym.jsonl", "tasks/swe-gym.jsonl"),
+        ("tasks/terminal-bench-2/one/task.toml", "tasks/terminal-bench-2/*"),
+        ("tasks/README.md", ""),
+    ],
+)
+def test_init_finds_the_tasks_that_are_there_also_imported_ones(tmp_path: Path, file: str, source: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("")
+    assert Starter.of(tmp_path).tasks == source
+
+
+def test_paths_of_built_in_agents_are_relative_to_the_campaign_file(
+    make_campaign: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    campaign = make_campaign(1, agent="{name: replay, args: {messages_file: said.json}}")
+    (campaign.parent / "said.json").write_text("[]")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (agent,) = Campaign.from_yaml(campaign).plan(launcher="local").record.policies["replay"].agents
+    assert agent["args"] == {"messages_file": str(campaign.parent / "said.json")}
