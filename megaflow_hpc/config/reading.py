@@ -38,6 +38,7 @@ REMOVED_KEYS = {
     "pool.users": "write the users' weights as pool.weights: {alice: 2}; pool.in_flight holds for every user",
     "quotas.slots": "limit rollouts with slurm.pods: count, ranks_per_node and slots_per_rank",
     "scheduling.cuts": "a rollout fails after 16 interruptions; leave it out",
+    "scheduling.weights": "policies alternate in planned order; leave it out",
     "slurm.pods.throttle": "start fewer pods (slurm.pods.count); each is requeued until the work is done",
     "trainer.cpus_per_gpu": "write slurm.servers.cpus_per_gpu, or slurm.trainer.extra: {cpus-per-gpu: 8}",
     "training.constrained": "such calls are answered, and their tokens get loss mask 0; leave it out",

@@ -164,8 +164,12 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         ),
         (MINIMAL + "limits: {wall: .inf}\n", "campaign.yaml:4: limits.wall inf: expected a number above 0"),
         (
-            MINIMAL + "scheduling:\n  weights:\n    a: 0\n",
-            "campaign.yaml:6: scheduling.weights.a 0: expected a number above 0",
+            MINIMAL + "pool:\n  weights:\n    a: 0\n",
+            "campaign.yaml:6: pool.weights.a 0: expected a number above 0",
+        ),
+        (
+            MINIMAL + "scheduling: {weights: {a: 2}}\n",
+            "campaign.yaml:4: scheduling.weights: this key was removed: policies alternate in planned order",
         ),
         (
             MINIMAL + "evaluation: {threshold: 0.5}\n",
