@@ -41,6 +41,7 @@ REMOVED_KEYS = {
     "scheduling.weights": "policies alternate in planned order; leave it out",
     "slurm.pods.throttle": "start fewer pods (slurm.pods.count); each is requeued until the work is done",
     "trainer.cpus_per_gpu": "write slurm.servers.cpus_per_gpu, or slurm.trainer.extra: {cpus-per-gpu: 8}",
+    "prompts.filter_solved": "write training.prompts.pass_rate: [0, 0.95]",
     "training.constrained": "such calls are answered, and their tokens get loss mask 0; leave it out",
     "training.mode": "write training.staleness: 0 for synchronous, null for asynchronous, or the bound",
     "training.nonfinite": "training ends after 3 steps without a finite gradient; leave it out",
