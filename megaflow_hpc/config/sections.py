@@ -235,14 +235,6 @@ class EnvironmentConfig(Section):
         widths = get_args(Network)
         return min(self.network, task.network or self.network, key=widths.index)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_mode(cls, value: Any) -> Any:
-        """Drops ``mode: ephemeral``, the only valid mode, which older campaign files may contain."""
-        if isinstance(value, dict) and value.get("mode") == "ephemeral":
-            return {key: value[key] for key in value if key != "mode"}
-        return value
-
 
 class SchedulingConfig(Section):
     """Rules for the order and placement of rollouts."""
