@@ -33,6 +33,7 @@ REMOVED_KEYS = {
     "environment.mode": "every rollout gets a new sandbox; leave it out",
     "evaluation": "write the reward of a passed rollout as pass_threshold: 0.5; pass@k needs no key",
     "model.name": "write the model's name at the endpoint as path",
+    "health.interval_s": "services are checked every second; leave it out",
     "importance.level": "write importance: token",
     "pool.share": "write share: group at the top of the file",
     "pool.users": "write the users' weights as pool.weights: {alice: 2}; pool.in_flight holds for every user",

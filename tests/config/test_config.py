@@ -172,6 +172,10 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
             "campaign.yaml:4: scheduling.weights: this key was removed: policies alternate in planned order",
         ),
         (
+            MINIMAL + "services: {db: {image: i, health: {interval_s: 2}}}\n",
+            "campaign.yaml:4: services.db.health.interval_s: this key was removed: services are checked every second",
+        ),
+        (
             MINIMAL + "environment: {mode: ephemeral}\n",
             "campaign.yaml:4: environment.mode: this key was removed: every rollout gets a new sandbox",
         ),
