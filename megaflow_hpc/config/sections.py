@@ -66,7 +66,7 @@ def _kinds(annotation: Any) -> set[Any]:
     """Returns the top-level types of an annotation, ignoring nested types."""
     if get_origin(annotation) in (Union, UnionType):
         return set().union(*(_kinds(part) for part in get_args(annotation)))
-    return {bool} if annotation is bool else {annotation} if isinstance(annotation, type) else {Any}
+    return {annotation} if isinstance(annotation, type) else {Any}
 
 
 class Method(Section):
