@@ -181,7 +181,7 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
         ),
         (
             MINIMAL + "models: {a: {path: m, servers: {min: 1, max: 4}}}\n",
-            "expected a number of servers, or [min, max] such as [1, 4]",
+            "campaign.yaml:4: models.a.servers: expected a number of servers, or [min, max] such as [1, 4]",
         ),
         (
             MINIMAL + "evaluation: {threshold: 0.5}\n",
