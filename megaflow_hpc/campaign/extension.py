@@ -30,8 +30,8 @@ class Extension:
 def extend(run: Run, file: str | Path | None = None, watch: PlanWatch = SILENT) -> Extension:
     """Adds the tasks and samples of an edited campaign file that the run lacks. :meth:`Run.resume` then runs them.
 
-    Nothing is removed: rollouts of tasks that left the file, or of a lower number of samples, stay in the run. A call
-    that is killed may be repeated.
+    Nothing is removed: rollouts of tasks that left the file, or of a lower number of samples, stay in the run. A run
+    that was planned with ``only`` gets only rollouts that match it. A call that is killed may be repeated.
 
     Args:
         file: The edited campaign file. Default: the file from which the run was planned.
@@ -58,7 +58,7 @@ def extend(run: Run, file: str | Path | None = None, watch: PlanWatch = SILENT) 
             "samples only: undo the edit, or plan a new run"
         )
     _check_stopped(run)
-    draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, watch=watch)
+    draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, record.only, watch)
     draft.tasks = fixed(draft.tasks)
     draft.file = str(file.absolute())
     if "environment.images" in edited:
