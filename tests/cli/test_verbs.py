@@ -64,6 +64,7 @@ WRONG = {
     "tasks list": ("/no/tasks", "/no/tasks", NO_TASK),
     "images build": ("/no/Dockerfile", "/no/Dockerfile", "correct the path"),
     "images pull": ("/no/image.sif", "/no/image.sif", "neither an address (docker://…) nor a SIF file"),
+    "images manifest": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "images stage": ("--stagd", "--stagd", "no such option"),
     "images list": ("--stagd", "--stagd", "no such option"),
     "images export": ("nothing -o /no/out.sif", "nothing", "see: megaflow-hpc images list"),
@@ -165,7 +166,7 @@ def test_a_bad_argument_is_named_on_stderr_with_the_remedy(
         "agents new my_agent {tasks}",
         "agents list",
         "images list",
-        "images build {campaign} --dry-run",
+        "images manifest {campaign}",
         "janitor",
     ],
 )

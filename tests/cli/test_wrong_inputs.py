@@ -239,6 +239,7 @@ WORDS = {
     "tasks validate tasks --jobs 0": "--jobs: 0: give a whole number of at least 1",
     "agents new my_agent": "my_agent.py: exists already; choose another name",
     "agents new 3x": "'3x': expected the name of a Python module, such as my_agent",
+    "images manifest dir": "dir: cannot be read (Is a directory)",
     "completion fish": "SHELL: fish: expected bash, zsh or tcsh",
     "help rnu": "rnu: no such verb; did you mean run?",
     "janitor extra": "extra: one argument too many",

@@ -199,7 +199,7 @@ def test_what_is_built_after_a_campaign_does_not_get_its_network(busybox_rootfs:
         campaign = tmp_path / f"{network}.yaml"
         section = f"{{images: {{base: {busybox_rootfs}}}, build_network: {network}}}"
         campaign.write_text(f"name: x\ntasks: tasks/*\nagent: oracle\nenvironment: {section}\n")
-        images_of_campaign(images, str(campaign))
+        images_of_campaign(images, str(campaign), build=True)
         assert isinstance(images.builder, Builder)
         networks.append(images.builder.network)
     assert networks == ["host", "none"]

@@ -97,9 +97,21 @@ def register(subparsers: Subparsers) -> None:
         ],
     )
     pull.add_argument("source", metavar="SOURCE", nargs="*", help="an address (docker://…) or a SIF file")
-    pull.add_argument("--manifest", metavar="FILE", help="a manifest written by images build")
+    pull.add_argument("--manifest", metavar="FILE", help="a manifest written by images manifest or images build")
     pull.add_argument("--from", metavar="DIR", dest="directory", help="take the manifest's files from DIR")
     _networked(pull)
+
+    manifest = _verb(
+        verbs,
+        "manifest",
+        _manifest,
+        "list the images that a campaign needs, and those that the store lacks",
+        "Fetches and builds nothing. The manifest lists, for every image of the campaign's tasks, its source, digest, "
+        "base, layers and files in the store. Images without a digest are missing. Exit status 1 if any is missing.",
+        ["images manifest campaign.yaml", "images manifest campaign.yaml -o images.json"],
+    )
+    manifest.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML)")
+    add_output(manifest, "write the manifest to FILE", metavar="FILE")
 
     export = _verb(
         verbs,
@@ -232,9 +244,13 @@ class Wanted:
     registries: Registries
 
 
-def images_of_campaign(images: Images, path: str) -> dict[str, str]:
-    """Returns image name → file, for the images that a campaign's tasks need. Builds those that the store lacks."""
-    return _resolve(images, _wanted_by_campaign(images, path, None), build=True)
+def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
+    """Returns image name → file, for the images that a campaign's tasks need.
+
+    Args:
+        build: Whether to build images that are missing from the store.
+    """
+    return _resolve(images, _wanted_by_campaign(images, path, None, build), build)
 
 
 def _resolve(
@@ -257,7 +273,7 @@ def _build_memory_mb() -> int | None:
     return max(256, int(of_job) // at_once())
 
 
-def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None) -> Wanted:
+def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None, build: bool = True) -> Wanted:
     from megaflow_hpc.config import load
     from megaflow_hpc.environments.images.sources import ImageMapping, Registries
     from megaflow_hpc.tasks.loading import image_requests, load_tasks, summarise
@@ -278,7 +294,7 @@ def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None)
         list(requests.values()),
         ImageMapping(environment.images, base, "environment.images"),
         network or environment.network_of_builds,
-        Registries({**environment.mirrors, **images.registries.mirrors}, air_gapped),
+        Registries({**environment.mirrors, **images.registries.mirrors}, build and air_gapped),
     )
 
 
@@ -428,6 +444,27 @@ def _show_files(files: dict[str, str], json: bool, failures: Mapping[str, Megafl
         note(f"{name} failed: {message}")
 
 
+def _manifest(arguments: argparse.Namespace) -> int:
+    from megaflow_hpc.environments.images.cache.manifest import manifest, missing, write_manifest
+
+    images = _images(arguments.store, [arguments.campaign])
+    images_of_campaign(images, arguments.campaign, build=False)
+    content = manifest(images)
+    lacking = missing(content)
+    if arguments.output:
+        write_manifest(Path(arguments.output), content)
+    if arguments.json:
+        print_json({**content, "missing": lacking})
+    else:
+        rows = []
+        for row in content["images"]:
+            digest = (row["digest"] or "missing")[:12]
+            rows.append((row["source"], digest, len(row["layers"]) or "", _megabytes(row["bytes"])))
+        say(table(("source", "digest", "layers", "MB"), rows))
+        say(f"{_megabytes(content['bytes'])} MB in all, shared files counted once")
+    return 1 if lacking else 0
+
+
 def _export(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.builds.builder import Builder
 
@@ -489,7 +526,7 @@ def _stage(arguments: argparse.Namespace) -> int:
 
 def _files_to_stage(images: Images, name: str) -> list[str]:
     if is_campaign(name):
-        return list(images_of_campaign(images, name).values())
+        return list(images_of_campaign(images, name, build=True).values())
     if os.path.exists(name):
         return [name]
     if stored := images.store.image(name):

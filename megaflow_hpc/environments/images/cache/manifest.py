@@ -75,6 +75,11 @@ def _store_files(path: Path) -> list[Path]:
     return files
 
 
+def missing(content: dict[str, Any]) -> list[str]:
+    """Returns the sources of images that were missing when the manifest was written."""
+    return [row["source"] for row in content["images"] if row["digest"] is None]
+
+
 def write_manifest(path: Path, content: dict[str, Any]) -> None:
     """Writes a manifest, readable by every user."""
     write_json(path, content, 0o644)
@@ -87,8 +92,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         rows = [(row["key"], row["source"], row["digest"]) for row in content["images"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path}: not a manifest of images ({error}); write one with: megaflow-hpc images build CAMPAIGN "
-            "--manifest FILE"
+            f"{path}: not a manifest of images ({error}); write one with: megaflow-hpc images manifest CAMPAIGN"
         ) from error
     if content.get("format") != FORMAT or content.get("format_version", 0) > FORMAT_VERSION or not rows:
         raise ConfigError(f"{path}: expected {FORMAT} up to version {FORMAT_VERSION}, with images in it")
