@@ -26,7 +26,7 @@ BUDGETS = {
     "thousand tokens of agents": 20,
     "thousand tokens of at the top": 9,  # with BrowserGym's actions, in screen.py
     "thousand tokens of campaign": 39,
-    "thousand tokens of cli": 49,
+    "thousand tokens of cli": 50,
     "thousand tokens of config": 17,
     "thousand tokens of environments": 98,
     "thousand tokens of host": 13,
