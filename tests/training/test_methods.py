@@ -387,7 +387,7 @@ def test_memory_that_runs_out_in_a_function_is_not_its_mistake() -> None:
 
 
 def test_a_choice_of_prompts_may_request_a_task_several_times() -> None:
-    prompts = Prompts(PromptsConfig.model_validate({"order": "own_methods:hardest", "filter_solved": 0.05}))
+    prompts = Prompts(PromptsConfig.model_validate({"order": "own_methods:hardest", "pass_rate": [0, 0.05]}))
     state = prompts.learn({}, [group([1, 1], "a/p"), group([1, 0], "b/p"), group([0, 0], "c/p")])
     assert prompts.choose(["a", "b", "c"], 2, state, np.random.default_rng(0))[0] == ["c", "c"]
     with pytest.raises(ConfigError, match="expected a list of 1 of the tasks passed in"):
