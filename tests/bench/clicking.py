@@ -39,7 +39,7 @@ from tests.support.training import trained_on
 
 SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Variables of engine and trainer; see ``launchers/learning/learn.py``."""
-STEPS = {"click": 40, "two": 60}
+STEPS = {"click": 60, "two": 80}
 """Task → number of steps."""
 SCREENSHOTS = {"click": 1, "two": 2}
 CAPTIONS, LESSONS = 9_600, 16_000
@@ -115,7 +115,7 @@ def fields(task: str, model: Path, steps: int, seed: int, shuffle: bool) -> dict
                 "default": {
                     "loss": {"kind": "dapo", "entropy": 0.003, "epochs": 2},
                     "advantage": {"kind": "dr_grpo"},
-                    "optimizer": {"lr": 3.0e-4, "schedule": "linear", "warmup": min(10, steps // 2)},
+                    "optimizer": {"lr": 1.0e-4, "schedule": "linear", "warmup": min(10, steps // 2)},
                     "dtype": "float32",
                     "recompute": False,
                     "microbatch": 2048,
