@@ -9,7 +9,7 @@ from megaflow_hpc.campaign import plan
 from megaflow_hpc.campaign.edits import EXTENDABLE, differing_keys, digest
 from megaflow_hpc.campaign.facade import Campaign
 from megaflow_hpc.campaign.local import living_pods
-from megaflow_hpc.campaign.planning.draft import MAX_ROLLOUTS, SILENT, Draft, PlanWatch, whole_groups
+from megaflow_hpc.campaign.planning.draft import SILENT, Draft, PlanWatch, whole_groups
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import write_atomic
@@ -27,13 +27,11 @@ class Extension:
     rollouts: int
 
 
-def extend(
-    run: Run, file: str | Path | None = None, watch: PlanWatch = SILENT, max_rollouts: int = MAX_ROLLOUTS
-) -> Extension:
+def extend(run: Run, file: str | Path | None = None, watch: PlanWatch = SILENT) -> Extension:
     """Adds the tasks and samples of an edited campaign file that the run lacks. :meth:`Run.resume` then runs them.
 
-    Nothing is removed: rollouts of tasks that left the file, or of a lower number of samples, stay in the run. A call
-    that is killed may be repeated.
+    Nothing is removed: rollouts of tasks that left the file, or of a lower number of samples, stay in the run. A run
+    that was planned with ``only`` gets only rollouts that match it. A call that is killed may be repeated.
 
     Args:
         file: The edited campaign file. Default: the file from which the run was planned.
@@ -53,7 +51,6 @@ def extend(
             f"{run.path}: was planned without a campaign file; name one: megaflow-hpc extend RUN CAMPAIGN"
         )
     campaign = Campaign.from_yaml(file)
-    campaign.max_rollouts = max_rollouts
     edited = differing_keys(run.edits.planned_text(), campaign.text)
     if keys := [key for key in edited if key not in EXTENDABLE]:
         raise ConfigError(
@@ -61,7 +58,7 @@ def extend(
             "samples only: undo the edit, or plan a new run"
         )
     _check_stopped(run)
-    draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, watch=watch, most=max_rollouts)
+    draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, record.only, watch)
     draft.tasks = fixed(draft.tasks)
     draft.file = str(file.absolute())
     if "environment.images" in edited:
