@@ -6,7 +6,7 @@
 #                                            an argument
 #        launchers/agents.sh --lock [NAME…] write launchers/agents/NAME/package-lock.json for the version of command.py
 #
-# The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1.7 GB, OpenHands 0.5 GB) is one directory that every sandbox sees
+# The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1.5 GB, OpenHands 0.5 GB) is one directory that every sandbox sees
 # read-only, so the tasks' images stay as they are (docs/how-to/agents.md). The versions stand in megaflow_hpc/agents/command.py.
 # Node and npm come from PyPI. npm uses its configured registry, installs only what launchers/agents/NAME/package-lock.json lists
 # with hashes, and runs no script of a package. OpenHands comes from PyPI, as
@@ -93,7 +93,10 @@ install() {
   mv -T "$dir.new" "$dir"
   case $name in
     # The package's install script, which is not run, would copy this program over a placeholder.
-    claude-code) program=$(cd "$BOX" && find claude-code/node_modules/@anthropic-ai/claude-code-* -name claude -type f | sed -n 1p) ;;
+    claude-code)
+      rm -rf "$dir"/node_modules/@anthropic-ai/claude-code-linux-*-musl # the other one needs glibc, as images have
+      program=$(cd "$BOX" && find claude-code/node_modules/@anthropic-ai/claude-code-* -name claude -type f | sed -n 1p)
+      ;;
     codex) program=$(cd "$BOX" && find codex/node_modules/@openai -path '*/vendor/*/bin/codex' -type f | sed -n 1p) ;;
     gemini-cli) program=gemini-cli/node_modules/.bin/gemini ;;
     opencode)

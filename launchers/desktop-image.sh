@@ -68,8 +68,8 @@ END
   env -u APPTAINER_BINDPATH apptainer build --force --fakeroot "${light[@]}" "$output.new.sif" "$work/desktop.def"
 }
 
-mkdir -p "$(dirname "$output")" "$(dirname "$log")"
-exec 8>"$output.lock"
+mkdir -p "$(dirname "$output")" "$(dirname "$log")" "$(dirname "$work")"
+exec 8>"$work.lock" # not of the output: builds share the folders above
 flock 8
 key=$(cat "$base" "${BASH_SOURCE[0]}" "$recipes"/{screen.py,screen_server.py,chromium-policy.json} | hash_of)
 [[ ! -f $output ]] || ! done_before "$output.key" "$key" || exit 0
