@@ -32,8 +32,7 @@ def extend(
 ) -> Extension:
     """Adds the tasks and samples of an edited campaign file that the run lacks. :meth:`Run.resume` then runs them.
 
-    Nothing is removed: rollouts of tasks that left the file, or of a lower number of samples, stay in the run. A call
-    that is killed may be repeated.
+    Removes nothing, even if the file now has fewer tasks or samples. A killed call can be repeated safely.
 
     Args:
         file: The edited campaign file. Default: the file from which the run was planned.
@@ -74,7 +73,7 @@ def extend(
 
 
 def _add(run: Run, draft: Draft, text: str) -> Extension:
-    """Adds what the run lacks. A call that is killed leaves a run to which a repeated call adds the rest."""
+    """Adds the missing tasks and rollouts. If the call is killed, a repeated call adds the rest."""
     record = run.record
     known = set(planned_tasks(run.dir, record))
     new = [planned for planned in plan.planned_tasks(draft) if planned.task["id"] not in known]
@@ -103,7 +102,7 @@ def _add(run: Run, draft: Draft, text: str) -> Extension:
 
 
 def _check_images(run: Run, draft: Draft, where: str) -> None:
-    """Checks that the edited images are not those of planned tasks, whose rollouts keep the images of the plan."""
+    """Checks that no image of a planned task was edited, because its rollouts keep the planned image."""
     known = planned_tasks(run.dir, run.record)
     for planned in plan.planned_tasks(draft):
         before = known[planned.task["id"]].images if planned.task["id"] in known else {}
@@ -121,10 +120,10 @@ def _check_stopped(run: Run) -> None:
     if not pods and run.job_ids():
         live = run.slurm_jobs.live_pods(0)
         if live is None:
-            raise SiteError(f"{run.path}: Slurm does not say which pods there are; nothing was added")
+            raise SiteError(f"{run.path}: Slurm does not report which pods exist; nothing was added")
         pods = [pod.id for pod in live]
     if pods:
         raise ConfigError(
-            f"{run.path}: {len(pods)} pods are queued or running (among them {pods[0]}), which know the earlier tasks "
-            f"only; wait for them, or stop them first (megaflow-hpc cancel {run.path}), which loses no stored results"
+            f"{run.path}: {len(pods)} pods are queued or running (among them {pods[0]}) and do not know the new tasks; "
+            f"wait for them, or stop them first (megaflow-hpc cancel {run.path}; stored results are kept)"
         )
