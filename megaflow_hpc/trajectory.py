@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from megaflow_hpc.types import Artifact, Rollout, known_fields
 
+CALLS_FILE = "calls.jsonl"
+"""Name of the artifact with one JSON line per turn: :attr:`Recording.calls`."""
 IMAGE_SCHEME = "sha256:"
 """URL scheme of images in recorded messages. The image's SHA-256 follows."""
 

@@ -32,7 +32,8 @@ def extend(
 ) -> Extension:
     """Adds the tasks and samples of an edited campaign file that the run lacks. :meth:`Run.resume` then runs them.
 
-    Removes nothing, even if the file now has fewer tasks or samples. A killed call can be repeated safely.
+    Removes nothing, even if the file now has fewer tasks or samples. A run that was planned with ``only`` gets only
+    rollouts that match it. A killed call can be repeated safely.
 
     Args:
         file: The edited campaign file. Default: the file from which the run was planned.
@@ -60,7 +61,8 @@ def extend(
             "samples only: undo the edit, or plan a new run"
         )
     _check_stopped(run)
-    draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, watch=watch, most=max_rollouts)
+    most, only = max_rollouts, record.only
+    draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, only, watch, most=most)
     draft.tasks = fixed(draft.tasks)
     draft.file = str(file.absolute())
     if "environment.images" in edited:

@@ -206,6 +206,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s
             packed=write_tasks(run, planned_tasks(draft)) if draft.tasks else None,
             sandboxes=any(task.image for task in draft.tasks),
             left_out=len(draft.left_out),
+            only=draft.only,
             held_out=list(draft.held_out),
             servers=draft.servers,
             server_groups=draft.server_groups,

@@ -139,7 +139,8 @@ class AgentConfig(Section):
     """Maximum run time of the agent in seconds. A rollout that reaches the limit is truncated and verified. Default:
     the task's timeout."""
     args: dict[str, Any] = {}
-    """Arguments of the agent, passed unchanged."""
+    """Arguments of the agent, passed unchanged. Only paths of built-in agents (``config``, ``messages_file``,
+    ``toolbox``) become absolute: they are relative to the campaign file."""
     label: str | None = Field(None, alias="as")
     """Name of this agent in results. Distinguishes two configurations of the same agent. Default: ``name``."""
     share: float = Field(1.0, gt=0)

@@ -42,6 +42,8 @@ from megaflow_hpc.integrations.sandboxes import (
 )
 
 IMAGES = "environment kwarg images"
+COMPOSE = "docker-compose.yaml"
+"""The only name that Harbor takes for a definition of services. Files with similar names are data."""
 
 
 class ApptainerEnvironment(BaseEnvironment):
@@ -89,11 +91,9 @@ class ApptainerEnvironment(BaseEnvironment):
 
     def _validate_definition(self) -> None:
         dockerfile = self.environment_dir / "Dockerfile"
-        for name in ("docker-compose.yaml", "docker-compose.yml"):
-            if (self.environment_dir / name).is_file():
-                raise ConfigError(
-                    f"{self.environment_dir / name}: tasks of several services cannot run here; leave this task out"
-                )
+        compose = self.environment_dir / COMPOSE
+        if compose.is_file():
+            raise ConfigError(f"{compose}: tasks of several services cannot run here; leave this task out")
         for mount in self._host_mounts:
             if mount.get("type") != "bind":
                 raise ConfigError(f"mount {mount}: expected type bind, because a sandbox has no volumes")

@@ -35,6 +35,7 @@ from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.rundir.training import TrainingView
 from megaflow_hpc.trajectories.journal.winners import journals
+from megaflow_hpc.trajectories.reading.conversations import tokens_of_calls
 from megaflow_hpc.trajectories.reading.follow import Follower
 from megaflow_hpc.trajectories.reading.store import Row, open_trajectories
 from megaflow_hpc.types import VERIFIED
@@ -85,10 +86,12 @@ class Sums(msgspec.Struct):
             self.verified += 1
             self.passed += row.reward >= threshold
             self.reward += row.reward
-        turns = row.turns
-        self.tokens += sum(len(view.tokens) for view in row.sequences)
-        self.sampled_tokens += sum(max(0, turn.token_end - turn.token_start) for turn in turns)
-        self.sequences += len(row.sequences)
+        turns, sequences = row.turns, row.sequences
+        counts = tokens_of_calls(row)
+        self.tokens += sum(len(view.tokens) for view in sequences)
+        self.tokens += sum(sum(count) for turn, count in zip(turns, counts, strict=True) if turn.sequence < 0)
+        self.sampled_tokens += sum(max(0, sampled) for _, sampled in counts)
+        self.sequences += len(sequences)
         self.calls += len(turns)
         seconds = row.finished_at - row.started_at
         self.seconds += max(0.0, seconds) if math.isfinite(seconds) else 0.0

@@ -169,6 +169,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     server_groups: list[ServerGroup] = []
     pools: dict[str, int] = {}
     """Maps each policy served by an engine pool to the pool's number of servers for it."""
+    only: list[str] = []
+    """Patterns of ``--only``, with which the run was planned. Empty for the whole campaign."""
     total: int = 0
     """Number of rollouts in the campaign."""
     learned: list[list[Any]] = []

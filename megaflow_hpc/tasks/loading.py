@@ -58,7 +58,8 @@ def load_tasks(
         for task in loaded:
             other = tasks.get(task.id)
             if other is not None and other.path != task.path:
-                mistakes.append(f"task id {task.id} is used twice: {other.path} and {task.path}; rename one directory")
+                both = f"task id {task.id} is used twice: {other.path} and {task.path}"
+                mistakes.append(f"{both}; exclude it from one of the sources, or rename one")
             tasks[task.id] = task
     if mistakes:
         raise Mistakes(mistakes)

@@ -63,7 +63,7 @@ from megaflow_hpc.environments.sandbox.spec import SandboxSpec
 from megaflow_hpc.errors import ConfigError, ModelServiceError, SandboxError, UserCodeError
 from megaflow_hpc.host.loop import blocking
 from megaflow_hpc.tasks import checkout
-from megaflow_hpc.tasks.formats import TASK_ID, OneStep, Refuse, TaskFormat, VerificationContext
+from megaflow_hpc.tasks.formats import TASK_ID, OneStep, Refuse, TaskFormat, VerificationContext, raise_error
 from megaflow_hpc.tasks.judged_layer import JudgedLayer
 from megaflow_hpc.tasks.judging import Judge, WaitingJudge, rubric_files
 from megaflow_hpc.tasks.services import check_ports
@@ -124,12 +124,19 @@ def looks_like_class(source: str) -> bool:
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
+def read_python_tasks(
+    source: str,
+    base: str | os.PathLike[str],
+    wanted: Callable[[str], bool] = lambda _: True,
+    refuse: Refuse = raise_error,
+) -> list[Task]:
     """Reads the tasks that a class defines.
 
     Args:
         source: ``package.module:Class``.
         base: Directory to search for the module before the interpreter's own path.
+        wanted: Returns whether the campaign uses the task with this id.
+        refuse: Called for each wanted instance that is invalid. By default, the first one raises its error.
 
     Raises:
         ConfigError: The class is invalid. The message names its file and line, the problem and the expected value.
@@ -141,7 +148,14 @@ def read_python_tasks(source: str, base: str | os.PathLike[str]) -> list[Task]:
         made = guarded(cls.instances, f"{where}: instances", ConfigError)
         if not isinstance(made, Mapping) or not all(isinstance(value, Mapping) for value in made.values()):
             raise ConfigError(f"{where}: instances returned {made!r:.80}: expected {{name: {{keyword: value}}}}")
-    return [_task(cls, str(name), dict(keywords), source, str(base), where) for name, keywords in made.items()]
+    tasks = []
+    for name, keywords in made.items():
+        try:
+            tasks.append(_task(cls, str(name), dict(keywords), source, str(base), where))
+        except ConfigError as error:
+            if wanted(str(name)):
+                refuse(error)
+    return tasks
 
 
 def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str, where: str) -> Task:
@@ -382,7 +396,7 @@ class PythonClassFormat(OneStep):
         wanted: Callable[[str], bool],
         refuse: Refuse,
     ) -> list[Task]:
-        return read_python_tasks(source, base)
+        return read_python_tasks(source, base, wanted, refuse)
 
     def images(self, task: Task) -> list[ImageRequest]:
         return super().images(task) if task.image else []

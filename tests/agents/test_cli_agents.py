@@ -17,8 +17,7 @@ from megaflow_hpc.agents import create
 from megaflow_hpc.agents.command import MCP_FILES, PACKAGES
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.model.gateway.dialects import TABLES
-from megaflow_hpc.model.gateway.replay import ARTIFACT
-from megaflow_hpc.trajectory import Trajectory
+from megaflow_hpc.trajectory import CALLS_FILE, Trajectory
 from tests.support.campaigns import run_local
 from tests.support.programs import OLD, SUB_AGENTS, delegation, repair
 from tests.support.services import MCP, write_compose_task
@@ -87,7 +86,7 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
 
 def row_of(agent: str, trajectory: Trajectory) -> str:
     """Returns the agent's row of the table of APIs."""
-    (lines,) = (one.data for one in trajectory.artifacts if one.name == ARTIFACT)
+    (lines,) = (one.data for one in trajectory.artifacts if one.name == CALLS_FILE)
     used = {json.loads(line)["api"] for line in lines.splitlines()}
     return f"| `{agent}` | {' | '.join('exact' if api in used else '' for api in TABLES if api != '/completions')} |"
 

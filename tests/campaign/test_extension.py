@@ -13,7 +13,7 @@ import pytest
 
 from megaflow_hpc.campaign import extension, plan
 from megaflow_hpc.campaign.extension import Extension, extend
-from megaflow_hpc.campaign.facade import Run
+from megaflow_hpc.campaign.facade import Campaign, Run
 from megaflow_hpc.campaign.planning.draft import Draft
 from megaflow_hpc.cli import main
 from megaflow_hpc.errors import ConfigError
@@ -55,6 +55,25 @@ def test_tasks_and_samples_of_an_edited_file_are_added_to_a_finished_run_and_not
     names = {f"{task}/oracle/{sample}" for task in ("task0", "task1", "task9") for sample in range(3)}
     assert rows(run.path) == dict.fromkeys(names, ("completed", 1))
     assert extend(Run(run.path)) == Extension([], 0)
+
+
+def test_a_run_of_some_tasks_is_extended_by_their_samples_only(
+    make_campaign: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = make_campaign(3, agent="oracle")
+    run = Campaign.from_yaml(campaign).plan(only=["task1", "task2/oracle/0"], launcher="local")
+    assert main(["extend", str(run.path)]) == 0
+    assert "nothing to add: the run has every rollout of the file that --only task1 task2/oracle/0 selects" in (
+        capsys.readouterr().out
+    )
+    write_solved_task(campaign.parent / "tasks", "task9")
+    with open(campaign, "a") as file:
+        file.write("samples: 2\n")
+    assert extend(run) == Extension([], 1)
+    final = Run(run.path)
+    ids = sorted(rollout.id for block in read_blocks(run.dir) for rollout in block.rollouts)
+    assert ids == ["task1/oracle/0", "task1/oracle/1", "task2/oracle/0"]
+    assert (final.record.total, [*planned_tasks(final.dir, final.record)]) == (3, ["task1", "task2"])
 
 
 @pytest.mark.parametrize("step", ["append_tasks", "write_run", "write_blocks", "write_atomic"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megaflow_hpc import config
+from megaflow_hpc import Campaign, config
 from megaflow_hpc.campaign.planning import draft, model_paths
 from megaflow_hpc.campaign.planning.starter import Starter
 from megaflow_hpc.cli.progress import PlanProgress
@@ -685,3 +685,31 @@ def test_a_missing_package_of_pods_is_found_before_anything_is_made(
 def test_check_asks_for_the_type_of_mpi_as_run_does(campaign: Path, slurm: Path) -> None:
     write_program(slurm / "srun", "echo 'MPI plugin types are...\n\tnone'")
     assert "srun --mpi=list offers none of pmi2, pmix" in own_check("check", campaign).stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("tasks/one/task.toml", "tasks/*"),
+        ("mine.jsonl", "mine.jsonl"),
+        ("tasks/swe-gym.jsonl", "tasks/swe-gym.jsonl"),
+        ("tasks/terminal-bench-2/one/task.toml", "tasks/terminal-bench-2/*"),
+        ("tasks/README.md", ""),
+    ],
+)
+def test_init_finds_the_tasks_that_are_there_also_imported_ones(tmp_path: Path, file: str, source: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("")
+    assert Starter.of(tmp_path).tasks == source
+
+
+def test_paths_of_built_in_agents_are_relative_to_the_campaign_file(
+    make_campaign: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    campaign = make_campaign(1, agent="{name: replay, args: {messages_file: said.json}}")
+    (campaign.parent / "said.json").write_text("[]")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (agent,) = Campaign.from_yaml(campaign).plan(launcher="local").record.policies["replay"].agents
+    assert agent["args"] == {"messages_file": str(campaign.parent / "said.json")}

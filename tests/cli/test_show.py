@@ -17,7 +17,7 @@ import pytest
 from megaflow_hpc.cli.runs.show import token_lines
 from megaflow_hpc.rundir.record import read_run, write_run
 from megaflow_hpc.trajectories import gather, open_trajectories
-from megaflow_hpc.trajectory import TokenSequence, shown_images
+from megaflow_hpc.trajectory import CALLS_FILE, TokenSequence, Turn, shown_images
 from megaflow_hpc.types import Artifact
 from tests.support.samples import commit, run_dir, trajectory
 
@@ -38,6 +38,17 @@ def run(tmp_path):
         (0, 0, trajectory(0, status="failed", error="node lost")),
     )
     return run
+
+
+def test_show_counts_the_tokens_of_calls_without_ids(megaflow, tmp_path):
+    run = run_dir(tmp_path / "run")
+    turns = [Turn(-1, 0, 0, "stop", policy="default", message=message) for message in (1, -1)]
+    calls = Artifact(CALLS_FILE, b'{"tokens": [100, 20]}\n{"tokens": [150, 30]}\n')
+    commit(run, "a", (0, 0, trajectory(0, turns=turns, sequences=[], artifacts=[calls])))
+    text = megaflow("show", run, "0").stdout
+    assert "  tokens    250 of prompts and 50 sampled in 2 calls without token ids\n" in text
+    assert "  100 prompt and 20 sampled tokens, no ids  stop" in text
+    assert "0 in 0 sequences" not in text
 
 
 @pytest.mark.parametrize("gathered", [False, True])

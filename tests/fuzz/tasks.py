@@ -67,7 +67,7 @@ def swebench(data: bytes) -> None:
             _check(task)
             assert load(task) == instance
             judge(instance, dict.fromkeys(instance.FAIL_TO_PASS, "passed"))
-            for text in (*instance.FAIL_TO_PASS, *instance.PASS_TO_PASS, *(instance.env or {}), instance.test_cmd):
+            for text in (*instance.FAIL_TO_PASS, *instance.PASS_TO_PASS, *(instance.env or {}), instance.commands):
                 _check_argument(text)
         again.write_text("".join(json.dumps(instance.record()) + "\n" for instance in found))
         assert [instance for _, instance in read_instances(again)] == found

@@ -47,6 +47,7 @@ def test_harbor_runs_trials_in_these_sandboxes_and_leaves_nothing(
         toml = task / "task.toml"
         toml.write_text(toml.read_text().replace('docker_image = "base"\n', "network_mode = 'no-network'\n"))
         (task / "environment" / "Dockerfile").write_text("FROM org/base:1\nENV WHERE=42\nWORKDIR /srv/app\n")
+        (task / "environment" / "docker-compose.yml").write_text("services: {}  # data of the task\n")
     scratch = tmp_path / "scratch"
     images = f"images=base={base_sif},org/*={base_sif}"
     done = run_harbor(

@@ -21,6 +21,8 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.training.plan import TrainingFiles
+from megaflow_hpc.trajectory import CALLS_FILE, Turn
+from megaflow_hpc.types import Artifact
 from tests.support.samples import commit, run_dir, trajectory
 from tests.support.training import training_run
 from tests.support.viewers_environment import environment
@@ -56,6 +58,15 @@ def test_each_rollout_is_a_point_with_means_over_its_window_and_sums_from_the_st
     assert last["rollouts/default/pass_rate_so_far"] == pytest.approx(2 / 6, rel=1e-5)
     assert points[4].values["reward"] == 1.0
     assert points[0].values["seconds"] == 30.0
+
+
+def test_tokens_of_an_endpoint_without_ids_are_counted(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run")
+    turns = [Turn(-1, 0, 0, "stop", policy="default", message=1)]
+    calls = Artifact(CALLS_FILE, b'{"tokens": [100, 20]}\n')
+    commit(run, "a", (0, 0, trajectory(0, turns=turns, sequences=[], artifacts=[calls])))
+    (point,) = points_of(run, tmp_path / "track").after(0)
+    assert (point.values["tokens"], point.values["sampled_tokens"]) == (120, 20)
 
 
 def test_windows_grow_so_that_many_rollouts_are_few_points(tmp_path: Path) -> None:

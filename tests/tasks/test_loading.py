@@ -187,6 +187,12 @@ def test_duplicate_ids_name_both_paths_and_an_empty_set_is_refused(tmp_path: Pat
     (tmp_path / "old" / "t" / "task.yaml").write_text("instruction: x\n")
     with pytest.raises(ConfigError, match=r"old/t/task\.yaml: .*harbor task migrate -i .*/old/t -o OUTPUT"):
         load_tasks(["old/*"], tmp_path)
+    write_task(tmp_path / "old", "new")
+    left_out: list[str] = []
+    assert [task.id for task in load_tasks(["old/*"], tmp_path, left_out=left_out)] == ["new"]
+    assert [line.partition(": ")[0] for line in left_out] == [f"{tmp_path}/old/t/task.yaml"]
+    strict = {"path": "old/*", "exclude": ["t"], "strict": True}
+    assert [task.id for task in load_tasks([strict], tmp_path, left_out=left_out)] == ["new"]
     for source, said in (("z/*", "no Harbor task directory"), ("x", r"write x/\*"), ("t.jsonl", "t.jsonl")):
         with pytest.raises(ConfigError, match=said):
             load_tasks([source], tmp_path)

@@ -164,6 +164,36 @@ def test_a_class_is_one_task_and_its_instances_are_several(tmp_path: Path, modul
     assert Task.from_dict(json.loads(json.dumps(german.to_dict()))) == german
 
 
+SOME = """
+class Some:
+    image, workdir, instruction = "base", "/app", "Write a number."
+
+    def __init__(self, number):
+        self.number = int(number)
+
+    @classmethod
+    def instances(cls):
+        return {"one": {"number": 1}, "bad": {"number": "many"}, "two": {"number": 2}}
+
+    async def score(self, sandbox):
+        return 1.0
+"""
+
+
+def test_an_instance_that_is_invalid_is_left_out_or_excluded_and_the_others_are_tasks(tmp_path: Path) -> None:
+    (tmp_path / "some_of_them.py").write_text(SOME)
+    left_out: list[str] = []
+    tasks = load_tasks(["some_of_them:Some"], tmp_path, left_out=left_out)
+    assert [task.id for task in tasks] == ["one", "two"]
+    assert [re.sub(r" \(.*?\)", "", line, count=1)[:41] for line in left_out] == [
+        "some_of_them:Some: bad raised ValueError("
+    ]
+    chosen = {"path": "some_of_them:Some", "exclude": ["bad"], "strict": True}
+    assert [task.id for task in load_tasks([chosen], tmp_path, left_out=left_out)] == ["one", "two"]
+    with pytest.raises(ConfigError, match="bad raised ValueError"):
+        load_tasks([{**chosen, "exclude": []}], tmp_path, left_out=left_out)
+
+
 @pytest.mark.parametrize("name", ["Plain", "Waiting"])
 def test_methods_with_and_without_await_prepare_solve_and_score(
     tmp_path: Path, module: str, name: str, scratch: Path, rootfs: str

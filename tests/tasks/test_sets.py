@@ -8,9 +8,10 @@ import re
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow
@@ -76,11 +77,21 @@ def test_a_set_is_downloaded_converted_and_recorded(
         ("data/train-00000-of-00001.parquet", 64)
     ]
     assert "secret" not in json.dumps(record) + out + err
-    assert {authorization for _, _, authorization in gym.requests} == {"Bearer secret-token"}
+    assert {authorization for _, _, authorization in gym.requests} == {None}, "a mirror gets no token"
     assert not any("README" in path for path, _, _ in gym.requests)
     before = len(gym.requests)
+    for path in (tmp_path / "out").iterdir():
+        path.unlink()
     assert imports("swe-gym@main", "-o", tmp_path / "out", "--mirror", gym.url, "--strict") == 2
+    assert "swe-gym:1: problem_statement ''" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir()), "--strict writes nothing"
     assert all(path.startswith("/api/") for path, _, _ in gym.requests[before:]), "the file is not downloaded again"
+    monkeypatch.setenv("HF_ENDPOINT", gym.url)
+    gym.requests.clear()
+    assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", f"{gym.url}/") == 0
+    assert {authorization for _, _, authorization in gym.requests} == {"Bearer secret-token"}
+    gym.status = 403
+    assert imports("swe-gym", "-o", tmp_path / "new", "--mirror", f"{gym.url}/other") == 2
 
 
 def test_a_download_that_breaks_off_continues_where_it_was(
@@ -110,7 +121,7 @@ def test_what_arrived_before_a_mirror_stopped_is_kept_for_the_next_call(
     [
         ("swe-gym@v9", 0, False, 2, "swe-gym@v9: .* 404; there is no such version; name another one"),
         ("swe-gym", 404, False, 2, "swe-gym@main: .* 404; there is no such version"),
-        ("swe-gym", 403, False, 2, "403; accept its licence at https://huggingface.co/datasets/SWE-Gym.* HF_TOKEN"),
+        ("swe-gym", 403, False, 2, "403; a server of --mirror does not get your HF_TOKEN: if it is .* HF_ENDPOINT"),
         ("swe-gym", 503, False, 3, "503; repeat the command"),
         ("swe-gym", 0, True, 3, "its SHA-256 is [0-9a-f]{64}, expected [0-9a-f]{64}; nothing was kept"),
         ("swe-bench-lite", 0, False, 2, "swe-bench-lite@main: .* 404"),
@@ -216,12 +227,19 @@ def test_all_pages_of_a_listing_are_read(gym: Mirror, tmp_path: Path, capsys: py
     assert "2 instances" in capsys.readouterr().out
 
 
-def test_the_token_goes_to_a_hub_below_a_path(gym: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_goes_to_a_hub_below_a_path(gym: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret-token")
     monkeypatch.setenv("HF_ENDPOINT", f"{gym.url}/artifacts/hub")
     with pytest.raises(ConfigError):
         download.SetSource("swe-gym", task_sets()["swe-gym"], "main").files()
     assert [authorization for _, _, authorization in gym.requests] == ["Bearer secret-token"]
+    monkeypatch.setenv("HF_ENDPOINT", gym.url)
+    gym.status = 403
+    source = download.SetSource("swe-gym", task_sets()["swe-gym"], "main")
+    (remote,) = source.files()[1]
+    said = "403; accept its licence at https://huggingface.co/datasets/SWE-Gym.* HF_TOKEN"
+    with pytest.raises(ConfigError, match=said):
+        download.fetch(source, remote, tmp_path, lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -313,16 +331,16 @@ def test_a_carried_directory_replaces_the_network(tmp_path: Path, capsys: pytest
     assert "none: no such directory" in capsys.readouterr().err
 
 
-def as_archive(files: dict[str, str], link: str = "") -> bytes:
+def as_archive(files: Mapping[str, str], links: Mapping[str, str] = MappingProxyType({})) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
         for name, text in files.items():
             member = tarfile.TarInfo(f"repo-main/{name}")
             member.size = len(text.encode())
             tar.addfile(member, io.BytesIO(text.encode()))
-        if link:
-            member = tarfile.TarInfo(f"repo-main/{link}")
-            member.type, member.linkname = tarfile.SYMTYPE, "/etc"
+        for name, to in links.items():
+            member = tarfile.TarInfo(f"repo-main/{name}")
+            member.type, member.linkname = tarfile.SYMTYPE, to
             tar.addfile(member)
     return buffer.getvalue()
 
@@ -336,7 +354,7 @@ def test_task_directories_of_an_archive_are_read_as_far_as_they_can_be(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     files = {f"tasks/{task}/{name}": text for task in ("one", "two", "bad") for name, text in TASK.items()}
     files["tasks/bad/task.toml"] = "schema_version = 7\n"
-    archives = {"/harbor-framework/terminal-bench-2/archive/main.tar.gz": as_archive(files, "tasks/one/tests/out")}
+    archives = {"/harbor-framework/terminal-bench-2/archive/main.tar.gz": as_archive(files)}
     with mirror(archives=archives) as server:
         for _ in range(2):
             assert imports("terminal-bench-2", "-o", tmp_path / "out", "--mirror", server.url) == 0
@@ -348,11 +366,44 @@ def test_task_directories_of_an_archive_are_read_as_far_as_they_can_be(
         shutil.rmtree(tmp_path / "cache")
         assert imports("terminal-bench-2", "-o", tmp_path / "out", "--mirror", server.url) == 2
         assert "terminal-bench-2.tar.gz: not a git host's archive" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "terminal-bench-2" / "one" / "tests" / "out").exists()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "terminal-bench-2",
         "terminal-bench-2.source.json",
     ]
+
+
+def test_links_inside_a_task_are_kept_and_tasks_with_other_links_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tasks = ("inside", "absolute", "above", "shared")
+    files = {f"tasks/{task}/{name}": text for task in tasks for name, text in TASK.items()}
+    files |= {f"tasks/shared/environment/inner/{name}": text for name, text in TASK.items()}
+    files["tasks/common.py"] = "shared = 1\n"
+    links = {
+        "tasks/inside/tests/data": "../instruction.md",
+        "tasks/absolute/tests/data": "/etc",
+        "tasks/above/environment/data": "../../../../../x",
+        "tasks/shared/tests/common.py": "../../common.py",
+    }
+    archive = as_archive(files, links)
+    with mirror(archives={"/harbor-framework/terminal-bench-2/archive/main.tar.gz": archive}) as server:
+        assert imports("terminal-bench-2", "-o", tmp_path / "out", "--mirror", server.url) == 0
+    carried = tmp_path / "carried"
+    carried.mkdir()
+    subprocess.run(["tar", "-xz", "-C", carried], input=archive, check=True)
+    assert imports("terminal-bench-2", "-o", tmp_path / "again", "--from", carried) == 0
+    err = capsys.readouterr().err
+    for out in ("out", "again"):
+        (task,) = (tmp_path / out / "terminal-bench-2").iterdir()
+        assert (task.name, (task / "tests" / "data").read_text()) == ("inside", "Do.")
+        left_out = json.loads((tmp_path / out / "terminal-bench-2.source.json").read_text())["left_out"]
+        assert sorted(line.partition("tasks/")[2] for line in left_out) == [
+            f"{name.removeprefix('tasks/')}: is a link out of the task; copy the file into the task"
+            for name in sorted(links)
+            if "inside" not in name
+        ]
+    assert err.count("is a link out of the task; copy the file into the task (and 2 more)") == 2
 
 
 POLYGLOT = {

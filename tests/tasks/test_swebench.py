@@ -24,6 +24,7 @@ from megaflow_hpc.errors import ConfigError, SandboxError
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.steps import prepare, verify
 from megaflow_hpc.tasks.swebench import package as swebench_package
+from megaflow_hpc.tasks.swebench import runs
 from megaflow_hpc.tasks.swebench.instances import Instance, read_instances
 from megaflow_hpc.tasks.swebench.plan import load
 from megaflow_hpc.tasks.swebench.runs import MARKERS, judge
@@ -66,9 +67,9 @@ def only(path: Path) -> Instance:
         ),
         (
             {"install_config": {"test_cmd": "go test"}, "image_name": "docker.io/swerebenchv2/org-lib:1-abc"},
-            {"workdir": "/lib", "image": "docker.io/swerebenchv2/org-lib:1-abc"},
+            {"workdir": "/lib", "image": "docker.io/swerebenchv2/org-lib:1-abc", "test_cmds": "go test"},
         ),
-        ({"test_cmds": ["make", "pytest -rA"], "log_parser": "pytest"}, {"test_cmd": "make\npytest -rA"}),
+        ({"test_cmds": ["make", "pytest -rA"], "log_parser": "pytest"}, {"test_cmds": "make\npytest -rA"}),
         ({"log_parser": "pytest"}, {"log_parser": "parse_log_pytest"}),
         ({"repo": "swesmith/lib", "test_patch": ""}, {"bug_patch": "p", "patch": "", "test_patch": ""}),
     ],
@@ -80,6 +81,56 @@ def test_the_data_sets_variants_come_out_in_one_form(
     assert {key: getattr(instance, key) for key in expected} == expected
     # Writing and reading again gives the same.
     assert only(write_lines(tmp_path / "again.jsonl", instance.record())) == instance
+
+
+LIVE = {"test_cmds": ["pytest -rA"], "log_parser": "pytest"}
+REBENCH = {
+    "test_cmd": "pytest --no-header -rA --tb=line --color=no -p no:cacheprovider -W ignore::DeprecationWarning",
+    "log_parser": "parse_log_pytest",
+}
+SECOND = "docker.io/swerebenchv2/org-lib:1-abc"
+
+
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [
+        (LIVE, "pytest -rA"),
+        ({"install_config": REBENCH}, f"{REBENCH['test_cmd']} tests/test_a.py"),
+        ({"install_config": REBENCH, "image_name": SECOND}, REBENCH["test_cmd"]),
+        ({"test_cmd": "pytest -rA -c tests/setup.cfg"}, "pytest -rA -c tests/setup.cfg tests/test_a.py"),
+        ({"test_cmd": "python -m pytest --ignore=a/b.py"}, "python -m pytest --ignore=a/b.py tests/test_a.py"),
+        ({"test_cmd": "pytest -rA tests/unit"}, "pytest -rA tests/unit"),
+        ({"test_cmd": "pytest -rA a.py::test"}, "pytest -rA a.py::test"),
+        ({"test_cmd": ["make", "pytest -rA"]}, "make\npytest -rA"),
+        ({"test_cmd": "go test ./..."}, "go test ./..."),
+    ],
+)
+def test_the_tests_run_as_in_the_data_sets_own_harness(tmp_path: Path, changes: dict[str, Any], command: str) -> None:
+    """SWE-bench-Live lists the tests of the whole suite, whatever the test patch changes."""
+    patch = "diff --git a/tests/test_a.py b/tests/test_a.py\n"
+    instance = only(write_lines(tmp_path / "x.jsonl", {**PLAIN, **changes, "test_patch": patch}))
+    again = only(write_lines(tmp_path / "again.jsonl", instance.fill_in(test_cmd="never").record()))
+    for each in (instance, again):
+        script = runs._script(each)
+        assert script.partition(f": '{MARKERS[0]}'\n")[2].partition("\nSWEBENCH_TEST_EXIT_CODE")[0] == command
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ({"org": "Cli", "repo": "c:i", "number": 7, "fix_patch": "p", "base": []}, "Cli__c_i-7"),
+        ({**PLAIN, "instance_id": "org/lib:1", "repo": ""}, "org_lib_1"),
+    ],
+)
+def test_an_invalid_line_is_excluded_by_the_id_that_its_task_would_have(
+    tmp_path: Path, line: dict[str, Any], name: str
+) -> None:
+    write_lines(tmp_path / "x.jsonl", PLAIN, line)
+    left_out: list[str] = []
+    (task,) = load_tasks([{"path": "x.jsonl", "exclude": [name], "strict": True}], tmp_path, left_out=left_out)
+    assert (task.id, left_out) == ("org__lib-1", [])
+    load_tasks([{"path": "x.jsonl", "exclude": ["other"]}], tmp_path, left_out=left_out)
+    assert len(left_out) == 1
 
 
 def test_multi_swe_bench_names_tests_by_their_outcomes(tmp_path: Path) -> None:

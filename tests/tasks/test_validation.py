@@ -135,6 +135,15 @@ def test_tasks_validate_takes_whatever_a_campaign_names(
     assert valid("answers:Answer") == ["Answer"]
     assert main(["tasks", "validate", "tasks/*", "--only", "c", "--image", rootfs]) == 2
     assert "--only c: no such task in tasks/*; see: megaflow-hpc tasks list" in capsys.readouterr().err
+    (tmp_path / "tasks" / "b1" / "task.toml").write_text("schema_version = 7\n")
+    assert valid("tasks", "--only", "a1") == ["a1"]
+    assert main(["tasks", "validate", "tasks", "--only", "b1", "--image", rootfs]) == 2
+    assert "b1/task.toml:1: schema_version = 7" in capsys.readouterr().err
+    (tmp_path / "tasks" / "a2" / "tests" / "test.sh").unlink()
+    assert main(["tasks", "validate", "tasks", "--image", rootfs, "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert ([task["task"] for task in result["tasks"]], result["valid"]) == (["a1"], False)
+    assert sorted(line.partition("tasks/")[2][:2] for line in result["left_out"]) == ["a2", "b1"]
     remove_tree(tmp_path / "scratch")
 
 

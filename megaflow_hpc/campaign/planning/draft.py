@@ -90,6 +90,8 @@ class Draft:
     """Text of the campaign file."""
     file: str = ""
     """Path of the campaign file. Empty if the campaign has none."""
+    only: list[str] = field(default_factory=list)
+    """Patterns that select the rollouts. Empty selects all."""
     left_out: list[str] = field(default_factory=list)
     """Errors of the tasks that cannot be read or tested."""
     mistakes: list[str] = field(default_factory=list)
@@ -143,7 +145,7 @@ def read(
         only: Rollout or task ids (shell patterns). Empty selects all.
         most: Maximum number of rollouts of the whole campaign.
     """
-    draft = Draft(config, base)
+    draft = Draft(config, base, only=[*only])
     watch.step("looking at models and agents")
     for name, policy in config.policies().items():
         with draft.noting():

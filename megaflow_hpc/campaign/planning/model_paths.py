@@ -1,4 +1,5 @@
-"""Makes the model paths of a campaign file absolute, and checks that engines and trainers can load the models.
+"""Makes the paths of models and agents in a campaign file absolute, and checks that engines and trainers can load the
+models.
 
 Nothing is loaded. The checks look for the files of a model directory, or for a Hugging Face name in the cache, because
 nodes may have no network. They also look for the engine in its interpreter. If ``args`` name another tokenizer or load
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.config import CampaignConfig, ModelConfig, Policy
+from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.private import open_to_others
@@ -24,11 +26,14 @@ from megaflow_hpc.rundir.weight_source import why_not_served
 
 Where = Callable[[str], str]
 """Function that maps a dotted key to ``file:line``, for error messages."""
+AGENT_PATHS = ("config", "messages_file", "toolbox")
+"""Arguments of built-in agents that are paths."""
 ELSEWHERE = "; if only the nodes of the jobs have it, write slurm.check: false"
 
 
 def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -> Policy:
-    """Resolves the paths of a policy's model against the campaign file's directory. Keeps names that are not paths.
+    """Resolves the paths of a policy's model and of its built-in agents against the campaign file's directory. Keeps
+    names that are not paths.
 
     Args:
         base: Directory of the campaign file.
@@ -37,6 +42,7 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
     Raises:
         ConfigError: A file does not exist. The message names file, line and key.
     """
+    policy = policy.model_copy(update={"agents": tuple(_with_paths(agent, base) for agent in policy.agents)})
     model = policy.model
     if model is None:
         return policy
@@ -60,6 +66,16 @@ def absolute(policy: Policy, base: Path, where: Where, name: str, named: bool) -
     changes["binds"] = [os.path.expanduser(os.path.expandvars(bind)) for bind in model.binds]
     resolved = ModelConfig.model_validate({**model.model_dump(), **changes})
     return policy.model_copy(update={"model": resolved})
+
+
+def _with_paths(agent: AgentConfig, base: Path) -> AgentConfig:
+    given = {} if ":" in agent.name else {key: agent.args.get(key) for key in AGENT_PATHS}
+    paths = {
+        key: str((base / os.path.expanduser(os.path.expandvars(value))).absolute())
+        for key, value in given.items()
+        if isinstance(value, str) and value
+    }
+    return agent.model_copy(update={"args": {**agent.args, **paths}}) if paths else agent
 
 
 def check_models(policies: Mapping[str, Policy], config: CampaignConfig, where: Where) -> list[str]:

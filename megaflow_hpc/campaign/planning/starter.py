@@ -65,10 +65,7 @@ class Starter:
         """Detects values in a directory and at this site."""
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.resolve().name).strip("-._")
         starter = cls(name if NAME.match(name) else "campaign")
-        if any(directory.glob("tasks/*/task.toml")):
-            starter.tasks = "tasks/*"
-        elif lines := sorted(directory.glob("*.jsonl")):
-            starter.tasks = lines[0].name
+        starter.tasks = _tasks_in(directory)
         if (directory / "images" / "base.sif").exists():
             starter.base = "images/base.sif"
         starter.model = next(iter(cached_models()), "")
@@ -256,6 +253,16 @@ class Starter:
 
     def _limits(self) -> list[str]:
         return ["limits: {core_hours: 100}  # then pods start no more rollouts"]
+
+
+def _tasks_in(directory: Path) -> str:
+    """Returns the source of the tasks in a directory, also as ``tasks import`` writes them. Empty if it has none."""
+    if any(directory.glob("tasks/*/task.toml")):
+        return "tasks/*"
+    for pattern in ("*.jsonl", "tasks/*.jsonl", "tasks/*/*/task.toml"):
+        for path in sorted(directory.glob(pattern))[:1]:
+            return str((path.parent.with_name("*") if path.name == "task.toml" else path).relative_to(directory))
+    return ""
 
 
 def _first(choice: list[Partition]) -> Partition:

@@ -78,8 +78,9 @@ def register(subparsers: Subparsers) -> None:
         "add the new tasks and samples of an edited campaign file to a run",
         examples=["extend RUN", "extend latest more-tasks.yaml", "resume RUN"],
         description="Edit tasks, samples or environment.images in the campaign file, then extend the run: it gets the "
-        "rollouts that it lacks, and megaflow-hpc resume runs them. Removes nothing. Other edits are refused, because "
-        "they would make the rollouts of one run differ. Pods must have ended.",
+        "rollouts that it lacks, and megaflow-hpc resume runs them. A run that was planned with --only gets only those "
+        "that match it. Removes nothing. Other edits are refused, because they would make the rollouts of one run "
+        "differ. Pods must have ended.",
     )
     add_run(extend)
     extend.add_argument(
@@ -199,7 +200,8 @@ def _extend(arguments: argparse.Namespace) -> int:
         say(f"added {len(added.tasks)} tasks and {added.rollouts} rollouts")
         note(f"run them: megaflow-hpc resume {run.path}")
     else:
-        say("nothing to add: the run has every rollout of the file")
+        which = f" that --only {' '.join(run.record.only)} selects" if run.record.only else ""
+        say(f"nothing to add: the run has every rollout of the file{which}")
     return 0
 
 

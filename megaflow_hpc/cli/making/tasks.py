@@ -13,7 +13,7 @@ from typing import Any
 from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.progress import PlanProgress, under_way
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, whole
-from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.resources import docs
 
 IMPORT = """\
@@ -44,8 +44,8 @@ then, in a campaign file:
 VALIDATE = """\
 Each task runs twice in fresh sandboxes: unchanged (reward 0 expected) and with its solution (reward 1 expected). For
 tasks made by tasks build, single tests are compared too: a named test must fail before, not just be missing.
-Sandboxes and verification follow the campaign file of --campaign, or the defaults. Exit status 1 if a
-task is invalid.
+Sandboxes and verification follow the campaign file of --campaign, or the defaults. Tasks that cannot be read are
+reported and left out. Exit status 1 if a task is invalid or left out.
 
 SOURCE is a task directory, a directory of tasks, or another source that a campaign's "tasks:" can name: a quoted
 pattern, a module:Class, or a JSONL file.
@@ -181,7 +181,9 @@ def _add_import(verbs: Subparsers) -> None:
     parser.add_argument(
         "--runner", choices=("script", "named"), default="", help="how to test instances whose line does not say"
     )
-    parser.add_argument("--strict", action="store_true", help="exit status 2 if a line is left out")
+    parser.add_argument(
+        "--strict", action="store_true", help="write nothing, and end with exit status 2, if a task would be left out"
+    )
 
 
 def run_import(arguments: argparse.Namespace) -> int:
@@ -224,6 +226,7 @@ def run_import(arguments: argparse.Namespace) -> int:
                 say=note,
                 image=Path(arguments.image).absolute() if arguments.image else None,
                 seeds=arguments.seeds,
+                strict=arguments.strict,
             )
             note(f"{result.path}: {len(result.rows)} tasks, version {result.revision}")
             note(f"in a campaign file: tasks: [{{path: {result.pattern}}}]")
@@ -232,7 +235,7 @@ def run_import(arguments: argparse.Namespace) -> int:
             continue
         target = Path(arguments.output).absolute() / source.name if arguments.output else None
         with under_way(f"reading {source}"):
-            imported = import_file(source, target, change)
+            imported = import_file(source, target, change, arguments.strict)
         if target is not None:
             note(f"{target}: {len(imported.rows)} instances")
         rows += imported.rows
@@ -248,7 +251,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         counts = Counter(row.get("tested_by", "test.sh") for row in rows)
         less = f"; {len(left_out)} left out" if left_out else ""
         say(f"{len(rows)} instances, tested by " + ", ".join(f"{n}: {count}" for n, count in counts.items()) + less)
-    return ConfigError.exit_status if left_out and arguments.strict else 0
+    return 0
 
 
 def _list_sets(as_json: bool) -> int:
@@ -322,6 +325,24 @@ def task_directories(directory: str) -> list[Path]:
     return directories
 
 
+def _source(argument: str) -> str:
+    """Returns the source of a campaign that an argument names: a directory of tasks becomes a pattern.
+
+    Raises:
+        ConfigError: The directory contains no tasks.
+    """
+    from megaflow_hpc.tasks.formats import format_of_source
+    from megaflow_hpc.tasks.harbor.format import FORMAT as HARBOR
+
+    if format_of_source(argument) is not HARBOR:
+        return argument
+    directories = task_directories(argument)
+    if not Path(argument).is_dir():
+        return argument
+    only_one = directories == [Path(argument).absolute()]
+    return glob.escape(argument) if only_one else f"{glob.escape(argument)}/*"
+
+
 def run_validate(arguments: argparse.Namespace) -> int:
     """Validates tasks and prints the results. Returns 1 if any task is invalid."""
     from megaflow_hpc.agents.without_model import OracleAgent
@@ -332,16 +353,10 @@ def run_validate(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.images.sources import ImageMapping, Registries
     from megaflow_hpc.environments.images.store import ImageStore
     from megaflow_hpc.environments.sandbox.provider import ApptainerProvider
-    from megaflow_hpc.tasks.formats import format_of_source
-    from megaflow_hpc.tasks.harbor.format import FORMAT as HARBOR
     from megaflow_hpc.tasks.loading import image_requests, in_image_directories, load_tasks
     from megaflow_hpc.tasks.validation import Validation, validate
 
-    sources: list[str] = [arguments.source]
-    if format_of_source(arguments.source) is HARBOR:
-        sources = [glob.escape(str(path)) for path in task_directories(arguments.source)]
-        if arguments.only:
-            sources = [path for path in sources if Path(path).name in map(glob.escape, arguments.only)]
+    source = _source(arguments.source)
     campaign = load(arguments.campaign) if arguments.campaign else None
     environment = campaign.environment if campaign else EnvironmentConfig(network="none")
     if arguments.network:
@@ -349,13 +364,20 @@ def run_validate(arguments: argparse.Namespace) -> int:
     registries = Registries(environment.mirrors, environment.air_gapped)
     images = Images(ImageStore(named=environment.image_store), registries, Builder(environment.network_of_builds))
     services = campaign.services if campaign else {}
-    tasks = load_tasks(sources, Path.cwd(), images.dockerfiles, services) if sources else []
-    unknown = set(arguments.only) - {task.id for task in tasks}
-    if unknown:
-        raise ConfigError(
-            f"--only {sorted(unknown)[0]}: no such task in {arguments.source}; see: megaflow-hpc tasks list"
-        )
-    tasks = [task for task in tasks if not arguments.only or task.id in arguments.only]
+    left_out: list[str] = []
+    tasks = load_tasks([source], Path.cwd(), images.dockerfiles, services, left_out)
+    if arguments.only:
+        known = [task.id for task in tasks]
+        if unknown := sorted(set(arguments.only) - {*known}):
+            unread: list[str] = []
+            wanted = map(glob.escape, [*unknown, known[0]])  # with a task, so that the others are left out
+            load_tasks([{"path": source, "include": list(wanted)}], Path.cwd(), left_out=unread)
+            raise Mistakes(
+                unread or [f"--only {unknown[0]}: no such task in {arguments.source}; see: megaflow-hpc tasks list"]
+            )
+        tasks, left_out = [task for task in tasks if task.id in arguments.only], []
+    for line in left_out:
+        note(f"left out: {line}")
     requests = image_requests(tasks)
     if arguments.campaign and not arguments.image:
         mapping = ImageMapping(environment.images, Path(arguments.campaign).absolute().parent, arguments.campaign)
@@ -391,7 +413,8 @@ def run_validate(arguments: argparse.Namespace) -> int:
     results = asyncio.run(go())
     invalid = [result.task for result in results if not result.valid]
     if arguments.json:
-        print_json({"valid": not invalid, "tasks": [result.to_dict() for result in results]})
+        valid = not invalid and not left_out
+        print_json({"valid": valid, "tasks": [result.to_dict() for result in results], "left_out": left_out})
     else:
         # Few verifiers report results of individual tests.
         named = any(result.before.failing or result.after.passing for result in results)
@@ -405,8 +428,9 @@ def run_validate(arguments: argparse.Namespace) -> int:
             for row, result in zip(rows, results, strict=True):
                 row[3:3] = [len(result.after.failing), len(result.after.passing)]
         say(table(head, rows))
-        say(f"{len(results) - len(invalid)} of {len(results)} tasks are valid")
-    return 1 if invalid else 0
+        less = f"; {len(left_out)} left out" if left_out else ""
+        say(f"{len(results) - len(invalid)} of {len(results)} tasks are valid{less}")
+    return 1 if invalid or left_out else 0
 
 
 def _image_beside(task: Path, name: str) -> str:
@@ -435,17 +459,10 @@ RELEASE = ("package", "buggy", "fixed", "kind", "changelog")
 
 def run_list(arguments: argparse.Namespace) -> int:
     """Prints the valid tasks of a source. Returns 2 if it also contains invalid tasks."""
-    from megaflow_hpc.tasks.formats import format_of_source
-    from megaflow_hpc.tasks.harbor.format import FORMAT as HARBOR
     from megaflow_hpc.tasks.loading import load_tasks
 
-    source: str = arguments.source
-    if format_of_source(source) is HARBOR:
-        directories = task_directories(source)
-        if Path(source).is_dir():
-            source = glob.escape(source) if directories == [Path(source).absolute()] else f"{glob.escape(source)}/*"
     left_out: list[str] = []
-    tasks = load_tasks([source], Path.cwd(), left_out=left_out)
+    tasks = load_tasks([_source(arguments.source)], Path.cwd(), left_out=left_out)
     status = ConfigError.exit_status if left_out else 0
     for line in left_out:
         note(line)

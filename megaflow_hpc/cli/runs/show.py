@@ -18,7 +18,7 @@ from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.texts import content_of, printable
-from megaflow_hpc.trajectories.reading.conversations import heading, main
+from megaflow_hpc.trajectories.reading.conversations import heading, main, tokens_of_calls
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -206,7 +206,12 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
     counted = sum(int(sequence.loss_mask.sum()) for sequence in row.sequences)
     masked = f", {sampled - counted} of these with loss mask 0" if counted < sampled else ""
     count = sum(len(sequence.tokens) for sequence in row.sequences)
-    yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled{masked}", ""
+    reported = [used for turn, used in zip(row.turns, tokens_of_calls(row), strict=True) if turn.sequence < 0]
+    if row.sequences or not reported:
+        yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled{masked}", ""
+    if reported:
+        prompts, answers = (sum(each) for each in zip(*reported, strict=True))
+        yield f"  tokens    {prompts} of prompts and {answers} sampled in {len(reported)} calls without token ids", ""
     if labels := row.image_labels:
         shown = sum(len(sequence.images) for sequence in row.sequences)
         placeholders = sum(span.length for sequence in row.sequences for span in sequence.images)
@@ -221,12 +226,15 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
 
 def _calls(row: Row) -> Iterator[tuple[str, str]]:
     turns = row.turns
+    counts = tokens_of_calls(row)
     if turns:
         yield f"\n{len(turns)} model calls (seconds: model, sandbox, agent, waiting)", "bold"
     for number, turn in enumerate(turns):
         times = "  ".join(f"{s:8.3f}" for s in (turn.model_s, turn.sandbox_s, turn.agent_s, turn.wait_s))
         has_tokens = turn.sequence >= 0  # otherwise the engine reported no tokens
-        where = f"sequence {turn.sequence} [{turn.token_start}, {turn.token_end})" if has_tokens else "no token ids"
+        where = f"sequence {turn.sequence} [{turn.token_start}, {turn.token_end})"
+        if not has_tokens:
+            where = f"{counts[number][0]} prompt and {counts[number][1]} sampled tokens, no ids"
         team = f"  role {turn.role}" if turn.role else ""
         if turn.started_by >= 0:
             team += f"  started by call {turn.started_by}"

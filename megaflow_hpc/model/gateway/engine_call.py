@@ -39,6 +39,8 @@ Gate = Callable[[], Awaitable[None]]
 """Coroutine function that returns once a large response may be read."""
 _SERVER_AT_FAULT = frozenset({401, 402, 403, 408, 429})
 """HTTP statuses below 500 for which a call is retried at another server."""
+_REFUSED = frozenset({408, 429})
+"""HTTP statuses of an endpoint that limits rates."""
 _FORBIDDEN = frozenset({401, 402, 403})
 """HTTP statuses that mean a forbidden request or a lack of credit if the engine sends them, and a wrong key if its
 proxy does."""
@@ -195,10 +197,12 @@ class RefusedCall(Exception):
 class Unavailable(Exception):
     """The server is at fault, not the request. The call may be retried at this server or another."""
 
-    def __init__(self, message: str, wait_s: float = 0.0) -> None:
+    def __init__(self, message: str, wait_s: float = 0.0, refused: bool = False) -> None:
         super().__init__(message)
         self.wait_s = wait_s
         """Backoff in seconds that the server asks for (``Retry-After``)."""
+        self.refused = refused
+        """True if the server limits rates (408, 429), which may concern only large requests."""
 
 
 class UnusableAnswer(Exception):
@@ -314,7 +318,8 @@ class Call(NamedTuple):
             if status == 500 or (status in _FORBIDDEN and by_engine):
                 raise UnusableAnswer(message)
             if status > 501 or status in _SERVER_AT_FAULT or status < 400:
-                raise Unavailable(message, retry_after_s(response.headers.get("retry-after", "")))
+                wait_s = retry_after_s(response.headers.get("retry-after", ""))
+                raise Unavailable(message, wait_s, status in _REFUSED)
             raise RefusedCall(status, bytes(raw[:_MAX_REFUSAL]))
         try:
             answer = await offload(len(raw), decoded, raw, ANSWER)

@@ -8,6 +8,9 @@ response (:class:`~megaflow_hpc.model.gateway.engine_call.UnusableAnswer`) does 
 have made the engine fail. The gateway tries a call that got this response at each other server. Then it retries that
 call with a backoff, without delaying other calls.
 
+An endpoint may refuse a call for its rate because that call alone is too long. So if a server refuses the same call a
+second time, but answers a short one, only this call waits.
+
 When a call has finally failed, the gateway sends a short request of its own, the *control*. If a server answers the
 control, the agent's request was at fault, and the agent gets an error. Otherwise the service is down, and the rollout
 is retried. So an agent cannot avoid its verdict by sending a request that breaks the engine.
@@ -35,7 +38,7 @@ from megaflow_hpc.model.gateway.limits import CallLimits
 from megaflow_hpc.model.gateway.open_rollout import OpenRollout
 from megaflow_hpc.model.gateway.protocols import control_prompt
 from megaflow_hpc.model.gateway.recorder import Recorder
-from megaflow_hpc.model.gateway.router import Router, Server
+from megaflow_hpc.model.gateway.router import MAX_RETRY_AFTER_S, Router, Server
 
 T = TypeVar("T")
 RETRY_S = 0.5
@@ -102,7 +105,8 @@ class Caller:
         router, policy, group = self.router, request.policy, rollout.group
         previous = rollout.servers.get(policy, "")
         deadline = time.monotonic() + self._wait_s  # time spent waiting for a turn must not count against the servers
-        cause, unusable = "", Counter[str]()
+        cause, unusable, refused, pause_s = "", Counter[str](), Counter[str](), 0.0
+        alone = False
         control, control_succeeded = partial(self._control, request, ask), False
         while True:
             server = router.pick(policy, previous, group, unusable)
@@ -119,12 +123,16 @@ class Caller:
                     raise ModelServiceError(f"{error}; last failure: {cause}" if cause else str(error)) from None
             server.outstanding += 1
             began = time.monotonic()
+            problem: UnusableAnswer | None
             try:
                 answer = await ask(self._at(server, request))
             except Unavailable as error:
-                server.failed(began, time.monotonic(), error.wait_s)
                 cause = str(error)
                 rollout.failed(cause, control)
+                refused[server.name] += error.refused
+                alone = error.refused and (alone or (refused[server.name] > 1 and await control()))
+                if not alone:
+                    server.failed(began, time.monotonic(), error.wait_s)
                 if control_succeeded:
                     rollout.failed("")
                     raise RefusedCall(400, cause.encode()) from error
@@ -132,8 +140,10 @@ class Caller:
                     control_succeeded = await control()
                     if not control_succeeded:
                         raise ModelServiceError(f"policy {policy!r}: {cause}") from error
-                await asyncio.sleep(0)  # a server that fails immediately must not block the event loop
-                continue
+                if alone:
+                    pause_s = max(error.wait_s, RETRY_S * 2 ** (refused.total() - 1))
+                    pause_s = min(pause_s, MAX_RETRY_AFTER_S, deadline - time.monotonic())
+                problem = None
             except UnusableAnswer as error:
                 server.succeeded()  # the server is reachable
                 problem = error
@@ -145,6 +155,10 @@ class Caller:
                 return Answered(answer, server, time.monotonic() - began, began - arrived)
             finally:
                 server.outstanding -= 1
+            if problem is None:
+                await asyncio.sleep(max(0.0, pause_s))  # a server that fails immediately must not block the event loop
+                pause_s = 0.0
+                continue
             cause, now = str(problem), time.monotonic()
             rollout.failed(cause, control)
             unusable[server.name] += 1

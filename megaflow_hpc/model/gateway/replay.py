@@ -19,11 +19,9 @@ from typing import Any, Protocol
 
 from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.model.gateway.recorder import SampledTokens
-from megaflow_hpc.trajectory import Recording, TokenSequence, Trajectory
+from megaflow_hpc.trajectory import CALLS_FILE, Recording, TokenSequence, Trajectory
 from megaflow_hpc.types import Artifact
 
-ARTIFACT = "calls.jsonl"
-"""Name of the artifact with one JSON line per turn: :attr:`~megaflow_hpc.trajectory.Recording.calls`."""
 _OLD_ARTIFACT = "engine.jsonl"
 """Name of the artifact in older recordings. Its lines also contain the sampled ids, and it is truncated at 8 MiB."""
 
@@ -49,7 +47,7 @@ def calls_artifact(recording: Recording) -> Artifact:
     """Returns the artifact from which a rollout can be replayed. Its size is bounded by the number of sampled
     tokens."""
     lines = (json.dumps(call, ensure_ascii=False, separators=(",", ":")) + "\n" for call in recording.calls)
-    return Artifact(ARTIFACT, "".join(lines).encode("utf-8", "backslashreplace"))
+    return Artifact(CALLS_FILE, "".join(lines).encode("utf-8", "backslashreplace"))
 
 
 def calls_of(trajectory: Trajectory) -> list[_Call]:
@@ -61,7 +59,7 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
     Raises:
         ModelServiceError: The artifact lacks calls, as in older recordings of long rollouts.
     """
-    artifacts = [artifact for artifact in trajectory.artifacts if artifact.name in (ARTIFACT, _OLD_ARTIFACT)]
+    artifacts = [artifact for artifact in trajectory.artifacts if artifact.name in (CALLS_FILE, _OLD_ARTIFACT)]
     lines = [line for artifact in artifacts for line in artifact.data.split(b"\n") if line]
     calls = []
     for number, turn in enumerate(trajectory.turns):

@@ -10,11 +10,10 @@ from typing import Any
 
 from megaflow_hpc.config.model import TokenPrice
 from megaflow_hpc.errors import ModelServiceError
-from megaflow_hpc.model.gateway.replay import ARTIFACT
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.rundir.budget import ModelUse, Used, total_use
 from megaflow_hpc.tasks.judging import Judge
-from megaflow_hpc.trajectories.reading.conversations import conversations, main
+from megaflow_hpc.trajectories.reading.conversations import conversations, main, tokens_of_calls
 from megaflow_hpc.trajectory import Recording, Trajectory, linked, path_to, with_images
 from megaflow_hpc.types import Artifact
 
@@ -108,11 +107,10 @@ def used(trajectory: Trajectory, judges: Judges, metered: Mapping[str, TokenPric
         metered: Model → price of its tokens, or ``None`` without a price.
     """
     own = []
-    counted = _counted(trajectory)
-    for number, turn in enumerate(trajectory.turns):
+    counts = tokens_of_calls(trajectory)
+    for turn, (prompt, sampled) in zip(trajectory.turns, counts, strict=True):
         if turn.policy in metered:
             price = metered[turn.policy]
-            prompt, sampled = counted.get(number) or (turn.token_start, turn.token_end - turn.token_start)
             usd = price.of(prompt, sampled) if price else None
             own.append({turn.policy: ModelUse(1, prompt, sampled, usd)})
     return total_use([*own, *map(use_of, judges.calls())])
@@ -121,13 +119,6 @@ def used(trajectory: Trajectory, judges: Judges, metered: Mapping[str, TokenPric
 def use_of(call: Mapping[str, Any]) -> Used:
     """Converts one call to a judge to a usage count."""
     return {call["model"]: ModelUse(1, call["prompt_tokens"], call["sampled_tokens"], call.get("usd"))}
-
-
-def _counted(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
-    """Returns call → numbers of prompt and sampled tokens, for calls without token ids."""
-    lines = [line for one in trajectory.artifacts if one.name == ARTIFACT for line in one.data.splitlines()]
-    calls = enumerate(map(json.loads, lines))
-    return {number: tuple(call["tokens"]) for number, call in calls if call.get("tokens")}
 
 
 def by_role(trajectory: Trajectory) -> dict[str, list[dict[str, Any]]]:

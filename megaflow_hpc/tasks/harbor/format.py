@@ -186,12 +186,18 @@ class HarborFormat(OneStep):
         refuse: Refuse,
     ) -> list[Task]:
         tasks = []
-        for directory in find_tasks(source, Path(base)):
+
+        def unread(directory: str, error: ConfigError) -> None:
+            if wanted(os.path.basename(os.path.normpath(directory))):
+                refuse(error)
+
+        for directory in find_tasks(source, Path(base), unread):
             try:
                 tasks.append(read_harbor_task(directory, dockerfiles))
-            except (ConfigError, OSError, RuntimeError) as error:  # also unreadable files and loops of links
-                if wanted(os.path.basename(os.path.normpath(directory))):
-                    refuse(error if isinstance(error, ConfigError) else ConfigError(f"{directory}: {error}"))
+            except ConfigError as error:
+                unread(directory, error)
+            except (OSError, RuntimeError) as error:  # unreadable files and loops of links
+                unread(directory, ConfigError(f"{directory}: {error}"))
         return tasks
 
     def images(self, task: Task) -> list[ImageRequest]:
@@ -239,22 +245,30 @@ class HarborFormat(OneStep):
 FORMAT: TaskFormat = HarborFormat()
 
 
-def find_tasks(source: str, base: Path) -> list[str]:
+def _raise(directory: str, error: ConfigError) -> None:
+    raise error
+
+
+def find_tasks(source: str, base: Path, unread: Callable[[str, ConfigError], None] = _raise) -> list[str]:
     """Returns the task directories that match a path or glob pattern.
 
+    Args:
+        unread: Called with each directory that has a task in another format, and the error. By default, raises it.
+
     Raises:
-        ConfigError: No task matches, or a directory has another task format.
+        ConfigError: No task matches.
     """
     pattern = str(base / os.path.expanduser(os.path.expandvars(source)))
     matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
     several = len(matches) != 1 or glob.has_magic(pattern)
+    old = [match for match in matches if os.path.isfile(os.path.join(match, "task.yaml")) and not _is_task(match)]
+    for match in old:
+        error = f"{match}/task.yaml: a task in the first format of Terminal-Bench; convert it with: "
+        unread(match, ConfigError(f"{error}harbor task migrate -i {match} -o OUTPUT"))
+    matches = [match for match in matches if match not in old]
     directories = [match for match in matches if os.path.isdir(match) and (_is_task(match) or not several)]
-    for match in matches:
-        if os.path.isfile(os.path.join(match, "task.yaml")) and not _is_task(match):
-            raise ConfigError(
-                f"{match}/task.yaml: a task in the first format of Terminal-Bench; convert it with: "
-                f"harbor task migrate -i {match} -o OUTPUT"
-            )
+    if old and not directories:
+        return []
     if not directories:
         raise ConfigError(
             f"tasks: {pattern}: contains no Harbor task directory (with task.toml); correct the path, or begin a task "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shlex
+import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -14,7 +16,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.tar import Budget, unpack_tar
+from megaflow_hpc.host.tar import Budget, Kind, Parts, unpack_tar
 from megaflow_hpc.tasks.formats import TASK_ID, Refuse
 from megaflow_hpc.texts import parse_json
 
@@ -61,35 +63,61 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{file}: not a readable Parquet file ({str(error)[:200]}); download it again") from None
 
 
-def unpack(archive: Path, directory: Path) -> Path:
-    """Unpacks the files of a git host's tar.gz, without links. Returns the directory that contains the repository.
+def unpack(archive: Path, directory: Path) -> tuple[Path, list[Path]]:
+    """Unpacks a git host's tar.gz. Returns the directory that contains the repository, and the paths of symlinks that
+    are missing there, because they could lead out of it.
 
     Raises:
         ConfigError: It is not such an archive, or is too large.
     """
+    links = list[Path]()
+
+    def keep(parts: Parts, kind: Kind) -> bool:
+        if kind == "symlink":
+            links.append(directory.joinpath(*map(os.fsdecode, parts)))
+        return kind in ("file", "directory", "symlink", "hardlink")
+
     try:
         with gzip.open(archive, "rb") as stream:
-            unpack_tar(
-                cast(BinaryIO, stream), directory, Budget(*MAX_TREE), lambda _, kind: kind in ("file", "directory")
-            )
+            unpack_tar(cast(BinaryIO, stream), directory, Budget(*MAX_TREE), keep)
         (root,) = directory.iterdir()
     except (ValueError, EOFError, OSError, zlib.error) as error:
         raise ConfigError(f"{archive}: not a git host's archive ({error}); delete it and download it again") from None
-    return root
+    return root, [link for link in links if not os.path.lexists(link)]
 
 
-def harbor(source: Path, target: Path, refuse: Refuse) -> None:
-    """Moves the Harbor task directories below ``source`` to ``target``. Directories in a task belong to the task."""
+def harbor(source: Path, target: Path, refuse: Refuse, missing: Sequence[Path] = ()) -> None:
+    """Moves the Harbor task directories below ``source`` to ``target``. Directories in a task belong to the task.
+
+    Leaves out tasks with a symlink that leads out of them.
+
+    Args:
+        missing: Paths of symlinks that the source lacks.
+    """
     if (source / "task.toml").exists():
         raise ConfigError(f"{source}: is a task itself; name the directory that contains the tasks")
     for file in sorted(source.rglob("task.toml"), key=lambda file: (len(file.parts), file)):
         if not file.exists():  # moved with the task that contains it
             continue
-        task = target / file.parent.name
+        task, problem = target / file.parent.name, ""
         if task.exists():
-            refuse(ConfigError(f"{file.parent.relative_to(source)}: another directory of the set has this name"))
+            problem = f"{file.parent.relative_to(source)}: another directory of the set has this name"
+        elif link := next(_leaving(file.parent, missing), None):
+            problem = f"{link.relative_to(source)}: is a link out of the task; copy the file into the task"
+        if problem:
+            refuse(ConfigError(problem))
+            shutil.rmtree(file.parent)  # with the tasks among its files
             continue
         file.parent.rename(task)
+
+
+def _leaving(task: Path, missing: Sequence[Path]) -> Iterator[Path]:
+    """Yields the symlinks of a task that lead out of it."""
+    yield from (link for link in missing if link.is_relative_to(task))
+    for directory, folders, files in os.walk(task):
+        for path in (Path(directory, name) for name in (*folders, *files)):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(task)):
+                yield path
 
 
 TOML = """\
@@ -149,7 +177,7 @@ only the standard library. The tests are not in the directory.
 """
 
 
-def aider_polyglot(source: Path, target: Path, refuse: Refuse) -> None:
+def aider_polyglot(source: Path, target: Path, refuse: Refuse, missing: Sequence[Path] = ()) -> None:
     """Writes the Python exercises of Aider's polyglot benchmark as Harbor tasks."""
     for config in sorted(source.glob("python/exercises/practice/*/.meta/config.json")):
         exercise = config.parent.parent
@@ -210,7 +238,7 @@ class _Fix(msgspec.Struct):
     imports: str = msgspec.field(default="", name="import")
 
 
-def humanevalfix(lines: Path, target: Path, refuse: Refuse) -> None:
+def humanevalfix(lines: Path, target: Path, refuse: Refuse, missing: Sequence[Path] = ()) -> None:
     """Writes the lines of HumanEvalPack as Harbor tasks in which a bug is to be repaired."""
     with lines.open("rb") as stream:
         for number, line in enumerate(stream, 1):
@@ -236,7 +264,7 @@ def humanevalfix(lines: Path, target: Path, refuse: Refuse) -> None:
             _write(target / name, written, "python", f"humanevalfix {fix.task_id}")
 
 
-DIRECTORIES: Mapping[str, Callable[[Path, Path, Refuse], None]] = {
+DIRECTORIES: Mapping[str, Callable[[Path, Path, Refuse, Sequence[Path]], None]] = {
     "harbor": harbor,
     "aider-polyglot": aider_polyglot,
     "humanevalfix": humanevalfix,

@@ -1,7 +1,8 @@
 """Downloads the files of a task set. Interrupted downloads continue, checksums are verified, and files appear whole.
 
-The Hugging Face Hub states the size and SHA-256 of each large file. The token in ``HF_TOKEN`` is sent to the Hub and to
-its mirrors, but not to the hosts to which they redirect.
+The Hugging Face Hub states the size and SHA-256 of each large file. The token in ``HF_TOKEN`` is sent to the Hub, or to
+the server that ``HF_ENDPOINT`` names in its place. It is sent neither to other mirrors nor to the hosts to which a
+server redirects.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Remote:
     fixed: bool = True
     """False if the content may change, such as that of a branch's archive. The file is then downloaded again."""
     hub: bool = True
-    """True if the server is the Hub or a mirror of it, which gets the token."""
+    """True if the server is the Hub or ``HF_ENDPOINT``, which get the token."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class SetSource:
                 parts = urllib.parse.urlsplit(url)
                 url = url.replace(f"{parts.scheme}://{parts.netloc}", self.mirror.rstrip("/"), 1)
             return self.version, [Remote(url, f"{self.name}.tar.gz", fixed=_is_commit(self.version), hub=False)]
-        hub, repo = (self.mirror or os.environ.get("HF_ENDPOINT") or HUB).rstrip("/"), self.task_set.hub
+        hub, repo = self.mirror.rstrip("/") or _endpoint(), self.task_set.hub
         version = urllib.parse.quote(self.version, safe="")
         info, _ = self._json(f"{hub}/api/datasets/{repo}/revision/{version}")
         revision = str(info.get("sha") or self.version) if isinstance(info, dict) else self.version
@@ -115,7 +116,8 @@ class SetSource:
             if path.startswith("/") or ".." in path.split("/") or not path.isprintable():
                 raise SiteError(f"{self.name}: {hub} lists {path!r}, which is not a file of the set")
             url = f"{hub}/datasets/{repo}/resolve/{quoted}/{urllib.parse.quote(path)}"
-            found.append(Remote(url, path, entry.size, entry.lfs.oid if entry.lfs else "", _is_commit(revision)))
+            digest = entry.lfs.oid if entry.lfs else ""
+            found.append(Remote(url, path, entry.size, digest, _is_commit(revision), self._gets_token))
         if not found:
             wanted = ", ".join(self.task_set.files)
             raise ConfigError(
@@ -144,14 +146,24 @@ class SetSource:
     def _json(self, url: str) -> tuple[Any, str]:
         """Returns an answer of the Hub and its header ``Link``."""
         try:
-            with closing(_open(url, {}, hub=True)) as response:
+            with closing(_open(url, {}, hub=self._gets_token)) as response:
                 return parse_json(response.read(MAX_ANSWER_BYTES)), response.headers.get("Link", "")
         except (_Refused, OSError, http.client.HTTPException, ValueError) as error:
             raise self.explain(url, error) from None
 
+    @property
+    def _gets_token(self) -> bool:
+        """True unless ``mirror`` is another server than the one for which the token is."""
+        return self.mirror.rstrip("/") in ("", _endpoint())
+
     def explain(self, url: str, error: Exception) -> ConfigError | SiteError:
         """Returns the error to report: the request, the answer, and the remedy."""
         what = f"{self.name}@{self.version}"
+        if isinstance(error, _Refused) and error.status in (401, 403) and not self._gets_token:
+            return ConfigError(
+                f"{what}: {url}: {error}; a server of --mirror does not get your HF_TOKEN: if it is your Hub, name it "
+                "in HF_ENDPOINT instead"
+            )
         if isinstance(error, _Refused) and error.status in (401, 403):
             return ConfigError(
                 f"{what}: {url}: {error}; accept its licence at {self.task_set.page}, then set HF_TOKEN to a token of "
@@ -164,6 +176,11 @@ class SetSource:
             )
         reason = getattr(error, "reason", None) or error
         return SiteError(f"{what}: {url}: {reason}; repeat the command, or carry the files and use --from DIR")
+
+
+def _endpoint() -> str:
+    """Returns the address of the Hub."""
+    return (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
 
 
 def _is_commit(revision: str) -> bool:

@@ -56,6 +56,7 @@ def import_set(
     say: Callable[[str], None],
     image: Path | None = None,
     seeds: int = 1,
+    strict: bool = False,
 ) -> ImportedSet:
     """Writes the tasks of ``NAME[@VERSION]`` below ``output``, and ``NAME.source.json`` next to them.
 
@@ -67,6 +68,7 @@ def import_set(
         say: Reports progress.
         image: Image that contains the set's pages, for a set that is in an image.
         seeds: Number of tasks of each page.
+        strict: Write nothing if a task of the set would be left out.
 
     Raises:
         ConfigError: The set is unknown or not read, its licence must be accepted, or its files are invalid.
@@ -116,6 +118,8 @@ def import_set(
             [{**row, "path": str(target / Path(row["path"]).relative_to(made))} for row in rows],
             [line.replace(str(made), str(target)) for line in left_out],
         )
+        if strict and imported.left_out:
+            raise Mistakes(imported.left_out)
         with _alone(output):
             # Write the record first, so that a repeated call may replace the tasks.
             write_json(
@@ -213,15 +217,15 @@ def _instances(
 
 
 def _directories(task_set: TaskSet, file: Path, target: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    source, left_out = file, list[str]()
+    source, missing, left_out = file, list[Path](), list[str]()
     target.mkdir()
     if task_set.archive:
         source = target.with_name("unpacked")
         if file.is_dir():
             shutil.copytree(file, source, symlinks=True)
         else:
-            source = unpack(file, source)
-    DIRECTORIES[task_set.format](source, target, refuse_into(left_out))
+            source, missing = unpack(file, source)
+    DIRECTORIES[task_set.format](source, target, refuse_into(left_out), missing)
     if not any(target.iterdir()):
         raise Mistakes(left_out or [f"{file}: has no {task_set.format} task; name another version or directory"])
     return _read_back(target, left_out)

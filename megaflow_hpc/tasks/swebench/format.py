@@ -65,16 +65,20 @@ class ImportedFile:
     left_out: list[str] = field(default_factory=list)
 
 
-def import_file(source: Path, target: Path | None, change: Callable[[Instance], Instance] | None) -> ImportedFile:
+def import_file(
+    source: Path, target: Path | None, change: Callable[[Instance], Instance] | None, strict: bool = False
+) -> ImportedFile:
     """Reads a file once, keeping only tasks in memory, and writes its instances to ``target``.
 
     Args:
         source: The JSONL file.
         target: File to write, or ``None`` to check the instances only.
         change: Returns an instance with the values that the user gives for all lines. ``None`` changes nothing.
+        strict: Write nothing if a line would be left out.
 
     Raises:
-        ConfigError: The file cannot be read, or it has no instance that can be tested.
+        ConfigError: The file cannot be read, it has no instance that can be tested, or ``strict`` and a line would be
+            left out.
     """
     if target is not None and target.exists() and source.exists() and target.samefile(source):
         raise ConfigError(f"{target}: is the file to read; name another directory")
@@ -98,7 +102,7 @@ def import_file(source: Path, target: Path | None, change: Callable[[Instance], 
                 counts[instance.task_id] = (instance.repo, len(instance.FAIL_TO_PASS), len(instance.PASS_TO_PASS))
         kept = settle(tasks, refuse_into(refused))
         imported.left_out = [message.replace(f"{copy}:", f"{source}:", 1) for message in refused]
-        if not kept:
+        if not kept or (strict and imported.left_out):
             raise Mistakes(imported.left_out)
         for task in kept:
             repo, failing, passing = counts[task.id]

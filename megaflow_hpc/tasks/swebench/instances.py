@@ -53,13 +53,16 @@ class Instance:
     eval_script: str = ""
     """Script that applies the test patch and runs the tests between SWE-bench's markers."""
     test_cmd: str = ""
+    """Command that runs the tests. If it is pytest and names no tests, it gets the files of ``test_patch``."""
+    test_cmds: str = ""
+    """Commands that run the tests as they are (SWE-bench-Live, SWE-rebench V2)."""
     env: Mapping[str, str] | None = None
     """Environment variables for the tests."""
     log_parser: str = ""
     """Name of a log parser of the ``swebench`` package."""
     eval_type: str = ""
     runner: str = ""
-    """``script`` runs ``eval_script`` or ``test_cmd`` and parses the log. ``named`` runs pytest on test ids."""
+    """``script`` runs ``eval_script`` or ``commands`` and parses the log. ``named`` runs pytest on test ids."""
 
     def record(self) -> dict[str, Any]:
         """Returns a JSONL record without empty fields. Parsing the record yields an equal instance."""
@@ -68,14 +71,26 @@ class Instance:
     @property
     def task_id(self) -> str:
         """The instance's id as a task id. Replaces invalid characters with ``_``."""
-        return re.sub(r"[^A-Za-z0-9._-]", "_", self.instance_id)
+        return task_id_of(self.instance_id)
+
+    @property
+    def commands(self) -> str:
+        """The line's own commands that run the tests. Empty if it has none."""
+        return self.test_cmd or self.test_cmds
 
     def fill_in(self, image: str = "", **defaults: str) -> Instance:
         """Returns a copy with ``image`` expanded (``{id}``, ``{id_1776}``, ``{id_s}``) and defaults filled in."""
         changes: dict[str, Any] = {
-            key: value for key, value in defaults.items() if value and getattr(self, key) in ("", WORKDIR)
+            key: value
+            for key, value in defaults.items()
+            if value and getattr(self, key) in ("", WORKDIR) and not (key == "test_cmd" and self.test_cmds)
         }
         return replace(self, image=image_name(image, self.instance_id) if image else self.image, **changes)
+
+
+def task_id_of(instance_id: str) -> str:
+    """Returns an instance's id as a task id."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", instance_id)
 
 
 TEXT_FIELDS = tuple(
@@ -131,12 +146,12 @@ def read_instances(
 
 
 def _id_of(line: Line) -> str:
-    """Returns the id of an invalid line. Empty if it cannot be determined."""
+    """Returns the task id of an invalid line. Empty if it cannot be determined."""
     try:
         raw = parse_json(line.data)
     except ValueError:
         return ""
-    return str(raw.get("instance_id") or "") if isinstance(raw, dict) else ""
+    return task_id_of(str(dataset_of(raw).id_of(raw) or "")) if isinstance(raw, dict) else ""
 
 
 def _lines(file: Path) -> Iterator[Line]:
@@ -294,6 +309,11 @@ class SweBench:
         return True
 
     @classmethod
+    def id_of(cls, raw: Mapping[str, Any]) -> Any:
+        """Returns the id of a line, which may be invalid."""
+        return raw.get("instance_id")
+
+    @classmethod
     def convert(cls, line: Line, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Converts a line to the fields of an instance, by name.
 
@@ -306,12 +326,11 @@ class SweBench:
                 fields[key] = raw[key.lower()]
         if image := _image(raw):
             fields["image"] = image
-        commands = raw.get("test_cmd") or raw.get("test_cmds")
-        if isinstance(commands, list):
-            if not all(isinstance(command, str) for command in commands):
-                raise line.error("test_cmd", commands, "a text, or a list of texts")
-            commands = "\n".join(commands)
-        fields["test_cmd"] = commands
+        for key in ("test_cmd", "test_cmds"):
+            if isinstance(commands := raw.get(key), list):
+                if not all(isinstance(command, str) for command in commands):
+                    raise line.error(key, commands, "a text, or a list of texts")
+                fields[key] = "\n".join(commands)
         fields["log_parser"] = parser_name(raw.get("log_parser"))
         return fields
 
@@ -319,7 +338,8 @@ class SweBench:
 class SweRebench(SweBench):
     """SWE-rebench: ``install_config`` contains ``test_cmd``, ``log_parser`` and ``env_vars``.
 
-    The checkout in the images of SWE-rebench V2 is in a directory with the repository's name.
+    The checkout in the images of SWE-rebench V2 is in a directory with the repository's name. Its commands run as they
+    are. Those of the first version get the files of the test patch, as in SWE-bench.
     """
 
     @classmethod
@@ -335,11 +355,13 @@ class SweRebench(SweBench):
             install = literal(install)
         if not isinstance(install, dict):
             raise line.error("install_config", install, "an object")
-        commands = raw.get("test_cmd") or raw.get("test_cmds") or install.get("test_cmd")
+        second = "swerebenchv2/" in str(_image(raw))
         parser = raw.get("log_parser") or install.get("log_parser")
         variables = raw.get("env") or install.get("env_vars")
-        fields = {**raw, "test_cmd": commands, "log_parser": parser, "env": variables}
-        if not raw.get("workdir") and "swerebenchv2/" in str(_image(raw)):
+        fields = {**raw, "log_parser": parser, "env": variables}
+        if not (raw.get("test_cmd") or raw.get("test_cmds")):
+            fields["test_cmds" if second else "test_cmd"] = install.get("test_cmd")
+        if not raw.get("workdir") and second:
             fields["workdir"] = f"/{str(raw.get('repo')).rpartition('/')[2]}"
         return super().convert(line, fields)
 
@@ -365,12 +387,17 @@ class SweSmith(SweBench):
 class MultiSweBench(SweBench):
     """Multi-SWE-bench: issues are the problem statement, and tests are the keys of objects with outcomes."""
 
-    KEPT: ClassVar = ("image", "test_cmd", "log_parser", "runner", "workdir", "test_patch", "env")
+    KEPT: ClassVar = ("image", "test_cmd", "test_cmds", "log_parser", "runner", "workdir", "test_patch", "env")
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
         """Returns whether a line belongs to this dataset."""
         return {"org", "number", "fix_patch"} <= raw.keys()
+
+    @classmethod
+    def id_of(cls, raw: Mapping[str, Any]) -> Any:
+        """Returns the id of a line, which may be invalid."""
+        return raw.get("instance_id") or f"{raw.get('org')}__{raw.get('repo')}-{raw.get('number')}"
 
     @classmethod
     def convert(cls, line: Line, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -383,7 +410,7 @@ class MultiSweBench(SweBench):
         base = _field(line, raw, "base", dict, "an object with the commit as sha")
         failing = [name for key in ("f2p_tests", "s2p_tests", "n2p_tests") for name in _tests(line, raw, key)]
         fields = {
-            "instance_id": raw.get("instance_id") or f"{org}__{repo}-{number}",
+            "instance_id": cls.id_of(raw),
             "repo": f"{org}/{repo}",
             "base_commit": base.get("sha") or "HEAD",
             "problem_statement": cls._statement(line, raw),

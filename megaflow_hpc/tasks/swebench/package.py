@@ -114,7 +114,7 @@ def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": f"log_parser {parser!r}: this version of swebench has only {', '.join(sorted(named))}"}
     script = ""
     specification = None
-    if not instance.get("eval_script") and not instance.get("test_cmd"):
+    if not any(instance.get(key) for key in ("eval_script", "test_cmd", "test_cmds")):
         specification = specifications(instance)
     if specification:
         scripts = importlib.import_module(f"{HARNESS}.test_spec.create_scripts")

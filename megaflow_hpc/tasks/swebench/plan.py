@@ -3,7 +3,8 @@
 A task stores the position and hash of its line, not the line itself. This hides patches and tests from agents and
 ``run.json``, and detects edits to the file after planning.
 
-* Lines with ``eval_script`` or ``test_cmd``, and repositories that the package supports, use the runner ``script``.
+* Lines with ``eval_script``, ``test_cmd`` or ``test_cmds``, and repositories that the package supports, use the runner
+  ``script``.
 * Lines of other repositories with pytest ids, and lines with ``runner: named``, use the runner ``named``, which does
   not need the package.
 
@@ -119,8 +120,8 @@ def request_fields(instance: Instance) -> dict[str, Any]:
 def _runner(where: str, instance: Instance, plan: dict[str, str]) -> str:
     if "error" in plan:
         raise ConfigError(f"{where}: {instance.instance_id}: {plan['error']}; correct it, or install another version")
-    script = bool(instance.eval_script or instance.test_cmd or plan["eval_script"])
-    if script and (plan["log_parser"] or "pytest" in instance.test_cmd):
+    script = bool(instance.eval_script or instance.commands or plan["eval_script"])
+    if script and (plan["log_parser"] or "pytest" in instance.commands):
         return "script"
     if not script and instance.runner != "script" and has_pytest_ids(instance):
         return "named"

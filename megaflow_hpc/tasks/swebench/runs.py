@@ -262,12 +262,14 @@ def _place_tests(instance: Instance) -> list[str]:
 
 
 def _script(instance: Instance) -> str:
-    """Returns the script that SWE-bench's harness would run for a ``test_cmd``."""
+    """Returns the script that the data set's own harness would run for the line's commands."""
     files = re.findall(r"^diff --git a/.*? b/(.*\.py)$", instance.test_patch, re.MULTILINE)
     files = files or _files_of(instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
-    command = instance.test_cmd
-    alone = "pytest" in command and not re.search(r"\s\S*(\.py|::)|\s\S*test\S*/", command)
-    if alone and "\n" not in command:
+    command = instance.commands
+    # Values of options are no tests, such as "-W ignore::DeprecationWarning" in the commands of SWE-rebench.
+    arguments = re.sub(r"\s-([Wcpkmo]\s*\S+|\S+)", " ", command)
+    alone = "pytest" in command and not re.search(r"\s\S*(\.py|::)|\s\S*test\S*/", arguments)
+    if instance.test_cmd and alone and "\n" not in command:
         command = " ".join([command, *map(shlex.quote, files)])
     lines = ["#!/bin/bash", "set -uxo pipefail", *_place_tests(instance), f": '{MARKERS[0]}'", command]
     return _with_exit_status("\n".join([*lines, f": '{MARKERS[1]}'"]) + "\n")

@@ -3,8 +3,8 @@
 Files are named ``atif/<task>/<policy>/<sample>.json``, or ``<sample>@<round>.json`` for later rounds of a task.
 
 A step is a message from the system, the user or the agent. Tool results become the observation of the preceding agent
-step. An agent step contains the metrics of its model call: the duration and, if recorded, the sampled tokens with their
-log-probabilities. For prompts, only the token count is exported.
+step. An agent step contains the metrics of its model call: the duration, the numbers of tokens and, if recorded, the
+sampled tokens with their log-probabilities. For prompts, only the token count is exported.
 
 The document contains the main conversation. All other conversations are in its ``subagent_trajectories``. The step of a
 model call that started a conversation refers to that conversation. Steps shared with an earlier conversation are marked
@@ -33,7 +33,7 @@ from megaflow_hpc.trajectories.exports.messages import (
     text_and_images,
     tool_calls,
 )
-from megaflow_hpc.trajectories.reading.conversations import Conversation, main
+from megaflow_hpc.trajectories.reading.conversations import Conversation, main, tokens_of_calls
 from megaflow_hpc.trajectories.reading.sources import SequenceView
 from megaflow_hpc.trajectory import Image, Turn
 from megaflow_hpc.types import round_of
@@ -141,7 +141,8 @@ class _Documents:
     def __init__(self, row: Row) -> None:
         views = row.sequences
         self._row, self._images = row, row.images
-        self.metrics = [_metrics(turn, views) for turn in row.turns]
+        counts = tokens_of_calls(row)
+        self.metrics = [_metrics(turn, views, count) for turn, count in zip(row.turns, counts, strict=True)]
         """Metrics of each model call, by call number."""
         self.step_of_call: dict[int | None, dict[str, Any]] = {}
         """Maps each call number to its step in the documents built so far."""
@@ -238,20 +239,20 @@ def _tool_call(call: RecordedToolCall) -> dict[str, Any]:
     return result
 
 
-def _metrics(turn: Turn, views: list[SequenceView]) -> dict[str, Any]:
+def _metrics(turn: Turn, views: list[SequenceView], count: tuple[int, int]) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     for name in ("model_s", "sandbox_s", "agent_s", "wait_s"):
         extra[name] = round(getattr(turn, name), 6)
     extra |= {"finish_reason": turn.finish_reason, "server": turn.server}
+    counted = dict(zip(("prompt_tokens", "completion_tokens"), count, strict=True)) if any(count) else {}
     if not 0 <= turn.sequence < len(views):
-        return {"extra": extra}
+        return {**counted, "extra": extra}
     view = views[turn.sequence]
     span = slice(turn.token_start, turn.token_end)
     logprobs = view.logprobs[span].tolist()
     extra["weight_versions"] = sorted(set(view.weight_versions[span].tolist()))
     return {
-        "prompt_tokens": turn.token_start,
-        "completion_tokens": turn.token_end - turn.token_start,
+        **counted,
         "completion_token_ids": view.tokens[span].tolist(),
         "logprobs": [float(f"{value:.9g}") if math.isfinite(value) else 0.0 for value in logprobs],
         "extra": extra,

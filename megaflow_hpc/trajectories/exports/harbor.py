@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from megaflow_hpc.trajectories.exports.atif import document, write_images
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
 from megaflow_hpc.trajectories.exports.messages import as_text, iso_time
+from megaflow_hpc.trajectories.reading.conversations import tokens_of_calls
 from megaflow_hpc.types import round_of
 from megaflow_hpc.version import __version__
 
@@ -111,6 +112,7 @@ def _trial(row: Row, campaign: str, job_id: str) -> dict[str, Any]:
     name, task = trial_name(row), as_text(row.task_id)
     agent = as_text(row.agent or "unknown")
     policy = as_text(row.policy)
+    counts = tokens_of_calls(row)
     started, finished = iso_time(row.started_at), iso_time(row.finished_at)
     trial: dict[str, Any] = {
         "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{job_id}/{row.id}")),
@@ -129,9 +131,9 @@ def _trial(row: Row, campaign: str, job_id: str) -> dict[str, Any]:
         },
         "agent_info": {"name": agent, "version": __version__, "model_info": {"name": policy}},
         "agent_result": {
-            "n_input_tokens": sum(turn.token_start for turn in row.turns),
-            "n_output_tokens": sum(turn.token_end - turn.token_start for turn in row.turns),
-            "metadata": {"rollout": as_text(row.id), "status": row.status, "turns": len(row.turns)},
+            "n_input_tokens": sum(prompt for prompt, _ in counts),
+            "n_output_tokens": sum(sampled for _, sampled in counts),
+            "metadata": {"rollout": as_text(row.id), "status": row.status, "turns": len(counts)},
         },
         "started_at": started,
         "finished_at": finished,

@@ -16,7 +16,7 @@ import json
 import math
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from megaflow_hpc.trajectories.exports.messages import (
     text_and_images,
     tool_calls,
 )
-from megaflow_hpc.trajectories.reading.conversations import Conversation, main
+from megaflow_hpc.trajectories.reading.conversations import Conversation, main, tokens_of_calls
 from megaflow_hpc.trajectory import Image
 from megaflow_hpc.types import round_of
 from megaflow_hpc.version import __version__
@@ -191,7 +191,8 @@ def _sample(row: Row) -> dict[str, Any]:
     messages = _messages(conversations[first], images) if conversations else []
     answers = [message for message in messages if message["role"] == "assistant"]
     turns = row.turns
-    usage = _usage(sum(turn.token_start for turn in turns), sum(turn.token_end - turn.token_start for turn in turns))
+    counts = tokens_of_calls(row)
+    usage = _usage(sum(prompt for prompt, _ in counts), sum(sampled for _, sampled in counts))
     output: dict[str, Any] = {"model": as_text(row.policy), "usage": usage}
     if answers:
         stop = _STOPS.get(turns[-1].finish_reason, "unknown") if turns else "unknown"
@@ -231,7 +232,7 @@ def _sample(row: Row) -> dict[str, Any]:
         "turn_count": len(turns),
     }
     if conversations:
-        sample["events"] = list(_events(row, conversations[first], messages))
+        sample["events"] = list(_events(row, conversations[first], messages, counts))
         sample["events_data"] = {"messages": messages, "calls": []}
     if row.error_kind or row.error:
         text = as_text(f"{row.error_kind}: {row.error}" if row.error_kind else row.error)
@@ -239,8 +240,14 @@ def _sample(row: Row) -> dict[str, Any]:
     return sample
 
 
-def _events(row: Row, talk: Conversation, messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields an event for each model call of a conversation. Its input refers to the first messages."""
+def _events(
+    row: Row, talk: Conversation, messages: list[dict[str, Any]], counts: Sequence[tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
+    """Yields an event for each model call of a conversation. Its input refers to the first messages.
+
+    Args:
+        counts: Numbers of prompt and sampled tokens of each call.
+    """
     turns = row.turns
     seconds = 0.0
     for place, call in enumerate(talk.turns):
@@ -262,7 +269,7 @@ def _events(row: Row, talk: Conversation, messages: list[dict[str, Any]]) -> Ite
             "output": {
                 "model": as_text(talk.policy),
                 "choices": [{"message": messages[place], "stop_reason": stop}],
-                "usage": _usage(turn.token_start, turn.token_end - turn.token_start),
+                "usage": _usage(*counts[call]),
                 "time": turn.model_s,
             },
         }

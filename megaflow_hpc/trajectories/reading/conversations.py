@@ -10,10 +10,13 @@ truncated.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from megaflow_hpc.trajectory import Turn, path_to
+from megaflow_hpc.texts import parse_object
+from megaflow_hpc.trajectory import CALLS_FILE, Turn, path_to
+from megaflow_hpc.types import Artifact
 
 
 @dataclass(frozen=True)
@@ -165,3 +168,34 @@ def _spoken_by(conversation: Conversation) -> str:
         return (f", role {role}" if role else "") + (f", policy {policy}" if policy else "")
     named = [f"{role} (policy {policy})" if role else f"policy {policy}" for role, policy in conversation.speakers]
     return f", by {' and '.join(named)}" if named else ""
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+class _Calls(Protocol):
+    """A stored rollout: a trajectory, or a row of a store."""
+
+    @property
+    def turns(self) -> list[Turn]: ...
+    @property
+    def artifacts(self) -> list[Artifact]: ...
+
+
+def tokens_of_calls(rollout: _Calls) -> list[tuple[int, int]]:
+    """Returns the numbers of prompt tokens and of sampled tokens of each call.
+
+    Calls of an endpoint that reports no token ids have the numbers that it reported instead, or zeros.
+    """
+    turns = rollout.turns
+    counts = [(turn.token_start, turn.token_end - turn.token_start) for turn in turns]
+    if all(turn.sequence >= 0 for turn in turns):
+        return counts
+    artifacts = [artifact for artifact in rollout.artifacts if artifact.name == CALLS_FILE]
+    lines = [line for artifact in artifacts for line in artifact.data.split(b"\n") if line]
+    for number, (turn, line) in enumerate(zip(turns, lines, strict=False)):
+        if turn.sequence < 0:
+            with suppress(ValueError, TypeError, LookupError, OverflowError):
+                prompt, sampled = parse_object(line)["tokens"]
+                counts[number] = max(0, int(prompt)), max(0, int(sampled))
+    return counts

@@ -22,6 +22,7 @@ from megaflow_hpc.types import ModelEndpoint
 from tests.support.reported import answered
 from tests.support.serving import call_failure, endpoint, gateway_before, in_loop, listening
 from tests.support.split_engine import SplitEngine
+from tests.support.waiting import until_async
 
 Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -131,6 +132,43 @@ async def test_a_call_that_meets_a_bad_server_is_answered_by_a_good_one(kind: st
             assert gateway._caller.router.servers("p")[0].failures == (kind not in NO_ANSWER)
             says_good(await gateway.close("t/p/0"), 1)
     bad.close()
+
+
+@in_loop
+async def test_a_call_that_alone_is_refused_for_its_rate_does_not_keep_the_others_waiting() -> None:
+    """An endpoint answers 429 to each request with more tokens than its limit per minute."""
+    refused: list[str] = []
+    limited = True
+
+    async def answer(request: web.Request) -> web.Response:
+        if limited and "long" in (text := await request.text()):
+            refused.append(text)
+            return web.json_response({"error": {"message": "Request too large"}}, status=429)
+        answer = {"choices": [{**CHOICE, "message": {"role": "assistant", "content": "good"}}]}
+        answer["choices"][0].pop("token_ids")
+        return web.json_response({**answer, "object": "chat.completion", "usage": {"total_tokens": 3}})
+
+    application = web.Application()
+    application.router.add_post("/v1/chat/completions", answer)
+    async with listening(application) as port:
+        async with ModelGateway(wait_s=60) as gateway:
+            gateway.update_endpoints([record(port, protocol="text")])
+            model, other = [await gateway.open(f"t/p/{number}", "p") for number in range(2)]
+            waiting = asyncio.create_task(call(model, "a long text"))
+            await until_async(lambda: len(refused) > 3, "the long call is tried again")
+            (server,) = gateway._caller.router.servers("p")
+            assert (server.failures, server.backoff_until) == (0, 0.0)
+            assert (await call(other))[0] == 200
+            assert not waiting.done()
+            limited = False
+            assert (await waiting)[0] == 200
+        limited, tries = True, len(refused)
+        async with ModelGateway(wait_s=2) as gateway:
+            gateway.update_endpoints([record(port, protocol="text")])
+            model = await gateway.open("t/p/0", "p")
+            status, text = await call(model, "a long text")
+            assert (status, "Request too large" in text) == (400, True), text
+            assert len(refused) > tries + 1
 
 
 @in_loop

@@ -19,7 +19,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.trajectories import exports, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.exports import areal, verl
 from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
-from megaflow_hpc.trajectory import Turn, shown_images
+from megaflow_hpc.trajectory import CALLS_FILE, Trajectory, Turn, shown_images
 from megaflow_hpc.types import Artifact
 from tests.support.places import LAUNCHERS
 from tests.support.samples import add_images, commit, image, run_dir, trajectory
@@ -461,6 +461,37 @@ def test_deep_arguments_and_impossible_times_do_not_end_an_export(tmp_path):
     (path,) = made["traces"][0].glob("*.jsonl")
     answer = json.loads(path.read_text().splitlines()[-1])["message"]
     assert [call["function"]["arguments"] for call in answer["toolCalls"]] == deep
+
+
+def without_ids(number: int, *lines: str) -> Trajectory:
+    """A rollout with two calls of an endpoint that reports no token ids."""
+    turns = [Turn(-1, 0, 0, "stop", 0.5, policy="default", message=message) for message in (2, 4)]
+    calls = Artifact(CALLS_FILE, "".join(f"{line}\n" for line in lines).encode())
+    return trajectory(number, messages=TALK, sequences=[], turns=turns, artifacts=[calls])
+
+
+def test_exports_count_the_tokens_of_endpoints_that_report_no_ids(tmp_path):
+    run = run_dir(tmp_path / "run")
+    strange = ["[1]", "{", "[" * 10**5, '{"asked": "a"}', '{"tokens": 3}']
+    strange += ['{"tokens": [1, "x"]}', '{"tokens": [1e400, 2]}']
+    rented = without_ids(0, '{"tokens": [100, 20]}', '{"tokens": [150, -3]}')
+    commit(run, "a", (0, 0, rented), *((0, 0, without_ids(n, *[line] * 2)) for n, line in enumerate(strange, 1)))
+    written = export(run, tmp_path / "out", "harbor", "inspect", "atif")
+    used = {}
+    for file in written["harbor"][0].glob("*/*/result.json"):
+        trial = json.loads(file.read_text())
+        used[trial["agent_result"]["metadata"]["rollout"]] = trial["agent_result"]
+    assert (used[rented.id]["n_input_tokens"], used[rented.id]["n_output_tokens"]) == (250, 20)
+    assert [used[f"task/default/{n}"]["n_input_tokens"] for n in range(1, len(strange) + 1)] == [0] * len(strange)
+    with zipfile.ZipFile(written["inspect"][0] / "default.eval") as log:
+        sample = json.loads(log.read("samples/task_epoch_1.json"))
+        header = json.loads(log.read("header.json"))
+    usage = {"input_tokens": 250, "output_tokens": 20, "total_tokens": 270}
+    assert sample["model_usage"] == header["stats"]["model_usage"] == {"default": usage}
+    assert [event["output"]["usage"]["input_tokens"] for event in sample["events"]] == [100, 150]
+    document = json.loads((written["atif"][0] / "task" / "default" / "0.json").read_text())
+    assert document["final_metrics"] == {"total_prompt_tokens": 250, "total_completion_tokens": 20, "total_steps": 4}
+    assert [step["metrics"].get("prompt_tokens") for step in document["steps"] if "metrics" in step] == [100, 150]
 
 
 def test_traces_have_the_shape_of_the_hubs_session_format(run, tmp_path):
