@@ -9,7 +9,7 @@ from megaflow_hpc.campaign import plan
 from megaflow_hpc.campaign.edits import EXTENDABLE, differing_keys, digest
 from megaflow_hpc.campaign.facade import Campaign
 from megaflow_hpc.campaign.local import living_pods
-from megaflow_hpc.campaign.planning.draft import MAX_ROLLOUTS, SILENT, Draft, PlanWatch, whole_groups
+from megaflow_hpc.campaign.planning.draft import SILENT, Draft, PlanWatch, whole_groups
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import write_atomic
@@ -27,9 +27,7 @@ class Extension:
     rollouts: int
 
 
-def extend(
-    run: Run, file: str | Path | None = None, watch: PlanWatch = SILENT, max_rollouts: int = MAX_ROLLOUTS
-) -> Extension:
+def extend(run: Run, file: str | Path | None = None, watch: PlanWatch = SILENT) -> Extension:
     """Adds the tasks and samples of an edited campaign file that the run lacks. :meth:`Run.resume` then runs them.
 
     Removes nothing, even if the file now has fewer tasks or samples. A run that was planned with ``only`` gets only
@@ -53,7 +51,6 @@ def extend(
             f"{run.path}: was planned without a campaign file; name one: megaflow-hpc extend RUN CAMPAIGN"
         )
     campaign = Campaign.from_yaml(file)
-    campaign.max_rollouts = max_rollouts
     edited = differing_keys(run.edits.planned_text(), campaign.text)
     if keys := [key for key in edited if key not in EXTENDABLE]:
         raise ConfigError(
@@ -61,8 +58,7 @@ def extend(
             "samples only: undo the edit, or plan a new run"
         )
     _check_stopped(run)
-    most, only = max_rollouts, record.only
-    draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, only, watch, most=most)
+    draft = plan.make(campaign.config, campaign.base, campaign.where, campaign.text, record.only, watch)
     draft.tasks = fixed(draft.tasks)
     draft.file = str(file.absolute())
     if "environment.images" in edited:

@@ -84,7 +84,11 @@ class Run:
         self.local: LocalPod | None = None
 
     def __repr__(self) -> str:
-        state = "finished" if self._marks.finished else "cancelled" if self._marks.cancelled else "unfinished"
+        state = "unfinished"
+        if self._marks.finished:
+            state = "finished"
+        elif self._marks.cancelled:
+            state = "cancelled"
         return f"<Run {self.config.name!r} in {self.path}: {state}, {self.record.total} rollouts planned>"
 
     @property

@@ -240,20 +240,21 @@ class CampaignConfig(Section):
     def policies(self) -> dict[str, Policy]:
         """Returns the campaign's policies by name. In a campaign without a model, each agent is a policy."""
         if self.models:
-            models: Mapping[str, ModelConfig | None] = self.models
+            models = self.models
         elif self.model:
             models = {"default": self.model}
         else:
             return {agent.short_title: Policy(agents=(agent,), samples=self.samples) for agent in self.agent}
-        return {
-            name: Policy(
-                agents=() if model and model.judge else (model and model.agent) or self.agent or _NO_AGENTS,
-                model=trained_model(model) if model and self.training and name in self.training.policies else model,
+        trained = self.training.policies if self.training else {}
+        policies = {}
+        for name, model in models.items():
+            policies[name] = Policy(
+                agents=() if model.judge else model.agent or self.agent or _NO_AGENTS,
+                model=trained_model(model) if name in trained else model,
                 samples=self._samples(name, model),
-                include=model.include if model else (),
+                include=model.include,
             )
-            for name, model in models.items()
-        }
+        return policies
 
 
 def pass_threshold_of(campaign: Mapping[str, Any]) -> float:

@@ -173,8 +173,6 @@ class ModelConfig(Section):
     @field_validator("servers", mode="before")
     @classmethod
     def _count(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.keys() <= {"min", "max"}:  # form used in older campaign files
-            value = [value.get("min", 1), value.get("max", 1)]
         bounds = tuple(value) if isinstance(value, list | tuple) else (value, value)
         are_integers = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds)
         if len(bounds) != 2 or not are_integers or not 0 <= bounds[0] <= bounds[1] or bounds[1] < 1:

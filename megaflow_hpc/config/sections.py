@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -66,7 +66,7 @@ def _kinds(annotation: Any) -> set[Any]:
     """Returns the top-level types of an annotation, ignoring nested types."""
     if get_origin(annotation) in (Union, UnionType):
         return set().union(*(_kinds(part) for part in get_args(annotation)))
-    return {bool} if annotation is bool else {annotation} if isinstance(annotation, type) else {Any}
+    return {annotation} if isinstance(annotation, type) else {Any}
 
 
 class Method(Section):
@@ -236,26 +236,16 @@ class EnvironmentConfig(Section):
         widths = get_args(Network)
         return min(self.network, task.network or self.network, key=widths.index)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_mode(cls, value: Any) -> Any:
-        """Drops ``mode: ephemeral``, the only valid mode, which older campaign files may contain."""
-        if isinstance(value, dict) and value.get("mode") == "ephemeral":
-            return {key: value[key] for key in value if key != "mode"}
-        return value
-
 
 class SchedulingConfig(Section):
     """Rules for the order and placement of rollouts."""
 
-    order: Literal["fifo", "longest", "fair"] = "fifo"
-    """``fifo``: in planned order. ``longest``: longest expected duration first, which shortens the tail of a
-    campaign. ``fair``: first the policy that has used the least time. Default: ``fifo``."""
+    order: Literal["fifo", "longest"] = "fifo"
+    """``fifo``: in planned order, in which the policies alternate. ``longest``: longest expected duration first, which
+    shortens the tail of a campaign. Default: ``fifo``."""
     learn_from: tuple[str, ...] = ()
     """Run directories or trajectories.h5 files of earlier campaigns from which to predict rollout durations.
     Default: none; durations are learned during the run."""
-    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Relative share of slot time of each policy under ``fair``. Default: 1."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
     """Resources that a rank must have free before it starts a rollout, compared with the task's limits. Set it if
     tasks differ in memory or CPUs. Default: a free slot is enough."""

@@ -30,8 +30,6 @@ class HealthConfig(Section):
     command: tuple[Word, ...] = ()
     """Command that is run in the service's sandbox and exits with 0 if the service is ready: a list of words, or a
     text for the shell. Default: none; every port must accept connections."""
-    interval_s: float = Field(1.0, gt=0)
-    """Seconds between two checks. Default: 1."""
     timeout_s: float = Field(10.0, gt=0)
     """Maximum duration of a check in seconds. Default: 10."""
     ready_s: float = Field(60.0, gt=0)

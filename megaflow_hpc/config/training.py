@@ -380,9 +380,6 @@ class PromptsConfig(Section):
     pass_rate: Range | None = None
     """Range of pass rates outside which tasks are not requested again: ``[from, to]``, or ``[from, to, exclusive]``
     to exclude the bounds. Default: no range."""
-    filter_solved: float | None = Field(None, gt=0, le=1)
-    """Pass rate (moving average) at which a task counts as solved and is not requested again. AstraFlow uses 0.95.
-    Default: none; solved tasks are requested too."""
     greso: bool = False
     """Request tasks less often while all rewards in their groups are equal (GRESO: Zheng et al. 2025, arXiv
     2506.02177). Default: false."""

@@ -256,29 +256,16 @@ def _read(run: RunDir, kind: type[T]) -> T:
         header = decode(data, _Header)
     except ValueError as error:
         raise _damaged(run, error) from error
-    if header.format != FORMAT or header.format_version not in (2, FORMAT_VERSION):
+    if header.format != FORMAT or header.format_version != FORMAT_VERSION:
         remedy = "use a newer megaflow-hpc" if header.format_version > FORMAT_VERSION else "plan a new run"
         raise ConfigError(
             f"{run.run_json}: {header.format} version {header.format_version}, expected {FORMAT} version "
             f"{FORMAT_VERSION}; {remedy}"
         )
     try:
-        return decode(data if header.format_version == FORMAT_VERSION else _with_agents(data), kind)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return decode(data, kind)
+    except ValueError as error:
         raise _damaged(run, error) from error
-
-
-def _with_agents(data: bytes) -> bytes:
-    """Converts ``run.json`` of version 2: each policy and model had one agent instead of a list."""
-    content = json.loads(data)
-    campaign, policies = content.get("campaign") or {}, (content.get("policies") or {}).values()
-    models = [campaign.get("model"), *(campaign.get("models") or {}).values()]
-    models += [policy.get("model") for policy in policies]
-    for policy in policies:
-        policy["agents"] = [policy.pop("agent")]
-    for model in filter(None, models):
-        model["agent"] = [model["agent"]] if model.get("agent") else []
-    return json.dumps(content).encode()
 
 
 def decode(data: bytes, kind: type[T]) -> T:

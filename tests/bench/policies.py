@@ -53,7 +53,6 @@ def compare(seed: int) -> dict[str, float]:
     return {
         "order: longest, estimates off by a factor e^±0.5": over(simulate(learned)),
         "order: longest, exact durations": over(simulate(known)),
-        "order: fair": over(simulate(replace(plain, order="fair"))),
         "spare: 2": over(simulate(spare)),
         "signal_after: 4": over(simulate(dropped)),
     }

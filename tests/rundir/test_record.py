@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from megaflow_hpc.errors import ConfigError
@@ -48,36 +47,11 @@ def test_keys_of_a_later_version_are_ignored_and_other_formats_are_refused(tmp_p
     content["servers"][0]["later"] = 1
     run.run_json.write_text(json.dumps(content))
     assert read_run(run).config.slurm.pods.mem_gb == 4
-    for version, remedy in ((4, "use a newer megaflow-hpc"), (1, "plan a new run")):
+    assert read_head(run).campaign.name == "small"
+    for version, remedy in ((4, "use a newer megaflow-hpc"), (2, "plan a new run")):
         run.run_json.write_text(json.dumps({**content, "format_version": version, "servers": "otherwise"}))
         with pytest.raises(ConfigError, match=rf"version {version}, expected megaflow-hpc/run version 3; {remedy}"):
             read_run(run)
-
-
-def test_a_run_whose_policies_have_one_agent_each_is_read(tmp_path: Path) -> None:
-    """Version 2, as it was written before a policy could have several agents."""
-    content = json.loads(json.dumps(msgspec.to_builtins(RECORD, enc_hook=str)))
-    agent, model = {"name": "oracle"}, {"engine": "scripted", "script": "answers.yaml"}
-    content["format_version"] = 2
-    content["policies"] = {"one": {"agent": agent, "model": {**model, "agent": agent}}, "two": {"agent": agent}}
-    content["campaign"] |= {
-        "agent": [agent],
-        "models": {"one": {**model, "agent": agent}, "two": {**model, "agent": None}},
-    }
-    run = RunDir(tmp_path)
-    run.run_json.write_text(json.dumps(content))
-    record = read_run(run)
-    assert {name: policy.agents for name, policy in record.policies.items()} == {"one": [agent], "two": [agent]}
-    policies = record.config.policies()
-    assert {name: [agent.name for agent in policy.agents] for name, policy in policies.items()} == {
-        "one": ["oracle"],
-        "two": ["oracle"],
-    }
-    assert read_head(run).campaign.name == "small"
-    content["policies"]["one"].pop("agent")
-    run.run_json.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"run\.json: cannot be read \('agent'\); the run directory is damaged"):
-        read_run(run)
 
 
 @pytest.mark.parametrize("text", ['{"format": "megaflow-hpc/run", "format_version": 3, "total": "many"}', '{"format"'])

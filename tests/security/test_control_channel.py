@@ -70,15 +70,6 @@ async def test_a_process_that_names_a_command_of_a_thousand_digits_is_limited_as
     assert (ended.exit_code, ended.timed_out) == (137, False)
 
 
-async def test_a_session_is_told_of_no_status_that_is_no_number(start: Start) -> None:
-    sandbox = await start()
-    async with sandbox.session() as shell:
-        await shell.run("exec 7>/proc/$$/fd/9; head -c 4400 /dev/zero | tr '\\0' 9 >&7; echo >&7", timeout_s=20)
-        done = await shell.run("exit 3")
-        result = done.exit_code, (await shell.run("echo on")).stdout
-    assert result == (3, "on\n")
-
-
 async def test_a_callback_that_fails_again_and_again_is_logged_once_a_minute(capfd: pytest.CaptureFixture[str]) -> None:
     log_briefly(asyncio.get_running_loop())
     for number in range(1000):

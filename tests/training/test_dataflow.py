@@ -198,7 +198,7 @@ def test_replacing_ends_where_it_is_in_vain_or_no_task_is_left(tmp_path: Path) -
     flow, plans = drink(run, Pods(run, lambda r: 1.0))
     assert [plan.rollouts for plan in plans] == [[], [], []]
     assert flow.files.numbers(Refill) == [1000, 1001, 2000, 2001, 3000, 3001]
-    training["prompts"] = {"filter_solved": 0.05}
+    training["prompts"] = {"pass_rate": [0, 0.05]}
     run = training_run(tmp_path / "solved", {**training, "steps": 9}, tasks=5, samples=2)
     said: list[str] = []
     flow = watched(run, Pods(run, lambda r: 1.0))

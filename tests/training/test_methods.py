@@ -341,7 +341,7 @@ def test_scores_are_planned_beside_the_verifiers_rewards(tmp_path: Path, own: Pa
 
 
 def test_a_choice_of_prompts_may_request_a_task_several_times() -> None:
-    prompts = Prompts(PromptsConfig.model_validate({"order": "own_methods:hardest", "filter_solved": 0.05}))
+    prompts = Prompts(PromptsConfig.model_validate({"order": "own_methods:hardest", "pass_rate": [0, 0.05]}))
     state = prompts.learn({}, [group([1, 1], "a/p"), group([1, 0], "b/p"), group([0, 0], "c/p")])
     assert prompts.choose(["a", "b", "c"], 2, state, np.random.default_rng(0))[0] == ["c", "c"]
     with pytest.raises(ConfigError, match="expected a list of 1 of the tasks passed in"):

@@ -313,7 +313,7 @@ def test_owners_use_a_group_in_time_for_a_helper_whose_tokens_are_older(tmp_path
 
 
 def test_a_helper_is_complete_when_its_owners_have_ended_and_no_group_is_left(tmp_path: Path) -> None:
-    training = {"staleness": 1, "batch": 2, "steps": 9, "prompts": {"filter_solved": 0.05}}
+    training = {"staleness": 1, "batch": 2, "steps": 9, "prompts": {"pass_rate": [0, 0.05]}}
     run = training_run(tmp_path / "run", training, tasks=4, policies=TWO)
     pods = Pods(run, lambda rollout: 1.0, helpers=["critic"])
     solver, critic = pair(run)

@@ -283,12 +283,12 @@ def test_tasks_and_groups_are_chosen_by_the_reward_of_the_role() -> None:
     config = training({"data": [{"pass_rate": [0, 1, "exclusive"]}]})
     assert choose(config, [own], version=0, want=1, roles=checker).taken
     assert choose(config, [own], version=0, want=1).drops == {"t/p": "pass rate"}
-    for roles, task in ((checker, [1, 2, 0.05, 0.5, 0]), (None, [2, 2, 0.1, 1.0, 1])):
+    for roles, task in ((checker, [1, 2, 0.5, 0]), (None, [2, 2, 1.0, 1])):
         learned = Prompts(PromptsConfig(greso=True), 1.0, roles).learn({}, [own])
         assert learned["tasks"]["t"] == pytest.approx(task)
     both = group((1, 0, ("writer", "checker")), (1, 1, ("checker", "writer")))
     learned = Prompts(PromptsConfig(), 1.0, BOTH).learn({}, [both])
-    assert learned["tasks"]["t"] == pytest.approx([1, 2, 0.05, 0.5, 0]), "both roles must pass"
+    assert learned["tasks"]["t"] == pytest.approx([1, 2, 0.5, 0]), "both roles must pass"
 
 
 def training(fields: dict[str, Any]) -> TrainingConfig:

@@ -445,7 +445,7 @@ def list_services(config: CampaignConfig, tasks: Sequence[Task], image_files: Ma
             "nested": config.environment.nested,
         }
         fields = {**asdict(service), "image_file": image_files.get(service.image, ""), "sandbox": limits}
-        model = {"gpus": 0, "nodes": 1, "gpu_type": None, "servers": {"min": 1, "max": 1}}
+        model = {"gpus": 0, "nodes": 1, "gpu_type": None, "servers": [1, 1]}
         records.append(ServerRecord(SERVICE + name, model, service=fields))
     return records
 

@@ -173,12 +173,7 @@ def _lines(differences: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]
     if tokens is None:
         yield "  tokens        the same", "dim"
     else:
-        who = {True: "sampled", False: "not sampled", None: "ended"}
-        what = (
-            f"image {IMAGE_SCHEME}{name[:8]}…" if name else who[None] if i is None else f"{i} ({who[s]})"
-            for i, s, name in zip(tokens["ids"], tokens["sampled"], tokens["images"], strict=True)
-        )
-        pair = "  →  ".join(what)
+        pair = "  →  ".join(map(_token, tokens["ids"], tokens["sampled"], tokens["images"]))
         yield f"  tokens        differ from sequence {tokens['sequence']}, token {tokens['token']}: {pair}", ""
     messages = differences["messages"]
     if not messages["different"]:
@@ -196,6 +191,14 @@ def _lines(differences: dict[str, Any], full: bool) -> Iterator[tuple[str, str]]
             yield f"  {cut}", _STYLES.get(line[:1], "")
         if len(shown) < len(lines):
             yield f"  … {len(lines) - len(shown)} lines more (--full)", "dim"
+
+
+def _token(token: int | None, sampled: bool | None, image: str | None) -> str:
+    if image:
+        return f"image {IMAGE_SCHEME}{image[:8]}…"
+    if token is None:
+        return "ended"
+    return f"{token} (sampled)" if sampled else f"{token} (not sampled)"
 
 
 def _shown(value: Any) -> str:

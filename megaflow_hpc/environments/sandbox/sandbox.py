@@ -19,7 +19,6 @@ from types import TracebackType
 
 from megaflow_hpc.environments.sandbox import files
 from megaflow_hpc.environments.sandbox.commands.container import Container
-from megaflow_hpc.environments.sandbox.commands.session import ShellSession
 from megaflow_hpc.environments.sandbox.directory import SandboxDirectory
 from megaflow_hpc.environments.sandbox.limits.watchdog import MB, Breach, SandboxWatch, Watchdog
 from megaflow_hpc.environments.sandbox.network import InsideSockets, listen_on_host
@@ -366,13 +365,6 @@ class ApptainerSandbox:
     async def control(self) -> str:
         """Returns the host path of the current container's control directory."""
         return (await self._running()).control
-
-    def session(self) -> ShellSession:
-        """Returns a shell that keeps its state: ``async with sandbox.session() as shell: await shell.run(...)``.
-
-        The shell is bash if the image has it, otherwise ``/bin/sh``.
-        """
-        return ShellSession(self._running, self.workdir, OUTPUT_LIMIT)
 
     # --- files --------------------------------------------------------------------------------------------------
 

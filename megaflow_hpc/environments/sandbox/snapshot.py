@@ -4,7 +4,6 @@
 
     DIRECTORY/
       upper/          the sandbox's changes: its files, and marks for deleted files
-      snapshot.json   the image, and how deletions are marked; written last, before the directory is renamed into place
 
 A whiteout is a character device 0/0, which Linux lets any user create. An opaque directory has an extended attribute
 ``user.overlay``. ``cp -a`` copies both. If possible it runs as uid 0 of a user namespace, so that it can read the
@@ -16,22 +15,19 @@ GNU tar packs a layer into one file for storage. It supports devices, symlinks, 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow_hpc.errors import SandboxError
 from megaflow_hpc.host.apptainer import unshare
-from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.host.files import remove_tree
 
-FORMAT = 1
 COPY_S = 600.0
 _CHUNK = 1 << 20
 _TAR = ("--xattrs", "--xattrs-include=*", "--numeric-owner")
@@ -47,18 +43,6 @@ class Snapshot:
     """Name prefix of files that mark deletions. Empty if deletions are marked by whiteouts."""
     offset: int = -1
     """Byte offset of the packed layer in the file ``path``. -1 if ``path`` is a directory."""
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Snapshot:
-        """Reads ``snapshot.json``. Raises :class:`SandboxError` if ``path`` is not a snapshot."""
-        try:
-            with open(Path(path) / "snapshot.json", encoding="utf-8") as file:
-                content = json.load(file)
-            if content["format"] != FORMAT:
-                raise SandboxError(f"{path}: a snapshot of format {content['format']}; this version reads {FORMAT}")
-            return cls(str(path), str(content["image"]), str(content.get("marks", "")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SandboxError(f"{path}: not a snapshot of a sandbox ({error})") from error
 
     def remove(self) -> None:
         """Removes the snapshot's directory."""
@@ -83,15 +67,13 @@ def take(upper: Path, target: Path, image: str, marks: str = "") -> Snapshot:
             copy(upper, partial / "upper")
         else:
             (partial / "upper").mkdir()
-        snapshot = Snapshot(str(target), image, marks)
-        write_json(partial / "snapshot.json", {"format": FORMAT, **asdict(snapshot)})
         os.rename(partial, target)
     except OSError as error:
         raise SandboxError(f"{target}: no snapshot could be created there ({error})") from error
     finally:
         if partial.exists():
             remove_tree(partial)
-    return snapshot
+    return Snapshot(str(target), image, marks)
 
 
 def restore(snapshot: Snapshot, layer: Path, whiteouts: bool = True) -> None:

@@ -328,9 +328,12 @@ class OpenAi:
                 calls.append(call)
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
         message["extra_content"] = {"openai": {"output": reply["output"]}}
-        message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-        message |= {"tool_calls": calls} if calls else {}
-        reason = "tool_calls" if calls else "length" if reply.get("status") == "incomplete" else "stop"
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        reason = "length" if reply.get("status") == "incomplete" else "stop"
+        if calls:
+            message["tool_calls"] = calls
+            reason = "tool_calls"
         usage = reply["usage"]
         cached = (usage.get("input_tokens_details") or {}).get("cached_tokens") or 0
         prompt, sampled = usage["input_tokens"], usage["output_tokens"]
@@ -584,12 +587,18 @@ class Gemini:
         if calls:
             message["tool_calls"] = calls
         usage, why = reply.get("usageMetadata") or {}, candidate.get("finishReason")
-        reason = "length" if why == "MAX_TOKENS" else "content_filter" if why in self._FILTERED else "stop"
+        reason = "stop"
+        if calls:
+            reason = "tool_calls"
+        elif why == "MAX_TOKENS":
+            reason = "length"
+        elif why in self._FILTERED:
+            reason = "content_filter"
         sampled = (usage.get("candidatesTokenCount") or 0) + (usage.get("thoughtsTokenCount") or 0)
         prompt = (usage.get("promptTokenCount") or 0) + (usage.get("toolUsePromptTokenCount") or 0)
         cached = usage.get("cachedContentTokenCount") or 0
         name, model = reply.get("responseId"), reply.get("modelVersion")
-        return _reply(name, model, message, "tool_calls" if calls else reason, prompt, sampled, cached)
+        return _reply(name, model, message, reason, prompt, sampled, cached)
 
 
 def _signature(message: Mapping[str, Any]) -> str:

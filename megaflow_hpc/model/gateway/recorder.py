@@ -362,7 +362,9 @@ def _add_experts(sequence: TokenSequence, experts: RoutedExperts | None, previou
         sequence.experts.frombytes(UNROUTED * (previous_length * experts.row))
     elif not sequence.experts:
         return
-    width = len(sequence.experts) // previous_length if previous_length else (experts.row if experts else 0)
+    width = experts.row if experts else 0
+    if previous_length:
+        width = len(sequence.experts) // previous_length
     shape = (sequence.expert_layers, sequence.experts_per_token, width)
     if experts is not None and (experts.layers, experts.per_token, experts.row) == shape:
         first = max(previous_length - 1, experts.start)

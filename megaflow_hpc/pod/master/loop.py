@@ -74,7 +74,6 @@ class Master:
         self._estimates.learn(pod.learned)
         self.scheduler = Scheduler(
             pod.scheduling.order,
-            pod.scheduling.weights,
             lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.arm, EXPECTED_QUANTILE) or 0.0,
         )
         self.scheduler.waiting, self.scheduler.judges = set(pod.servers), pod.judges

@@ -8,8 +8,6 @@ The campaign file chooses the order:
 
 ``fifo``     in the order in which the blocks were claimed.
 ``longest``  the rollout with the longest expected duration first, so that no long rollout is left for the end.
-``fair``     the policy that has used the least time first (expected seconds divided by its weight), so that a policy
-             with long rollouts does not take the slots of a policy with short ones.
 
 A rollout starts on the worker with the most free slots among those with enough CPUs and memory. If it fits on no
 worker, smaller rollouts may overtake it a limited number of times. To prevent starvation, a worker is then reserved for
@@ -20,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal, NamedTuple
@@ -278,7 +276,7 @@ class Workers:
 # --- the scheduler ---
 
 
-Order = Literal["fifo", "longest", "fair"]
+Order = Literal["fifo", "longest"]
 
 DEFERRED_PENALTY = 1e15
 """Priority offset for rollouts that run only when nothing else is ready. Exceeds any expected duration."""
@@ -289,25 +287,20 @@ class Scheduler:
 
     Args:
         order: Scheduling order, described in the module's docstring.
-        weights: Weights of policies for the order ``fair``. The default weight is 1.
         surely_s: Function that returns a duration in seconds that the work is very unlikely to exceed, or 0 if unknown.
     """
 
     def __init__(
         self,
         order: Order = "fifo",
-        weights: Mapping[str, float] | None = None,
         surely_s: Callable[[Work], float] = lambda work: work.expected_s,
     ) -> None:
         self.order = order
-        self._weights = dict(weights or {})
         self._surely_s = surely_s
         self._lanes: dict[tuple[str, Demand], Lane] = {}
         self._queued: dict[str, tuple[Lane, Entry]] = {}
         """Id of a queued rollout → its lane and entry."""
         self.workers = Workers()
-        self._given_s: dict[str, float] = {}
-        """Policy → total expected duration of its started rollouts, in seconds."""
         self._number = count(1)
         self._too_long: list[Work] = []
         self.deferred = 0
@@ -393,7 +386,6 @@ class Scheduler:
                 passed.overtaken += 1
             lane.overtaken = 0
             work = self._pop(lane)
-            self._given_s[lane.policy] += work.expected_s or 1.0
             self.workers.start(work, rank, lane)
             return rank, work
         return None
@@ -423,19 +415,10 @@ class Scheduler:
         policy = work.rollout.policy
         lane = self._lanes.get((policy, work.demand))
         if lane is None:
-            self._level(policy)
             lane = self._lanes[policy, work.demand] = Lane(policy, work.demand)
         lane.push(entry)
         self._queued[work.rollout.id] = lane, entry
         self.deferred += work.deferred
-
-    def _level(self, policy: str) -> None:
-        """Raises the accumulated time of an inactive policy to the minimum over active policies. Otherwise it would
-        take every slot until it had caught up."""
-        active = {lane.policy for lane in self._lanes.values()}
-        if policy not in active:
-            least_s = min((self._given_s[other] for other in active), default=0.0)
-            self._given_s[policy] = max(least_s, self._given_s.get(policy, 0.0))
 
     def _pop(self, lane: Lane) -> Work:
         work = lane.pop()
@@ -454,18 +437,8 @@ class Scheduler:
         if self.waiting & self.judges:
             return []  # a rollout that ends could not be verified
         lanes = [lane for lane in self._lanes.values() if lane.policy not in self.waiting]
-        if len(lanes) > 1:
-            lanes.sort(key=self._fair_turn if self.order == "fair" else self._turn)
+        lanes.sort(key=lambda lane: lane.head[:2])
         return lanes
-
-    @staticmethod
-    def _turn(lane: Lane) -> tuple[float, ...]:
-        return lane.head[:2]
-
-    def _fair_turn(self, lane: Lane) -> tuple[float, ...]:
-        priority, number, _ = lane.head
-        given = self._given_s[lane.policy] / self._weights.get(lane.policy, 1.0)
-        return priority >= DEFERRED_PENALTY / 2, given, priority, number
 
     def _put_aside(self, lane: Lane, remaining_s: float, whole_s: float) -> None:
         while lane and remaining_s < self._surely_s(lane.head.work) <= whole_s:

@@ -277,7 +277,9 @@ def _continue(remote: Remote, part: Path, start: int) -> bool:
         with part.open("ab" if continues else "wb") as file:
             while (remote.size is None or size <= remote.size) and (chunk := response.read(CHUNK)):
                 size += file.write(chunk)
-    return size == (remote.size if remote.size is not None else expected if expected is not None else size)
+    if remote.size is not None:
+        expected = remote.size
+    return expected is None or size == expected
 
 
 def digest_of(path: Path) -> str:

@@ -171,7 +171,10 @@ def _focus_text(utterance: str) -> None:
 
 def _enter_text(utterance: str) -> None:
     text = quoted(utterance)[0]
-    text = text.upper() if "upper case" in utterance else text.lower() if "lower case" in utterance else text
+    if "upper case" in utterance:
+        text = text.upper()
+    elif "lower case" in utterance:
+        text = text.lower()
     fill(find("textbox")[0], text)
     press("Submit")
 

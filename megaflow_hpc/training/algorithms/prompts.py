@@ -5,8 +5,6 @@
                    curriculum). Without other options it is AstraFlow's ``accept_all``
 ``curriculum``     draws tasks without replacement, with the weight p (1 - p) + 0.05. p is the task's moving pass rate,
                    0.5 at first. p (1 - p) is the learnability of Foster et al. 2025, arXiv 2502.12272
-``filter_solved``  skips a task while the moving average of its pass rate is at least this number: AstraFlow,
-                   ``dataflow/prompt_curators.py``, ``FilterSolvedCurator``
 ``greso``          requests a task with the probability p^z. z is the number of consecutive groups with equal rewards.
                    There is one p for tasks that always pass and one for tasks that never pass. A step lowers p if more
                    than the target share of its groups was of that kind, and raises it otherwise: Zheng et al. 2025,
@@ -15,7 +13,7 @@ a function         chooses among the eligible tasks: :meth:`Prompts._chosen`
 ``pass_rate``      requests a task while the pass rate of all its samples is inside a range: MegaFlow, appendix D.1
 =================  =================================================================================================
 
-The state is a small JSON object with five numbers per task that has verified samples.
+The state is a small JSON object with four numbers per task that has verified samples.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ LATEST_WEIGHT = 0.5
 few rounds."""
 MIN_TASK_WEIGHT = 0.05
 """Minimum sampling weight in ``curriculum``. It keeps tasks that always or never pass in the rotation."""
-AVERAGE_DECAY = 0.9
-"""Decay of the moving average of the pass rate for ``filter_solved``. The newest group has weight 1 - decay."""
 MIN_BASE, MAX_BASE = 0.01, 0.99
 """Bounds of GRESO's two base probabilities (AstraFlow: ``p_min``, ``p_max``)."""
 FIRST_BASE = 0.5
@@ -56,8 +52,6 @@ class TaskStatistics(NamedTuple):
     """Number of passed samples, over all groups."""
     tried: int = 0
     """Number of verified samples, over all groups."""
-    average: float = 0.0
-    """Moving average of the pass rate for ``filter_solved``."""
     recent: float = 0.5
     """Moving average of the pass rate for ``curriculum``."""
     streak: int = 0
@@ -126,9 +120,7 @@ class Prompts:
         return chosen
 
     def _eligible(self, statistics: TaskStatistics | None) -> bool:
-        solved, rates = self._config.filter_solved, self._config.pass_rate
-        if solved and statistics and statistics.average >= solved:
-            return False
+        rates = self._config.pass_rate
         if rates and statistics and statistics.tried:
             return inside(statistics.passed / statistics.tried, rates)
         return True
@@ -236,7 +228,6 @@ class Prompts:
         return TaskStatistics(
             before.passed + passed,
             before.tried + len(rewards),
-            AVERAGE_DECAY * before.average + (1 - AVERAGE_DECAY) * rate,
             (1 - LATEST_WEIGHT) * before.recent + LATEST_WEIGHT * rate,
             streak,
         )

@@ -9,7 +9,7 @@ RUN is a campaign that was planned with a section `training`. Start pods and eng
 rollouts, takes a step as soon as enough of them are complete, and publishes weights. The engines load new weights
 automatically. The trainer writes:
 
-    RUN/training/POLICY/metrics.jsonl    a line for each step; also tensorboard/, if TensorBoard is installed
+    RUN/training/POLICY/metrics.jsonl    a line for each step
     RUN/training/POLICY/checkpoints/     the next start continues from the last one
     RUN/weights/                         versions of the weights
 
@@ -97,7 +97,6 @@ def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
     # Import after parsing the arguments: torch takes seconds to load, which would slow down --help.
     from megaflow_hpc.training.dataflow import Dataflow
     from megaflow_hpc.training.trainer.loop import StepAmended, TrainingLoop, TrainingStopped
-    from megaflow_hpc.training.trainer.metrics import Board
     from megaflow_hpc.training.trainer.model import Reader, join
 
     read: Reader | None = None
@@ -116,11 +115,9 @@ def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
     )
     trainer = TrainingLoop(flow, ranks, read)
     signal.signal(signal.SIGTERM, trainer.stop)
-    board = Board(flow.files.path / "tensorboard") if ranks.first else None
     try:
         for metrics in trainer.steps():
-            if board is not None:
-                board.add(metrics)
+            if ranks.first:
                 print(json.dumps(metrics) if arguments.json else _line(metrics, flow.config.steps), flush=True)
     except TrainingStopped:
         pass

@@ -1,12 +1,10 @@
-"""Collects the metrics of a step, which are seconds per stage and token statistics, and writes them for TensorBoard."""
+"""Collects the metrics of a step: seconds per stage, and token statistics."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch  # type: ignore[import-not-found]
@@ -71,22 +69,3 @@ class WeightedMean:
     def sampling(self) -> dict[str, float]:
         """Returns metrics as defined by :func:`~megaflow_hpc.training.trainer.losses.sampling`."""
         return losses.sampling(self._sums)
-
-
-class Board:
-    """Writes TensorBoard files if TensorBoard is installed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._writer = None
-        with contextlib.suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter  # type: ignore[import-not-found]
-
-            self._writer = SummaryWriter(str(folder))
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Writes a step's metrics."""
-        if self._writer is not None:
-            for name, value in metrics.items():
-                if math.isfinite(value):
-                    self._writer.add_scalar(name, value, int(metrics["step"]))
-            self._writer.flush()

@@ -37,7 +37,6 @@ async def test_a_snapshot_brings_back_files_links_modes_and_what_was_deleted(
             seen = (await first.exec(LOOK)).stdout
             kept = await first.snapshot(tmp_path / "kept")
             await first.exec("echo later > /new/deep/file")
-        assert Snapshot.read(tmp_path / "kept") == kept
         branches = await asyncio.gather(*(provider.start(spec, kept) for _ in range(2)))
         for number, branch in enumerate(branches):
             assert (await branch.exec(LOOK)).stdout == seen
@@ -94,7 +93,7 @@ async def test_a_command_under_way_stands_still_for_a_snapshot_and_goes_on(
         assert 0 < a < 300
 
 
-async def test_what_is_no_snapshot_and_what_is_of_another_image_are_refused(
+async def test_a_place_that_is_taken_and_a_snapshot_of_another_image_are_refused(
     rootfs: str, scratch: Path, tmp_path: Path
 ) -> None:
     async with ApptainerProvider(scratch) as provider:
@@ -108,5 +107,3 @@ async def test_what_is_no_snapshot_and_what_is_of_another_image_are_refused(
             assert (await sandbox.exec("echo on")).stdout == "on\n"
         with pytest.raises(SandboxError, match="a snapshot over"):
             await provider.start(SandboxSpec(str(tmp_path)), kept)
-        with pytest.raises(SandboxError, match="not a snapshot"):
-            Snapshot.read(tmp_path)

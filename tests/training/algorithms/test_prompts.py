@@ -53,19 +53,8 @@ def test_no_tasks_are_no_error() -> None:
     assert asked(prompts(), 4, {}, tasks=[]) == []
 
 
-def test_solved_tasks_are_asked_for_no_more() -> None:
-    """From 0 with decay 0.9, 28 passing groups give 1 - 0.9**28 = 0.9477, and 29 give 0.9529."""
-    way, state = prompts(filter_solved=0.95), {}
-    for number in range(28):
-        state = way.learn(state, [group([1, 1], f"t0@{number}/p")])
-    assert state["tasks"]["t0"][2] == pytest.approx(1 - 0.9**28)
-    assert "t0" in asked(way, 10, state)
-    state = way.learn(state, [group([1, 1], "t0@28/p")])
-    assert set(asked(way, 9, state)) == set(TASKS[1:])
-
-
 def test_nothing_is_asked_for_where_everything_is_solved() -> None:
-    way = prompts(filter_solved=0.05)
+    way = prompts(pass_rate=[0.0, 0.05])
     state = way.learn({}, [group([1, 1], f"{task}/p") for task in TASKS])
     assert asked(way, 4, state) == []
 
@@ -97,7 +86,7 @@ def test_greso_asks_with_the_base_to_the_power_of_the_streak_above_a_floor() -> 
     for number in range(2):
         state = way.learn(state, [group([1, 1], f"easy@{number}/p"), group([0, 0], f"hard@{number}/p")])
     state = {**state, "easy": 0.5, "hard": 0.9}
-    assert [state["tasks"][task][4] for task in ("easy", "hard")] == [2, -2]
+    assert [state["tasks"][task][3] for task in ("easy", "hard")] == [2, -2]
 
     def share(task: str, state: dict[str, Any]) -> float:
         first = (asked(way, 1, state, seed, [task, "other"])[0] for seed in range(2000))
@@ -116,7 +105,7 @@ def test_greso_forgets_a_streak_that_breaks_and_begins_anew_where_it_turns() -> 
     way, state, streaks = prompts(greso=True), {}, []
     for number, rewards in enumerate([[1, 1], [1, 1], [0, 0], [0, 1], [0, 0], [1, math.nan]]):
         state = way.learn(state, [group(rewards, f"t@{number}/p")])
-        streaks.append(state["tasks"]["t"][4])
+        streaks.append(state["tasks"]["t"][3])
     assert streaks == [1, 2, -1, 0, -1, -1]  # one reward has no variance
 
 
@@ -131,7 +120,7 @@ def test_greso_steers_its_numbers_once_the_first_turn_is_over() -> None:
 
 
 def test_what_infrastructure_failed_teaches_nothing() -> None:
-    way = prompts(greso=True, filter_solved=0.95)
+    way = prompts(greso=True)
     assert way.learn({}, [SampleGroup("a/p", "a", (failed("a/p", 0), failed("a/p", 1)))])["tasks"] == {}
 
 
@@ -139,8 +128,7 @@ WAYS = st.fixed_dictionaries(
     {},
     optional={
         "order": st.sampled_from(["uniform", "curriculum"]),
-        "pass_rate": st.sampled_from([[0, 1, "exclusive"], [0.25, 1.0]]),
-        "filter_solved": st.just(0.05),
+        "pass_rate": st.sampled_from([[0, 1, "exclusive"], [0.25, 1.0], [0, 0.05]]),
         "greso": st.just(True),
     },
 )

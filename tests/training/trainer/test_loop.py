@@ -481,7 +481,6 @@ def test_the_command_goes_on_after_sigkill_and_sigterm_bit_by_bit(tmp_path: Path
     files = TrainingFiles(run, "default")
     assert files.numbers(StepPlan) == files.numbers(Commit) == [1, 2, 3, 4, 5, 6]
     assert [version.token for version in versions(run)][-1] == "step-000006"
-    assert any((files.path / "tensorboard").iterdir())
     (shard,) = (files.checkpoints / "6").glob("*.safetensors")
     ended = tensors(shard)
     assert len(ended) > 60

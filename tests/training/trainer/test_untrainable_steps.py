@@ -17,7 +17,6 @@ SCRIPT = r'''
 import faulthandler, functools, itertools, json, math, os, random, shutil, sys, time
 from pathlib import Path
 import torch
-from torch.utils.tensorboard import SummaryWriter  # imported once, for all trainers
 from launchers.tiny_model import make
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import amendments

@@ -379,8 +379,3 @@ def one_line(text: str) -> bytes | None:
     if len(text) > MAX_LINE_BYTES or not text.isascii():
         return None
     return text.replace("\n", "'\"$_mf_n\"'").encode() + b"\n"
-
-
-def session_line(command: str, streams: tuple[str, str]) -> str:
-    """Returns the line that runs one command in a session's shell."""
-    return f"eval {shlex.quote(command)} </dev/null >{CONTROL_DIR}/{streams[0]} 2>{CONTROL_DIR}/{streams[1]} 8<&- 9>&-"

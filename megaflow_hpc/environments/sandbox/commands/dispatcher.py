@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,13 +19,10 @@ from megaflow_hpc.environments.sandbox.commands.command import (
     CommandWorkers,
     RunningCommand,
     StreamPairs,
-    Worker,
     command_text,
-    make_fifo,
     one_line,
     read_available,
     record,
-    session_line,
 )
 from megaflow_hpc.environments.sandbox.processes import kill_marked
 from megaflow_hpc.errors import LostError, SandboxError
@@ -37,9 +33,6 @@ from megaflow_hpc.types import ExecResult
 MAX_WORKERS = 64
 """Maximum number of concurrent commands in one sandbox. Further commands wait. A worker is one process or two small
 shells."""
-
-_SESSION = -1
-"""Worker number that all session shells share."""
 
 KILL_GRACE_S = 10.0
 """Timeout in seconds for a killed command to end. One of its processes may be in uninterruptible sleep."""
@@ -78,7 +71,6 @@ class CommandDispatcher:
         """True if the compiled runner starts commands. It reads records, while the shell runner reads lines."""
         self._why_ended = why_ended
         self._give_up = give_up
-        self._sessions = 0
         self._number = 0
         self._commands: dict[int, RunningCommand] = {}
         self.workers = CommandWorkers(control, spawn)
@@ -181,13 +173,6 @@ class CommandDispatcher:
                     timer.cancel()
         return running.result(status, timed_out=running.killing is not None, started=started)
 
-    def session_worker(self) -> tuple[Worker, str]:
-        """Creates a FIFO for a session's shell, which the caller must close. Also returns its path inside the
-        container."""
-        self._sessions += 1
-        name = f"n{self._sessions}"
-        return Worker(_SESSION, make_fifo(os.path.join(self.control, name))), f"{CONTROL_DIR}/{name}"
-
     def launch(
         self,
         command: str | Sequence[str],
@@ -195,23 +180,15 @@ class CommandDispatcher:
         env: Mapping[str, str],
         user_input: bytes | None,
         limit: int,
-        session: Worker | None = None,
-        on_output: Callable[[bytes], None] | None = None,
     ) -> RunningCommand:
-        """Sends a command to a worker. The returned command's ``done`` resolves when it ends.
-
-        Args:
-            session: Session shell that runs the command instead of a worker.
-            on_output: Receives standard output.
-        """
+        """Sends a command to a worker. The returned command's ``done`` resolves when it ends."""
         self._check_alive()
         self._number += 1
         pair = worker = running = None
         try:
             pair = self._pairs.take()
-            worker = session or self.workers.take()
+            worker = self.workers.take()
             running = RunningCommand(self._number, worker, pair, limit)
-            running.on_output = on_output
             line = self._line(running, command, cwd, env, user_input)
             pair.open()
             os.write(worker.pipe, line)
@@ -220,7 +197,7 @@ class CommandDispatcher:
                 self._remove_files(running)
             if pair is not None:
                 self._pairs.unused(pair)
-            if worker is not None and session is None:
+            if worker is not None:
                 self.workers.give_back(worker)
             if isinstance(error, OSError):
                 raise SandboxError(
@@ -245,13 +222,10 @@ class CommandDispatcher:
         stdin = self._file(running, "i", user_input) if user_input else "/dev/null"
         if isinstance(command, str) and len(os.fsencode(command)) > _MAX_ARGUMENT_BYTES:
             command = ["/bin/sh", self._file(running, "s", command.encode("utf-8", "surrogateescape"))]
-        if running.worker.number == _SESSION:
-            text = session_line(command if isinstance(command, str) else shlex.join(command), running.pair.names)
-        elif self.by_program:
+        if self.by_program:
             data = record(running.number, command, cwd, env, stdin, running.pair.names)
             return data if len(data) <= MAX_RECORD_BYTES else self._file(running, "c", data).encode() + b"\0"
-        else:
-            text = command_text(running.number, command, cwd, env, stdin, running.pair.names)
+        text = command_text(running.number, command, cwd, env, stdin, running.pair.names)
         line = one_line(text)
         if line is None:
             line = b". %s\n" % self._file(running, "c", text.encode("utf-8", "surrogateescape")).encode()
@@ -316,7 +290,7 @@ class CommandDispatcher:
         if timer is not None:
             timer.cancel()
         self._withdraw(command)
-        if not worker_exited and command.worker.number != _SESSION:
+        if not worker_exited:
             self.workers.give_back(command.worker)
         if not self._pairs.give_back(command.pair):  # a background process still has them open
             self._pairs.leave(command.pair, asyncio.get_running_loop().remove_reader)

@@ -17,7 +17,7 @@ import signal
 import struct
 import termios
 import tty
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from megaflow_hpc.environments.sandbox import helper_python
@@ -169,9 +169,7 @@ def _write(screen: int, data: bytes) -> bool:
     return True
 
 
-async def open_terminal(
-    run: helper_python.Exec, control: str, interpreter: Path, env: Mapping[str, str], command: Sequence[str] = SHELL
-) -> Terminal:
+async def open_terminal(run: helper_python.Exec, control: str, interpreter: Path, env: Mapping[str, str]) -> Terminal:
     """Starts a shell on a pseudo-terminal in a sandbox.
 
     Args:
@@ -179,13 +177,12 @@ async def open_terminal(
         control: The container's control directory on the host.
         interpreter: The prepared interpreter (:func:`~megaflow_hpc.environments.sandbox.helper_python.prepare`).
         env: Variables added to the sandbox's environment, such as ``TERM``.
-        command: Argv of the shell, starting with a path.
 
     Raises:
         SandboxError: No terminal can be opened, or the shell does not start.
     """
     (descriptor,), shell = await helper_python.run_and_receive(
-        run, control, interpreter, _PROGRAM, command, is_wanted=_is_terminal, what="terminal", env=env
+        run, control, interpreter, _PROGRAM, SHELL, is_wanted=_is_terminal, what="terminal", env=env
     )
     return Terminal(descriptor, shell)
 

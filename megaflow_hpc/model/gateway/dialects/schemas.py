@@ -224,8 +224,10 @@ def _applied(schema: Mapping[str, Any], inner: Mapping[str, Any], field: str, co
             raise BadRequest(f"{field}: {name} is not served; give $ref")
         elif name in SAME_VALUE:
             yield value
-        elif name in SAME_VALUE_LISTS:
-            yield from value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        elif name in SAME_VALUE_LISTS and isinstance(value, Mapping):
+            yield from value.values()
+        elif name in SAME_VALUE_LISTS and isinstance(value, list):
+            yield from value
 
 
 def _target(schema: Mapping[str, Any], reference: Any, field: str, compiled: bool) -> Any:
