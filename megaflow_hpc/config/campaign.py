@@ -195,6 +195,13 @@ class CampaignConfig(Section):
                     f"training.policies.{mixed[0]}.mix_agents: all policies of a team are trained on the same groups; "
                     "write it for each of them, or leave it out"
                 )
+            for name, policy in self.training.policies.items():
+                key = "advantage.rewards" if policy.advantage.rewards else "score" if policy.score else ""
+                if key and self.scheduling.signal_after:
+                    raise ValueError(
+                        "scheduling.signal_after: it compares the rollouts' own rewards, which may be equal where "
+                        f"those of training.policies.{name}.{key} differ; leave it out"
+                    )
             if mixed and self.scheduling.spare:
                 raise ValueError(
                     f"training.policies.{mixed[0]}.mix_agents: with scheduling.spare, the samples of slow agents would "

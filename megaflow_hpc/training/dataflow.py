@@ -478,9 +478,8 @@ class Dataflow:
     def _amend(self, step: int) -> tuple[int, list[Amendment]]:
         """Applies the amended settings of a step. Returns the number of amendments recorded, and those in force."""
         commit = self.files.read(Commit, step)
-        count = commit.amendments if commit else None
-        in_force = self._amendments.in_force(step, count)
-        count, in_force = self._agree((len(self._amendments.read()) if count is None else count, in_force))
+        count = commit.amendments if commit else len(self._amendments.read())
+        count, in_force = self._agree((count, self._amendments.in_force(step, count)))
         config, policy = self._planned_as
         changed = settings(in_force)
         optimizer = policy.optimizer.model_copy(update={k: v for k, v in changed.items() if k == "lr"})

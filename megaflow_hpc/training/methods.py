@@ -181,8 +181,27 @@ def call(method: Method, *values: Any, **named: Any) -> Any:
 
 
 def guarded(method: Method) -> Callable[..., Any]:
-    """Wraps a user's function so that it is called through :func:`call`. The wrapper keeps the function's name."""
-    return functools.update_wrapper(functools.partial(call, method), resolve(method).func)
+    """Wraps a user's function so that it is called through :func:`call`. The wrapper keeps the function's name, and
+    passes on errors of memory that ran out, because the caller can make room."""
+
+    def guard(*values: Any) -> Any:
+        try:
+            return call(method, *values)
+        except ConfigError as error:
+            if error.__cause__ is not None and out_of_memory(error.__cause__):
+                raise error.__cause__ from None
+            raise
+
+    return functools.update_wrapper(guard, resolve(method).func)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error means that memory ran out, on a CPU or a GPU. Does not import torch."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
 
 
 def numbers(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +46,8 @@ class MicroBatch:
     """Loss factor of each token, shape (T); 0 where the mask is 0."""
     sample: NDArray[np.int32]
     """Index in the step of each sequence's rollout, shape (S)."""
+    sequence: NDArray[np.int32]
+    """Index of each sequence among the policy's sequences in its rollout, shape (S)."""
     group: NDArray[np.int32]
     """Index in the step of each sequence's group, shape (S)."""
     rollout_tokens: NDArray[np.int64]
@@ -69,11 +70,10 @@ class MicroBatch:
         """Number of tokens to train on."""
         return int(self.mask.sum())
 
-    def sequence_keys(self) -> list[tuple[int, bytes]]:
-        """Returns a key for each sequence: its rollout and a digest of its tokens. Keys stay the same throughout the
-        step."""
-        bounds = zip(self.sample.tolist(), self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)
-        return [(rollout, blake2b(self.tokens[a:b].tobytes(), digest_size=16).digest()) for rollout, a, b in bounds]
+    def sequence_keys(self) -> list[tuple[int, int]]:
+        """Returns a key for each sequence: its rollout and its index there. Keys are valid in every minibatch of the
+        step. Tokens are no key: sequences of a rollout with the same tokens may show different images."""
+        return list(zip(self.sample.tolist(), self.sequence.tolist(), strict=True))
 
 
 class SequencePart(NamedTuple):
@@ -179,6 +179,7 @@ class Minibatch:
             advantages=np.where(mask == 1, advantages, np.float32(0)),
             weights=np.where(mask == 1, weights, np.float32(0)),
             sample=np.array([part.rollout for part in parts], np.int32),
+            sequence=np.array([part.sequence for part in parts], np.int32),
             group=np.array([self._groups[part.rollout] for part in parts], np.int32),
             rollout_tokens=np.array([sum(self._planned[part.rollout].sampled) for part in parts], np.int64),
             columns={

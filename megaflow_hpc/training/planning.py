@@ -61,7 +61,7 @@ class Planner:
         self._read: dict[RecordPlace, tuple[Sample, Arrived] | None] = {}
         """Kept successes that were read, by location of the record; ``None`` if the record is damaged."""
         self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
-        """Groups that may be replayed, newest last."""
+        """Groups that may be replayed, newest last, as they were before the ``data`` operations of their step."""
         for plan in earlier if self._replayable else ():
             for group in reversed(buffer.read_groups(plan)):
                 self._used.appendleft(group)
@@ -112,11 +112,16 @@ class Planner:
             arrived |= used
         kept = {read[0].id: read[1] for read in self._read.values() if read}
         arrived |= kept
+        stored = {sample.id: sample for group in complete for sample in group.samples}
+        stored |= {sample.id: sample for group, _ in self._used for sample in group.samples}
+        stored |= {read[0].id: read[0] for read in self._read.values() if read}
         again = {sample.id for group in choice.replayed for sample in group.samples} | kept.keys()
         groups = [*choice.taken, *choice.replayed]
         valued = advantages(self._policy.settings, groups, self._policy.roles)
         rollouts = [
-            _planned(sample, arrived[sample.id], valued[sample.id], sample.id in again, self._policy.roles)
+            _planned(
+                sample, stored[sample.id], arrived[sample.id], valued[sample.id], sample.id in again, self._policy.roles
+            )
             for group in groups
             for sample in group.samples
             if sample.id in valued and sample.tokens
@@ -132,7 +137,7 @@ class Planner:
             self.learned["successes"] = self._with_successes(successes, settled, choice.drops)
         if self._replayable:
             for group in choice.taken:
-                own = group.only(tuple(sample for sample in group.samples if sample.id not in kept))
+                own = group.only(tuple(stored[sample.id] for sample in group.samples if sample.id not in kept))
                 self._used.append((own, {sample.id: arrived[sample.id] for sample in own.samples}))
         self.buffer.settle(group.id for group in settled)
         return StepPlan(
@@ -222,10 +227,15 @@ class Planner:
 
 
 def _planned(
-    sample: Sample, arrived: Arrived, valued: tuple[Values, float], replayed: bool, roles: RoleRewards
+    sample: Sample, stored: Sample, arrived: Arrived, valued: tuple[Values, float], replayed: bool, roles: RoleRewards
 ) -> PlannedRollout:
+    """Returns the plan's entry of a sample.
+
+    Args:
+        stored: the sample before the ``data`` operations, which may change its rewards.
+    """
     value, weight = valued
-    verified = sample.verdict if sample.scores else sample.reward
+    verified = stored.verdict if stored.scores else stored.reward
     advantages: list[float] = [] if isinstance(value, float) else value.tolist()
     by_turn = bool(advantages) and len(advantages) == len(sample.turns)
     spans = [turn.end - turn.start for turn in sample.turns] if by_turn else arrived.sampled
@@ -241,7 +251,7 @@ def _planned(
         advantage=advantage,
         advantages=advantages,
         turns=[(turn.sequence, turn.start, turn.end) for turn in sample.turns] if by_turn else [],
-        roles=role_rewards(sample, roles),
+        roles=role_rewards(stored, roles),
         weight=weight,
         oldest=sample.oldest,
         replayed=replayed,

@@ -145,13 +145,16 @@ def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, f
 def pairs(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Gives advantage 1 to a group's best rollout, −1 to its worst and 0 to the others: a preference pair for DPO.
 
-    Ties go to the first rollout. A group with equal rewards gives no pair (Rafailov et al. 2023, DPO, arXiv
-    2305.18290).
+    Ties go to the first rollout. A group with equal rewards gives no pair. Rollouts of weight 0 are in no pair, because
+    the other one would be trained on alone (Rafailov et al. 2023, DPO, arXiv 2305.18290).
     """
     advantages = {s.id: 0.0 for group in groups for s in group.samples}
     for group in groups:
-        best = max(group.samples, key=lambda sample: sample.reward)
-        worst = min(group.samples, key=lambda sample: sample.reward)
+        trained = [sample for sample in group.samples if sample.weight]
+        if not trained:
+            continue
+        best = max(trained, key=lambda sample: sample.reward)
+        worst = min(trained, key=lambda sample: sample.reward)
         if best.reward > worst.reward:
             advantages |= {best.id: 1.0, worst.id: -1.0}
     return advantages

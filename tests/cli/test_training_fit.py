@@ -96,16 +96,21 @@ def test_check_refuses_a_layout_that_ranks_cannot_have(
 
 
 def test_long_sequences_are_warned_of_only_if_their_rows_do_not_fit(
-    training: Callable[..., Path], megaflow: Megaflow
+    tmp_path: Path, training: Callable[..., Path], megaflow: Megaflow
 ) -> None:
-    def warned(longest: int) -> list[str]:
-        file = training("parallel: {context: 4}, optimizer: {offload: true}", args=f"{{max-model-len: {longest}}}")
+    def warned(args: str) -> list[str]:
+        file = training("parallel: {context: 4}, optimizer: {offload: true}", args=args)
         found: list[str] = json.loads(megaflow("check", file, "--no-site", "--json").stdout)["warnings"]
         return found
 
-    assert warned(65_536) == []
-    (line,) = warned(1_048_576)
+    assert warned("{max-model-len: 65536}") == []
+    (line,) = warned("{max-model-len: 1048576}")
     assert "skipped if it does not fit: a row of 1048576 tokens needs" in line
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 1_048_576}))
+    (line,) = warned("{}")
+    assert "the servers allow sequences of 1048576" in line, "an engine without a limit allows what the model does"
+    assert warned("{max-model-len: 65536}") == []
 
 
 def test_fit_of_a_campaign_without_training_is_refused(campaign: Path, megaflow: Megaflow) -> None:

@@ -285,3 +285,16 @@ def test_sampling_is_neutral_by_default_and_what_engines_would_change_is_refused
 def test_a_group_of_one_sample_is_refused(tmp_path: Path) -> None:
     text = section("policies: {default: }").replace("samples: 16", "samples: 1")
     assert "a group of one sample has nothing to compare with" in complaint(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("key", "policy"),
+    [("advantage.rewards", "advantage: {rewards: {tests: 1.0}}"), ("score", "score: 'judge:score'")],
+)
+def test_groups_are_not_closed_early_by_rewards_that_are_not_compared(tmp_path: Path, key: str, policy: str) -> None:
+    early = "\nscheduling: {signal_after: 2}\n"
+    load(tmp_path, section("policies: {default: }") + early)
+    text = section(f"policies: {{default: {{{policy}}}}}")
+    load(tmp_path, text)
+    said = complaint(tmp_path, text + early)
+    assert f"may be equal where those of training.policies.default.{key} differ" in said

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.rewards import scored, scores
 from megaflow_hpc.training.algorithms.samples import Sample, TurnTokens
 from megaflow_hpc.training.dataflow import Dataflow, Step
-from megaflow_hpc.training.methods import call, digests, methods_of, resolve
+from megaflow_hpc.training.methods import call, digests, guarded, methods_of, resolve
 from megaflow_hpc.training.plan import StepPlan
 from megaflow_hpc.training.trainer.probe import _stored, check, example_groups
 from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
@@ -141,6 +142,14 @@ def hardest(tasks, count, statistics, random):
 
 def strangers(tasks, count, statistics, random):
     return ["stranger"] * count
+
+
+def halves(groups, version, random):
+    return [replace(g, samples=tuple(replace(s, reward=s.reward / 2) for s in g.samples)) for g in groups]
+
+
+def exhausted(*_):
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
 
 def halved(step, steps, lr, metrics):
@@ -338,6 +347,43 @@ def test_scores_are_planned_beside_the_verifiers_rewards(tmp_path: Path, own: Pa
     own.write_text(MODULE + "\n")
     with pytest.raises(ConfigError, match="was changed after the training began"):
         Dataflow(run)
+
+
+@pytest.mark.parametrize("change", ["own_methods:halves", "shuffle"])
+def test_rewards_are_changed_once_in_a_replay_and_in_no_metric(tmp_path: Path, change: str) -> None:
+    run = training_run(tmp_path / "run", {"batch": 1, "data": [change, {"replay": 0.5}]}, tasks=1, samples=4)
+    flow, pods = Dataflow(run), Pods(run, lambda r: float(r.sample_index))
+    flow.start()
+    assert flow.try_plan(1) is None
+    pods.work()
+    first = flow.try_plan(1)
+    assert first is not None
+    Step(flow, first).commit()
+    pods.work()
+    second = flow.try_plan(2)
+    assert second is not None
+    assert [r.replayed for r in second.rollouts] == [False] * 4 + [True] * 4
+    assert [r.reward for r in second.rollouts] == [0.0, 1.0, 2.0, 3.0] * 2
+    assert Step(flow, second).statistics()["reward"] == 1.5
+    own = [r.advantage for r in second.rollouts if r.replayed]
+    if change == "shuffle":
+        assert sorted(own) == [-1.5, -0.5, 0.5, 1.5] != own, "a replay must not learn from true rewards"
+    else:
+        assert own == [-0.75, -0.25, 0.25, 0.75]
+    flow.leave()
+    (flow.files.path / "steps" / "000002.json").unlink()  # as if the trainer had been killed before it claimed the plan
+    again = Dataflow(run)
+    again.start()
+    assert again.try_plan(2) == msgspec.structs.replace(second, trainer=2)
+    again.leave()
+
+
+def test_memory_that_runs_out_in_a_function_is_not_its_mistake() -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        guarded(Method(name="own_methods:exhausted"))(1)
+    with pytest.raises(ConfigError, match="own_methods:broken: raised ZeroDivisionError"):
+        guarded(Method(name="own_methods:broken"))(1)
+    assert guarded(Method(name="own_methods:exhausted")).__qualname__ == "exhausted"
 
 
 def test_a_choice_of_prompts_may_request_a_task_several_times() -> None:

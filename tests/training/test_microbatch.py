@@ -144,6 +144,13 @@ def test_ranks_get_rows_of_similar_attention_cost() -> None:
     assert max(costs[1:]) <= 1.2 * min(costs[1:])
 
 
+def test_sequences_with_the_same_tokens_have_different_keys() -> None:
+    """They may show different images."""
+    own = [[sequence(5, 2), sequence(5, 2)], [sequence(5, 2)]]
+    (batch,) = minibatch(own).microbatches(100)
+    assert sorted(batch.sequence_keys()) == [(0, 0), (0, 1), (1, 0)]
+
+
 def test_minibatches_are_of_whole_groups() -> None:
     groups = [0, 0, 1, 1, 2, 2]
     assert split(groups, 2) == [[0, 1, 2, 3], [4, 5]]

@@ -84,6 +84,13 @@ def test_pairs_are_of_the_best_and_the_worst() -> None:
     assert found == {"a/p/0": -1.0, "a/p/1": 1.0, "a/p/2": 0.0, "a/p/3": 0.0, "b/p/0": 0.0, "b/p/1": 0.0}
 
 
+def test_no_pair_has_a_rollout_that_is_not_trained_on() -> None:
+    masked = replace(sample("a/p", 3, 0.0), weight=0.0)
+    found = pairs([group([1, 0.5, 0.7]).only((*group([1, 0.5, 0.7], "a/p").samples, masked))])
+    assert found == {"a/p/0": 1.0, "a/p/1": -1.0, "a/p/2": 0.0, "a/p/3": 0.0}
+    assert pairs([group([]).only((masked, replace(masked, id="a/p/4", reward=1.0)))]) == {"a/p/3": 0.0, "a/p/4": 0.0}
+
+
 def test_long_rollouts_weigh_more() -> None:
     rows = [sample("t/p", index, 1.0, agent_s=seconds) for index, seconds in enumerate((10.0, 50.0, 0.0, 15.0))]
     method = {"method": {"name": f"{HERE}:by_duration", "args": {"cap": 1.5}}}

@@ -185,9 +185,11 @@ def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where)
     model = policy.model if policy else None
     assert training
     settings = training.policies[name]
-    for args in [model.args, *(kind.get("args") or {} for kind in model.also)] if model else ():
-        given = {str(key).replace("_", "-"): value for key, value in args.items()}
+    for kind in model.kinds() if model else ():
+        given = {str(key).replace("_", "-"): value for key, value in kind.args.items()}
         longest = given.get("max-model-len", given.get("context-length"))  # of vLLM and SGLang
+        if longest is None and kind.engine in ("vllm", "sglang") and fit:
+            longest = fit.model.limit  # both then allow as many positions as the model has
         if training.over_length and isinstance(longest, int):
             longest = min(longest, training.over_length.longest)
         if not isinstance(longest, int) or longest <= settings.microbatch:

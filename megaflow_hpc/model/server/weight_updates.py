@@ -11,7 +11,8 @@ that each is sampled by one version:
 
 ``update: rolling`` makes a policy's servers load one after the other, ``together`` all at the same time. If a server
 cannot load a version, it *refuses* it: it reports the version in its endpoint file and continues to serve the previous
-version. With ``rolling``, later servers do not try that version.
+version. With ``rolling``, later servers do not try a version that two servers have refused. One refusal may be a fault
+of that server's node, and must not stop a training that waits for the version.
 
 The servers of a policy pass a version on to each other (:mod:`.weight_copies`) as soon as they notice it. A version may
 be a delta to an earlier version (:mod:`megaflow_hpc.rundir.weight_delta`). Each server builds the complete files on its
@@ -47,6 +48,8 @@ from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import Version
 
+MAX_REFUSALS = 2
+"""Number of servers whose refusals show that a version is at fault."""
 POLL_INTERVAL_S = 5.0
 """Seconds between polls of the weights pointer for a policy that the campaign does not train."""
 TRAINED_POLL_INTERVAL_S = 0.5
@@ -162,15 +165,19 @@ class WeightUpdater:
 
     def _my_turn(self, version: int) -> bool:
         files, own = EndpointFiles(self._run), self._what.name
+        refusals: list[str] = []
         for server in files.serving(self._what.policy):
             if server.server == own:
                 continue
             if server.refused is not None and server.refused.version == version:
-                self.refused[version] = f"{server.server} could not load it: {server.refused.cause}"
-                return False
+                refusals.append(f"{server.server} could not load it: {server.refused.cause}")
+                continue
             loads_first = server.weight_version != version and number_of(server.server) < self._what.number
             if loads_first and self._heartbeats.alive(server):
                 return False
+        if len(refusals) >= MAX_REFUSALS:
+            self.refused[version] = refusals[0]
+            return False
         for loading in files.loading(self._what.policy):
             unchanged_s = self._heartbeats.unchanged_s(f"{loading.server} loading", loading.start)
             if loading.server != own and unchanged_s < RESTART_S:

@@ -101,8 +101,8 @@ def choose(
         groups: complete groups in any order, without duplicates.
         version: ordinal of the policy's newest weights. Staleness is relative to it.
         want: maximum number of groups to train on or drop.
-        replayed: groups that earlier steps trained on, newest last. Only those of the last :data:`REPLAYED_STEPS` steps
-            are needed.
+        replayed: groups that earlier steps trained on, newest last, with the rewards that they had before those steps.
+            Only those of the last :data:`REPLAYED_STEPS` steps are needed.
         state: the state that the last call returned; ``None`` on the first call.
         random: random generator for ``shuffle`` and for user functions.
         advantage: the policy's advantage settings, which name the rewards that must be present and must differ.
@@ -146,7 +146,7 @@ def choose(
     if share is not None:
         candidates = survivors(plain(replayable(replayed, config.batch, times)), compared, {})
         for step in config.data:
-            candidates = shaped(candidates, step)
+            candidates = shuffled(candidates, random) if step.shuffle is not None else shaped(candidates, step)
             if step.method is not None:
                 candidates = by_method(candidates, step.method, version, random, {})
         if staleness is not None:

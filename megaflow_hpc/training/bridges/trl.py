@@ -175,7 +175,7 @@ class DataflowTrainer(GRPOTrainer):
         importance = flow.settings.engine_importance
         assert isinstance(importance, str)  # `arguments` refuses functions
         self._correction = Loss("dapo", importance=importance, truncate=flow.settings.truncate)
-        self._proximal: dict[tuple[int, bytes], Any] = {}
+        self._proximal: dict[tuple[int, int], Any] = {}
         source = Path(model if isinstance(model, str | os.PathLike) else self.model.config._name_or_path)
         self._vision = Vision.read(source) if takes_images(source) else None
         if self._vision is not None:

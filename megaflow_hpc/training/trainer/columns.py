@@ -13,12 +13,12 @@ sequence. Values of tokens that were not sampled are ignored. ``models`` (:class
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch  # type: ignore[import-not-found]
@@ -31,7 +31,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.dataflow import Dataflow, Step
-from megaflow_hpc.training.methods import call, numbers, wrong
+from megaflow_hpc.training.methods import call, numbers, out_of_memory, wrong
 from megaflow_hpc.training.microbatch import (
     ShownImage,
     images_of_sequence,
@@ -72,11 +72,25 @@ class ColumnSequence:
 
 
 class UnusableRollout(MegaflowError):
-    """Raised if a rollout shows an image that cannot be decoded. ``rollout`` is its index in the step."""
+    """Raised if rollouts show an image that cannot be decoded, or were sampled by a version that is no longer stored.
+    ``rollouts`` holds their indices in the step."""
 
-    def __init__(self, rollout: int, cause: BadImage) -> None:
-        super().__init__(str(cause))
-        self.rollout = rollout
+    def __init__(self, rollouts: Iterable[int], cause: object) -> None:
+        super().__init__(cause)
+        self.rollouts = tuple(rollouts)
+
+
+class OutOfMemory(MegaflowError):
+    """Raised if a row does not fit into memory.
+
+    Attributes:
+        sequences: index in the step of each sequence's rollout.
+        tokens: number of tokens in the row.
+    """
+
+    def __init__(self, sequences: list[int], tokens: int, cause: BaseException) -> None:
+        super().__init__(str(cause).partition("\n")[0])
+        self.sequences, self.tokens = sequences, tokens
 
 
 class FrozenModels:
@@ -89,25 +103,40 @@ class FrozenModels:
         versions: ordinals of all versions that sampled tokens of the step, on any rank.
     """
 
-    def __init__(self, flow: Dataflow, policy: PolicyModel, ranks: ProcessGroup, step: Step, sampled: set[int]) -> None:
+    def __init__(
+        self, flow: Dataflow, policy: PolicyModel, ranks: ProcessGroup, step: Step, sampled: Mapping[int, set[int]]
+    ) -> None:
+        """Creates the models of a step.
+
+        Args:
+            sampled: indices of this rank's rollouts by the version that sampled a token of them.
+        """
         self._flow, self._policy, self._ranks = flow, policy, ranks
         self.base, self.newest = policy.source, step.plan.version
-        self.versions = tuple(sorted({version for part in ranks.gather(sampled) for version in part}))
+        self._sampled: dict[int, set[int]] = {}
+        for part in ranks.gather(sampled):
+            for version, rollouts in part.items():
+                self._sampled.setdefault(version, set()).update(rollouts)
+        self.versions = tuple(sorted(self._sampled))
 
     def folder(self, version: int) -> Path:
         """Returns the model directory of a version by its ordinal; 0 is the base.
 
         Raises:
+            UnusableRollout: the version was removed, and sampled tokens of the step.
             ConfigError: the version was removed, or consists of an adapter or a delta.
         """
         if version == 0:
             return self.base
         kept = {v.ordinal: v for v in versions(self._flow.run, self._flow.policy)}
         if version not in kept:
-            raise ConfigError(
+            cause = (
                 f"{self._flow.run}: version {version} of {self._flow.policy} is no longer stored (there are "
-                f"{', '.join(map(str, kept)) or 'none'}); drop older rollouts, by data: [{{staleness: 1}}]"
+                f"{', '.join(map(str, kept)) or 'none'})"
             )
+            if rollouts := self._sampled.get(version):
+                raise UnusableRollout(sorted(rollouts), cause)
+            raise ConfigError(cause)
         folder = Path(kept[version].path)
         if kept[version].adapter or base_of(folder) is not None:
             raise ConfigError(f"{folder}: columns need whole versions; leave lora and publish_delta out")
@@ -121,6 +150,7 @@ class FrozenModels:
             sequences: sequences of this rank.
 
         Raises:
+            OutOfMemory: a row does not fit into memory.
             UnusableRollout: a sequence shows an image that cannot be decoded.
         """
         settings = self._flow.settings
@@ -141,8 +171,14 @@ class FrozenModels:
                 try:
                     inputs = row_of([(s.tokens, s.mask.nonzero()[0], s.images) for s in chosen], model)
                 except BadImage as error:
-                    raise UnusableRollout(chosen[error.sequence].rollout, error) from None
-                values = model(*inputs)[0].float().cpu().numpy()
+                    raise UnusableRollout([chosen[error.sequence].rollout], error) from None
+                try:
+                    values = model(*inputs)[0].float().cpu().numpy()
+                except (MemoryError, RuntimeError) as error:
+                    if out_of_memory(error):
+                        tokens = sum(len(s.tokens) for s in chosen)
+                        raise OutOfMemory([s.rollout for s in chosen], tokens, error) from None
+                    raise
                 cuts = np.cumsum([len(s.tokens) for s in chosen])[:-1]
                 logprobs_of |= dict(zip(row, np.split(values, cuts), strict=False))
         del model
@@ -156,14 +192,9 @@ class FrozenModels:
         The mean after version n is ``decay`` × the mean after version n − 1 + (1 − ``decay``) × version n; the mean of
         version 0 is the base model.
         """
-        failure = ""
         if self._ranks.first and self.newest:
-            try:
-                self._write_averages(decay)
-            except MegaflowError as error:
-                failure = str(error)
-        if failure := self._ranks.broadcast(failure):
-            raise ConfigError(failure)
+            self._write_averages(decay)
+        self._ranks.barrier()
         return self._average_folder(decay, self.newest) if self.newest else self.base
 
     def _average_folder(self, decay: float, version: int) -> Path:
@@ -215,21 +246,25 @@ def columns_of(
     """Returns the columns of a step: values of each sequence of each rollout, by name. Computes them unless they are
     stored.
 
+    The other ranks may wait for one that raises an error, which must therefore end them (:meth:`ProcessGroup.end`).
+
     Raises:
-        ConfigError: a function failed on a rank, or broke its contract.
-        UnusableRollout: a sequence of this rank shows an image that cannot be decoded.
+        ConfigError: a function failed on this rank, or broke its contract.
+        OutOfMemory: a row of this rank does not fit into memory.
+        UnusableRollout: rollouts cannot be trained on.
     """
     if not methods:
         return {}
     if not ranks.broadcast(flow.files.columns_file(step.number).exists()):
         mine = list(sequences_of(flow, step))
-        sampled = {int(v) for s in mine for v in np.unique(s.versions[s.mask == 1])}
+        sampled: dict[int, set[int]] = {}
+        for s in mine:
+            for version in np.unique(s.versions[s.mask == 1]).tolist():
+                sampled.setdefault(version, set()).add(s.rollout)
         models = FrozenModels(flow, policy, ranks, step, sampled)
         computed: dict[str, BySequence] = {}
         for name, method in methods.items():
-            everywhere = ranks.gather(_values_or_error(method, mine, models))
-            if failure := next((part for part in everywhere if isinstance(part, str)), ""):
-                raise ConfigError(failure)
+            everywhere = ranks.gather(_call(method, mine, models))
             computed[name] = {key: value for part in everywhere for key, value in part.items()}
         if ranks.first:
             flow.files.claim_columns(step.plan, computed)
@@ -268,17 +303,6 @@ def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
             )
 
 
-def _values_or_error(method: Method, sequences: Sequence[ColumnSequence], models: FrozenModels) -> Any:
-    """Returns the column values, or the error as text. If one rank raised an exception, the others would wait
-    forever."""
-    try:
-        return _call(method, sequences, models)
-    except UnusableRollout:  # the trainer leaves it out, and restarts if there are several ranks
-        raise
-    except MegaflowError as error:
-        return str(error)
-
-
 def _call(method: Method, sequences: Sequence[ColumnSequence], models: FrozenModels) -> BySequence:
     returned = call(method, sequences, models)
     if not isinstance(returned, list | tuple) or len(returned) != len(sequences):
@@ -286,9 +310,11 @@ def _call(method: Method, sequences: Sequence[ColumnSequence], models: FrozenMod
         raise wrong(method, f"returned {type(returned).__name__}{count}", f"a list of {len(sequences)} arrays")
     values = {}
     for s, value in zip(sequences, returned, strict=True):
-        array = np.asarray(value)
-        if array.shape == s.mask.shape and array.dtype.kind == "f":
-            array = np.where(s.mask == 1, array, array.dtype.type(0))
+        array = value
+        with contextlib.suppress(Exception):  # ``numbers`` reports what numpy cannot convert
+            array = np.asarray(value)
+            if array.shape == s.mask.shape and array.dtype.kind == "f":
+                array = np.where(s.mask == 1, array, array.dtype.type(0))
         what = f"the column of sequence {s.sequence} of rollout {s.rollout}"
         values[s.rollout, s.sequence] = numbers(method, array, [s.mask.shape], what)
     return values

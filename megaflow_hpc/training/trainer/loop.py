@@ -36,13 +36,14 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.rundir.amendments import TRAINER, Amendment
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.rundir.weight_source import why_not_served
+from megaflow_hpc.training.algorithms.choice import REPLAYED_STEPS
 from megaflow_hpc.training.dataflow import KEPT_CHECKPOINTS, KEPT_VERSIONS, Dataflow, Step, UnreadableRollout
 from megaflow_hpc.training.gpu_turns import GpuTurns
-from megaflow_hpc.training.methods import guarded
+from megaflow_hpc.training.methods import guarded, out_of_memory
 from megaflow_hpc.training.microbatch import MicroBatch, Minibatch
 from megaflow_hpc.training.staleness import ASYNCHRONOUS_BATCHES
 from megaflow_hpc.training.trainer import checkpoint, losses, probe
-from megaflow_hpc.training.trainer.columns import UnusableRollout, columns_of
+from megaflow_hpc.training.trainer.columns import OutOfMemory, UnusableRollout, columns_of
 from megaflow_hpc.training.trainer.metrics import StageClock, WeightedMean
 from megaflow_hpc.training.trainer.model import ProcessGroup, Reader, load, row_of
 from megaflow_hpc.training.trainer.optimizer import Optimizer
@@ -55,8 +56,8 @@ explain more: bfloat16 against float32 gives 0.01."""
 MAX_NOT_FINITE = 3
 """Training stops after this many consecutive steps with a non-finite gradient."""
 
-Proximal = dict[tuple[int, bytes], np.ndarray[Any, Any]]
-"""Log-probabilities of a sequence, by (index of the rollout in the step, digest of the sequence's tokens)."""
+Proximal = dict[tuple[int, int], np.ndarray[Any, Any]]
+"""Log-probabilities of a sequence, by (index of the rollout in the step, index of the sequence in the rollout)."""
 
 
 class TrainingStopped(Exception):
@@ -65,15 +66,6 @@ class TrainingStopped(Exception):
 
 class StepAmended(Exception):
     """Raised after a step was amended. Training must restart from the last checkpoint."""
-
-
-class OutOfMemory(Exception):
-    """Raised if a row does not fit into memory. ``sequences`` holds the index in the step of each sequence's
-    rollout."""
-
-    def __init__(self, batch: MicroBatch, cause: BaseException) -> None:
-        super().__init__(str(cause).partition("\n")[0])
-        self.sequences, self.tokens = batch.sample.tolist(), len(batch.tokens)
 
 
 class TrainingLoop:
@@ -195,7 +187,7 @@ class TrainingLoop:
             step.commit(metrics=metrics)
             if last:
                 self._finish_checkpoint()
-            self._count_not_finite(step, metrics)
+            self._count_not_finite(step, metrics, repeated=step.number <= published)
             yield {"step": float(step.number), **step.statistics(), **metrics}
             if self.stopping:
                 return
@@ -242,6 +234,8 @@ class TrainingLoop:
         """Number of weight versions to keep. Columns may need every version that sampled a step's tokens."""
         bound = self.flow.config.staleness
         ahead = ASYNCHRONOUS_BATCHES if bound is None else bound
+        if any(step.replay for step in self.flow.config.data):
+            ahead += REPLAYED_STEPS
         return max(KEPT_VERSIONS, ahead + 2) if self.flow.settings.columns else KEPT_VERSIONS
 
     def _publish(self, step: Step) -> None:
@@ -271,7 +265,8 @@ class TrainingLoop:
             if isinstance(failure, UnreadableRollout):
                 self.flow.leave_out(step.number, failure.rollout, failure)
             elif isinstance(failure, UnusableRollout):
-                self.flow.leave_out(step.number, step.plan.rollouts[failure.rollout].id, failure)
+                for rollout in failure.rollouts:
+                    self.flow.leave_out(step.number, step.plan.rollouts[rollout].id, failure)
             else:
                 self._make_room(step, failure)
             if self._updated or self.ranks.count > 1:
@@ -295,8 +290,8 @@ class TrainingLoop:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-                raise OutOfMemory(batch, error) from None
+            if out_of_memory(error):
+                raise OutOfMemory(batch.sample.tolist(), len(batch.tokens), error) from None
             raise
 
     def _not_finite_before(self, step: int) -> int:
@@ -310,14 +305,15 @@ class TrainingLoop:
                 count += bool(commit.metrics.get("not_finite"))
         return count
 
-    def _count_not_finite(self, step: Step, metrics: Mapping[str, float]) -> None:
+    def _count_not_finite(self, step: Step, metrics: Mapping[str, float], repeated: bool) -> None:
         if metrics["not_finite"]:
             self.flow.tell(f"{self.flow.run}: step {step.number}: {metrics['not_finite']:.0f} updates were not finite")
         if metrics["updates"]:
             self._not_finite = 0
         else:
             self._not_finite += bool(metrics["not_finite"])
-        if metrics["not_finite"] and self._not_finite >= MAX_NOT_FINITE:
+        # An earlier start has ended at a repeated step. If this one did too, no start would get beyond it.
+        if metrics["not_finite"] and self._not_finite >= MAX_NOT_FINITE and not repeated:
             raise ConfigError(
                 f"{self.flow.run}: the gradients of the last {self._not_finite} steps were not finite, and the weights "
                 f"are unchanged since; look at grad_norm and log_ratio_max of the steps before in "
@@ -462,7 +458,7 @@ class TrainingLoop:
         try:
             return row_of(parts, self.policy)
         except BadImage as error:
-            raise UnusableRollout(int(batch.sample[error.sequence]), error) from None
+            raise UnusableRollout([int(batch.sample[error.sequence])], error) from None
 
     def _tokens(self, batch: MicroBatch, proximal: Any, device: Any) -> losses.Tokens:
         def on_device(values: np.ndarray[Any, Any]) -> Any:
@@ -499,7 +495,7 @@ class TrainingLoop:
         self._compared = True
 
 
-def _sequences(batch: MicroBatch) -> Iterator[tuple[tuple[int, bytes], slice]]:
+def _sequences(batch: MicroBatch) -> Iterator[tuple[tuple[int, int], slice]]:
     """Yields the key and slice of each sequence. Keys are valid in every minibatch and on every rank."""
     for key, begin, end in zip(
         batch.sequence_keys(), batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True

@@ -104,9 +104,10 @@ LossFunction = Callable[[Tensor, Tensor, Tokens, Totals], tuple[Tensor, Mapping[
   micro-batch, because the micro-batches of all ranks are added up. :func:`mean_over_tokens` and
   :func:`mean_over_rollouts` return factors with these denominators.
 
-It returns the sum of its micro-batch's losses, a finite floating-point scalar with a gradient to ``new``, and sums
-over tokens by name. The function applies ``batch.importance`` and ``batch.weights`` itself. ``metrics.jsonl`` has each
-sum divided by the number of tokens, as ``loss/NAME``. Every call must return the same names.
+It returns the sum of its micro-batch's losses, a floating-point scalar with a gradient to ``new``, and sums over tokens
+by name. If the loss or its gradient is not finite, the update is skipped and counted. The function applies
+``batch.importance`` and ``batch.weights`` itself. ``metrics.jsonl`` has each sum divided by the number of tokens, as
+``loss/NAME``. Every call must return the same names.
 """
 
 ImportanceFunction = Callable[[Tokens, float], Tensor]
@@ -420,7 +421,10 @@ def _checked(function: Any, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
         )
     converted = {}
     for key, value in sums.items():
-        value = torch.as_tensor(value, dtype=torch.float64, device=share.device).detach()
+        try:
+            value = torch.as_tensor(value, dtype=torch.float64, device=share.device).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{name}: sum {key!r} is {type(value).__name__} ({error}); expected a scalar") from None
         if value.dim():
             raise ConfigError(f"{name}: sum {key!r} has the shape {tuple(value.shape)}; expected a scalar")
         converted[str(key)] = value
@@ -432,6 +436,8 @@ def _check_weights(function: Any, weights: Any, like: Tensor) -> None:
     if not torch.is_tensor(weights) or weights.shape != like.shape or not weights.is_floating_point():
         found = f"{weights.dtype} {tuple(weights.shape)}" if torch.is_tensor(weights) else type(weights).__name__
         raise ConfigError(f"{name}: returned {found}; expected a floating-point weight for each of {len(like)} tokens")
+    if not torch.isfinite(like).all():  # of an infinite log-probability, for which the update is skipped
+        return
     if not (torch.isfinite(weights) & (weights >= 0)).all():
         raise ConfigError(f"{name}: returned weights that are negative or not finite")
 

@@ -404,6 +404,7 @@ def load(
     layout = Layout(ranks.count, **(parallel or {}))
     policy = (read or _read)(source, dtype, ranks, layout)
     causal = policy.causal
+    _check_positions(source, causal)
     causal.requires_grad_(lora is None)  # before the first pass, in which FSDP decides which gradients it adds up
     if frozen_vision:
         _freeze_vision(policy)
@@ -552,6 +553,20 @@ def _alone(policy: PolicyModel) -> Any:
             given["mm_token_type_ids"] = torch.from_numpy(kinds_of(len(tokens), part[2])).to(tokens.device)[None]
         logprobs.append(policy.logprobs_alone(tokens, **given))
     return torch.cat(logprobs)
+
+
+def _check_positions(source: Path, causal: Any) -> None:
+    """Rejects models that treat a token according to the longest sequence of its row, or to its distance from a mask's
+    border. The short sequences of :func:`_check_packing` do not show it."""
+    config = causal.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, Mapping)]
+    for kind in (*kinds, *(getattr(config, "layer_types", None) or ())):
+        if kind in ("dynamic", "longrope", "chunked_attention"):
+            raise ConfigError(
+                f"{source}: {type(causal).__name__} computes a token differently in long rows ({kind}), so sequences "
+                "cannot be packed; train another model"
+            )
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ their keys. In the formulas, p is the policy being trained, q the engine's polic
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import numpy as np
 import torch  # type: ignore[import-not-found]
 from numpy.typing import NDArray
 
+from megaflow_hpc.config.training import LossConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.trainer.columns import ColumnSequence, FrozenModels
 from megaflow_hpc.training.trainer.losses import (
@@ -55,8 +57,8 @@ def kl_to_reference(
     """Adds ``beta`` × KL(policy, reference), averaged over tokens, to a built-in loss.
 
     The KL is estimated as exp(d) − d − 1 with d = log reference − log p (k3: Schulman 2020,
-    joschu.net/blog/kl-approx.html; GRPO, arXiv 2402.03300, equation 4). ``loss`` sets fields of :class:`Loss`, such as
-    ``kind``.
+    joschu.net/blog/kl-approx.html; GRPO, arXiv 2402.03300, equation 4). ``loss`` has the keys ``kind``, ``clip`` and
+    ``length`` of the campaign file.
     """
     share, sums = surrogate(_loss(loss), new, batch, totals)
     log_ratio = torch.where(batch.mask, batch.columns[column] - new, torch.zeros_like(new))
@@ -71,9 +73,10 @@ def decoupled(
     """Computes a built-in loss with ratios relative to a column, not to the policy before the step: PPO-EWMA.
 
     With the column :func:`average`, the objective is that of Hilton et al. 2021, arXiv 2110.00641, section 3: the
-    importance weight is average / engine, and the clipped ratio new / average. ``loss`` sets fields of :class:`Loss`.
+    importance weight is average / engine, and the clipped ratio new / average. ``loss`` has the keys ``kind``,
+    ``clip`` and ``length`` of the campaign file. ``importance`` and ``truncate`` replace those of the policy.
     """
-    return _weighted(_loss(loss), new, replace(batch, proximal=batch.columns[column]), totals)
+    return _weighted(loss, new, replace(batch, proximal=batch.columns[column]), totals)
 
 
 def exact_old(
@@ -82,10 +85,10 @@ def exact_old(
     """Computes a built-in loss with importance weights relative to a column, not to the engine's probabilities.
 
     With the column :func:`old`, these weights correct only for the age of the weights, not for the engine's arithmetic
-    (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298). ``loss`` sets fields of
-    :class:`Loss`.
+    (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298). ``loss`` is that of
+    :func:`decoupled`.
     """
-    return _weighted(_loss(loss), new, replace(batch, engine=batch.columns[column]), totals)
+    return _weighted(loss, new, replace(batch, engine=batch.columns[column]), totals)
 
 
 def distill(
@@ -121,12 +124,25 @@ def dpo(
     return -(slope * new).sum() / max(totals.samples, 1), {"margin": (batch.columns[column] * paired).sum()}
 
 
-def _loss(fields: dict[str, Any]) -> Loss:
-    return Loss(**{"kind": "dapo", "clip": (0.2, 0.28), **fields})
+def _loss(fields: Mapping[str, Any], **weights: Any) -> Loss:
+    """Returns a built-in loss with the defaults of the campaign file.
+
+    Args:
+        fields: ``kind``, ``clip`` and ``length``.
+        weights: ``importance`` and ``truncate``.
+    """
+    if other := sorted(fields.keys() - {"kind", "clip", "length"}):
+        raise ConfigError(f"args: {other[0]}: expected kind, clip or length; other settings are keys of the policy")
+    config = LossConfig.model_validate(fields)
+    if config.kind == "m2po":
+        raise ConfigError("args: kind: m2po: bounds the ratios of a whole minibatch; only loss.kind: m2po sees them")
+    return Loss(str(config.kind), config.band, length=config.length, **weights)  # type: ignore[arg-type]
 
 
-def _weighted(loss: Loss, new: Any, batch: Tokens, totals: Totals) -> tuple[Any, dict[str, Any]]:
+def _weighted(fields: dict[str, Any], new: Any, batch: Tokens, totals: Totals) -> tuple[Any, dict[str, Any]]:
     """Computes a built-in loss after recomputing the importance weights from the batch."""
+    weights = {name: fields.pop(name) for name in ("importance", "truncate") if name in fields}
+    loss = _loss(fields, **weights)
     with torch.no_grad():
         batch = replace(batch, importance=importance_weights(loss, batch)[0])
     return surrogate(loss, new, batch, totals)
@@ -198,8 +214,8 @@ def teacher(
 ) -> Values:
     """Returns log-probabilities under another model, served by vLLM at ``url`` (http://HOST:PORT) as ``model``.
 
-    vLLM computes them as ``prompt_logprobs``, at temperature 1. The teacher must have the policy's tokenizer:
-    both must decode the first sequence's tokens to the same text.
+    vLLM computes them as ``prompt_logprobs``, at temperature 1, and generates one more token. The teacher must have the
+    policy's tokenizer: both must decode the first sequence's tokens to the same text.
     """
     from transformers import AutoTokenizer  # type: ignore[import-not-found]
 
@@ -209,10 +225,17 @@ def teacher(
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             return json.load(opener.open(request, timeout=timeout_s))
+        except urllib.error.HTTPError as error:
+            answer = error.read(1000).decode("utf-8", "replace")
+            raise ConfigError(
+                f"teacher {url}: {path}: {error}: {answer}; correct it, and resume the training"
+            ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"teacher {url}: {path}: {error}; start it, and resume the training") from None
 
     def logprobs_of(sequence: ColumnSequence) -> NDArray[np.float32]:
+        if sequence.images:
+            raise ConfigError(f"teacher {url}: rollouts show images, which are not sent to a teacher; use a text model")
         tokens = sequence.tokens.tolist()
         answer = ask("/v1/completions", prompt=tokens, max_tokens=1, temperature=0, prompt_logprobs=0)
         rows: list[Mapping[str, Any] | None] = answer["choices"][0]["prompt_logprobs"]

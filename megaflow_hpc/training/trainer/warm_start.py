@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import math
 import os
 import random
 import shutil
@@ -91,7 +92,8 @@ def _train(arguments: argparse.Namespace) -> None:
             nll = -logprobs.sum() / count
             nll.backward()
             total += float(nll.detach())
-        optimizer.step(arguments.lr * (1 - number / len(batches)))
+        if not math.isfinite(optimizer.step(arguments.lr * (1 - number / len(batches)))):
+            raise ConfigError(f"update {number + 1}: the gradient is not finite; use a lower --lr; nothing was written")
         loss = sum(ranks.gather(total))
         if ranks.first:
             print(json.dumps({"update": number + 1, "updates": len(batches), "loss": loss}), flush=True)

@@ -23,6 +23,7 @@ from megaflow_hpc.model.server.proxy import Proxy, Serving
 from megaflow_hpc.model.server.registration import Assignment
 from megaflow_hpc.model.server.weight_updates import WeightUpdater, poll_interval_s
 from megaflow_hpc.rundir import weights
+from megaflow_hpc.rundir.endpoints import Endpoint, EndpointFiles, RefusedWeights
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, read_run, write_run
 from megaflow_hpc.rundir.weight_delta import write_delta
@@ -207,6 +208,28 @@ def test_a_pointer_that_was_left_behind_leads_to_the_newest_version(run: RunDir,
     assert found.version == 2
     proxy.serving = Serving(second)
     assert updater.next() is None
+
+
+def test_a_version_is_tried_until_two_servers_have_refused_it(run: RunDir, tmp_path: Path) -> None:
+    """Updates are rolling. The servers a.1 and a.2 serve version 0."""
+    weights.publish(run, trained(tmp_path / "step1"), "a")
+    updater, files = WeightUpdater(run, Assignment(3, "a", {}), Proxy()), EndpointFiles(run)
+    servers = [Endpoint(server=f"a.{n}", policy="a", url="http://127.0.0.1:1/v1", start="first") for n in (1, 2)]
+    for server in servers:
+        files.publish(server)
+    assert updater.next() is None, "both load first"
+    servers[0].refused = RefusedWeights(1, "No space left on device")
+    files.publish(servers[0])
+    assert updater.next() is None, "a.2 loads first"
+    servers[1].weight_version = 1
+    files.publish(servers[1])
+    found = updater.next()
+    assert found is not None
+    assert (found.version, updater.refused) == (1, {})
+    servers[1].weight_version, servers[1].refused = 0, RefusedWeights(1, "invalid header")
+    files.publish(servers[1])
+    assert updater.next() is None
+    assert updater.refused == {1: "a.1 could not load it: No space left on device"}
 
 
 def test_a_delta_is_put_together_on_the_node_and_its_base_stays(run: RunDir, tmp_path: Path) -> None:
@@ -403,27 +426,27 @@ def test_engines_that_load_nothing_in_place_are_started_anew_and_no_request_is_l
 def test_a_version_that_does_not_run_is_refused_with_its_cause_and_the_one_before_serves(
     servers: Servers, tmp_path: Path
 ) -> None:
-    fleet(servers, 2, update="rolling")
+    fleet(servers, 3, update="rolling")
     broken = answers(tmp_path / "broken", "x")
     (broken / "script.yaml").write_text("default: {")
     weights.publish(servers.run, answers(tmp_path / "good", "good"))
-    until(lambda: [r["weight_version"] for r in servers.records()] == [1, 1], "both serve version 1")
+    until(lambda: [r["weight_version"] for r in servers.records()] == [1, 1, 1], "all serve version 1")
+    started = servers.record(2)["started_at"]
     weights.publish(servers.run, broken)
-    until(lambda: [bool(r.get("refused")) for r in servers.records()][:1] == [True], "a server refuses")
-    (first, *_) = sorted(servers.records(), key=lambda r: r["server"])
-    assert first["weight_version"] == 1
-    assert first["refused"]["version"] == 2
-    assert "script.yaml" in first["refused"]["cause"]
-    started = servers.record(1)["started_at"]
+    until(lambda: [bool(r.get("refused")) for r in servers.records()][:2] == [True, True], "two servers refuse")
+    for refusing in sorted(servers.records(), key=lambda r: r["server"])[:2]:
+        assert refusing["weight_version"] == 1
+        assert refusing["refused"]["version"] == 2
+        assert "script.yaml" in refusing["refused"]["cause"]
     until(lambda: cli("weights", "list", servers.run).stdout.count("script.yaml") >= 1, "the list shows the refusal")
-    looked = servers.record(1)["heartbeat"]
-    until(lambda: servers.record(1)["heartbeat"] > looked + 5, "the second server, which must not try, looked again")
-    assert servers.record(1)["started_at"] == started
+    looked = servers.record(2)["heartbeat"]
+    until(lambda: servers.record(2)["heartbeat"] > looked + 5, "the third server, which must not try, looked again")
+    assert servers.record(2)["started_at"] == started
     rows = {row["version"]: row for row in json.loads(cli("weights", "list", servers.run, "--json").stdout)}
-    assert rows[1]["servers"] == 2
+    assert rows[1]["servers"] == 3
     assert rows[2]["current"] is True
     weights.publish(servers.run, answers(tmp_path / "better", "better"))  # the next one is tried again
-    until(lambda: [r["weight_version"] for r in servers.records()] == [3, 3], "both serve version 3")
+    until(lambda: [r["weight_version"] for r in servers.records()] == [3, 3, 3], "all serve version 3")
 
 
 @pytest.mark.slow

@@ -51,6 +51,14 @@ def sums_by_token(new: Any, entropies: Any, batch: Tokens, totals: Totals) -> An
     return new.sum(), {"ratio": new}
 
 
+def sums_of_text(new: Any, entropies: Any, batch: Tokens, totals: Totals) -> Any:
+    return new.sum(), {"ratio": "high"}
+
+
+def attached(sequences: Any, models: Any) -> Any:
+    return [torch.ones(len(s.tokens), requires_grad=True) for s in sequences]
+
+
 def one_weight(batch: Tokens, truncate: float) -> Any:
     return batch.proximal.new_ones(1)
 

@@ -130,7 +130,7 @@ spoiled = {n: [v if m else float("nan") for v, m in zip(c, columns["mask"])] for
            if n in FLOATS or n in ("new", "entropies")}
 result["own nan"] = run(own, {**columns, **spoiled})
 result["broken"] = {}
-for name in ("only_a_loss", "by_token", "constant", "sums_by_token", "one_weight", "negative_weights"):
+for name in ("only_a_loss", "by_token", "constant", "sums_by_token", "sums_of_text", "one_weight", "negative_weights"):
     function = getattr(own_losses, name)
     about = {"importance": function} if "weight" in name else {"kind": function}
     try:
@@ -402,6 +402,7 @@ def test_a_loss_and_weights_of_the_users_get_what_the_contract_promises(sample, 
         ("by_token", "own_losses:by_token: returned torch.float64 (31,) as the loss; expected a floating-point scalar"),
         ("constant", "own_losses:constant: returned torch.float64 () as the loss; expected a floating-point scalar"),
         ("sums_by_token", "own_losses:sums_by_token: sum 'ratio' has the shape (31,); expected a scalar"),
+        ("sums_of_text", "own_losses:sums_of_text: sum 'ratio' is str"),
         ("one_weight", "own_losses:one_weight: returned torch.float64 (1,); expected a floating-point weight for each"),
         ("negative_weights", "own_losses:negative_weights: returned weights that are negative or not finite"),
     ],

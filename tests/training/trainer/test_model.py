@@ -129,13 +129,18 @@ def optimizers(result):
 
 
 def kinds(result):
-    from transformers import CohereConfig, MambaConfig, MistralConfig
+    from transformers import CohereConfig, MambaConfig, MistralConfig, Phi3Config
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 32}
     common = dict(vocab_size=259, hidden_size=64, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
     configs = {
         "window": MistralConfig(**common, **heads, sliding_window=4),
         "scaled": CohereConfig(**common, **heads, logit_scale=0.3),
         "mamba": MambaConfig(**common),
+        "longrope": Phi3Config(
+            **common, **heads, max_position_embeddings=64,
+            rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors},
+        ),
     }
     for name, config in configs.items():
         torch.manual_seed(0)
@@ -262,6 +267,7 @@ def test_masters_keep_updates_that_bfloat16_swallows(found):
 def test_a_model_whose_sequences_leak_is_refused(found):
     assert "MambaForCausalLM" in found["mamba"]
     assert "packed" in found["mamba"]
+    assert "Phi3ForCausalLM computes a token differently in long rows (longrope)" in found["longrope"]
 
 
 def test_errors_name_the_directory_and_the_value(found):

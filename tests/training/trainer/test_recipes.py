@@ -15,9 +15,16 @@ pytestmark = pytest.mark.slow  # each waits for torch
 
 LOSSES = r'''
 import json
+from pathlib import Path
 from types import SimpleNamespace
+import numpy as np
 import torch
-from megaflow_hpc.config.training import TrainingConfig
+from megaflow_hpc.config.sections import Method
+from megaflow_hpc.errors import ConfigError
+from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.training.trainer.columns import ColumnSequence, FrozenModels, UnusableRollout, _call
+from megaflow_hpc.training.trainer.model import ProcessGroup
+from megaflow_hpc.config.training import CLIPS, TrainingConfig
 from megaflow_hpc.training.trainer import recipes
 from megaflow_hpc.training.trainer.losses import Loss, Tokens, policy_loss
 from megaflow_hpc.training.trainer.probe import check
@@ -25,20 +32,27 @@ from megaflow_hpc.training.trainer.probe import check
 totals = SimpleNamespace(tokens=3, sequences=2, samples=2)
 
 
-def run(function, importance="none", columns={}, truncate=2.0):
+def run(function, importance="none", columns={}, truncate=2.0, clip=(0.2, 0.2), length=None, engine=-1.0):
     """The loss and its gradient of two sequences: 3 tokens with 2 to train on, and 2 with 1."""
     new = torch.tensor([0.0, -1.0, -2.0, 0.0, -0.5], dtype=torch.float64, requires_grad=True)
     tensor = lambda *values: torch.tensor(values, dtype=torch.float64)
     batch = Tokens(
         offsets=torch.tensor([0, 3, 5]), mask=torch.tensor([0, 1, 1, 0, 1]).bool(),
-        proximal=tensor(0, -1.1, -1.9, 0, -0.6), engine=tensor(float("nan"), -1.0, -2.5, 0, -0.7),
+        proximal=tensor(0, -1.1, -1.9, 0, -0.6), engine=tensor(float("nan"), engine, -2.5, 0, -0.7),
         advantages=tensor(0, 1, 1, 0, -0.5), weights=torch.ones(5, dtype=torch.float64),
         rollout_tokens=torch.tensor([2, 1]), columns={name: tensor(*values) for name, values in columns.items()},
     )
-    loss = Loss(function, importance=importance, truncate=truncate)
+    loss = Loss(function, clip, importance=importance, truncate=truncate, length=length)
     share, _ = policy_loss(loss, new, new.detach().abs(), batch, totals)
     share.backward()
     return [float(share.detach()), new.grad.tolist()]
+
+
+def refused(**fields):
+    try:
+        run(own(**fields), columns=frozen)
+    except Exception as error:
+        return str(error)
 
 
 def weights(importance, truncate):
@@ -58,9 +72,35 @@ found = {
     "distill": run(lambda *v: recipes.distill(*v, column="reference"), columns=frozen),
     "likelihood": run(recipes.likelihood),
     "dpo": run(recipes.dpo, columns={"pairs": (0, 0.7, 0.7, 0, 0.7)}),
+    "kinds": {
+        kind: [run(own(beta=0.0, kind=kind, **length), columns=frozen), run(kind, clip=CLIPS[kind], **length)]
+        for kind in ("ppo", "grpo", "dr_grpo", "gspo", "dapo", "cispo", "rloo")
+        for length in [{"length": 7} if kind == "dr_grpo" else {}]
+    },
+    "one clip": [run(own(beta=0.0, clip=0.1), columns=frozen), run("dapo", clip=(0.1, 0.1))],
+    "refused": [refused(kind="m2po"), refused(importance="sequence"), refused(entropy=0.1), refused(kind="dr_grpo")],
+    "infinite": run("dapo", lambda batch, truncate: (batch.proximal - batch.engine).exp(), engine=float("-inf"))[0],
     "icepop": weights(recipes.icepop, 1.2),
     "geometric": weights(recipes.geometric, 1.3),
 }
+models = FrozenModels(
+    SimpleNamespace(run=RunDir(Path("none")), policy="p"), SimpleNamespace(source=Path("base")), ProcessGroup(),
+    SimpleNamespace(plan=SimpleNamespace(version=9)), {0: {0}, 7: {2, 1}},
+)
+found["removed"] = []
+for version in (0, 7, 8):
+    try:
+        found["removed"].append(str(models.folder(version)))
+    except UnusableRollout as error:
+        found["removed"].append([error.rollouts, str(error)])
+    except ConfigError as error:
+        found["removed"].append(str(error))
+one = np.ones(3, np.float32)
+sequence = ColumnSequence(0, 0, 0, np.ones(3, np.int32), np.ones(3, np.uint8), one, np.zeros(3, np.int32), one)
+try:
+    _call(Method(name="tests.training.trainer.own_losses:attached"), [sequence], models)
+except ConfigError as error:
+    found["attached"] = str(error)
 where = "megaflow_hpc.training.trainer.recipes"
 for name, column in {"sapo": "", "kl_to_reference": "reference", "decoupled": "average", "exact_old": "old",
                      "distill": "teacher", "likelihood": "", "dpo": "pairs"}.items():
@@ -108,6 +148,17 @@ def test_kl_to_a_reference(found: dict[str, Any]) -> None:
     assert differences[[1, 2, 4]] == pytest.approx(slopes)
 
 
+def test_a_kind_within_another_loss_is_the_built_in_one(found: dict[str, Any]) -> None:
+    for kind, (within, built_in) in {**found["kinds"], "one clip": found["one clip"]}.items():
+        assert within[0] == pytest.approx(built_in[0], abs=1e-12), kind
+        assert within[1] == pytest.approx(built_in[1], abs=1e-12), kind
+    whole_minibatch, importance, entropy, length = found["refused"]
+    assert "kind: m2po: bounds the ratios of a whole minibatch" in whole_minibatch
+    assert "importance: expected kind, clip or length" in importance
+    assert "entropy: expected kind, clip or length" in entropy
+    assert "length: dr_grpo divides by this constant" in length
+
+
 def test_ratios_to_an_average_and_weights_of_it(found: dict[str, Any]) -> None:
     weights = [min(math.exp(r - e), 2.0) for r, e in zip(REFERENCE, ENGINE, strict=True)]
     values = [w * dapo(n, r, a) for w, n, r, a in zip(weights, NEW, REFERENCE, ADVANTAGES, strict=True)]
@@ -135,6 +186,21 @@ def test_likelihood_of_what_passed(found: dict[str, Any]) -> None:
 def test_dpo(found: dict[str, Any]) -> None:
     slope = 0.1 / (1 + math.exp(0.1 * 0.7)) / 2
     assert np.array(found["dpo"][1])[[1, 2, 4]] == pytest.approx([-slope, -slope, slope / 2])
+
+
+def test_weights_of_an_infinite_log_probability_are_no_mistake_of_the_function(found: dict[str, Any]) -> None:
+    assert not math.isfinite(found["infinite"])
+
+
+def test_a_version_that_is_removed_costs_the_rollouts_that_it_sampled(found: dict[str, Any]) -> None:
+    base, (rollouts, cause), unknown = found["removed"]
+    assert (base, rollouts) == ("base", [1, 2])
+    assert "version 7 of p is no longer stored (there are none)" in cause
+    assert "version 8 of p is no longer stored" in unknown
+
+
+def test_a_column_that_numpy_cannot_read_is_refused_by_name(found: dict[str, Any]) -> None:
+    assert "own_losses:attached: the column of sequence 0 of rollout 0 is Tensor" in found["attached"]
 
 
 def test_icepop_masks_and_geometric_importance(found: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from tests.support.training import VOCABULARY, Pods, trained_on, training_run
 torch.set_num_threads(1)
 SEED = int(sys.argv[1])
 KILLS = 2
+RECIPES = "megaflow_hpc.training.trainer.recipes"
 buffer.LOST_AFTER_S = 0.3
 
 
@@ -82,8 +83,8 @@ def unreadable():
 
 
 class Scene:
-    def __init__(self, name, spoil=None, limit=10**9, steps=4, **policy):
-        self.name, self.limit = name, limit
+    def __init__(self, name, spoil=None, limit=10**9, steps=4, frozen=False, **policy):
+        self.name, self.limit, self.frozen = name, limit, frozen
         fields = {"dtype": "float32", "microbatch": 64, "optimizer": {"lr": 1e-4}, "recompute": False, **policy}
         training = {"policies": {"default": fields}, "batch": 2, "staleness": 0, "steps": steps, "checkpoint_every": 2}
         self.run = training_run(Path(name), training, tasks=3, samples=4, model="tiny")
@@ -91,12 +92,13 @@ class Scene:
         self.draw = random.Random(f"{SEED}{name}")
 
     def train(self):
-        """Runs the trainer's command, in a process with memory for rows of ``limit`` tokens."""
+        """Runs the trainer's command, in a process with memory for rows of ``limit`` tokens, in passes with gradients
+        or, if ``frozen``, in those without."""
         faulthandler.enable()
-        forward, limit = PolicyModel.forward, self.limit
+        forward, limit, frozen = PolicyModel.forward, self.limit, self.frozen
 
         def bounded(policy, tokens, *rest):
-            if len(tokens) > limit and torch.is_grad_enabled():
+            if len(tokens) > limit and torch.is_grad_enabled() != frozen:
                 torch.empty(1 << 50, dtype=torch.uint8)  # fails as torch fails when memory runs out
             return forward(policy, tokens, *rest)
 
@@ -179,6 +181,20 @@ def damaged():
     return {**scene.report(scene.end()), "damaged": rollout.id}
 
 
+def never_finite():
+    count = itertools.count()
+
+    def spoil(trajectory):
+        if next(count) in (16, 24, 32):  # one rollout of each of the steps 3, 4 and 5
+            (one,) = trajectory.sequences
+            one.logprobs[one.loss_mask.index(1)] = -math.inf
+
+    scene = Scene("never finite", spoil, steps=7)
+    first = scene.end(kills=0)
+    log = Path("never finite.log").read_text()
+    return {**scene.report(scene.end(kills=0)), "first": [first, log[-2000:]]}
+
+
 def amended():
     scene = Scene("amended", steps=3)
     said = {}
@@ -215,10 +231,15 @@ def main():
         "infinite": Scene("infinite", infinite),
         "memory": Scene("memory", lengthen(150), limit=60, microbatch=128),
         "unreadable": Scene("unreadable", unreadable()),
+        "columns": Scene(
+            "columns", lengthen(150), limit=60, frozen=True, microbatch=128,
+            columns={"reference": f"{RECIPES}:reference"}, loss={"kind": f"{RECIPES}:kl_to_reference"},
+        ),
         "updated": Scene("updated", lengthen(150), limit=100, loss={"kind": "grpo", "epochs": 2, "minibatch": 1}),
     }.items():
         result[name] = scene.report(scene.end())
     result["damaged"] = damaged()
+    result["never finite"] = never_finite()
     result["amended"] = amended()
     print(json.dumps(result))
 
@@ -233,7 +254,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("scene", ["long", "infinite", "memory", "unreadable", "updated", "damaged", "amended"])
+@pytest.mark.parametrize(
+    "scene",
+    ["long", "infinite", "memory", "unreadable", "columns", "updated", "damaged", "never finite", "amended"],
+)
 def test_training_ends_and_a_start_without_checkpoints_repeats_it_bit_by_bit(found: dict[str, Any], scene: str) -> None:
     result = found[scene]
     assert result["status"] == [0, 0], result["log"]
@@ -265,13 +289,23 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(found: dict[str, An
     assert f"step {spoiled + 1}: 1 updates were not finite" in result["log"]
 
 
+def test_a_training_that_ended_after_steps_that_were_not_finite_continues_beyond_them(found: dict[str, Any]) -> None:
+    result = found["never finite"]
+    status, log = result["first"]
+    assert status == 2
+    assert "the gradients of the last 3 steps were not finite" in log
+    assert result["updates"] == [1, 1, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("scene", ["memory", "columns"])
 def test_rows_that_do_not_fit_into_memory_are_halved_and_a_rollout_that_does_not_fit_is_left_out(
-    found: dict[str, Any],
+    found: dict[str, Any], scene: str
 ) -> None:
-    result = found["memory"]
+    result = found[scene]
     halved = [amendment for amendment in result["amendments"] if amendment[3]]
     left_out = [amendment[2] for amendment in result["amendments"] if amendment[2]]
-    assert [amendment[3] <= 60 for amendment in halved] == [True]
+    assert len(halved) == {"memory": 1, "columns": 2}[scene]  # their rows are packed differently
+    assert halved[-1][3] <= 60
     assert all(len(names) == 1 and names[0].startswith("task-0") and names[0].endswith("/1") for names in left_out)
     assert sum(result["left_out"]) == len(left_out) >= 1
     assert all("memory" in amendment[5] and amendment[4] == "trainer" for amendment in result["amendments"])

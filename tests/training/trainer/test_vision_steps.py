@@ -89,7 +89,7 @@ def columned(result):
     flow = flow_of("columned", args={"mm-processor-kwargs": options})
     loop, step = TrainingLoop(flow, ProcessGroup()), next(flow.steps())
     mine = list(sequences_of(flow, step))
-    models = FrozenModels(flow, loop.policy, ProcessGroup(), step, set())
+    models = FrozenModels(flow, loop.policy, ProcessGroup(), step, {})
     ours, frozen = models.logprobs(None, mine), models.logprobs(models.base, mine)
     result["columns"] = [sum(bool(s.images) for s in mine), max(float(abs(a - b).max()) for a, b in zip(ours, frozen))]
     broken = flow_of("broken", SomeBroken, columns={"reference": "megaflow_hpc.training.trainer.recipes:reference"})

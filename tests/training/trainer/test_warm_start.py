@@ -77,6 +77,10 @@ def test_a_model_learns_demonstrations(tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert [path.name for path in tmp_path.glob(".out*")] == []
     assert "out: exists already" in warm_start(tmp_path, "demonstrations.jsonl", "out").stderr
+    spoiled = warm_start(tmp_path, "demonstrations.jsonl", "spoiled", "--epochs=4", "--lr=1e30", "--dtype=float32")
+    assert spoiled.returncode == 2
+    assert "the gradient is not finite; use a lower --lr; nothing was written" in spoiled.stderr
+    assert not (tmp_path / "spoiled").exists()
 
 
 SEEING = """
