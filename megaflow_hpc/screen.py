@@ -1,8 +1,8 @@
-"""The vocabularies of actions on a screen: that of Anthropic's computer tool, and BrowserGym's.
+"""Actions on a screen: those of Anthropic's computer tool, and BrowserGym's.
 
-The sandbox program ``screen`` carries out the first, the agent ``computer-use`` offers them to models, and the gateway
-translates the vendors' own tools to them. BrowserGym's actions name the elements of a page by ids. The agent offers
-them on request, and each becomes one or two actions of ``screen``.
+The sandbox program ``screen`` executes the former, the agent ``computer-use`` offers them to models, and the gateway
+translates vendors' own tools to them. BrowserGym's actions identify the elements of a page by id. The agent offers them
+on request, and translates each to one or two actions of ``screen``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _KEYS = {
     **{f"Digit{digit}": digit for digit in string.digits},
     **dict(pair.split(":") for pair in _NAMES.split()),
 }
-"""xdotool's names of keys that have others in ``KeyboardEvent``."""
+"""Name of a key in ``KeyboardEvent`` → its name in xdotool, if they differ."""
 
 
 class WebAction(NamedTuple):
@@ -285,7 +285,7 @@ def web_calls(text: str) -> list[tuple[str, list[Any], dict[str, Any]]]:
         Name, positional and named arguments of each call, at least one.
 
     Raises:
-        ValueError: The text has anything else.
+        ValueError: The text contains anything else.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes such as "\\d"

@@ -11,7 +11,7 @@ from typing import Any
 from megaflow_hpc.trajectory import image_label
 
 DIGITS = ((100.0, 0), (10.0, 1), (1.0, 2), (0.1, 3))
-"""(Minimum, number of decimals) of numbers that are shown to people."""
+"""(Minimum, number of decimals) for formatting numbers."""
 MAX_CONTAINERS = 4_000_000
 """Maximum number of opening brackets in a JSON text, including those in strings. Each bracket may become a 64-byte
 object."""

@@ -19,7 +19,7 @@ from megaflow_hpc.types import Artifact, Rollout, known_fields
 CALLS_FILE = "calls.jsonl"
 """Name of the artifact with one JSON line per turn: :attr:`Recording.calls`."""
 IMAGE_SCHEME = "sha256:"
-"""An image part of a recorded message has this and the image's digest as its URL."""
+"""URL scheme of images in recorded messages. The image's SHA-256 follows."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Image:
     sha256: str
     """Digest of ``data``, 64 hexadecimal digits."""
     media_type: str
-    """``image/png``, ``image/jpeg``, ``image/webp`` or ``image/gif``, as its first bytes say."""
+    """``image/png``, ``image/jpeg``, ``image/webp`` or ``image/gif``, derived from its first bytes."""
     width: int
     height: int
-    """Size in pixels, as its header says. No pixel was decoded."""
+    """Size in pixels, from the header. Pixels are not decoded."""
     data: bytes = field(repr=False)
     """The image file."""
 
@@ -300,14 +300,16 @@ def images_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Image]:
 
 def shown_images(messages: Iterable[Mapping[str, Any]]) -> list[str | None]:
     """Returns the SHA-256 of each image in messages, in the order in which they are shown. ``None`` for an image that
-    is not recorded, such as one at the address of another host."""
+    is not recorded, such as one on another host.
+    """
     urls = (part["image_url"].get("url", "") for message in messages for part in image_parts(message))
     return [url.removeprefix(IMAGE_SCHEME) if url.startswith(IMAGE_SCHEME) else None for url in urls]
 
 
 def with_images(messages: Sequence[Mapping[str, Any]], images: Mapping[str, Image]) -> list[dict[str, Any]]:
-    """Returns messages with their images as ``data:`` URLs in place of ``sha256:<hex>``. Leaves a name without an
-    image."""
+    """Returns messages with their images as ``data:`` URLs in place of ``sha256:<hex>``. Leaves URLs of unknown images
+    unchanged.
+    """
     urls = {f"{IMAGE_SCHEME}{name}": images[name].url for name in shown_images(messages) if name and name in images}
     return [replaced_images(message, lambda _, url: urls.get(url, url)) for message in messages]
 

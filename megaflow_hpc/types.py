@@ -113,7 +113,7 @@ class McpServer:
     """Address as seen from inside the sandbox."""
     transport: Literal["streamable-http", "sse", "stdio"] = "streamable-http"
     command: tuple[str, ...] = ()
-    """Program with arguments that an agent starts in the sandbox and calls by its standard streams."""
+    """Program with arguments that an agent starts in the sandbox and calls through its standard streams."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Task:
     verifier_timeout_s: float = 600.0
     limits: Limits = field(default_factory=Limits)
     network: Network | None = None
-    """The most network access that the task allows. If ``None``, the campaign decides."""
+    """Maximum network access that the task allows. If ``None``, the campaign decides."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     services: tuple[Service, ...] = ()
     """Programs that run next to the sandboxes of each rollout."""

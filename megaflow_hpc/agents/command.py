@@ -193,7 +193,7 @@ PRESETS: Mapping[str, Preset] = {
                 "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
                 "privacy": {"usageStatisticsEnabled": False},
                 "model": {"disableLoopDetection": True, "skipNextSpeakerCheck": True},
-                "modelConfigs": {"customAliases": {"chat-base": {"modelConfig": {}}}},  # the campaign samples
+                "modelConfigs": {"customAliases": {"chat-base": {"modelConfig": {}}}},  # the campaign sets sampling
             }
         },
     ),
@@ -216,7 +216,7 @@ PRESETS: Mapping[str, Preset] = {
                     }
                 },
                 "permission": {"*": "allow"},
-                "agent": {"title": {"disable": True}},  # a call that has nothing to do with the task
+                "agent": {"title": {"disable": True}},  # would call the model to title the session
                 "small_model": "gateway/$OPENAI_MODEL",
                 "share": "disabled",
                 "autoupdate": False,
@@ -275,7 +275,7 @@ def _filled(content: Any, variables: Mapping[str, str]) -> Any:
 
 
 def _named(name: str) -> Callable[..., CommandAgent]:
-    """Returns the constructor of an agent that is called like its preset."""
+    """Returns the constructor of the agent that has the same name as a preset."""
 
     def create(*, flags: str = "", toolbox: str | None = None, env: Mapping[str, str] | None = None) -> CommandAgent:
         return CommandAgent(preset=name, flags=flags, toolbox=toolbox, env=env)
@@ -318,7 +318,7 @@ def mcp_text(preset: str, servers: Sequence[McpServer]) -> str:
 
 
 def mcp_variable(servers: Sequence[McpServer]) -> dict[str, str]:
-    """Returns the variable that tells a program its MCP servers, in the common JSON form. Empty without servers."""
+    """Returns the environment variable that lists the MCP servers as JSON. Empty without servers."""
     return {"MEGAFLOW_MCP_SERVERS": mcp_text("", servers)} if servers else {}
 
 

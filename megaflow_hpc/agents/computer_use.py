@@ -1,21 +1,21 @@
 """An agent that works on a screen: it sees screenshots, an accessibility tree or both, and answers with actions.
 
-All that it needs of a sandbox is the program ``screen``::
+The sandbox needs only the program ``screen``::
 
     screen ── screenshot, tree ──► observation ──► model ── call of `computer` ──► screen do ACTION ──► observation …
 
-An action is a call of the tool ``computer`` or, for models without tool calls, a JSON object in the answer. The
-vocabulary is that of Anthropic's computer tool (:mod:`megaflow_hpc.screen`), and ``done`` and ``fail``, which end the
-rollout. With ``actions: browsergym`` it is that of BrowserGym: a tool for each action or, without tool calls, a call
-in the answer such as ``click('12')``, where ``12`` is an element's id in the tree. A malformed action is answered with
-an error that the model can read.
+An action is a call of the tool ``computer`` or, for models without tool calls, a JSON object in the answer. The actions
+are those of Anthropic's computer tool (:mod:`megaflow_hpc.screen`), plus ``done`` and ``fail``, which end the rollout.
+With ``actions: browsergym`` they are those of BrowserGym: one tool per action or, without tool calls, a call in the
+answer such as ``click('12')``, in which ``12`` is an element's id in the tree. A malformed action is answered with an
+error that the model can read.
 
-A prompt has at most ``history`` observations. When one more would not fit, the oldest half of them leaves together, so
-a prompt rarely loses its beginning: the recorder starts a new sequence only then. Of ``n`` observations with ``k`` in a
-prompt, that happens at most ``ceil((n - k) / ceil(k / 2))`` times.
+A prompt has at most ``history`` observations. When another one does not fit, the oldest half is dropped at once. Each
+drop changes the beginning of the prompt and makes the recorder start a new sequence, so drops should be rare. With
+``n`` observations and ``k`` per prompt, there are at most ``ceil((n - k) / ceil(k / 2))`` drops.
 
-A display that gives no picture twice in a row is lost. Keys can end it, so a loss after the model's first answer counts
-as the agent's failure: the rollout is verified as it is, and not repeated.
+A display that twice in a row gives no picture counts as lost. The model's own key presses can end it. A loss after the
+model's first answer is therefore the agent's failure: the rollout is verified as it is and not repeated.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MIN_SIDE, MAX_SIDE = 16, 4096
 _SIZE = re.compile(r"(\d{2,4})x(\d{2,4})")
 OBSERVATIONS = ("screenshot", "tree", "both")
 VOCABULARIES = {"computer": "screenshot", "browsergym": "tree"}
-"""Vocabularies of actions, each with the observation that is its default."""
+"""Set of actions → its default observation."""
 ENDS = ("done", "fail")
 PROMPT = """\
 You work on the desktop of a Linux computer to carry out the user's task. The screen has {size} pixels. {see}
@@ -93,7 +93,8 @@ class ComputerUseAgent:
             ``browsergym`` ``tree``.
         history: Maximum number of observations in a prompt. 0 means no limit.
         size: Size of the screen as ``WIDTHxHEIGHT``. Default: that of ``screen``.
-        scale: Size of screenshots as ``WIDTHxHEIGHT``, in whose pixels coordinates are. Default: the screen's.
+        scale: Size of screenshots as ``WIDTHxHEIGHT``. Coordinates are pixels of the screenshot. Default: the screen's
+            size.
         tools: If false, offers no tool, and reads an action from the answer's text.
         model: Options for every model call: ``temperature``, ``max_tokens``, …
         max_format_errors: Number of consecutive answers without a valid action after which the agent gives up.
@@ -210,14 +211,15 @@ TOOL = {
 
 
 class ActionRequest(NamedTuple):
-    """An action that an answer asks for, as actions of ``screen``, or what is wrong with it."""
+    """One requested action, translated to actions of ``screen``, or an error about it."""
 
     actions: Sequence[Mapping[str, Any]]
     problem: str = ""
     call_id: str | None = None
     """Id of the tool call, or ``None`` for an action in the text."""
     is_call: bool = False
-    """True if it is a call of BrowserGym's form. A wrong one is not a malformed answer: it never ends the rollout."""
+    """True for a BrowserGym call. An invalid call does not count as a malformed answer, so it never ends the rollout.
+    """
 
 
 def requests_of(message: Mapping[str, Any], web: Sequence[str] = ()) -> list[ActionRequest]:
@@ -328,14 +330,14 @@ class ScreenChat:
             self.messages.append({"role": "user", "content": text})
 
     def show(self, observation: Sequence[Mapping[str, Any]]) -> None:
-        """Appends an observation. If there are too many, the oldest half leaves."""
+        """Appends an observation. If there are too many, drops the oldest half."""
         if self._history and len(self._shown) == self._history:
             leaving = (self._history + 1) // 2
             for message, before in self._shown[:leaving]:
                 message["content"] = _content([*_texts(before), *_texts(LEFT)])
             del self._shown[:leaving]
         before = ""
-        if self.messages[-1]["role"] == "user":  # chat templates refuse two messages of a user in a row
+        if self.messages[-1]["role"] == "user":  # chat templates reject consecutive user messages
             before = self.messages.pop()["content"]
         message = {"role": "user", "content": _content([*_texts(before), *observation])}
         self.messages.append(message)
@@ -347,7 +349,7 @@ def _texts(text: str) -> list[dict[str, Any]]:
 
 
 def _content(parts: Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
-    """Returns text as a string, which every chat template takes."""
+    """Joins parts that are all text into a string, which every chat template accepts. Keeps other parts as a list."""
     if all(part["type"] == "text" for part in parts):
         return "\n\n".join(part["text"] for part in parts)
     return list(parts)
@@ -362,7 +364,7 @@ class Screen:
     Args:
         scale: Size of screenshots as ``WIDTHxHEIGHT``, or an empty string for the screen's.
         observe: Contents of an observation: ``screenshot``, ``tree`` or ``both``.
-        ids: Whether the tree has the ids of elements instead of coordinates.
+        ids: If true, the tree shows ids of elements instead of coordinates.
     """
 
     def __init__(self, sandbox: Sandbox, scale: str, observe: str, *, ids: bool) -> None:
@@ -372,7 +374,7 @@ class Screen:
         self._fresh = False
         """True if the screenshot in the sandbox was taken after the last action."""
         self._why = ""
-        """Why the last look at the screen failed."""
+        """Reason why the last observation failed."""
 
     async def start(self, size: str) -> str:
         """Starts the display, unless it runs. The task's variables decide what it shows.
@@ -396,7 +398,7 @@ class Screen:
         return "x".join(map(str, json.loads(done.stdout_bytes)["size"]))
 
     async def act(self, action: Mapping[str, Any]) -> str:
-        """Carries out an action. Returns what is wrong with it, or an empty string."""
+        """Carries out an action. Returns an error message, or an empty string on success."""
         picture = ["--screenshot", PICTURE] if self._pictures else []
         words = ["screen", "do", json.dumps(action), *picture, *self._scale]
         done = await self._sandbox.exec(words, timeout_s=ACTION_TIMEOUT_S)
@@ -408,7 +410,7 @@ class Screen:
         """Returns the parts of a message that show the screen.
 
         Raises:
-            SetupError: The display gave no picture or no tree, twice in a row.
+            SetupError: The display twice in a row gave no picture or no tree.
         """
         parts: list[dict[str, Any]] = []
         if self._pictures:

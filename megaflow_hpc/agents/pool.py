@@ -1,11 +1,11 @@
-"""Processes that run the agents of rollouts without a sandbox: reused, and many agents in each at once.
+"""Pool of reusable processes for agents of rollouts without a sandbox. Each process runs several agents at once.
 
 An agent that awaits its model shares its process with others. An agent that blocks while it waits, such as a client
 without asyncio, has its process to itself: a process gets another job only once it responds, and the pool grows while
 jobs wait and processes are blocked.
 
 If a process ends, each of its unfinished rollouts runs again in a process of its own, and only fails if that process
-ends too. So a bug in one rollout does not cost the others theirs.
+ends too. So a bug in one rollout does not fail the others.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ MAX_AGENTS = 256
 MAX_JOBS = 2000
 """Replace a process after this many jobs, because their code may leak."""
 MAX_CORES = 8
-"""Maximum number of processes that do not block, however many cores there are."""
+"""Maximum number of non-blocked processes, regardless of the number of cores."""
 GROW_S = 0.05
-"""A process that has not responded for so long, and sleeps, is blocked by its agent."""
+"""A sleeping process that has not responded for this many seconds counts as blocked by its agent."""
 STALL_S = 20.0
-"""Kill a process with several agents if one of them blocks it for so long, or does not end after it was cancelled. A
-process that lacks CPU time does not count as blocked."""
+"""Kill a shared process if an agent blocks it for this many seconds, or has not ended this long after its cancellation.
+A process that lacks CPU time does not count as blocked.
+"""
 
 
 class AgentPool:
@@ -152,7 +153,7 @@ class AgentPool:
         if not self._waiting:
             self._unanswered.clear()
             return
-        # Two looks in a row, because a response may have arrived that this loop has not read yet.
+        # Require two checks in a row, because a response may have arrived that this loop has not read yet.
         unanswered = {process: process.taken for process in self._processes if not process.ready and process.pid}
         blocked = sum(self._unanswered.get(p) == taken and _asleep(p) for p, taken in unanswered.items())
         full = sum(not _may_take(process) for process in self._processes)
@@ -162,7 +163,7 @@ class AgentPool:
         self._look_soon()
 
     def _check(self) -> None:
-        """Kills processes that one agent withholds from others, and processes that are no longer needed."""
+        """Kills shared processes that one agent blocks, and processes that are no longer needed."""
         before, self._checked = self._checked, {}
         for process in list(self._processes):
             cancelled, cpu_s, asleep = process.cancelled(), _cpu_s(process), _asleep(process)
@@ -187,7 +188,7 @@ def _may_take(process: AgentProcess) -> bool:
 
 
 def _asleep(process: AgentProcess) -> bool:
-    """Returns whether a process that does not respond waits for something, rather than computes."""
+    """Returns whether an unresponsive process is waiting rather than computing."""
     fields = stat_fields(process.pid)
     return not fields or fields[0] in "SD"
 

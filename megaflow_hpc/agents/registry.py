@@ -106,7 +106,7 @@ class KnownAgent:
 
 
 def known_agents() -> list[KnownAgent]:
-    """Tries to create each built-in agent, and returns all of them."""
+    """Returns all built-in agents, with the error message of each that cannot be created on this machine."""
     agents = []
     for name in NAMES:
         lacks = ""

@@ -137,7 +137,7 @@ class ProcessLostError(UserCodeError):
 
 @dataclass
 class AgentJob:
-    """What an agent's process is asked to do."""
+    """A request to run one agent in an agent process."""
 
     agent: AgentSpec
     task: Task
@@ -233,7 +233,7 @@ class AgentProcess:
             self._writer.write(frame(message))
 
     async def keep_asking(self) -> None:
-        """Lets the process respond at intervals, which extends a limited process's CPU time. Runs until cancelled."""
+        """Pings the process at intervals. Each response extends a limited process's CPU time. Runs until cancelled."""
         while True:
             await asyncio.sleep(ASK_S)
             if self.ready:
@@ -436,8 +436,9 @@ def _describe_exit(status: int) -> str:
 
 
 MAX_SHOWN_BYTES = 64 * 1024
-"""Maximum bytes of output to print per agent. If agents share a process, each new agent refills what all may print.
-Further output is read and discarded, so that the agents do not block."""
+"""Maximum bytes of output to print per agent. In a shared process, each new agent resets the count. Further output is
+read and discarded, so that the agents do not block.
+"""
 MAX_LINE_BYTES = 4096
 """Maximum length of a line in bytes. Longer lines are split."""
 DRAIN_S = 5.0
@@ -484,7 +485,7 @@ class Prints(asyncio.Protocol):
         self._flush()
 
     def refill(self) -> None:
-        """Shows up to :data:`MAX_SHOWN_BYTES` more, for the next agent in this process."""
+        """Resets the count of printed bytes, for the next agent in this process."""
         self._left = MAX_SHOWN_BYTES
 
     def end(self) -> None:

@@ -10,8 +10,8 @@ Packets are JSON. The runner sends ``{"run": N, "limited": BOOL}`` with the desc
 replies ``{"ended": N, "status": S}`` with the wait status. Only the zygote signals its children, so a recycled pid is
 never signalled.
 
-A process reads jobs from its socket, ``{"cancel": JOB}``, ``{"ping": …}`` and responses of sandboxes. At its start
-and after each of the former three it sends ``{"ready": PID}``, as soon as no agent blocks its event loop.
+A process reads jobs, ``{"cancel": JOB}``, ``{"ping": …}`` and responses of sandboxes from its socket. At its start and
+after each of the first three it sends ``{"ready": PID}``, as soon as no agent blocks its event loop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_CPU_S = 900
 """Limit on the CPU seconds that a limited process uses while it does not respond to the runner."""
 
 MAX_LINE_CHARS = 4096
-"""Length from which what a shared process prints is a line of its own, even without a newline."""
+"""Maximum length of an unfinished line of a shared process. A longer one is printed at once, as a line of its own."""
 
 _label: ContextVar[str] = ContextVar("label", default="")
 """Label of the current rollout. Empty if it is alone in its process."""
@@ -91,7 +91,7 @@ def serve(control: socket.socket) -> None:
         parent = os.getpid()
         try:
             pid = os.fork()
-        except OSError as error:  # such as the limit on processes; it costs one agent, and not those that run
+        except OSError as error:  # such as a process limit; only this agent fails, running agents continue
             print(f"no process can be started for an agent: {error}", file=sys.stderr)
             os.close(descriptor)
             os.close(printed)
@@ -118,7 +118,7 @@ def _reap(control: socket.socket, children: dict[int, int]) -> None:
             return
         if ended is None:
             return
-        _kill_group(ended.si_pid)  # what an agent started and left; its id is not free before it is reaped
+        _kill_group(ended.si_pid)  # kill the agent's remaining children; its id cannot be reused before it is reaped
         pid, status = os.waitpid(ended.si_pid, 0)
         if pid in children:
             with contextlib.suppress(OSError):

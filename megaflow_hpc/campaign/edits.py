@@ -143,9 +143,8 @@ class Edits:
         if not self._edited:
             return []
         return [
-            f"{file} was edited, which changes nothing: a run continues as it was planned. Walltime, memory and "
-            "partition change with resume --time, --mem and --partition, limits with resume --limit; for the rest plan "
-            "a new run"
+            f"{file} was edited, but edits do not affect a planned run. Walltime, memory and partition "
+            "change with resume --time, --mem and --partition, limits with resume --limit; for the rest plan a new run"
         ]
 
 
@@ -190,6 +189,6 @@ def lost_journals(run: RunDir, ledger: Ledger) -> list[str]:
 
 def _purged(run: RunDir, what: str) -> ConfigError:
     return ConfigError(
-        f"{run}: was removed in part, perhaps by a purge of scratch: {what}; restore it, or gather what is left and "
+        f"{run}: was partly deleted, perhaps by a purge of scratch: {what}; restore it, or gather what is left and "
         "plan a new run"
     )

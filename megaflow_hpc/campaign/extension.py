@@ -29,8 +29,8 @@ class Extension:
 def extend(run: Run, file: str | Path | None = None, watch: PlanWatch = SILENT) -> Extension:
     """Adds the tasks and samples of an edited campaign file that the run lacks. :meth:`Run.resume` then runs them.
 
-    Nothing is removed: rollouts of tasks that left the file, or of a lower number of samples, stay in the run. A run
-    that was planned with ``only`` gets only rollouts that match it. A call that is killed may be repeated.
+    Removes nothing, even if the file now has fewer tasks or samples. A run that was planned with ``only`` gets only
+    rollouts that match it. A killed call can be repeated safely.
 
     Args:
         file: The edited campaign file. Default: the file from which the run was planned.
@@ -70,7 +70,7 @@ def extend(run: Run, file: str | Path | None = None, watch: PlanWatch = SILENT) 
 
 
 def _add(run: Run, draft: Draft, text: str) -> Extension:
-    """Adds what the run lacks. A call that is killed leaves a run to which a repeated call adds the rest."""
+    """Adds the missing tasks and rollouts. If the call is killed, a repeated call adds the rest."""
     record = run.record
     known = set(planned_tasks(run.dir, record))
     new = [planned for planned in plan.planned_tasks(draft) if planned.task["id"] not in known]
@@ -99,7 +99,7 @@ def _add(run: Run, draft: Draft, text: str) -> Extension:
 
 
 def _check_images(run: Run, draft: Draft, where: str) -> None:
-    """Checks that the edited images are not those of planned tasks, whose rollouts keep the images of the plan."""
+    """Checks that no image of a planned task was edited, because its rollouts keep the planned image."""
     known = planned_tasks(run.dir, run.record)
     for planned in plan.planned_tasks(draft):
         before = known[planned.task["id"]].images if planned.task["id"] in known else {}

@@ -154,7 +154,7 @@ class Jobs(LiveJobs):
         blocks."""
         size = 0
         for path in self._run.journal.glob("*.[jp]*"):  # journals and packs
-            with contextlib.suppress(FileNotFoundError):  # removed in the meantime, because it was packed
+            with contextlib.suppress(FileNotFoundError):  # a journal that was packed and removed in the meantime
                 size += path.stat().st_size
         blocks, done = len(numbers(self._run)), len(self._ledger.marked_done())
         if not blocks:  # a trainer will add them
@@ -318,7 +318,7 @@ class Jobs(LiveJobs):
             self.arrays.adopt(self._config.name, self._clusters)
             live = self.live_pods(0)
             if live is None:
-                raise SiteError(f"{self._run}: Slurm does not say which pods there are; nothing was changed")
+                raise SiteError(f"{self._run}: Slurm does not report which pods exist; nothing was changed")
             here = self._not_leaving(live)
             if self._ledger.finished:
                 return {"added": [], "leaving": []}
@@ -368,7 +368,7 @@ class Jobs(LiveJobs):
         """
         servers = self.servers(ASK_SLURM_S / 2)
         if servers is None:
-            raise SiteError(f"{self._run}: Slurm does not say which engine servers there are; nothing was changed")
+            raise SiteError(f"{self._run}: Slurm does not report which engine servers exist; nothing was changed")
         own = {n: state for n, state in sorted(servers.items()) if self._servers[n].policy == policy}
         held = [state.id for state in own.values() if state.held]
         to_release = held[: max(0, count - (len(own) - len(held)))]
@@ -502,13 +502,13 @@ class Jobs(LiveJobs):
             pods = f"{len(plan.vain)} pods" if len(plan.vain) > 1 else "a pod"
             lines.append(
                 f"{pods} stored nothing in {self._config.slurm.requeues + 1} starts in a row and ended; see: "
-                f"megaflow-hpc logs {self._run} {plan.vain[-1]}; when the cause is gone: "
+                f"megaflow-hpc logs {self._run} {plan.vain[-1]}; once the cause is fixed: "
                 f"megaflow-hpc resume {self._run}"
             )
         if plan.given_up:
             lines.append(
                 f"replacement pods stored nothing in {BARREN_ROUNDS} rounds, so no more are added; see: "
-                f"megaflow-hpc logs {self._run}; once the cause is removed: megaflow-hpc resume {self._run}"
+                f"megaflow-hpc logs {self._run}; once the cause is fixed: megaflow-hpc resume {self._run}"
             )
         if self._refused:
             lines.append(f"pods that ended cannot be replaced at the moment: {self._why_refused}")

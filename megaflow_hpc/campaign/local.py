@@ -240,10 +240,10 @@ JUDGE_STOP_S = 30.0
 
 
 class JudgeServers:
-    """Serves a run's judges while no pod runs, until it is closed. A context manager.
+    """Context manager that serves a run's judges while no pod runs.
 
-    Servers that still serve are used. Others are processes of this machine, which get a run directory of their own, so
-    they cannot disturb the run. They end with this process.
+    Servers that still run are reused. The others are started on this machine with their own run directory, so they
+    cannot disturb the run, and end with this process.
 
     Args:
         judges: Names of the judges to serve.

@@ -39,11 +39,11 @@ def ask_for(requests: Changes, launcher: str, run: RunDir, planned: RunRecord, j
         time.sleep(3.0)
         pods = jobs.live_pods(0)
     if pods is None and jobs_submitted:
-        raise SiteError(f"{run}: Slurm does not say which pods there are; nothing was changed")
+        raise SiteError(f"{run}: Slurm does not report which pods exist; nothing was changed")
     if running := [pod.id for pod in pods or () if not pod.waits]:
         raise ConfigError(
             f"{run}: {len(running)} pods are running (among them {running[0]}) and keep their requests; "
-            f"stop them first (megaflow-hpc cancel {run}), which loses no stored results"
+            f"stop them first (megaflow-hpc cancel {run}; stored results are kept)"
         )
 
     def check(changed: CampaignConfig) -> None:

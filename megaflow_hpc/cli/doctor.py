@@ -150,7 +150,9 @@ def _slurm() -> Iterator[Finding]:
         yield Finding("partition", "warn", "there is no default: sbatch refuses jobs that name no partition", remedy)
     yield Finding("array size", "ok", f"MaxArraySize {site.max_array_size()}")
     if why := health.why_no_accounting():
-        remedy = "tell the site that slurmdbd is away; jobs continue, but ended ones and usage are unknown meanwhile"
+        remedy = (
+            "tell the site that slurmdbd is down; jobs continue, but ended jobs and usage are unknown until it is back"
+        )
         yield Finding("accounting", "warn", why, remedy)
     elif why is not None:
         yield Finding("accounting", "ok", "sacct answers")

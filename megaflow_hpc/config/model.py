@@ -143,8 +143,9 @@ class ModelConfig(Section):
     ``/v1beta`` with ``api: gemini``."""
     api: Literal["openai", "anthropic", "gemini"] | None = None
     """API of the ``external`` endpoint: OpenAI's own, whose newer models refuse ``max_tokens``; Anthropic's messages;
-    or Gemini's generateContent. Calls of any agent are converted. Default: an endpoint compatible with OpenAI's API,
-    asked as the agent asks."""
+    or Gemini's generateContent. Calls in any other format are converted. Default: an endpoint compatible with OpenAI's
+    API, which gets calls as the agent makes them.
+    """
     api_key_file: str | None = None
     """File with the API key of the ``external`` endpoint. Only its owner may read it (mode 0600). Default: no key."""
     script: str | None = None
@@ -156,7 +157,7 @@ class ModelConfig(Section):
     name it. If such a policy is trained, it learns from the groups in the other trained policies' steps. Default:
     the campaign's ``samples``."""
     price: TokenPrice | None = None
-    """Price of the tokens, by which reports count what the model costs. Default: none."""
+    """Price of the tokens, used for costs in reports and for ``limits.usd``. Default: none."""
     judge: bool | Literal["reward"] = False
     """Reserve the model for verifiers that judge rollouts. Agents cannot call it. ``reward``: the same, for a reward
     model with one class (``vllm`` only), which rates conversations by a number. Default: false."""

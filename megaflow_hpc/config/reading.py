@@ -125,7 +125,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, yaml.Node | None]:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:
         number = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{path}:{number}: holds the character 0x{error.character:02x}; expected YAML") from None
+        raise ConfigError(f"{path}:{number}: contains the character 0x{error.character:02x}; expected YAML") from None
     loader.name = str(path)  # each node's mark names its file, because a campaign may be merged from two files
     try:
         node = loader.get_single_node()

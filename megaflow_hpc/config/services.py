@@ -11,16 +11,16 @@ from megaflow_hpc.config.sections import SandboxLimits, Section
 from megaflow_hpc.types import HealthCheck, Limits, Service
 
 HOST_NAME = re.compile(r"(?=.{1,253}\Z)[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\Z")
-"""A name that a sandbox's ``/etc/hosts`` can give a service."""
+"""Matches a valid host name for a service in a sandbox's ``/etc/hosts``."""
 RESERVED = ("localhost", "main", "ip6-localhost", "ip6-loopback")
-"""Names that no service may have."""
+"""Host names that services must not use."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Word = Annotated[str, StringConstraints(strip_whitespace=False)]
 
 
 def words_of(value: Any) -> Any:
-    """Returns a command as a list of words. A text runs in a shell."""
+    """Returns a command as a list of words. A string runs in a shell."""
     return ("/bin/sh", "-c", value) if isinstance(value, str) else value
 
 
@@ -46,7 +46,7 @@ class ServiceConfig(Section):
     """Scope of the service. ``rollout``: each rollout has a service of its own. ``node``: the campaign's rollouts on a
     node share one. ``campaign``: one Slurm job serves all rollouts, and is requeued. Default: ``rollout``."""
     image: str | None = None
-    """Image of the service, mapped by ``environment.images`` as those of tasks are. Default: the task's image."""
+    """Image of the service, mapped by ``environment.images`` like the images of tasks. Default: the task's image."""
     command: tuple[Word, ...] = ()
     """Program of the service: a list of words, or a text for the shell. Default: the program of the image."""
     ports: tuple[Port, ...] = ()
@@ -75,7 +75,7 @@ class ServiceConfig(Section):
         return self
 
     def service(self, name: str) -> Service:
-        """Returns the service in the form of tasks."""
+        """Converts the service to the type that tasks use."""
         limits = self.limits
         return Service(
             name=name,
@@ -93,8 +93,7 @@ class ServiceConfig(Section):
 
 
 def check_services(services: dict[str, ServiceConfig]) -> None:
-    """Raises ValueError for a name that no host can have, and for services that wait for an unknown one or in a
-    circle."""
+    """Raises ValueError for an invalid host name, an unknown service in ``after``, or a dependency cycle."""
     for name in services:
         if not HOST_NAME.match(name):
             raise ValueError(f"service {name!r} must be lower-case letters, digits, dot, dash or underscore")
@@ -105,7 +104,7 @@ def check_services(services: dict[str, ServiceConfig]) -> None:
 
 
 def order_problem(after: dict[str, tuple[str, ...]]) -> str:
-    """Returns why services cannot be started one after another; empty if they can.
+    """Returns why no order to start the services exists, or an empty string if one does.
 
     Args:
         after: service → services that must be ready before it starts.
@@ -113,7 +112,7 @@ def order_problem(after: dict[str, tuple[str, ...]]) -> str:
     for name, others in after.items():
         for other in others:
             if other not in after:
-                return f"service {name!r} waits for {other!r}, which is no service; known here: {', '.join(after)}"
+                return f"service {name!r} waits for {other!r}, which is not a service; known here: {', '.join(after)}"
     started: set[str] = set()
     while len(started) < len(after):
         ready = {name for name, others in after.items() if name not in started and started.issuperset(others)}

@@ -1,4 +1,4 @@
-"""The client of agents and judges in Python: one chat completion at a rollout's address."""
+"""Requests a chat completion at a rollout's address, for agents and judges written in Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megaflow_hpc.errors import ModelServiceError
 from megaflow_hpc.types import ModelEndpoint
 
 REFUSED = (400, 413, 422)
-"""HTTP statuses that mean the request is at fault. For any other failure, the model service is at fault."""
+"""HTTP statuses of an invalid request. Any other failure is the model service's."""
 
 
 async def post_chat(

@@ -5,8 +5,8 @@
 Inspect finds the provider by its entry point. Each sample gets one sandbox, whose configuration is one of:
 
 - an image: a SIF file, or a directory with an unpacked image;
-- a Dockerfile, or a compose file with one service, as the ``docker`` provider takes them. An evaluation that names the
-  ``docker`` provider keeps its file with ``--sandbox megaflow_hpc``;
+- a Dockerfile, or a compose file with one service, in the form that the ``docker`` provider accepts. An evaluation that
+  names the ``docker`` provider keeps its file with ``--sandbox megaflow_hpc``;
 - nothing: the image ``aisiuk/inspect-tool-support``, as with ``docker``.
 
 ``MEGAFLOW_IMAGES`` maps names of images to files and addresses, as ``NAME=TARGET,…``, with patterns. An unmapped name
@@ -57,7 +57,7 @@ DEFAULT_WORKDIR = "/workspace"
 IGNORED = {"build", "command", "container_name", "cpus", "deploy", "entrypoint", "environment", "hostname", "image"}
 IGNORED |= {"init", "mem_limit", "network_mode", "pull_policy", "platform", "restart", "stop_grace_period", "user"}
 IGNORED |= {"working_dir", "x_default", "x_local"}
-"""Fields of a service that are used, or that make no difference in a sandbox."""
+"""Fields of a service that are used, or that have no effect in a sandbox."""
 _MB = {"k": 1e-3, "m": 1.0, "g": 1e3, "b": 1e-6}
 _WRITE = """\
 set -e
@@ -72,7 +72,7 @@ if ! [ -e "$1" ] && ! [ -L "$1" ]; then exit 2; fi
 if ! [ -r "$1" ]; then exit 13; fi
 exec head -c "$2" <"$1"
 """
-"""Exit with the number of the error."""
+"""Shell scripts that write and read a file. Their exit status is an errno."""
 
 
 @sandboxenv(name="megaflow_hpc")

@@ -4,11 +4,11 @@
     async with runtime(config) as box:
         trace = await agent.run(task, runtime=box)
 
-verifiers chooses among its own runtimes by the ``type`` of a configuration, and has no registry for others. An agent
-takes a running one, as above, and shares it with the program that started it.
+verifiers selects only its own runtimes by the ``type`` of a configuration, and has no registry for others. So start the
+runtime yourself, as above, and pass it to the agent.
 
-A sandbox keeps its workspace in ``workdir`` and has no network unless ``network`` is ``host``. With ``host``, programs
-reach the interception server of verifiers, which a harness needs.
+The sandbox's workspace is ``workdir``. It has no network unless ``network`` is ``host``, which a harness needs to reach
+the interception server of verifiers.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class MegaflowRuntime(Runtime):
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Starts a program that runs until the sandbox stops. Its output goes to ``log`` in the workspace."""
-        await self.write(log, b"")  # it exists as soon as this returns
+        await self.write(log, b"")  # so that the log exists once this returns
         command = f"exec {shlex.join(argv)} >>{shlex.quote(log)} 2>&1"
         running = self._running().exec(command, env=self.process_env(env))
         self._background.append(asyncio.ensure_future(running))

@@ -258,7 +258,7 @@ def add(blocks: Sequence[Sequence[Rollout]], token: str, private: str) -> Steps[
         LedgerError: The token is not a valid file name or was used for other rollouts, or there are no rollouts.
     """
     if not TOKEN.match(token):
-        raise LedgerError(f"token {token!r}: letters, digits and ._- alone; it names a file")
+        raise LedgerError(f"token {token!r}: expected only letters, digits and ._-, because it names a file")
     rollouts = [rollout for block in blocks for rollout in block]
     if not rollouts:
         raise LedgerError(f"token {token}: no rollouts to add")
@@ -317,7 +317,7 @@ def _read_existing(path: str) -> Steps[Mapping[str, Any]]:
         content = yield Read(path)
         if content is not None:
             return content
-    raise LedgerError(f"{path}: is there and cannot be read; call again with the same token")
+    raise LedgerError(f"{path}: exists but cannot be read; call again with the same token")
 
 
 # --- reading ---
@@ -340,9 +340,7 @@ def read_block(run: RunDir, number: int) -> Block:
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and passing(error):
             raise
-        raise LedgerError(
-            f"{run.block(number)}: cannot be read as a block: {error!r}; make the run again with plan"
-        ) from error
+        raise LedgerError(f"{run.block(number)}: cannot be read as a block: {error!r}; plan the run again") from error
 
 
 def read_blocks(run: RunDir, which: Iterable[int] | None = None) -> list[Block]:

@@ -103,7 +103,7 @@ class OpenLease:
 
     def __init__(self, run: RunDir, consumer: str) -> None:
         if not TOKEN.match(consumer):
-            raise LedgerError(f"consumer {consumer!r}: letters, digits and ._- alone; it names a file")
+            raise LedgerError(f"consumer {consumer!r}: expected only letters, digits and ._-, because it names a file")
         self.run, self.consumer = run, consumer
         self._lease, self._marks, self._files = Lease(f"{OPEN}/{consumer}"), Marks(run), Files(run, time.monotonic)
         self._stop = threading.Event()

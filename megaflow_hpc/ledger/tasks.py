@@ -243,7 +243,7 @@ class TaskFile(Mapping[str, PlannedTask]):
         try:
             planned = decode(line, PlannedTask)
         except ValueError as error:
-            raise self._damaged(f"a line of it is no task: {error}") from error
+            raise self._damaged(f"one of its lines is not a task: {error}") from error
         if change := self._changed.get(planned.task.get("id", "")):
             planned.task["metadata"] = {**planned.task.get("metadata", {}), "files": change.files}
         return planned
@@ -259,7 +259,7 @@ class TaskFile(Mapping[str, PlannedTask]):
                 raise self._damaged("it is gone") from None
             if (size := os.fstat(self._descriptor).st_size) < self._packed.bytes:
                 self._close()
-                raise self._damaged(f"it has {size} bytes where run.json says {self._packed.bytes}")
+                raise self._damaged(f"it has {size} bytes, but run.json says {self._packed.bytes}")
         return self._descriptor
 
     def _close(self) -> None:
@@ -283,7 +283,7 @@ class TaskFile(Mapping[str, PlannedTask]):
             lines.append((_hash(self._decode(line).task["id"]), end, len(line)))
             end += len(line)
         if len(lines) != self._packed.count:
-            raise self._damaged(f"it has {len(lines)} lines where run.json says {self._packed.count}")
+            raise self._damaged(f"it has {len(lines)} lines, but run.json says {self._packed.count}")
         return _columns(lines)
 
     def _damaged(self, what: str) -> ConfigError:

@@ -1,8 +1,8 @@
-"""Computer tools of Anthropic and OpenAI, translated to functions that any model can be offered, and back.
+"""Translates the computer tools of Anthropic and OpenAI to functions that any model can use, and back.
 
-A program that asks for its vendor's tool talks to an ordinary engine through a function of the same meaning. An
-endpoint of the same vendor gets the tool itself: the function's description names the tool and its settings, so the
-tool can be made from the function alone (:func:`anthropic_tool`, :func:`openai_tool`).
+If a program requests its vendor's tool, an ordinary engine gets an equivalent function. An endpoint of the same vendor
+gets the tool itself. It is restored from the function, whose description names the tool and its settings
+(:func:`anthropic_tool`, :func:`openai_tool`).
 
 =============================  =======================================================================================
 Anthropic, ``computer_*``      one function ``computer`` in its own vocabulary (:mod:`megaflow_hpc.screen`)
@@ -59,7 +59,7 @@ _NAMED = re.compile(r"\(Anthropic's (\w{1,64})(?:, (\d{1,5})x(\d{1,5}) pixels)?\
 
 
 def anthropic_function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the function for a tool of Anthropic that its client carries out, or ``None`` for other tools."""
+    """Returns the function for an Anthropic tool that the client executes, or ``None`` for other tools."""
     kind = str(tool.get("type") or "")
     if kind in BETAS:
         actions = FIRST_ACTIONS if kind == "computer_20241022" else ACTIONS
@@ -81,7 +81,7 @@ def anthropic_function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def anthropic_tool(function: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the tool for which :func:`anthropic_function` returned this function, or ``None`` for any other."""
+    """Reverses :func:`anthropic_function`. Returns ``None`` for any other function."""
     match = _NAMED.search(function.get("description") or "")
     if match is None:
         return None
@@ -136,7 +136,7 @@ OPENAI_ACTIONS: Mapping[str, tuple[str, ...]] = {
     "type": ("text",),
     "wait": (),
 }
-"""Action → fields that it needs."""
+"""Action → required fields."""
 _POINT = {"type": "object", "properties": {name: {"type": "integer"} for name in _X_Y}, "required": list(_X_Y)}
 _NEEDED = "; ".join(f"{name}: {', '.join(fields)}" for name, fields in OPENAI_ACTIONS.items() if fields)
 _ACTION: dict[str, Any] = {
@@ -171,7 +171,7 @@ def openai_function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def openai_tool(function: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the tool for which :func:`openai_function` returned this function, or ``None`` for any other."""
+    """Reverses :func:`openai_function`. Returns ``None`` for any other function."""
     tool: dict[str, Any] = {"type": "computer"}
     if match := _PREVIEW.search(function.get("description") or ""):
         width, height = int(match[2]), int(match[3])
@@ -182,8 +182,8 @@ def openai_tool(function: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def openai_actions(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the fields ``action`` or ``actions`` of OpenAI's ``computer_call`` for a call of the function. Returns
-    ``None`` if an action is unknown, lacks a field or has one of another type, so that the client could not carry it
-    out."""
+    ``None`` if the client could not execute an action: it is unknown, or a field is missing or has the wrong type.
+    """
     if set(arguments) == {"actions"}:
         actions = arguments["actions"]
         known = isinstance(actions, list) and bool(actions) and all(map(_is_action, actions))

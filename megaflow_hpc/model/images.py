@@ -1,4 +1,4 @@
-"""Images of model calls: checked when they arrive, named by their content, and put back for the engine.
+"""Images of model calls: checks them on arrival, replaces them by their hash, and restores them for the engine.
 
 ::
 
@@ -43,7 +43,7 @@ Message = Mapping[str, Any]
 
 
 def read_image(data: bytes) -> Image:
-    """Returns an image with its type and size, as its header says.
+    """Returns an image with the type and size from its header.
 
     Raises:
         ValueError: It is not a PNG, JPEG, WebP or GIF, or has too many pixels.
@@ -63,7 +63,7 @@ def read_data_url(url: str) -> Image:
     """Returns the image of a ``data:image/…;base64,…`` URL. Its real type replaces the one that the URL claims.
 
     Raises:
-        ValueError: It is not base64, or raises :func:`read_image`'s error.
+        ValueError: It is not base64, or :func:`read_image` rejects the image.
     """
     try:
         data = base64.b64decode(url.partition(",")[2], validate=True)
@@ -111,7 +111,8 @@ def result_images(results: Sequence[Sequence[Message]]) -> Iterator[Message]:
 
 def separated_results(messages: Iterable[Message]) -> Iterator[Message]:
     """Yields messages with the images of each of several tool results in a user message after their own result, as
-    vendors' APIs with computer tools take them. Undoes :func:`result_images`."""
+    vendors' APIs with computer tools require. Undoes :func:`result_images`.
+    """
     results: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
@@ -132,9 +133,10 @@ def separated_results(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def image_spans(features: Any, asked: Sequence[str], tokens: int) -> list[ImageSpan]:
-    """Ties the placeholder tokens that an engine reports to the images of a request.
+    """Matches the placeholder tokens that an engine reports to the images of a request.
 
-    An engine lists its images in the order of the messages. Its own digests confirm that: equal images have equal ones.
+    An engine lists images in the order of the messages. Its digests are used to verify this: equal images must have
+    equal digests.
 
     Args:
         features: ``features`` of vLLM's rendered prompt, with ``mm_placeholders`` and ``mm_hashes``.

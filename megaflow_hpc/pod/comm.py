@@ -104,8 +104,8 @@ def check_shared_memory() -> None:
                 owner = -1
             if owner != os.getuid():
                 raise SiteError(
-                    f"{path}: MPI's shared memory is another user's, who was there first; run the job again, on nodes "
-                    "of its own if need be (slurm.pods.extra: {exclusive: true})"
+                    f"{path}: MPI's shared memory belongs to another user, who created it first; run the job again, on "
+                    "nodes of its own if need be (slurm.pods.extra: {exclusive: true})"
                 )
 
 

@@ -39,7 +39,7 @@ class Tracker(Protocol):
     """A tracker that stores points."""
 
     place: str
-    """Directory or address, for people."""
+    """Directory or address of the tracker, for messages."""
 
     def send(self, points: PointLog) -> int:
         """Sends the points that the tracker lacks. Returns their number."""
@@ -162,7 +162,7 @@ class MlflowTracker:
                 key = _mlflow_name(tag)
                 if (key, point.step) not in has:
                     metrics.append(Metric(key, value, int(point.at * 1000), point.step))
-        self._may_repeat = True  # if a request fails, those before it were received
+        self._may_repeat = True  # if a request fails, the tracker has the earlier ones
         for start in range(0, len(metrics), MLFLOW_BATCH):
             self._client.log_batch(self._run, metrics=metrics[start : start + MLFLOW_BATCH])
         self._client.set_tag(self._run, self.POINTS_TAG, str(new[-1].number))
@@ -170,7 +170,7 @@ class MlflowTracker:
         return len(new)
 
     def _stored(self, new: Sequence[Point]) -> set[tuple[str, int]]:
-        """Returns (key, step) of what a killed process sent but did not count."""
+        """Returns (key, step) of the points that a killed process sent but did not count."""
         keys = {_mlflow_name(tag) for point in new for tag in point.named()}
         known = self._client.get_run(self._run).data.metrics.keys() & keys
         return {(key, metric.step) for key in known for metric in self._client.get_metric_history(self._run, key)}

@@ -1,4 +1,4 @@
-"""Computes a run's points for experiment trackers, once, in a file from which every tracker is fed.
+"""Computes a run's points for experiment trackers. They are stored in one file, from which every tracker gets them.
 
 ::
 
@@ -7,8 +7,8 @@
       position.json    :class:`Position`: how far the run has been read, and how many points count
       wandb/ …         what a tracker stores locally
 
-A batch of points counts once ``position.json`` includes it. Trackers see only points that count, so a process that is
-killed never computes a point that a tracker already has in another form. Each tracker reports which points it has.
+A batch of points counts once ``position.json`` includes it. Trackers see only points that count. So if a process is
+killed, the next one does not recompute points that a tracker already has. Each tracker reports which points it has.
 
 The series are ``training/POLICY``, with the metrics of each of its trainer's commits, and ``rollouts/ARM``. ARM is a
 policy, or ``policy+agent`` if the policy has several agents. A rollout that failed and later succeeds counts twice.
@@ -41,8 +41,9 @@ from megaflow_hpc.trajectories.reading.store import Row, open_trajectories
 from megaflow_hpc.types import VERIFIED
 
 WINDOWS = 500
-"""A window is one rollout until an arm has twice this many, then 1/500 of its rollouts. A million rollouts are about
-4,400 points."""
+"""A window is one rollout until an arm has twice this many rollouts, then 1/500 of them. A million rollouts yield about
+4,400 points.
+"""
 MAX_STEPS = 1_000_000
 
 

@@ -101,7 +101,7 @@ def _add_images(row: Row, messages: Transcript, images: dict[str, Image], space:
     """Adds a transcript's images to those of the page, from both ends to the middle, until one does not fit.
 
     Returns:
-        The number of bytes used: all of ``space`` if an image did not fit, so that few rows are read in vain.
+        The number of bytes used. If an image did not fit, all of ``space``, so that few further rows are read.
     """
     names = list(dict.fromkeys(name for message in messages for name in message.get("images", ())))
     new = [name for name in names if name not in images]

@@ -211,7 +211,7 @@ def total_use(uses: Iterable[Mapping[str, ModelUse]]) -> Used:
 
 
 def use_lines(used: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """Describes the calls of models, one line each, for a person."""
+    """Describes the calls of each model in one line of text."""
     lines = []
     for model, use in used.items():
         usd = use.get("usd")

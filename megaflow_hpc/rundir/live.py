@@ -116,7 +116,7 @@ class LiveFiles:
             OSError: The run directory is not writable.
         """
         if self._folder.parent.stat().st_uid != os.getuid():  # also for root, whose files the owner could not remove
-            raise PermissionError(errno.EPERM, "pods are asked by the run's owner alone")
+            raise PermissionError(errno.EPERM, "only the run's owner may query pods")
         self._counter += 1
         ask = Ask(counter=self._counter, rollouts=rollouts[:MAX_ROLLOUTS], transcript=transcript)
         with without_links(self._folder) as folder:

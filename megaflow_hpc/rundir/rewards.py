@@ -1,12 +1,12 @@
-"""``RUN/rewards``: rewards that ``reverify`` gave to stored rollouts. The campaign's own rewards stay where they are.
+"""``RUN/rewards``: rewards that ``reverify`` gave to stored rollouts. The campaign's own rewards stay unchanged.
 
 ::
 
     rewards/<name>/<time>.<random>.jsonl    one :class:`GivenReward` per line
 
-Each process appends to a file of its own and makes every line durable before it counts. So any process may be killed at
-any time: a line without an end is ignored, and its rollout is scored again. If two processes scored the same rollout,
-the earlier line counts. Lines are never changed.
+Each process appends to a file of its own and makes every line durable before it counts. So a process may be killed at
+any time: an incomplete line is ignored, and its rollout is scored again. If two processes scored the same rollout, the
+earlier line counts. Lines are never changed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GivenReward(msgspec.Struct, omit_defaults=True, kw_only=True):
     rewards: dict[str, float] = {}
     """Rewards by name. ``turn.N`` is the reward of model call N."""
     error: str = ""
-    """Why the task's tests gave no valid reward, which counts as 0."""
+    """Reason why the task's tests gave no valid reward. The reward is then 0."""
     judge: Used = {}
     """Judge → its calls."""
 

@@ -69,7 +69,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
-                raise broken(f"is no safetensors file ({size} bytes, its header would have {length})")
+                raise broken(f"is not a safetensors file ({size} bytes, its header would have {length})")
             header = json.loads(file.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         places = sorted((*map(int, entry["data_offsets"]), name) for name, entry in entries.items())
@@ -86,7 +86,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
             raise broken(f"has tensor {name!r} of {tensor.dtype} {list(tensor.shape)} at bytes {begin} to {behind}")
         end = behind
     if 8 + length + end != size:
-        raise broken(f"has {size} bytes, and its header speaks of {8 + length + end}")
+        raise broken(f"has {size} bytes, and its header describes {8 + length + end}")
     return tensors
 
 

@@ -271,7 +271,7 @@ def server_job(
 
 
 SERVICE_SERVER_MB = 512
-"""Memory of the process that starts a service, watches it and carries its connections."""
+"""Memory of the process that starts a service, monitors it and forwards its connections."""
 
 
 def service_job(

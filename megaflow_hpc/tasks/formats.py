@@ -39,8 +39,9 @@ Refuse = Callable[[ConfigError], None]
 
 
 def refuse_into(messages: list[str]) -> Refuse:
-    """Returns a function that appends the message of each error, but not the error, which refers to the data of its
-    task."""
+    """Returns a function that appends the message of each error. It drops the error itself, which would keep its task
+    in memory.
+    """
     return lambda error: messages.append(str(error))
 
 
@@ -50,7 +51,7 @@ def raise_error(error: ConfigError) -> None:
 
 
 OpenJudge = Callable[..., AbstractAsyncContextManager[Judge]]
-"""Called without arguments, or with the socket."""
+"""Opens access to judges. Takes no argument, or a listening socket."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +187,10 @@ class TaskFormat(Protocol):
             stored: artifacts by name.
 
         Returns:
-            True if the tests see nothing else of the agent's files.
+            True if the tests need no other files of the agent.
 
         Raises:
-            UnscoredError: some of the artifacts are not stored.
+            UnscoredError: Some of the artifacts are not stored.
         """
 
     def may_continue(self, step: Task, verdict: Verdict, /) -> bool:

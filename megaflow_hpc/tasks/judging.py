@@ -1,4 +1,4 @@
-"""Judge models for a task's ``score``, and rubrics that have judges rate criteria.
+"""Judge models for a task's ``score``, and rubrics, which let judges rate criteria.
 
 A judge is a policy of the campaign with ``judge: true``. Each verification gets its own address and key at the gateway.
 Agents never learn them, and cannot select a judge in their own calls.

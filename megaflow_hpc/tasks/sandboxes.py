@@ -1,5 +1,6 @@
-"""The sandbox of a task: its spec and verification context by the campaign's environment, its replacement for a task
-without an image, and a hint at a missing network."""
+"""Sandboxes of tasks: specs, verification contexts, a stand-in for tasks without an image, and a hint at a missing
+network.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from megaflow_hpc.types import ExecResult, Network, Task
 
 
 def sandbox_spec(task: Task, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
-    """Returns the sandbox spec of a task. Limits that the task does not set are the campaign's.
+    """Returns the sandbox spec of a task. For limits that the task does not set, the campaign's apply.
 
     Args:
         images: Maps image names in tasks to SIF files or directories.
@@ -118,9 +119,9 @@ _NETWORK_FAILED = re.compile(
 
 
 def network_hint(output: str, network: Network) -> str:
-    """Returns the end of a message about a failed program: the key that gives its sandbox a network.
+    """Returns a hint to append to a failed program's error: the key that gives its sandbox a network.
 
-    Returns an empty string if the sandbox has the host's network, or if the output names no network failure.
+    Returns an empty string if the sandbox has the host's network, or if the output shows no network failure.
 
     Args:
         output: What the program printed.

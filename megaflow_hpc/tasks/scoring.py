@@ -1,4 +1,4 @@
-"""Functions, classes and rubrics of the user's that score stored rollouts (``reverify --with``).
+"""Loads the user's functions, classes and rubrics that score stored rollouts (``reverify --with``).
 
 ==================  ==================================================================================
 ``score.py``        the function ``score`` of a file; ``score.py:NAME`` names another, or a class
@@ -6,9 +6,9 @@
 ``rubric.yaml``     a rubric that the campaign's judges answer
 ==================  ==================================================================================
 
-A function has the form of a task's ``score`` without the sandbox: any of the parameters :data:`PARAMETERS`. A class is
-constructed for each rollout, and its method ``score`` is called; a parameter ``sandbox`` gets a sandbox without files.
-A function whose first parameter is ``rollouts`` has the form of the key ``score`` of a section ``training``.
+A function is like a task's ``score`` without the sandbox: it takes any of the parameters :data:`PARAMETERS`. A class is
+instantiated for each rollout, and its method ``score`` is called. If that takes ``sandbox``, it gets a sandbox without
+files. A function whose first parameter is ``rollouts`` is like one that ``training.policies.NAME.score`` names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FUNCTION = "score"
 
 @dataclass(frozen=True)
 class Scorer:
-    """A scorer that was loaded."""
+    """A loaded scorer."""
 
     name: str
     """Default name of its rewards."""
@@ -54,7 +54,7 @@ class Scorer:
 
     @property
     def parameters(self) -> frozenset[str]:
-        """Which of :data:`PARAMETERS` it takes."""
+        """The :data:`PARAMETERS` that it takes."""
         return frozenset(_parameters(_method(self.target))) & {*PARAMETERS, BATCH}
 
     def method(self) -> Callable[..., Any]:
@@ -69,10 +69,10 @@ def load_scorer(source: str) -> Scorer:
     """Loads a scorer.
 
     Args:
-        source: a form of the table above. Files are relative to the working directory.
+        source: One of the forms in the module's table. Files are relative to the working directory.
 
     Raises:
-        ConfigError: it cannot be imported, or has another form.
+        ConfigError: It cannot be imported, or has an invalid form.
     """
     if source.endswith((".yaml", ".yml")):
         rubric = Rubric.read(source)
@@ -115,7 +115,7 @@ def scores_of(scorer: Scorer, task: Task, method: Callable[..., Any], value: Any
         turns: number of the rollout's model calls.
 
     Raises:
-        UserCodeError: the value has another form, or names a model call that does not exist.
+        UserCodeError: The value is invalid, or names a model call that does not exist.
     """
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if len(value) != turns:

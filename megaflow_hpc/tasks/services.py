@@ -1,4 +1,4 @@
-"""Services of tasks: those of the campaign are added to each task, and each gets the spec of its sandbox."""
+"""Adds the campaign's services to each task, checks them, and creates the specs of their sandboxes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Service, Task
 
 MAX_PORTS = 64
-"""Maximum number of ports of all services of a task, and so of its services."""
+"""Maximum total number of ports of a task's services. It also limits the number of services."""
 
 
 def add_services(tasks: Sequence[Task], services: Mapping[str, ServiceConfig]) -> list[Task]:
@@ -46,7 +46,8 @@ def check_ports(task_id: str, services: Sequence[Service]) -> None:
     """Checks that each service reaches those that it waits for.
 
     Raises:
-        ConfigError: both serve the same port, which the first then cannot also reach under another name.
+        ConfigError: Both serve the same port. The sandbox of the first then cannot also listen on it in place of the
+            other.
     """
     by_name = {service.name: service for service in services}
     for service in services:
@@ -59,10 +60,10 @@ def check_ports(task_id: str, services: Sequence[Service]) -> None:
 
 
 def check_number(task_id: str, services: Sequence[Service]) -> None:
-    """Checks that the services have few ports, because this process listens at each of them in every sandbox.
+    """Checks the total number of ports, because this process listens on each of them in every sandbox.
 
     Raises:
-        ConfigError: they have more than :data:`MAX_PORTS`.
+        ConfigError: The services have more than :data:`MAX_PORTS` ports.
     """
     if (number := sum(len(service.ports) for service in services)) > MAX_PORTS:
         raise ConfigError(
@@ -72,10 +73,10 @@ def check_number(task_id: str, services: Sequence[Service]) -> None:
 
 
 def check_network(task: Task, environment: EnvironmentConfig) -> None:
-    """Checks that the task's sandbox can listen at the ports of its services.
+    """Checks that the task's sandbox can listen on the ports of its services.
 
     Raises:
-        ConfigError: the sandbox shares the node's network, in which ports below 1024 are root's.
+        ConfigError: The sandbox shares the node's network, where only root may listen on ports below 1024.
     """
     if environment.network_of(task) == "host":
         for service in task.services:

@@ -399,7 +399,9 @@ def _sampled(sequences: Sequence[TokenSequence]) -> tuple[int, ...]:
 
 
 def stored_rollout(trajectory: Trajectory) -> StoredRollout:
-    """Returns a rollout in the form that a scorer receives, outside of a training. Its versions have no order."""
+    """Converts a trajectory to the form that a scorer receives, for use outside of training. Versions keep their
+    campaign-wide numbers.
+    """
     sequences = [sequence for sequence in trajectory.sequences if sequence.policy == trajectory.policy]
     sample = _sample(trajectory, trajectory.policy, sequences, _sampled(sequences), lambda version: version)
     return StoredRollout(sample, trajectory)

@@ -15,8 +15,8 @@ update the step of the optimizer
 The arithmetic follows transformers' models with RMSNorm in float32, rotary embeddings and gated MLPs or experts, and
 :mod:`~megaflow_hpc.training.trainer`. ``tests/bench/memory.py`` compares it with torch's memory tracker. It assumes
 that experts get equal numbers of tokens. It omits the CUDA context, NCCL's buffers and fragmentation, which take a few
-GB. Of the vision part of an image-text model it counts what its parameters need, not its activations, which depend on
-the images of a row.
+GB. For the vision part of an image-text model, it counts the parameters but not the activations, which depend on the
+images of a row.
 """
 
 from __future__ import annotations

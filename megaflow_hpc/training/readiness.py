@@ -141,7 +141,7 @@ class PodWatch:
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """Tells whether the engines of one policy serve its newest weights."""
+    """Result of checking whether the engines of one policy serve its newest weights."""
 
     missing: str
     """Description of the engines that a request must wait for, or an empty string."""

@@ -63,9 +63,10 @@ def _by_role(
 
 
 def given(rollouts: Sequence[StoredRollout], run: str, name: str) -> dict[str, float | list[float] | None]:
-    """Gives rollouts the rewards that ``megaflow-hpc reverify`` gave to those of the same ids in ``RUN/rewards/NAME``.
+    """Scores rollouts with the rewards that ``megaflow-hpc reverify`` stored for their ids in ``RUN/rewards/NAME``.
 
-    Without a reward of the whole rollout, each sequence or turn gets its own, or 0. Rollouts without any are dropped.
+    If a rollout has no reward as a whole, each of its sequences or turns gets its own, or 0. Rollouts without any
+    reward are dropped.
     """
     found = _given(run, name)
     values: dict[str, float | list[float] | None] = {}

@@ -151,7 +151,7 @@ WRONG = {
     "nan": "expected a finite number",
     "text": "expected a finite number",
     "raises": "raised KeyError('nothing')",
-    "Whole": "the scorer uses the sandbox, of which nothing is restored",
+    "Whole": "the scorer uses the sandbox, which is not restored here",
 }
 RUBRIC = "criteria: [{name: polite, text: It is polite.}]\n"
 

@@ -192,7 +192,7 @@ def test_a_service_of_the_campaign_that_is_never_healthy_ends_it_with_the_cause(
         ({"localhost": {"image": "base"}}, "reserved"),
         ({"a": {"image": "base", "per": "job"}}, r"services\.a\.per 'job': expected 'rollout', 'node' or 'campaign'"),
         ({"a": {"ports": [70000]}}, r"services\.a\.ports.*of at most 65535"),
-        ({"a": {"image": "base", "after": ["b"]}}, "waits for 'b', which is no service; known here: a"),
+        ({"a": {"image": "base", "after": ["b"]}}, "waits for 'b', which is not a service; known here: a"),
         (
             {"a": {"image": "base", "after": ["b"]}, "b": {"image": "base", "after": ["a"]}},
             "services a, b wait for one another",

@@ -165,7 +165,7 @@ def test_an_edited_campaign_file_is_said_to_change_nothing(planned: Run, capsys:
     file.write_text(file.read_text() + "samples: 8\n")
     assert main(["status", str(planned.path)]) == 0
     said = capsys.readouterr().out
-    assert f"{file} was edited, which changes nothing" in said
+    assert f"{file} was edited, but edits do not affect a planned run" in said
     assert "resume --time" in said
 
 

@@ -410,7 +410,7 @@ def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
         return [line.removeprefix(f"{campaign}:5: ") for line in json.loads(done.stdout)["mistakes"]]
 
     path, engine = said("path: some/model")
-    assert path.startswith("model.path: 'some/model' is no directory, and not in the Hugging Face cache")
+    assert path.startswith("model.path: 'some/model' is not a directory, and not in the Hugging Face cache")
     assert "hf download some/model" in path
     assert engine == (
         f"model: {sys.executable} has no vllm; name a virtual environment that has vllm: model.python or "
@@ -434,11 +434,11 @@ def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
         (directory / file).write_text("{}")
     weights = directory / "model.safetensors"
     [line] = said("path: model")
-    assert line.startswith(f"model.path: {weights}: is no safetensors file (2 bytes, its header would have")
+    assert line.startswith(f"model.path: {weights}: is not a safetensors file (2 bytes, its header would have")
     assert "so no engine can load it; save the weights again; if only the nodes of the jobs" in line
     assert said("path: model, args: {load-format: dummy}") == []
     weights.write_bytes(safetensors(b"1234")[:-1])
-    assert "bytes, and its header speaks of" in said("path: model")[0]
+    assert "bytes, and its header describes" in said("path: model")[0]
     weights.write_bytes(safetensors(b"1234"))
     assert said("path: model") == []
     (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
@@ -449,7 +449,7 @@ def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
     directory.rename(snapshot)
     assert said("path: some/model") == []
     (snapshot / "model.safetensors").write_bytes(b"")
-    assert f"{snapshot}/model.safetensors: is no safetensors file" in said("path: some/model")[0]
+    assert f"{snapshot}/model.safetensors: is not a safetensors file" in said("path: some/model")[0]
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(snapshot / "blob")
     assert f"{snapshot}/model.safetensors: cannot be read (No such file or directory)" in said("path: some/model")[0]

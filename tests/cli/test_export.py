@@ -74,7 +74,7 @@ def test_a_bad_argument_is_named(megaflow, run, tmp_path, arguments, message):
 def test_a_file_that_is_none_of_ours_is_named_with_the_remedy(refused, tmp_path):
     lines, target = tmp_path / "notes.jsonl", tmp_path / "back.h5"
     lines.write_text('{"id": "t/p/0"}\n')
-    assert f"{lines}:1: no trajectory of ours" in refused("import", lines, "-o", target, "--json")
+    assert f"{lines}:1: not a trajectory of megaflow-hpc" in refused("import", lines, "-o", target, "--json")
     assert f"{tmp_path / 'nowhere.jsonl'}: cannot be read; expected JSON lines of megaflow-hpc export" in refused(
         "import", tmp_path / "nowhere.jsonl", "-o", target
     )

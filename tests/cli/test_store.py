@@ -182,7 +182,7 @@ def test_anonymise_writes_a_copy_without_names(megaflow, refused, run, tmp_path)
     assert ["without", "tokens", "0"] in [line.split() for line in kept.stdout.splitlines()]
     with open_trajectories(copy) as store:
         assert store["task/default/2"].sequences
-    assert f"{copy}: is the file itself; name another one" in refused("anonymise", copy, "-o", copy)
+    assert f"{copy}: is the input file; name another one" in refused("anonymise", copy, "-o", copy)
 
 
 def test_an_anonymised_rollout_keeps_no_sampled_ids_in_an_artifact(megaflow, tmp_path):

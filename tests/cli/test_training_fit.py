@@ -42,7 +42,7 @@ def test_fit_prints_parts_and_what_would_fit(training: Callable[..., Path], mega
     assert found["fits"] is False
     assert {"optimizer.offload: true", "slurm.trainer.nodes: 2"} <= set(found["remedies"])
     page = megaflow("training", "fit", file).stdout
-    assert "does not fit 80 GB; enough would be one of: optimizer.offload: true" in page
+    assert "does not fit 80 GB; any one of these is enough: optimizer.offload: true" in page
     (more,) = json.loads(megaflow("training", "fit", file, "--json", "--nodes", "2").stdout)
     assert more["fits"] is True
     assert more["gpu_bytes"] < found["gpu_bytes"]
@@ -69,7 +69,7 @@ def test_check_refuses_what_cannot_fit(training: Callable[..., Path], megaflow: 
 
     (mistake,), _ = said("parallel: {context: 4}")
     assert "campaign.yaml:7: training.policies.default: a row of 32768 tokens needs" in mistake
-    assert "of each GPU, which has 80 GB; enough would be one of: optimizer.offload: true" in mistake
+    assert "of each GPU, which has 80 GB; any one of these is enough: optimizer.offload: true" in mistake
     assert said("parallel: {context: 4}, optimizer: {offload: true}") == ([], [])
     mistakes, (warning,) = said("parallel: {context: 4}", "gpus: 8")  # unknown memory is no error
     assert mistakes == []

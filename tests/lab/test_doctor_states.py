@@ -134,7 +134,7 @@ def test_slurmdbd_stopped(lab: Lab, seen: dict[str, Findings], ask: Callable[[],
     assert level == "warn"
     assert found.startswith("slurmdbd at 127.0.0.1:")
     assert "does not answer" in found
-    assert "tell the site that slurmdbd is away" in remedy
+    assert "tell the site that slurmdbd is down" in remedy
     assert worse(broken, seen["sound"]) == {"accounting"}
 
 

@@ -92,10 +92,10 @@ def test_without_a_whole_index_lines_are_counted(run: RunDir, tmp_path: Path, in
 def test_what_is_wrong_with_the_file_is_said(run: RunDir) -> None:
     whole = run.packed_tasks.read_bytes()
     run.packed_tasks.write_bytes(whole[:-10])
-    with pytest.raises(ConfigError, match=r"tasks\.jsonl: it has \d+ bytes where run\.json says"):
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl: it has \d+ bytes, but run\.json says"):
         list(tasks_of(run))
     run.packed_tasks.write_bytes(b"{" * len(whole))
-    with pytest.raises(ConfigError, match=r"tasks\.jsonl: a line of it is no task"):
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl: one of its lines is not a task"):
         tasks_of(run)["t17"]
     run.packed_tasks.unlink()
     with pytest.raises(ConfigError, match=r"tasks\.jsonl: it is gone"):

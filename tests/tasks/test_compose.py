@@ -104,7 +104,7 @@ def test_entry_points_and_commands_combine_as_in_docker(
         ("environment: {KEY: '${KEY}'}", r":4: services\.db\.environment: \$\{KEY\}: services get none of your"),
         ("command: 'echo \"'", r":4: services\.db\.command: No closing quotation; write a list"),
         ("depends_on: {main: {}}", r":4: services\.db\.depends_on\.main: services start before the agent's sandbox"),
-        ("depends_on: [cache]", r"service 'db' waits for 'cache', which is no service; known here: db"),
+        ("depends_on: [cache]", r"service 'db' waits for 'cache', which is not a service; known here: db"),
         ("depends_on: [db]", "services db wait for one another"),
         ("depends_on: {x: {condition: service_completed_successfully}}", "condition 'service_completed_successfully'"),
         ("build: ../..", r":4: services\.db\.build\.?.*: '\.\./\.\.' leads out of the task"),

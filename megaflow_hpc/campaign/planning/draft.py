@@ -237,8 +237,8 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
             held_out = load(config.training.evaluate.tasks, "training.evaluate.tasks")
         if both := {task.id for task in held_out} & {task.id for task in tasks}:
             draft.mistakes.append(
-                f"{where('training.evaluate.tasks')}: {', '.join(sorted(both)[:3])}: also among tasks; an evaluation "
-                "on trained tasks tells nothing (exclude them: tasks: [{path: …, exclude: […]}])"
+                f"{where('training.evaluate.tasks')}: {', '.join(sorted(both)[:3])}: also among tasks, so the "
+                "evaluation would not be held out (exclude them: tasks: [{path: …, exclude: […]}])"
             )
     if draft.left_out:
         say = f"{len(draft.left_out)} tasks cannot be read or tested and are left out (strict: true refuses them)"
@@ -252,9 +252,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
         draft.mistakes.append(f"{where('samples')}: {error}")
     if not draft.rollouts and len(draft.mistakes) == before and len(draft.policies) == len(config.policies()):
         shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
-        draft.mistakes.append(
-            f"{where('tasks')}: no rollout is left by {shown}; ids look like <task>/<policy>/<sample>"
-        )
+        draft.mistakes.append(f"{where('tasks')}: no rollout matches {shown}; ids look like <task>/<policy>/<sample>")
     used = {rollout.task_id for rollout in draft.rollouts.firsts()}
     draft.tasks = [task for task in tasks if task.id in used] + held_out
     draft.held_out = tuple(task.id for task in held_out)

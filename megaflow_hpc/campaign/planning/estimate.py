@@ -55,8 +55,9 @@ class Hours:
     expected: float
     """Hours used if all jobs that start with the campaign run for its estimated duration."""
     by_walltime: float | None
-    """Hours used if every job runs until its walltime, as often as the estimated duration takes. Never less than
-    ``expected``. ``None`` if a walltime is unknown."""
+    """Hours used if every job runs until its walltime, and restarts until the estimated duration has passed. Never less
+    than ``expected``. ``None`` if a walltime is unknown.
+    """
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def _needs(fit: Fit, prediction: Prediction, tokens: int) -> str:
 
 def _enough(fit: Fit) -> str:
     remedies = fit.remedies()
-    return f"enough would be one of: {'; '.join(remedies)}" if remedies else "use more GPUs, or larger ones"
+    return f"any one of these is enough: {'; '.join(remedies)}" if remedies else "use more GPUs, or larger ones"
 
 
 def _words(sizes: Mapping[str, int]) -> str:

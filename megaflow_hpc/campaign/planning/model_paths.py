@@ -197,7 +197,7 @@ def _why_incomplete(model: Mapping[str, Any]) -> str:
     directory = _directory(path)
     if directory is None:
         return (
-            f"{path!r} is no directory, and not in the Hugging Face cache {hub_cache()}; nodes load models without "
+            f"{path!r} is not a directory, and not in the Hugging Face cache {hub_cache()}; nodes load models without "
             f"a network: fetch it where there is one (hf download {path}), or give a directory"
         )
     if directory.is_file() or (directory / "adapter_config.json").exists():

@@ -112,9 +112,9 @@ class Reverified:
     already: int = 0
     """Rollouts that an earlier call scored."""
     not_verified: int = 0
-    """Rollouts without a verdict of the campaign, which are not scored."""
+    """Rollouts that the campaign did not verify, and that are therefore not scored."""
     unscored: dict[str, str] = field(default_factory=dict)
-    """Rollout id → why it cannot be scored."""
+    """Rollout id → reason why it cannot be scored."""
     failed: dict[str, str] = field(default_factory=dict)
     """Rollout id → failure of the node or a judge. The next call tries again."""
 
@@ -228,7 +228,7 @@ class _Work:
     def _rows(self) -> Iterator[Row]:
         """Yields the rollouts that need a reward."""
         number, shares = self._arguments.share
-        for rollout, given in self._given.items():  # also those of other shares, and by a scorer, of other tasks
+        for rollout, given in self._given.items():  # includes other shares and, with a scorer, other tasks
             if self._scorer or self._is_selected(rollout):
                 self._check_digest(given, RolloutName.parse(rollout).task_id)
         statuses = self._store.column("status")
@@ -296,7 +296,7 @@ class _Work:
             self._outcome.unscored[rollout] = str(error)[:MAX_ERROR_CHARS]
         except MegaflowError as error:
             self._outcome.failed[rollout] = str(error)[:MAX_ERROR_CHARS]
-        except Exception as error:  # a bug that the record triggers may cost one rollout, but not the others
+        except Exception as error:  # a bug triggered by one record must not fail the other rollouts
             last = traceback.extract_tb(error.__traceback__)[-1]
             self._outcome.failed[rollout] = f"{last.filename}:{last.lineno}: {error!r}"[:MAX_ERROR_CHARS]
         else:
@@ -304,7 +304,7 @@ class _Work:
         self._show()
 
     def _task(self, name: str) -> tuple[Task, PlannedTask]:
-        """Returns a task as it is today, or as it was planned if a function scores it, and its images."""
+        """Returns a task and its images, as they are now. If a function scores the task, returns them as planned."""
         planned = self._tasks[name]
         task = Task.from_dict(planned.task)
         if self._today is None:
@@ -317,7 +317,7 @@ class _Work:
         return replace(today, workdir=today.workdir or task.workdir), planned
 
     async def _by_batches(self, rows: Sequence[Row]) -> None:
-        """Scores by a function of the form that the key ``score`` of a section ``training`` has."""
+        """Scores with a function that has the same signature as ``training``'s key ``score``."""
         from megaflow_hpc.config.sections import Method
         from megaflow_hpc.pod.rollout.rescoring import NewScore
         from megaflow_hpc.training.algorithms.rewards import scores
@@ -392,7 +392,7 @@ async def _follow(servers: JudgeServers, services: Services, known: list[dict[st
         try:
             endpoints = servers.serving()
         except ModelServiceError:
-            endpoints = []  # calls fail, and so do their rollouts
+            endpoints = []  # rollouts whose calls fail are reported as failed
         if [one["url"] for one in endpoints] != [one["url"] for one in known]:
             services.gateway.update_endpoints(endpoints)
             known = endpoints

@@ -106,7 +106,9 @@ def _find(run: RunDir, record: RunRecord, wanted: str) -> _Found:
 
 
 def _agent(run: RunDir, policy: Policy, rollout: str, scaffold: str) -> AgentConfig:
-    """Returns the agent of a rollout that is not stored yet. If its id names none of several, its block does."""
+    """Returns the agent of a rollout that is not stored yet. If several agents share the policy and the id names none,
+    looks the agent up in the rollout's block.
+    """
     if len(policy.agents) == 1:
         return policy.agents[0]
     for agent in policy.agents:

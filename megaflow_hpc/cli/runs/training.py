@@ -159,7 +159,7 @@ def _fit_page(fit: Fit) -> str:
         lines.append(f"{peak}: fits {fit.gpu_gb:g} GB")
     else:
         enough = "; ".join(fit.remedies()) or "more GPUs, or larger ones"
-        lines.append(f"{peak}: does not fit {fit.gpu_gb:g} GB; enough would be one of: {enough}")
+        lines.append(f"{peak}: does not fit {fit.gpu_gb:g} GB; any one of these is enough: {enough}")
     return "\n".join(lines)
 
 

@@ -224,7 +224,7 @@ class RolloutRows(ScrollView, can_focus=True):
 
 
 def _fitting(columns: Sequence[ViewColumn], width: int) -> tuple[list[int], int]:
-    """Returns the places of the columns that fit after the first one, and the width of the first column."""
+    """Returns the indices of the columns that fit after the first one, and the width of the first column."""
     places = list(range(1, len(columns)))
     while True:
         left = width - sum(columns[place].width + 1 for place in places)

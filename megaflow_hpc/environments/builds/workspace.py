@@ -257,7 +257,7 @@ class BuildWorkspace:
         hosts = self._hosts(view)
         if hosts is not None and self._copies:
             binds += [f"{hosts}/{_HOSTS}:/{_HOSTS}:ro"]
-        elif hosts is not None:  # As a lower layer, because a bind's mount point would end up in the step's layer.
+        elif hosts is not None:  # Use a lower layer, because a bind's mount point would end up in the step's layer.
             lowers = [hosts, *lowers]
         spec = replace(spec, image=str(lowers[-1]), binds=tuple(binds), fakeroot=self.pretends_owners)
         rootfs = Rootfs(

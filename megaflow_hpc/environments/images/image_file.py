@@ -141,9 +141,9 @@ def working_directory(image: str | os.PathLike[str]) -> str | None:
 
 
 def image_start(image: str | os.PathLike[str]) -> ImageStart:
-    """Returns the program that the image was made to run, as far as its file tells.
+    """Returns the program that the image runs, if its file records it.
 
-    Images of registries tell it; so do SIFs that Apptainer pulled. Images of definition files and directories do not.
+    Images from registries record it, as do SIFs that Apptainer pulled. Definition files and directories do not.
     """
     path = Path(image)
     try:

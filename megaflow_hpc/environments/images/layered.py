@@ -67,7 +67,7 @@ class Base:
 
 @dataclass(frozen=True)
 class ImageStart:
-    """The program that an image was made to run: its entry point, the arguments, and the TCP ports that it serves."""
+    """The program that an image runs: its entry point, arguments, and TCP ports."""
 
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class LayeredImage:
 
 
 def tcp_ports(names: Iterable[str]) -> tuple[int, ...]:
-    """Returns the TCP ports among names such as ``8000/tcp``, in order. Skips names that are no ports."""
+    """Returns the TCP ports among names such as ``8000/tcp``, in order. Skips other names."""
     matches = (re.fullmatch(r"(\d{1,5})(/tcp)?", name) for name in names)
     return tuple(sorted({int(match[1]) for match in matches if match and 0 < int(match[1]) < 65536}))
 

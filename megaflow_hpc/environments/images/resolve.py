@@ -49,7 +49,7 @@ def is_built(path: Path) -> bool:
 
 
 _REPOSITORY = re.compile(r"(?!.*\.(sif|def|tar)$)[a-z0-9]+([._/-][a-z0-9]+)*(:[\w.-]+)?")
-"""Matches the name of an image in a registry, such as ``ubuntu:22.04``, but no name of an image file."""
+"""Matches the name of an image in a registry, such as ``ubuntu:22.04``, but not the name of an image file."""
 
 
 class DockerfileBuilder(Protocol):

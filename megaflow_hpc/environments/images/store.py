@@ -290,7 +290,7 @@ class ImageStore:
             return next(filter(None, (self._image(root, digest) for root in self.roots)), None)
         matching = {image.digest: image for image in self.images() if image.digest.startswith(digest)}
         if len(matching) > 1:
-            raise ConfigError(f"{digest}: {len(matching)} images of {self.root} begin with it; write more of it")
+            raise ConfigError(f"{digest}: {len(matching)} images of {self.root} begin with it; give more digits")
         return next(iter(matching.values()), None)
 
     def images(self) -> Iterator[StoredImage]:

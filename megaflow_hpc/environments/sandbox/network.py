@@ -48,7 +48,9 @@ all = [made(wish) for wish in sys.argv[2].split(",")]
 numbers = b"".join(each.fileno().to_bytes(4, sys.byteorder) for each in all)
 out.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)])
 """
-"""Its second argument lists the sockets, separated by commas: an address to listen on, or nothing."""
+"""Python code that makes the sockets. Its second argument lists them, separated by commas: an address to listen on, or
+nothing.
+"""
 _FROM_OUTSIDE = "import socket, sys\nout = socket.socket(fileno=int(sys.argv[1]))" + _MAKE
 _FROM_WITHIN = (
     "import _socket as socket, sys\nout = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)\nout.connect(sys.argv[1])"
@@ -88,13 +90,13 @@ class InsideSockets:
         self._container, self._run, self._interpreter = container, run, interpreter
 
     async def listen(self, addresses: Sequence[Address]) -> list[socket.socket]:
-        """Returns non-blocking sockets that listen on these addresses inside."""
+        """Returns non-blocking sockets that listen on these addresses inside the container."""
         ports = ", ".join(str(port) for _, port in addresses)
         wishes = [f"{address}:{port}" for address, port in addresses]
         return await self._make(wishes, _is_listener, f"listener on port {ports}")
 
     async def unconnected(self, count: int) -> list[socket.socket]:
-        """Returns non-blocking sockets that can be connected to what listens inside."""
+        """Returns unconnected, non-blocking sockets, to connect to programs inside the container."""
         return await self._make([""] * count, _is_tcp, "socket")
 
     async def _make(self, wishes: Sequence[str], is_wanted: Callable[[int], bool], what: str) -> list[socket.socket]:
@@ -156,7 +158,9 @@ def listen_on_host(addresses: Sequence[Address]) -> list[socket.socket]:
 
 
 def _from_outside(pid: int, wishes: Sequence[str], is_wanted: Callable[[int], bool], what: str) -> list[socket.socket]:
-    """Returns sockets in the network namespace of process ``pid``. They close themselves if nobody waits for them."""
+    """Returns sockets in the network namespace of process ``pid``. If the caller discards them, garbage collection
+    closes them.
+    """
     nsenter = shutil.which("nsenter")
     if nsenter is None:
         raise SandboxError(

@@ -144,7 +144,7 @@ def sweep(scratch: str | os.PathLike[str]) -> dict[str, int]:
     if not os.path.lexists(scratch):
         return counts
     if not is_private(scratch):
-        raise SiteError(f"{scratch}: not a directory of this user's alone; others may have put something there")
+        raise SiteError(f"{scratch}: other users own it or may write to it, so it may contain files of others")
     cache = Path(scratch) / "cache"
     if is_private(cache):
         with suppress(OSError):

@@ -32,7 +32,7 @@ Address = tuple[str, int]
 
 
 class Reachable(Protocol):
-    """Services that a sandbox reaches by name, though its network has no way out."""
+    """Services that a sandbox can reach by name, although its network has no other connection."""
 
     @property
     def hosts(self) -> Mapping[str, str]:
@@ -40,7 +40,7 @@ class Reachable(Protocol):
 
     @property
     def addresses(self) -> Sequence[Address]:
-        """Addresses at which the sandbox listens for them."""
+        """Addresses inside the sandbox that stand for the services."""
 
     def serve(self, listeners: Mapping[Address, socket.socket]) -> Callable[[], None]:
         """Forwards the connections of listening sockets, and returns a function that closes them all."""

@@ -1,11 +1,11 @@
 """Services: programs in sandboxes of their own, which the sandboxes of a rollout reach by name.
 
-A service shares nothing with the agent's sandbox but TCP connections. Each has a network namespace of its own, without
-a way out. ``forwarding`` joins two such namespaces from outside, connection by connection: the agent's sandbox listens
-at a loopback address that ``/etc/hosts`` gives the service's name, and this process carries the bytes to the service's
-port. The listening sockets exist before the agent's first command, so an agent cannot take a service's place.
+A service and the agent's sandbox share only TCP connections. Each has its own isolated network namespace.
+``forwarding`` connects the two from outside: it accepts connections in the agent's sandbox, at the loopback address
+that ``/etc/hosts`` maps to the service's name, and forwards the bytes to the service's port. The listening sockets
+exist before the agent's first command, so an agent cannot take a service's place.
 
-``running`` starts one service, checks its health and notices its end. ``group`` starts the services of a rollout in
-order, and ends a rollout's work when one of them ends. Rollouts share services of a ``node``, and those that run in
-jobs of the campaign (``model/server/service.py``); ``remote`` connects to both.
+``running`` starts and monitors one service. ``group`` starts the services of a rollout in order, and cancels the
+rollout's work if one of them ends. Rollouts share the services of a ``node``, and those with their own Slurm job
+(``model/server/service.py``). ``remote`` connects to shared services.
 """

@@ -1,4 +1,4 @@
-"""Carries connections from listening sockets to the ports of a service."""
+"""Forwards connections from listening sockets to the ports of a service."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from megaflow_hpc.errors import SandboxError
 
 CHUNK_BYTES = 1 << 16
 BATCH = 16
-"""Number of sockets to make in a service's network at a time. Making them starts a process."""
+"""Number of sockets to make in a service's network at once, because each batch starts a process."""
 MAX_CONNECTIONS = 256
-"""Maximum number of open connections of the agent's sandbox, and of all services of a rollout to one another. Others
-wait."""
+"""Maximum number of open connections from the agent's sandbox, and separately among the services of a rollout. Further
+connections wait.
+"""
 CONNECT_TIMEOUT_S = 10.0
 
 Dial = Callable[[], Awaitable[socket.socket]]
@@ -51,16 +52,16 @@ class Dialer:
         return connection
 
     def close(self) -> None:
-        """Closes the sockets that are kept for later connections."""
+        """Closes the sockets kept for later connections."""
         while self._free:
             self._free.pop().close()
 
 
 class Forwarding:
-    """Accepts the connections of listening sockets, and carries each to a service until :meth:`close`.
+    """Accepts connections on listening sockets and forwards each to a service, until :meth:`close`.
 
     Args:
-        slots: Limits the number of connections that are carried at a time. Others may share it.
+        slots: Limits the number of concurrent connections. Several instances may share it.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Forwarding:
 
 
 async def _carry(connection: socket.socket, dial: Dial) -> None:
-    """Carries bytes both ways until both sides have closed, or one fails. Then closes the connection."""
+    """Forwards bytes both ways until both sides have closed, or one fails. Then closes the connection."""
     with connection:
         try:
             there = await dial()
@@ -126,5 +127,5 @@ async def _copy(source: socket.socket, target: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     while data := await loop.sock_recv(source, CHUNK_BYTES):
         await loop.sock_sendall(target, data)
-        await asyncio.sleep(0)  # neither call waits while there is data and room, however long that is
+        await asyncio.sleep(0)  # yield, because neither call does while there is data and buffer space
     target.shutdown(socket.SHUT_WR)

@@ -24,7 +24,7 @@ Start = Callable[[SandboxSpec], Awaitable[ApptainerSandbox]]
 
 
 class _View:
-    """The services of a group as one sandbox reaches them (:class:`.Reachable`).
+    """One sandbox's view of a group's services. Implements :class:`.Reachable`.
 
     Args:
         own: Name of the service that runs in the sandbox itself, at 127.0.0.1. Empty in an agent's sandbox.
@@ -41,7 +41,7 @@ class _View:
     @property
     def addresses(self) -> Sequence[Address]:
         own = next((set(service.ports) for service in self._group.services if service.name == self._own), set[int]())
-        # A program that listens at all addresses needs its ports free at each.
+        # A program that listens on all addresses needs its ports to be free on each of them.
         return [
             (self._group.addresses[service.name], port)
             for service in self._group.services
@@ -83,9 +83,11 @@ class ServiceGroup:
         self.services = [each.service for each in planned]
         net = f"127.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}"
         self.addresses = {service.name: f"{net}.{number}" for number, service in enumerate(self.services, 1)}
-        """Name → loopback address in every sandbox. Differs between groups, for networks that sandboxes share."""
+        """Service name → loopback address, the same in every sandbox of the group. Random, because groups may share a
+        network.
+        """
         self.slots = asyncio.Semaphore(MAX_CONNECTIONS)
-        """Limits the connections of the services to one another."""
+        """Limits the connections among the services."""
         self._running: dict[str, RunningService] = {}
 
     @property
@@ -132,8 +134,8 @@ class ServiceGroup:
         """Runs work that needs the services, and cancels it if a service ends.
 
         Raises:
-            ServiceError: a service ended before the work did, or does not answer when it is done. A result of the work
-                is then not returned.
+            ServiceError: A service ended during the work, or does not respond after it. The result of the work is
+                discarded.
         """
         running = asyncio.ensure_future(work)
         watching = [asyncio.create_task(service.ended()) for service in self._remote.values()]
@@ -162,7 +164,7 @@ class ServiceGroup:
 
 
 def in_order(planned: Sequence[PlannedService]) -> list[PlannedService]:
-    """Returns services so that each comes after those that it waits for. Their names must exist and have no circle."""
+    """Sorts services so that each comes after those that it waits for. All these names must exist, without a cycle."""
     left, ordered = list(planned), list[PlannedService]()
     while left:
         started = {each.service.name for each in ordered}

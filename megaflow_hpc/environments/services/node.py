@@ -1,10 +1,11 @@
-"""Services of a node: the first process that needs one starts it, and the others of the campaign there connect to it.
+"""Services shared on a node. The first process that needs one starts it, and the campaign's other processes connect to
+it.
 
 ::
 
     SCRATCH/services/<campaign>/  NAME.lock   held by the process that runs the service
                                   NAME.json   its socket and key, once it is healthy
-                                  NAME.failed why it does not become healthy
+                                  NAME.failed reason why it did not become healthy
 
 If that process ends, the kernel releases its lock, and another process starts the service again.
 """
@@ -32,9 +33,9 @@ from megaflow_hpc.texts import printable
 
 LOCK_POLL_S = 1.0
 MAX_STARTS = 3
-"""Consecutive failed starts after which rollouts fail. The service is started further on."""
+"""Rollouts fail after this many consecutive failed starts. The service is still restarted."""
 STEADY_S = 60.0
-"""A service that ran for this many seconds before it failed has not failed several times in a row."""
+"""A service that ran for at least this many seconds resets the count of consecutive failures."""
 MAX_PAUSE_S = 60.0
 
 
@@ -60,7 +61,7 @@ class NodeServices(RemoteServices):
         return self._provider.scratch / "services" / self._campaign
 
     def prepare(self, planned: PlannedService) -> None:
-        """Starts the service here, unless another process of the node runs it; then takes over if that one ends."""
+        """Starts the service unless another process of the node runs it. If that process ends, takes over."""
         name = planned.service.name
         if name not in self._hosting:
             private_directory(private_directory(self._directory.parent) / self._campaign)
@@ -95,7 +96,7 @@ class NodeServices(RemoteServices):
                 await asyncio.sleep(LOCK_POLL_S)
                 continue
             try:
-                self._forget(name)  # what a killed process left
+                self._forget(name)  # left by a killed process
                 await self._keep_running(planned)
             except OSError as error:  # scratch is full, or the janitor has removed the directory
                 print(printable(f"service {name}: {error}"), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Services of other processes: connections to their ports over TLS or a Unix socket, with a key.
+"""Connects to services of other processes, over TLS or a Unix socket, with a key.
 
 A client sends ``KEY PORT`` and a line feed. The server answers ``ok`` once the service accepts the connection, or
 ``busy`` if the service does not accept it in time. After ``ok``, both sides send chunks, each after its length in four
@@ -27,9 +27,9 @@ from megaflow_hpc.errors import SandboxError, ServiceError
 CONNECT_TIMEOUT_S = 20.0
 BACKLOG = 1024
 MAX_WAITING = 256
-"""Maximum number of clients that have not shown the key. For each further one, the oldest is closed."""
+"""Maximum number of clients that have not sent the key. A further client closes the oldest one's connection."""
 WAIT_S = 600.0
-"""Seconds for which a rollout waits until a service can be reached. Its job may just be requeued."""
+"""Seconds for which a rollout waits until a service can be reached. Its job may have been requeued."""
 POLL_S = 0.5
 CHECK_S = 10.0
 """Seconds between two checks that a service still answers while a rollout runs."""
@@ -52,17 +52,17 @@ class Address:
 
 
 class RemoteServices:
-    """Services that do not run in the rollout's own process, as their latest endpoint files tell."""
+    """Services outside the rollout's process, located through their latest endpoint files."""
 
     def __init__(self) -> None:
         self._addresses: dict[str, Address] = {}
         self._failed: dict[str, str] = {}
 
     def update(self, endpoints: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces what is known.
+        """Replaces the endpoints of all services.
 
         Args:
-            endpoints: name of the service → its endpoint file, or that of its failure.
+            endpoints: Name of the service → content of its endpoint file or failure file.
         """
         self._addresses = {
             name: Address(str(file["url"]), str(file["key"]), str(file["tls_fingerprint"]))
@@ -75,19 +75,19 @@ class RemoteServices:
         """Called before a rollout uses a service. A job of the campaign runs it, so there is nothing to do."""
 
     def address(self, name: str) -> Address | None:
-        """Returns the present address of a service; ``None`` if it is not running."""
+        """Returns the current address of a service, or ``None`` if it is not running."""
         return self._addresses.get(name)
 
     def failed(self, name: str) -> str:
-        """Returns why a service will not run any more; empty if it may."""
+        """Returns why a service has failed for good, or an empty string if it has not."""
         return self._failed.get(name, "")
 
 
 class RemoteService:
-    """One service as one rollout uses it: the start that it had when the rollout began.
+    """One rollout's access to one service. Bound to the start of the service that was running when the rollout began.
 
     Args:
-        ports: The service's ports; the first one is connected to find out whether it answers.
+        ports: Ports of the service. Checks connect to the first one.
     """
 
     def __init__(self, name: str, ports: tuple[int, ...], services: RemoteServices) -> None:
@@ -129,15 +129,15 @@ class RemoteService:
                 return why
 
     async def problem(self) -> str:
-        """Returns why the service is not the one that the rollout began with; empty if it is, and answers.
+        """Returns why the rollout can no longer use the service: it restarted or does not respond. Empty if it can.
 
-        A refused connection is a problem at once. A service under load may only be slow, so it is asked again.
+        A refused connection counts as a failure immediately. A slow service may be under load, so it is checked again.
         """
         loop = asyncio.get_running_loop()
         deadline, pause_s = loop.time() + BUSY_S, POLL_S
         while True:
             if self._services.address(self.name) not in (None, self._address):
-                return "it was started anew"
+                return "it was restarted"
             try:
                 await self._check()
                 return ""
@@ -148,10 +148,10 @@ class RemoteService:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def dial(self, port: int) -> socket.socket:
-        """Returns a socket whose bytes go to a port of the service.
+        """Returns a socket connected to a port of the service.
 
         Raises:
-            OSError: the service cannot be reached, or is another start of it.
+            OSError: The service cannot be reached or was restarted.
         """
         reader, writer = await self._connect(port)
         ours, theirs = socket.socketpair()
@@ -163,7 +163,7 @@ class RemoteService:
         return ours
 
     async def _check(self) -> None:
-        """Connects to the service, and ends the connection, even if the service would keep its side open."""
+        """Connects to the service and disconnects, without waiting for the service to close its side."""
         _, writer = await self._connect(self._port)
         _abort(writer)
 
@@ -180,7 +180,7 @@ class RemoteService:
         """Closes all connections."""
         for task, writer in self._carrying.items():
             task.cancel()
-            _abort(writer)  # the other side may never read what is still to be sent
+            _abort(writer)  # do not wait for unsent data, which the other side may never read
 
 
 async def _connect(address: Address, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -217,7 +217,7 @@ async def _open_socket(path: Path) -> tuple[asyncio.StreamReader, asyncio.Stream
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Yields another name of a path, which is short enough for a socket."""
+    """Yields an alias of a path that is short enough for a socket address."""
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"
@@ -242,7 +242,7 @@ async def _greet(
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
-    """Closes a connection at once, with what is still to be sent."""
+    """Closes a connection immediately and discards unsent data."""
     with suppress(AttributeError):  # Python 3.11, if a TLS transport has been closed twice: it ends within 30 s
         writer.transport.abort()
 
@@ -260,7 +260,7 @@ class ServiceListener:
         self._key, self._ports, self._dialer = key.encode(), ports, dialer
         self._clients: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], None] = {}
-        """Clients that have not shown the key, oldest first."""
+        """Clients that have not sent the key, oldest first."""
         self._accepting: asyncio.Task[None] | None = None
         self.port = 0
 
@@ -350,14 +350,14 @@ async def _streams_of(
 
 
 async def _carry(plain: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Carries bytes between a socket and a connection of chunks until both directions have ended."""
+    """Forwards bytes between a socket and a connection with chunks until both directions have ended."""
     ways = [asyncio.create_task(_to_chunks(plain, writer)), asyncio.create_task(_from_chunks(reader, plain))]
     with plain, suppress(OSError, asyncio.IncompleteReadError):
         try:
             await asyncio.gather(*ways)
         finally:
             await end(ways)
-            writer.close()  # after what is still to be sent
+            writer.close()  # closes after sending pending data
 
 
 async def _to_chunks(plain: socket.socket, writer: asyncio.StreamWriter) -> None:
@@ -366,7 +366,7 @@ async def _to_chunks(plain: socket.socket, writer: asyncio.StreamWriter) -> None
         data = await loop.sock_recv(plain, CHUNK_BYTES)
         writer.write(len(data).to_bytes(_LENGTH_BYTES) + data)
         await writer.drain()
-        await asyncio.sleep(0)  # drain does not wait while there is room
+        await asyncio.sleep(0)  # drain does not yield while there is buffer space
         if not data:
             return
 

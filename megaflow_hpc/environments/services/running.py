@@ -19,7 +19,9 @@ _FIRST_PAUSE_S = 0.1
 """Seconds after a service's first check. Later pauses double, up to the interval of its health check."""
 _OUTPUT_BYTES = 1 << 16
 BUSY_S = 60.0
-"""Seconds within which a service must answer when its rollout has ended. It may still be busy for the agent."""
+"""Seconds within which a service must respond after its rollout has ended. It may still be busy with the agent's
+requests.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class RunningService:
         self.dialer = Dialer(sandbox)
         self._output = bytearray()
         self.program = asyncio.create_task(self._run(service.command))
-        """Ends when the service's program ends, with the reason."""
+        """Task that ends with the service's program and returns the reason."""
 
     async def _run(self, command: Sequence[str]) -> str:
         words = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *command]
@@ -86,10 +88,10 @@ class RunningService:
             pause_s = min(2 * pause_s, check.interval_s)
 
     async def _problem(self, or_unhealthy: bool = False) -> str:
-        """Returns why one health check failed; empty if it succeeded.
+        """Returns why a health check failed, or an empty string if it succeeded.
 
         Args:
-            or_unhealthy: A check that ended has succeeded, whatever its exit code.
+            or_unhealthy: Any check that completes counts as success, whatever its exit code.
         """
         check = self._service.health
         if check.command:
@@ -112,13 +114,12 @@ class RunningService:
     async def check_alive(self) -> None:
         """Checks that the service's program runs and answers.
 
-        An unhealthy service counts as alive, because the agent may have brought it into this state, by mistake or to
-        have no verdict.
+        An unhealthy service counts as alive, because the agent may have caused this, by mistake or to avoid a verdict.
 
         Raises:
             ServiceError: Its program or its sandbox has ended, or it has not answered for :data:`BUSY_S`.
         """
-        if not self.program.done():  # a command that ends is answered after programs that ended before it
+        if not self.program.done():  # the container reports ends in order, so this shows whether the program has ended
             with suppress(SandboxError):
                 await self.sandbox.exec("true", timeout_s=60)
             await asyncio.sleep(0)

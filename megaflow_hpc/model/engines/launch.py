@@ -53,8 +53,9 @@ class Launch:
     api_url: str = ""
     """Base URL of an external endpoint's API, before ``/chat/completions``. If empty, ``base_url/v1`` is used."""
     api: str = ""
-    """API of an external endpoint, one of :data:`~megaflow_hpc.model.engines.upstream.UPSTREAMS`. If empty, it is
-    asked as the gateway asks an engine."""
+    """API of an external endpoint, one of :data:`~megaflow_hpc.model.engines.upstream.UPSTREAMS`. If empty, it gets the
+    same requests as an engine.
+    """
     options: Mapping[str, Any] = field(default_factory=dict)
     """Fields that an external endpoint gets with every completion request that does not set them."""
     key: str = field(default="", repr=False)
@@ -62,8 +63,9 @@ class Launch:
     model_name: str = ""
     """Name under which the engine serves the model."""
     protocol: str = "text"
-    """The highest gateway protocol that the engine supports: ``text``, ``plain``, ``split`` or ``sglang``. Of
-    a reward model, ``reward``."""
+    """The highest gateway protocol that the engine supports: ``text``, ``plain``, ``split`` or ``sglang``. A reward
+    model has ``reward``.
+    """
     reload: str = ""
     """API for loading weights in place: ``vllm`` or ``sglang``. If empty, new weights require a restart."""
     metrics: bool = False

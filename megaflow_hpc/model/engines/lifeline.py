@@ -7,9 +7,9 @@ other sessions, because the lifeline is a subreaper and inherits orphans. The ex
 signal n. The command's standard input is closed first, so that lifelines on other nodes, started by ``srun``, stop too.
 
 SIGKILL ends the lifeline without a chance to stop anything. The kernel then kills the command itself (its parent-death
-signal), but not the processes that the command has started: vLLM's EngineCore, for instance, waits for requests for
-ever. So a guardian, forked before the command, waits for the lifeline's end. It kills every process whose environment
-has the lifeline's mark, in whatever session and under whatever parent it is by then. The mark also reaches processes in
+signal), but not the processes that the command has started: vLLM's EngineCore, for instance, would wait for requests
+forever. A guardian, forked before the command, therefore waits until the lifeline has ended. It then kills every
+process whose environment has the lifeline's mark, regardless of session and parent. The mark also reaches processes in
 containers, and those that rename themselves (vLLM's do).
 
 Engines pass tensors through files in ``/dev/shm``, which outlive killed processes and occupy the node's memory. The
@@ -88,7 +88,7 @@ def _guard(mark: str) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):  # readers of the lifeline's output must see its end
+        for stream in (0, 1, 2):  # so that readers of the lifeline's output see end-of-file
             os.dup2(null, stream)
         os.read(read, 1)
         quiet = 0

@@ -106,7 +106,7 @@ def answer_of(engine: Launch, path: str, reply: Any) -> dict[str, Any]:
 
 
 def retry_after(body: bytes) -> str:
-    """Returns the seconds that the body of a refusal asks to wait, as Gemini states them. Empty if it states none."""
+    """Returns the retry delay in seconds from the body of a refusal, where Gemini puts it. Empty if there is none."""
     match = _RETRY_DELAY.search(body)
     return str(int(match[1]) + 1) if match else ""
 
@@ -400,7 +400,7 @@ class Anthropic:
                 yield "user", [result]
             elif own_tools and before and all(block["type"] == "image" for block in blocks):
                 before["content"] += blocks
-            else:  # a system message in the middle of a conversation is a user's here
+            else:  # this API has no system messages inside a conversation
                 yield "user", blocks
 
     def _blocks(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:

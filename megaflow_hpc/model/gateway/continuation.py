@@ -66,8 +66,9 @@ async def continued(call: Call, rendered: Prompt) -> Prompt:
 
 
 def _joined(sequence: TokenSequence, tip: Tip, tail: array[int], rendered: Prompt) -> Prompt:
-    """Returns the sequence up to its answer, and the end of the rendering behind it. Returns the rendering if the two
-    do not show its images."""
+    """Returns the sequence up to its answer, followed by the end of the rendering. Returns the rendering unchanged if
+    the result would not show the same images.
+    """
     first = len(rendered.tokens) - len(tail)
     shift = tip.end - first
     images = [span for span in sequence.images if span.end <= tip.end]
@@ -112,7 +113,7 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
 
 
 async def _same_text_sglang(call: Call, encodings: list[list[int]], tip: Tip) -> bool:
-    """Does the same by SGLang's endpoint, which decodes without context. So the context is decoded too."""
+    """Does the same for SGLang. Decodes the context too, because SGLang's endpoint decodes without context."""
     context = list(tip.rendered[-_CONTEXT_TOKENS:])
     request = {
         "model": call.server.model_name,

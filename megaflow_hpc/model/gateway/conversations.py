@@ -31,7 +31,7 @@ from megaflow_hpc.trajectory import Recording
 
 Message = Mapping[str, Any]
 MAX_TASK_CHARACTERS = 20_000
-"""Length of the longest task of a sub-agent in the background by which its starter is found."""
+"""Longest text of a tool call to remember, in characters, for finding the call that started a background sub-agent."""
 
 
 class AskedPrompt(list[Message]):
@@ -64,8 +64,9 @@ class Conversations:
         self._open: dict[int, None] = {}
         """Nodes of answers with tool calls for which no call has sent results yet."""
         self._asked: dict[str, int] = {}
-        """Maps each text among the arguments of tool calls, after a line feed, to the latest call that answered so.
-        Longer texts than :data:`MAX_TASK_CHARACTERS` are left out."""
+        """Maps each string argument of a tool call, after a line feed, to the latest call with that argument. Omits
+        strings longer than :data:`MAX_TASK_CHARACTERS`.
+        """
         answers = {turn.message: number for number, turn in enumerate(recording.turns) if turn.message >= 0}
         for node, parent in enumerate(self._parents):
             self._index(node, message_digest(self._messages[node]), answers.get(node))
@@ -170,9 +171,9 @@ class Conversations:
 
         A conversation belongs to a sub-agent if it has no earlier answer and begins while another conversation waits
         for tool results. It was started by the latest waiting call whose arguments appear in its user messages, or else
-        by the latest waiting call. A tool that starts a sub-agent in the background returns at once. So if a user
-        message is an argument of an earlier call, or ends with that line, that call comes before the latest waiting
-        one.
+        by the latest waiting call. A tool that starts a background sub-agent returns immediately, so its call does not
+        wait. An earlier call is therefore preferred to the latest waiting call if a user message equals one of its
+        arguments, or ends with it on a new line.
         """
         for node in nodes[: len(messages) - 1]:
             self._close(node)

@@ -264,7 +264,7 @@ class EngineRequest(NamedTuple):
 
     @property
     def asked_images(self) -> list[str | None]:
-        """SHA-256 of each image of the prompt, in order. ``None`` for an image at the address of another host."""
+        """SHA-256 of each image of the prompt, in order. ``None`` for an image on another host."""
         return shown_images(self.body.get("messages") or ())
 
     @property
@@ -361,8 +361,9 @@ class Call(NamedTuple):
         return {**settings, **self.request.body, "model": self.server.model_name, "stream": False, **changes}
 
     def rendering(self, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the body of a request to vLLM's render. Its reply says where images are, but leaves out their
-        pixels: as tensors in JSON, they take a hundred times the bytes of the image."""
+        """Returns the body of a request to vLLM's render. Its reply locates the images but omits their pixels, which as
+        JSON would take a hundred times the bytes of the image.
+        """
         return {**asked, "mm_payload": "none"} if self.request.images else asked
 
 

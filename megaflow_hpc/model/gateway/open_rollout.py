@@ -96,7 +96,7 @@ class OpenRollout:
     failure: str = ""
     """Reason why the latest call failed or is still pending. Empty if it succeeded."""
     unanswered: dict[str, str] = field(default_factory=dict)
-    """Policy → why its latest call got no answer, for each policy of which that is so."""
+    """Policy → reason why its latest call got no answer. Omits all other policies."""
     control: Callable[[], Awaitable[bool]] | None = None
     """Checks whether the service answers another request. ``None`` if it is known to be down."""
     listener: socket.socket | None = None
@@ -145,7 +145,7 @@ class OpenRollout:
             asked["seed"] = (self.seed + self.recorder.calls + self.in_flight - 1) % SEEDS
 
     def check_images(self, images: Mapping[str, Image]) -> None:
-        """Raises OverBudget if the rollout's images, with those of a call, take more bytes than the budget has.
+        """Raises OverBudget if the rollout's images, including those of this call, exceed the budget in bytes.
 
         Each image counts once, however often it is sent.
         """

@@ -18,11 +18,11 @@ a conversation that only grows is one sequence, even if its text encodes to othe
 If a server lacks the endpoints of its protocol, the gateway falls back to the next lower one. It counts the protocols
 used per rollout (:attr:`~megaflow_hpc.trajectory.Recording.protocols`), so readers know which calls have no tokens.
 
-A prompt with images has a run of placeholder tokens for each. ``split`` learns from ``…/render`` which run stands for
-which image. Then it sends the ids, with one placeholder for each run, and the images themselves, and checks that the
-engine made the same prompt of them. If it did not, and for ``plain``, the engine renders the messages a second time,
-and the two renderings must agree. A call whose placeholders cannot be tied to its images is recorded as ``text``, so
-that no trainer takes placeholders for text.
+A prompt contains a run of placeholder tokens for each image. With ``split``, ``…/render`` reports which run belongs to
+which image. The gateway then sends the ids, with one placeholder per run, together with the images, and checks that the
+engine expands them to the same prompt. If it does not, and always with ``plain``, the engine renders the messages a
+second time, and both renderings must agree. If placeholders cannot be matched to images, the call is recorded as
+``text``, so that no trainer mistakes placeholders for text.
 
 The gateway removes everything from the reply that it added to the request, so the agent sees only what it asked for.
 """
@@ -241,10 +241,12 @@ async def split(call: Call) -> Answer:
 
 
 def _with_pixels(call: Call, prompt: Prompt) -> dict[str, Any] | None:
-    """Returns the fields of a generate request that show the prompt's images, or ``None`` if ids cannot say where.
+    """Returns the fields of a generate request that pass the prompt's images, or ``None`` if ids cannot mark their
+    places.
 
-    vLLM replaces the first placeholder token that it finds by as many as the first image takes, and so on. So each run
-    is sent as one token, if a run has only one kind of token and the prompt has that kind nowhere else.
+    vLLM expands the first placeholder token in the prompt to the length of the first image, and so on. Each run is
+    therefore sent as a single token. This requires that runs consist of one kind of token, which occurs nowhere else in
+    the prompt.
     """
     tokens, spans = prompt.tokens, prompt.images
     kinds = {tokens[span.start] for span in spans}

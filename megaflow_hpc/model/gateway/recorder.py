@@ -10,8 +10,8 @@ as for a second conversation of the rollout or an edited history.
     call 2   [ prompt 1 ][ sampled 1 ][ observation ][ sampled 2 ] sequence 0, turn 1
     call 3   [ summary ][ sampled 3 ]                              sequence 1, turn 2
 
-An image is a run of placeholder tokens, the same for all images of one size. So a prompt extends a sequence only if the
-same images are in the same places, and the sequence keeps which image each run stands for.
+An image is a run of placeholder tokens, which is the same for all images of one size. A sequence therefore records the
+image of each run, and a prompt extends it only if the same images are at the same positions.
 
 Invariants: a sampled token has a log-probability and the engine's weight version. Every other token has NaN and -1.
 ``loss_mask`` is 1 exactly for tokens that the policy sampled freely (:attr:`SampledTokens.free`). Tokens are stored as
@@ -88,7 +88,7 @@ class SampledTokens:
     counted: int | None = None
     """Number of sampled tokens if the engine reports no ids. ``None`` if ``tokens`` has the ids."""
     counted_prompt: int = 0
-    """Number of the prompt's tokens, with ``counted``."""
+    """Number of prompt tokens, if ``counted`` is set."""
 
 
 @dataclass

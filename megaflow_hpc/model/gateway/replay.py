@@ -137,8 +137,8 @@ class Replay:
         self._open.pop(token, None)
 
     def answer(self, token: str, rollout_id: str, asked: str, speaker: tuple[str, str] = ("", "")) -> SampledTokens:
-        """Returns the recorded answer to a conversation. Each recorded call is served only once. If several models were
-        asked the same, the answer is that of the same role or policy.
+        """Returns the recorded answer to a conversation. Each recorded call is served only once. If several models got
+        the same conversation, selects the answer of the same role or policy.
 
         Args:
             token: Name of the session.

@@ -45,8 +45,7 @@ class Server(Endpoint, kw_only=True, eq=False):
     degraded: bool = False
     """True if the server lacks an endpoint of its protocol, and gets requests of a lower protocol."""
     expands_images: bool = True
-    """False if the server was found to show an image in other tokens than it renders, when the prompt is given as
-    ids."""
+    """False once the server has expanded an image in a prompt of ids to other tokens than in its own rendering."""
     outstanding: int = 0
     """Number of this gateway's requests in flight."""
     failures: int = 0

@@ -90,7 +90,7 @@ class ModelGateway:
         policies: Model names that select a policy. Any other name selects the rollout's own policy.
         roles: Role → policy, for a team. Then only roles are model names, and any other name selects ``owner``.
         owner: Role that owns the rollouts of a team.
-        learners: Policies that are trained on rollouts of their own, and so only on these.
+        learners: Policies that are trained only on their own rollouts.
         judges: Model names that select a judge's policy. Only verifiers may use them; see :meth:`open`.
         limits: Limits on this gateway's requests to the engines.
         replays: Policies served from a recorded campaign.
@@ -122,8 +122,9 @@ class ModelGateway:
         self.tokens = 0
         """Number of tokens that engines have sampled so far."""
         self.usd = 0.0
-        """Price of all answered calls so far in US dollars, including those of rollouts that failed, and those whose
-        agent hung up."""
+        """Price of all answered calls so far in US dollars, including failed rollouts and calls whose agent
+        disconnected.
+        """
         self._paid: set[asyncio.Task[Any]] = set()
         """Requests in flight that have a price."""
         self._caller = Caller(wait_s, request_timeout_s, limits)
@@ -234,7 +235,7 @@ class ModelGateway:
         rollout.suspend(now=True)  # so that the control does not wait for the rollout's own calls
         if failure and control is not None and await control():
             failure = ""
-        # One judge may have answered after another failed, and then each of them counts.
+        # Check each judge, because one may have answered after another failed.
         return failure or (next(iter(rollout.unanswered.values()), "") if rollout.judging else "")
 
     def suspend(self, rollout_id: str, now: bool) -> bool:
@@ -515,8 +516,9 @@ class ModelGateway:
         return answer
 
     async def _pay(self, rollout: OpenRollout, ask: Ask[T], call: Call) -> T:
-        """Sends a request that has a price. If the agent hangs up, waits for the answer all the same, because endpoints
-        charge for it. Meanwhile the call counts towards the rollout's quota."""
+        """Sends a request that has a price. If the agent disconnects, still waits for the answer, because endpoints
+        charge for it. Until then, the call counts towards the rollout's quota.
+        """
         attempt = asyncio.ensure_future(ask(call))
         self._paid.add(attempt)
         attempt.add_done_callback(partial(self._spend, call.request.policy))
@@ -605,4 +607,4 @@ def _named_call(http: web.BaseRequest, rollout: OpenRollout) -> int | None:
 
 def _suspension(rollout: OpenRollout) -> CallError:
     rollout.interrupted = True
-    return CallError(503, "the allocation ends: this rollout goes on in another one", SUSPENDED)
+    return CallError(503, "the allocation ends: this rollout continues in another one", SUSPENDED)

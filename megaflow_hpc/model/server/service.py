@@ -1,7 +1,7 @@
 """A service of the whole campaign: an element of the engine array that runs a program in a sandbox.
 
-It registers under ``RUN/endpoints`` as an engine does, and leaves as one does. Each start of the program has a key of
-its own, so rollouts that used an earlier start notice its end.
+It registers under ``RUN/endpoints`` and exits like an engine server. Each start of the program has its own key, so
+rollouts that used an earlier start notice its end.
 """
 
 from __future__ import annotations

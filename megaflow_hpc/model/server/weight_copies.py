@@ -171,7 +171,7 @@ class _File:
 
 @dataclass
 class _Copy:
-    """The copy of one version on this node."""
+    """A copy of one weight version on this node."""
 
     version: Version
     folder: Path

@@ -31,7 +31,7 @@ class Judges:
         rollout: Id of the rollout.
         models: Names of the campaign's judges. Empty if the campaign has none.
         prices: Judge → price of its tokens, for judges that have one.
-        reward_models: Those of ``models`` that are reward models.
+        reward_models: The reward models among ``models``.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Judges:
         """Context manager that gives access to the judges.
 
         Args:
-            listener: A socket that listens in a sandbox, at which the judges answer too.
+            listener: An additional socket, which listens in a sandbox.
 
         Raises:
             ModelServiceError: The judges' engines were down. Replaces any error raised inside the block.
@@ -101,7 +101,7 @@ class Judges:
 
 
 def used(trajectory: Trajectory, judges: Judges, metered: Mapping[str, TokenPrice | None]) -> Used:
-    """Returns the calls of judges, and those of the rollout's own calls that went to a metered model.
+    """Returns the calls to judges, and the rollout's own calls to metered models.
 
     Args:
         metered: Model → price of its tokens, or ``None`` without a price.
@@ -117,7 +117,7 @@ def used(trajectory: Trajectory, judges: Judges, metered: Mapping[str, TokenPric
 
 
 def use_of(call: Mapping[str, Any]) -> Used:
-    """Returns one call of a judge as a count."""
+    """Converts one call to a judge to a usage count."""
     return {call["model"]: ModelUse(1, call["prompt_tokens"], call["sampled_tokens"], call.get("usd"))}
 
 
@@ -131,7 +131,8 @@ def by_role(trajectory: Trajectory) -> dict[str, list[dict[str, Any]]]:
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Returns the messages of a rollout's main conversation, which is the conversation of its policy with the most
-    calls. Their images are ``data:`` URLs, as a judge takes them."""
+    calls. Images are ``data:`` URLs, which judges accept.
+    """
     parents = linked(trajectory.parents, len(trajectory.messages))
     candidates = conversations(trajectory.messages, parents, trajectory.turns)
     messages = candidates[main(candidates, trajectory.policy)].messages if candidates else trajectory.messages

@@ -1,10 +1,9 @@
-"""Scores stored rollouts again, without sampling: by their tasks' own verification, or by a scorer of the user's.
+"""Scores stored rollouts again, without sampling: with their tasks' own verification, or with the user's scorer.
 
-A task's tests need the files that the agent left. They are restored if the record has all of them: in a fresh sandbox
-of the image, the stored patch is applied to the checkout, and stored artifacts are put back. That suffices if the tests
-see only the work directory and the artifacts (verification ``fresh``), and the work directory is in a checkout. A
-``score`` in Python may also do without the files; then it gets a sandbox of which every use is an error. Otherwise the
-rollout is left alone (:class:`~megaflow_hpc.errors.UnscoredError`).
+A task's tests need the agent's files. To restore them, a fresh sandbox gets the stored patch and the stored artifacts.
+These are all files that matter if the tests see only the work directory and the artifacts (verification ``fresh``), and
+the work directory is in a checkout. If files are missing, a Python ``score`` may still work without them: it gets a
+sandbox that raises an error on any use. Otherwise the rollout is skipped (:class:`~megaflow_hpc.errors.UnscoredError`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,9 @@ from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import Task, Verdict, main_reward
 
 PATCH, PATCH_ERROR, LOG = "patch", "patch.error", "verifier.log"
-"""Names of artifacts: the agent's changes to the checkout, why they are incomplete, and the output of the tests."""
+"""Names of artifacts: the agent's changes to the checkout, the reason why they are incomplete, and the output of the
+tests.
+"""
 
 
 @dataclass
@@ -41,7 +42,7 @@ class NewScore:
 
     rewards: Mapping[str, float]
     error: str = ""
-    """Why the tests gave no valid reward, which counts as 0."""
+    """Reason why the tests gave no valid reward. The reward is then 0."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """Calls of judges (:meth:`Judges.calls`)."""
 
@@ -62,10 +63,10 @@ class Rescoring:
         self._services = services
 
     async def by_scorer(self, scorer: Scorer, task: Task, trajectory: Trajectory) -> NewScore:
-        """Scores a rollout by a function of the user's.
+        """Scores a rollout with the user's function.
 
         Raises:
-            UnscoredError: the function raised, or returned something else than rewards, or used the sandbox.
+            UnscoredError: The function raised an error, returned something other than rewards, or used the sandbox.
             ModelServiceError: a judge is down.
             ConfigError: the function asks a judge, but the campaign has none.
         """
@@ -84,7 +85,7 @@ class Rescoring:
             "rewards": dict(trajectory.rewards),
         }
         more = {name: value for name, value in known.items() if name in scorer.parameters}
-        sandbox = WithoutFiles(NoSandbox(task), "the scorer uses the sandbox, of which nothing is restored")
+        sandbox = WithoutFiles(NoSandbox(task), "the scorer uses the sandbox, which is not restored here")
         sandbox.close()
         given = cast(ApptainerSandbox, sandbox) if "sandbox" in scorer.parameters else None
         try:
@@ -102,7 +103,7 @@ class Rescoring:
         return NewScore(rewards, calls=judges.calls())
 
     async def by_task(self, task: Task, agent: AgentConfig, trajectory: Trajectory) -> NewScore:
-        """Scores a rollout by its task's own verification, on the files that the agent left.
+        """Scores a rollout with its task's own verification, on the agent's restored files.
 
         Raises:
             UnscoredError: the record lacks files that the verification needs.
@@ -164,7 +165,7 @@ class Rescoring:
     async def _without_files(
         self, task: Task, sandbox: ApptainerSandbox, context: VerificationContext, why: str
     ) -> Verdict:
-        """Calls ``setup`` with a sandbox, and then ``score`` with one whose every use is an error."""
+        """Calls ``setup`` with a sandbox, then ``score`` with a sandbox that raises an error on any use."""
         guarded = WithoutFiles(sandbox, why)
         stand_in = cast(ApptainerSandbox, guarded)
         await prepare(task, stand_in)
@@ -180,26 +181,26 @@ class Rescoring:
 
 
 async def _nothing(number: int, step: Task) -> None:
-    """Stands in for an agent."""
+    """Does nothing, in place of an agent."""
 
 
 class _NoCheckout(MegaflowError):
-    """The record has no patch, because the work directory is in no checkout."""
+    """The record has no patch, because the work directory is not in a checkout."""
 
 
 class WithoutFiles:
-    """A sandbox that can no longer be used once it is closed, because it lacks the agent's files.
+    """Wraps a sandbox and, once closed, raises an error on any use, because the agent's files are missing.
 
     Args:
-        sandbox: the sandbox until then.
-        why: why it lacks them.
+        sandbox: The wrapped sandbox.
+        why: Reason why the files are missing.
     """
 
     def __init__(self, sandbox: Any, why: str) -> None:
         self._sandbox, self._why, self._closed, self._used = sandbox, why, False, False
 
     def close(self) -> None:
-        """From now on, every use is an error."""
+        """Makes every later use an error."""
         self._closed = True
 
     def check(self) -> None:
@@ -229,7 +230,7 @@ def _lacking(stored: Mapping[str, bytes], context: VerificationContext) -> str:
 async def _restore(
     task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, bytes], context: VerificationContext
 ) -> None:
-    """Restores the files that the agent left, in a sandbox as it was before the agent started.
+    """Restores the agent's files in a sandbox that is prepared as for the agent.
 
     Raises:
         UnscoredError: the record lacks some of them.

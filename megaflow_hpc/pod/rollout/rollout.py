@@ -364,7 +364,7 @@ async def run_attempt(
         _end(trajectory, "failed", "agent", str(error))
     except (ConfigError, UserCodeError) as error:  # the message names the location
         _end(trajectory, "failed", "user", str(error))
-    except Exception as error:  # a bug in a scaffold or a task may cost one rollout, but not the runner
+    except Exception as error:  # a bug in a scaffold or a task must not end the runner
         location = traceback.extract_tb(error.__traceback__)[-1]
         _end(trajectory, "failed", "user", f"{error!r} at {location}")
     trajectory.started_at = began
@@ -410,7 +410,7 @@ def _add_verdict(trajectory: Trajectory, verdict: Verdict) -> None:
 
 
 class RunningAttempt:
-    """One attempt under way: its task and agent, and what its steps share.
+    """A running attempt: its task and agent, and what its steps share.
 
     Args:
         trajectory: The trajectory to complete.

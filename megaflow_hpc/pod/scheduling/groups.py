@@ -74,7 +74,7 @@ class Groups:
             name: Id of the group.
             policy: Policy of the group.
             rollouts: Ids of the samples.
-            rewarded: Number of the group's samples in other pods, which count as rewarded.
+            rewarded: Number of the group's samples that run in other pods. They count as rewarded.
         """
         if self._rules.idle:
             return set()

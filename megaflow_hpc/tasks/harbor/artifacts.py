@@ -185,7 +185,7 @@ async def put_back(task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, b
     """Copies a stored rollout's artifacts to their places in a sandbox.
 
     Raises:
-        UnscoredError: some of them are not stored, or do not fit into the sandbox.
+        UnscoredError: Some of them are not stored, or do not fit into the sandbox.
     """
     manifest = {entry["source"]: entry for entry in json.loads(stored.get(MANIFEST, b"[]"))}
     folder = Path(sandbox.directory + ".restored")

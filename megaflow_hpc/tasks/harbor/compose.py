@@ -1,8 +1,8 @@
 """Reads the services of a Harbor task's ``docker-compose.yaml``.
 
 Harbor merges the file over its own definition of ``main``, the agent's container. Here every other service becomes a
-:class:`~megaflow_hpc.types.Service`. Keys that change nothing in a sandbox are ignored. Keys that ask for more than a
-sandbox can give are rejected, with their line.
+:class:`~megaflow_hpc.types.Service`. Keys that have no effect in a sandbox are ignored. Keys that a sandbox cannot
+support are rejected, with their line.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+(?:\.\d+)?)s)?(?:(\d+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([bkmg]?)b?", re.IGNORECASE)
 _MEGABYTES = {"": 1e-6, "b": 1e-6, "k": 1024e-6, "m": 1024**2 / 1e6, "g": 1024**3 / 1e6}
 _MAX_READY_S = 3600.0
-"""Greatest time for a service to become healthy, during which the rollout takes a slot."""
+"""Maximum time for a service to become healthy, during which the rollout occupies a slot."""
 _MIN_READY_S = 60.0
-"""Least time for a service to become healthy. Containers of a cluster start later than those of a laptop."""
+"""Minimum time for a service to become healthy. Containers start more slowly on a cluster than on a laptop."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def read_compose(file: Path, root: Path, dockerfiles: Dockerfiles) -> Compose:
         dockerfiles: reads the services' Dockerfiles.
 
     Raises:
-        ConfigError: the services need more than sandboxes can give. The message names file, line, key and remedy.
+        ConfigError: The services need features that sandboxes lack. The message names file, line, key and remedy.
     """
     if not file.is_file():
         return Compose()
@@ -296,7 +296,7 @@ def _environment(part: _Part) -> dict[str, str]:
 
 
 def _ports(part: _Part) -> tuple[int, ...]:
-    """Returns the ports inside the container. What Docker would publish on the host does not matter."""
+    """Returns the ports inside the container. Ignores the host ports on which Docker would publish them."""
     names = []
     for key in ("ports", "expose"):
         for entry in part.part(key).items():
@@ -339,7 +339,7 @@ def _after(part: _Part) -> tuple[str, ...]:
 
 
 def _check_volumes(top: _Part, names: list[str]) -> None:
-    """Rejects volumes that are more than a directory of one service."""
+    """Rejects volumes other than a directory of a single service."""
     owners: dict[str, str] = {}
     for name in names:
         part = top.part("services").part(name).part("volumes")

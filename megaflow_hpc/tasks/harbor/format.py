@@ -122,8 +122,8 @@ def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
     """Combines the verdicts of the completed steps into one verdict for the task.
 
     With ``mean``, each named reward is averaged over these steps. A reward that a step does not report counts as 0.
-    With ``final``, the rewards are those of the last completed step. A step whose verifier failed has reward 0. Rewards
-    of turns are kept as the last step gave them that names them, because a turn belongs to one step.
+    With ``final``, the rewards are those of the last completed step. A step whose verifier failed has reward 0. For
+    rewards of turns, the last step that names a turn decides, because a turn belongs to one step.
     """
     if len(verdicts) == 1 and not verdicts[0].name:
         return verdicts[0].verdict

@@ -182,8 +182,8 @@ async def _judging(
     """Yields the variables by which the tests reach the campaign's judges, if the task asks for them.
 
     Raises:
-        ModelServiceError: a judge was down. Whatever the tests wrote is no verdict.
-        ConfigError: the campaign has no judges.
+        ModelServiceError: A judge was down, so the result of the tests is invalid.
+        ConfigError: The campaign has no judges.
     """
     if not rules.judge:
         yield {}

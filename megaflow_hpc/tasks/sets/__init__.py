@@ -1,6 +1,6 @@
-"""Task sets by name: a registry of where they are, their download, and their conversion to tasks.
+"""Imports task sets by name: a registry of their locations, their download, and their conversion to tasks.
 
 ``registry`` reads the facts of each set from ``registry.yaml``. ``download`` copies a set's files from the Hugging Face
-Hub or from an archive. ``converters`` makes Harbor directories of the formats that no task format reads. ``importing``
-puts the three together.
+Hub or from an archive. ``converters`` converts formats that no task format reads to Harbor directories. ``importing``
+combines the three.
 """

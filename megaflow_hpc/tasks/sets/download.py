@@ -139,7 +139,7 @@ class SetSource:
             following = _NEXT_PAGE.search(link)
             if following is None:
                 return entries
-            # The query only, so that a mirror is asked and the token stays with it.
+            # Take only the query, so that the request and its token stay with the mirror.
             pages.append(f"{url.partition('?')[0]}?{urllib.parse.urlsplit(following[1]).query}")
         raise self.explain(url, ValueError(f"the list of files has more than {MAX_PAGES} pages"))
 
@@ -157,7 +157,7 @@ class SetSource:
         return self.mirror.rstrip("/") in ("", _endpoint())
 
     def explain(self, url: str, error: Exception) -> ConfigError | SiteError:
-        """Returns the error for a user: what was asked for, the answer, and the remedy."""
+        """Returns the error to report: the request, the answer, and the remedy."""
         what = f"{self.name}@{self.version}"
         if isinstance(error, _Refused) and error.status in (401, 403) and not self._gets_token:
             return ConfigError(
@@ -203,8 +203,8 @@ def _open(url: str, headers: dict[str, str], *, hub: bool) -> http.client.HTTPRe
 def fetch(source: SetSource, remote: Remote, directory: Path, say: Callable[[str], None]) -> tuple[Path, str]:
     """Downloads a file into ``directory``, unless it is there. Returns its path and SHA-256.
 
-    What arrived before an interruption is kept next to the file, and the next call continues with it. Of several calls
-    at once, one downloads, if the file system supports locks.
+    A partial download is kept next to the file, and the next call resumes it. If the file system supports locks, only
+    one of several concurrent calls downloads.
 
     Raises:
         ConfigError: The server refuses the file.

@@ -92,7 +92,9 @@ def import_set(
     elif origin is not None:
         paths, root = _local(base, task_set, origin), origin
         if paths[0].is_dir() and output.resolve().is_relative_to(paths[0].resolve()):
-            raise ConfigError(f"--output {output}: is in {paths[0]}, from which is read; name a directory outside")
+            raise ConfigError(
+                f"--output {output}: is in {paths[0]}, the directory to import from; name a directory outside it"
+            )
         files = [(path, digest_of(path) if path.is_file() else "") for path in paths]
     else:
         source = SetSource(base, task_set, revision, mirror)
@@ -119,7 +121,7 @@ def import_set(
         if strict and imported.left_out:
             raise Mistakes(imported.left_out)
         with _alone(output):
-            # The record first: it permits a repeated call to replace what this one wrote.
+            # Write the record first, so that a repeated call may replace the tasks.
             write_json(
                 record,
                 {
@@ -140,7 +142,9 @@ def import_set(
 
 
 def _image_of_pages(name: str, image: Path | None, version: str, origin: Path | None, mirror: str) -> Path:
-    """Returns the image to read pages from. Raises ConfigError if it is missing, or for what has no meaning here."""
+    """Returns the image to read pages from. Raises ConfigError if it is missing, or if an option does not apply to a
+    set in an image.
+    """
     if version or origin or mirror:
         raise ConfigError(
             f"{name}: its pages are in an image, at the image's version; leave out @VERSION, --from, --mirror"
@@ -167,8 +171,9 @@ def _episodes(
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Holds a directory's lock, so that imports at the same time replace their results one after the other. Holds no
-    lock if the file system does not support locks."""
+    """Holds a directory's lock, so that only one import at a time replaces its results. Holds no lock if the file
+    system does not support locks.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):

@@ -39,8 +39,9 @@ ZOOM = 3
 """Pixels of the display for each pixel of a page. The pages are 160 pixels wide and 210 high."""
 AGENT_S = 300
 EPISODE_S = 86_400
-"""Seconds after which the page ends its episode. The agent's own time limit, which a campaign can change, is to come
-first."""
+"""Seconds after which the page ends its episode. Much longer than the agent's own time limit, which a campaign can
+change.
+"""
 LISTING_S = 900.0
 MAX_LISTING_BYTES = 64 << 20
 
@@ -151,7 +152,7 @@ def read_pages(image: Path, seeds: int) -> tuple[str, list[AskedPage]]:
                 asked = [msgspec.json.decode(line, type=AskedPage) for line in lines]
                 if not _VERSION.fullmatch(text := version.decode().strip()):
                     raise ValueError(f"{VERSION_FILE} has {text[:50]!r}")
-            except ValueError as error:  # also what msgspec raises
+            except ValueError as error:  # includes msgspec's errors
                 raise ConfigError(f"--image {image}: its pages cannot be listed: {error}") from None
             return text, asked
 

@@ -34,11 +34,11 @@ class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     archive: str = ""
     """Address of a tar.gz. ``{revision}`` is replaced by the version."""
     home: str = ""
-    """Page of a set that is in an image."""
+    """Web page of a set that is part of an image."""
     revision: str = "main"
     format: Literal["", "swebench", "harbor", "aider-polyglot", "humanevalfix", "miniwob"] = ""
     unread: str = ""
-    """Why the set is not read."""
+    """Reason why the set cannot be imported. Empty if it can."""
     accept: bool = False
     """True if the user must accept the licence."""
     image: str = ""
@@ -46,7 +46,7 @@ class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def page(self) -> str:
-        """Address of the set, for people."""
+        """Web page of the set."""
         if self.hub:
             return f"https://huggingface.co/datasets/{self.hub}"
         return self.home or self.archive.partition("/archive/")[0]

@@ -488,7 +488,7 @@ def _read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Poli
 
 
 def _vision(source: Path, text_kinds: Any) -> tuple[Vision | None, NoVision | None]:
-    """Returns what makes the images of a model with a vision part, or the reason why it takes text only.
+    """Returns the :class:`Vision` of a model with a vision part, or the reason why the model takes text only.
 
     Args:
         text_kinds: transformers' mapping of the configurations that can be loaded without a vision part.

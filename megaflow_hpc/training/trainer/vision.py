@@ -34,7 +34,9 @@ from megaflow_hpc.trajectory import Image, ImageSpan
 GRID = "image_grid_thw"
 """Input of the model that holds the number of patches of each image: frames, rows, columns."""
 MAX_CACHED_BYTES = 2**29
-"""Processed images that are kept. A step reads each several times: in each epoch, and in each window that shows it."""
+"""Maximum size of the cache of processed images. A step reads each image several times: in each epoch, and in each
+window that shows it.
+"""
 
 
 class BadImage(ConfigError):
@@ -91,7 +93,7 @@ class Vision:
         return cls(source, processor, int(placeholder))
 
     def attach(self, causal: Any) -> None:
-        """Takes positions from a model. Otherwise they come from one without weights."""
+        """Uses this model to compute positions. By default, a copy without weights is created for that."""
         self._model = causal
         for module in causal.modules():
             if type(module).__name__ == "PaddleOCRVisionEmbeddings":  # transformers 5.19 and vLLM 0.32 differ here
@@ -171,7 +173,7 @@ class Vision:
 
         Raises:
             BadImage: an image cannot be decoded.
-            ConfigError: a span holds other tokens than placeholders, or touches another.
+            ConfigError: a span contains tokens other than placeholders, or is adjacent to another span.
         """
         length = len(tokens)
         plain = torch.arange(length)[None]
@@ -197,8 +199,9 @@ class Vision:
         return rope_index(input_ids=ids, mm_token_type_ids=kinds, **{GRID: grids})[0][:, 0]
 
     def marked(self, tokens: Any, sequences: Sequence[Sequence[ShownImage]], offsets: Sequence[int]) -> Any:
-        """Returns a row's token ids (T) with placeholders only where images are shown, which is where the model puts
-        images; others get the id 0."""
+        """Returns a row's token ids (T) in which only shown images have placeholders. Replaces other placeholders by 0,
+        because the model would insert images there.
+        """
         shown = torch.zeros(len(tokens), dtype=torch.bool)
         for begin, images in zip(offsets, sequences, strict=False):
             for span, _ in images:
@@ -236,7 +239,7 @@ def kinds_of(length: int, shown: Sequence[ShownImage]) -> NDArray[np.int32]:
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the pixel inputs of several images as those of one call. Empty without images."""
+    """Joins the pixel inputs of several images for a single call. Empty without images."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 

@@ -155,7 +155,7 @@ def examples(model: Path, demonstrations: Path) -> list[Example]:
 
 
 class _Images:
-    """Images of demonstrations, placed as a model's image processor asks."""
+    """Places the images of demonstrations as the model's image processor requires."""
 
     def __init__(self, model: Path, demonstrations: Path) -> None:
         self._model, self._folder = model, demonstrations.parent
@@ -165,7 +165,8 @@ class _Images:
         """Returns tokens with as many placeholders for each image as its size needs, and the images.
 
         Raises:
-            ConfigError: an image is missing or damaged, the model takes none, or its template shows another number.
+            ConfigError: an image is missing or damaged, the model takes none, or its template renders a different
+                number.
         """
         urls = [part["image_url"]["url"] for message in messages for part in image_parts(message)]
         if not urls:

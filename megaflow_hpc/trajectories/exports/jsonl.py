@@ -174,17 +174,17 @@ def import_jsonl(
                     trajectory = checked(parse(parse_object(line)))
                 except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
                     raise ConfigError(
-                        f"{source}:{number}: no trajectory of ours ({_fault(error)}); expected JSON lines of "
-                        "megaflow-hpc export"
+                        f"{source}:{number}: not a trajectory of megaflow-hpc ({_fault(error)}); expected JSON lines "
+                        "of megaflow-hpc export"
                     ) from None
                 if trajectory.id in ids:
-                    raise ConfigError(f"{source}:{number}: {trajectory.id} was there before; ids are unique")
+                    raise ConfigError(f"{source}:{number}: {trajectory.id} occurs twice; ids must be unique")
                 ids.add(trajectory.id)
                 writer.append(trajectory)
                 if progress is not None:
                     progress(len(ids))
         if not ids:
-            raise ConfigError(f"{source}: holds no trajectory; expected JSON lines of megaflow-hpc export")
+            raise ConfigError(f"{source}: contains no trajectory; expected JSON lines of megaflow-hpc export")
     return len(ids)
 
 

@@ -63,7 +63,7 @@ class RecordedToolCall:
     arguments: dict[str, Any]
     """Empty if the arguments are not a JSON object, or nested deeper than :data:`MAX_DEPTH`."""
     unparsed: str
-    """The arguments as written, if ``arguments`` has none of them. Otherwise empty."""
+    """The arguments as written, if they could not be parsed into ``arguments``. Otherwise empty."""
 
 
 def tool_calls(message: Mapping[str, Any]) -> list[RecordedToolCall]:

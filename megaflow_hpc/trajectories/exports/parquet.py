@@ -54,10 +54,10 @@ def images_type(pa: Any) -> Any:
 
 
 def images_in(sequence: SequenceView, images: Mapping[str, Image]) -> list[dict[str, Any]]:
-    """Returns the images of a sequence in the order of their placeholders, each with these.
+    """Returns the images of a sequence in the order of their placeholders, each with the position of these.
 
     Args:
-        images: those of its rollout, by their SHA-256.
+        images: The images of the rollout, by their SHA-256.
     """
     return [{"start": one.start, "length": one.length, "bytes": images[one.image].data} for one in sequence.images]
 

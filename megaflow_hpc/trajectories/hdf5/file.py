@@ -129,7 +129,7 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
                 "change and need no locks: unset the variable, or set it to FALSE"
             ) from error
         raise ConfigError(
-            f"{path}: truncated or damaged ({error}); make it anew with: megaflow-hpc gather RUN --rebuild"
+            f"{path}: truncated or damaged ({error}); recreate it with: megaflow-hpc gather RUN --rebuild"
         ) from error
 
 
@@ -209,7 +209,7 @@ def _type_faults(path: str, dtype: str, columns: Datasets) -> Iterator[str]:
         yield from _type_faults(text_offset(path), "int64", columns)
         dtype = "uint8"
     if dataset.ndim != 1:
-        yield f"/{path}: is no one-dimensional dataset"
+        yield f"/{path}: is not a one-dimensional dataset"
     elif dtype in (STRING, TEXT):
         text = h5py.check_string_dtype(dataset.dtype)
         if text is None or text.encoding != "utf-8":

@@ -389,7 +389,7 @@ class TrajectoryWriter:
                 column.finish()
 
     def _put_reward(self, row: int, name: str, value: float) -> None:
-        # A rollout has as many rewards of turns as it likes, which must not take the columns of others.
+        # A rollout may have many rewards of turns, which must not use up the columns of other rewards.
         most = MAX_REWARD_COLUMNS // 2 if is_part_reward(name) else MAX_REWARD_COLUMNS
         if name in self._held_rewards or len(self._held_rewards) < most:
             self._held_rewards.setdefault(name, {})[row] = value

@@ -255,7 +255,7 @@ def _check_sequence(number: int, sequence: TokenSequence) -> None:
 
 
 def check_images(images: Mapping[str, Image], with_data: bool = True) -> None:
-    """Checks the fields of images and, unless their bytes were left out, that these have their SHA-256.
+    """Checks the fields of images and, unless the bytes are omitted, their SHA-256.
 
     Raises:
         ValueError: An image is invalid.
@@ -265,7 +265,7 @@ def check_images(images: Mapping[str, Image], with_data: bool = True) -> None:
         if not with_data:
             continue
         if not isinstance(image.data, bytes) or hashlib.sha256(image.data).hexdigest() != image.sha256:
-            raise ValueError(f"image {image.sha256!r:.80} holds other bytes than its SHA-256 says")
+            raise ValueError(f"image {image.sha256!r:.80} does not match its SHA-256")
 
 
 def _check_spans(number: int, sequence: TokenSequence, images: Mapping[str, Image]) -> None:

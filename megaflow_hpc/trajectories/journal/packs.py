@@ -263,7 +263,7 @@ def pack_journals(folder: Path, pod: str, start: str) -> None:
 
 
 class _Packing:
-    """The journals and packs of one pod in the journal directory."""
+    """Packs the journals of one pod, and removes the originals of packed journals."""
 
     def __init__(self, folder: Path, pod: str, start: int) -> None:
         self._folder, self._pod, self._start = folder, pod, start

@@ -119,7 +119,7 @@ def anonymise(
 
     path, output = Path(path), Path(output)
     if output.exists() and path.exists() and os.path.samefile(path, output):
-        raise ConfigError(f"{output}: is the file itself; name another one, the original cannot be had back")
+        raise ConfigError(f"{output}: is the input file; name another one, because the input cannot be restored")
     counts = {"trajectories": 0, "changed": 0, "without_tokens": 0, "images": 0}
     with open_file(path) as source, open_trajectories(path) as store, published(output) as temporary:
         scrub = Scrubber()

@@ -161,7 +161,7 @@ def drop_journals(run: RunDir, dry_run: bool = False) -> dict[str, int]:
         if not check.good:
             raise ConfigError(
                 f"{run.trajectories}: /{check.path} {check.state}; "
-                f"the journals stay, make the file anew with: megaflow-hpc gather {run} --rebuild"
+                f"the journals stay, recreate the file with: megaflow-hpc gather {run} --rebuild"
             )
     files = [path for path in run.journal.iterdir() if path.suffix in (packs.JOURNAL, packs.PACK)]
     size = sum(path.stat().st_size for path in files)

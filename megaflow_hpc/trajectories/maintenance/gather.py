@@ -197,8 +197,8 @@ def _is_up_to_date(run: RunDir, before: dict[str, Any], now: dict[str, Any], reb
     left = {name: size for name, size in before["journals"].items() if name not in gone}
     if rebuild or left != now["journals"]:
         raise ConfigError(
-            f"{run.trajectories}: was made from journals that are gone ({', '.join(gone)}) and cannot be made anew "
-            f"without loss; restore them to {run.journal}, or move the file away to gather what is left"
+            f"{run.trajectories}: was made from journals that no longer exist ({', '.join(gone)}), so rebuilding it "
+            f"would lose their rollouts; restore them to {run.journal}, or move the file away to gather what is left"
         )
     return True
 

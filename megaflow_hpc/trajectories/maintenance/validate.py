@@ -64,7 +64,7 @@ def _trajectories(file: h5py.File) -> Iterator[str]:
     seen: set[str] = set()
     for number, rollout in enumerate(ids):
         if rollout in seen:
-            yield f"/trajectories/id: row {number}: {rollout!r} is there twice"
+            yield f"/trajectories/id: row {number}: {rollout!r} occurs twice"
             break
         seen.add(rollout)
     status = texts(file["trajectories/status"]).astype(str)
@@ -197,7 +197,7 @@ def _images(file: h5py.File) -> Iterator[str]:
     digests, offsets = texts(file["images/sha256"]), read(file["images/offset"])
     yield from _image_bytes(file, digests, offsets)
     if len(set(digests)) < len(digests):
-        yield "/images/sha256: an image is there twice"
+        yield "/images/sha256: an image occurs twice"
     for row in _first((read(file["images/width"]) < 1) | (read(file["images/height"]) < 1)):
         yield f"/images/width: image {row}: no pixels"
     used = read_column(file, "image_uses/image")
@@ -291,7 +291,7 @@ def verify(path: str | os.PathLike[str]) -> list[ColumnCheck]:
 def _check(name: str, dataset: h5py.Dataset) -> ColumnCheck:
     has_texts = dataset.dtype.kind == "O"  # variable length
     if dataset.ndim != 1 or (has_texts and h5py.check_string_dtype(dataset.dtype) is None):
-        return ColumnCheck(name, 0, "", "cannot be read: it is no column of numbers or texts")
+        return ColumnCheck(name, 0, "", "cannot be read: it is not a column of numbers or text")
     digest = hashlib.sha256()
     size = _TEXT_BYTES if has_texts else dataset.dtype.itemsize
     chunk = dataset.chunks[0] if dataset.chunks else 1

@@ -60,7 +60,7 @@ class Durations:
                 for key in _keys(task, arm):
                     self._seconds.setdefault(key, []).append(seconds)
         if not self._seconds:
-            raise ConfigError(f"{', '.join(map(str, paths))}: no rollout was carried out there; leave learn_from out")
+            raise ConfigError(f"{', '.join(map(str, paths))}: no rollout ran there; leave learn_from out")
         self._means = {key: mean(seconds) for key, seconds in self._seconds.items()}
 
     def expected_s(self, rollout: Rollout) -> float:

@@ -288,7 +288,9 @@ class _Evaluation:
         try:
             date = datetime.datetime.fromisoformat(value)
         except ValueError:
-            raise self._fault(node, f"{value!r} is no date; expected one such as '2026-11-21T08:00:00' (UTC)") from None
+            raise self._fault(
+                node, f"{value!r} is not a date; expected one such as '2026-11-21T08:00:00' (UTC)"
+            ) from None
         if date.tzinfo is None:
             date = date.replace(tzinfo=datetime.UTC)
         return date.timestamp()
@@ -296,7 +298,7 @@ class _Evaluation:
     def _string_test(self, node: ast.expr, value: ast.expr, name: str, text: str) -> Any:
         column = self.of(value)
         if not _is_text(column) or isinstance(column, str):
-            raise self._fault(node, f"{ast.unparse(value)!r} is no column of text")
+            raise self._fault(node, f"{ast.unparse(value)!r} is not a text column")
         return _map_distinct(column, lambda item: _STRING_TESTS[name](item, text))
 
     def _fault(self, node: ast.expr, what: str) -> ConfigError:

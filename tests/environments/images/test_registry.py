@@ -227,7 +227,7 @@ def test_credentials_of_other_clients_are_found(
     path.write_text(json.dumps({"auths": {"other.org": {"auth": "eDp5"}, closed.address: {"auth": BASIC[6:]}}}))
     assert len(Shelf().fetch(reference(closed, "secret:1")).layers) == 1
     path.write_text(json.dumps({"auths": {closed.address: {"username": USER, "password": "wrong"}}}))
-    with pytest.raises(SiteError, match=r"refused, or not there: 401 \(UNAUTHORIZED") as failed:
+    with pytest.raises(SiteError, match=r"access denied, or not found: 401 \(UNAUTHORIZED") as failed:
         Shelf().fetch(reference(closed, "secret:1"))
     assert "wrong" not in str(failed.value)
 
@@ -443,12 +443,12 @@ def test_a_busy_registry_is_asked_again_and_a_dead_one_given_up(registry: Regist
     between.rules["manifests/1"] = busy
     assert len(Shelf().fetch(reference(between, "busy:1")).layers) == 1
     between.rules["manifests/1"] = says(502)
-    with pytest.raises(SiteError, match=r"busy:1: the registry answers 502; given up after 5 tries"):
+    with pytest.raises(SiteError, match=r"busy:1: the registry answers 502; gave up after 5 tries"):
         Shelf().fetch(reference(between, "busy:1"))
     del between.rules["manifests/1"]
     between.rules[content.digest] = lambda handler: between.passed_on(handler, 10)
     shelf = Shelf()
-    with pytest.raises(SiteError, match=r"ended early; \d+ of \d+ bytes came, given up after 5 tries"):
+    with pytest.raises(SiteError, match=r"ended early; \d+ of \d+ bytes received, gave up after 5 tries"):
         shelf.fetch(reference(between, "busy:1"))
     assert shelf.kept == {}
 
@@ -460,8 +460,8 @@ def test_a_registry_that_is_silent_or_slow_is_given_up(
     registry.push("slow", "1", [content])
     released = threading.Event()
     for path, message in (
-        ("manifests/1", r"timed out.*; given up after 5 tries"),
-        (content.digest, r"0 of \d+ bytes came, given up after 5 tries"),
+        ("manifests/1", r"timed out.*; gave up after 5 tries"),
+        (content.digest, r"0 of \d+ bytes received, gave up after 5 tries"),
     ):
         between.rules = {path: lambda _: released.wait(60)}
         with monkeypatch.context() as patched:
@@ -472,7 +472,7 @@ def test_a_registry_that_is_silent_or_slow_is_given_up(
     between.rules = {}
     monkeypatch.setattr(client, "GRACE_S", -1.0)
     monkeypatch.setattr(client, "MIN_BYTES_PER_S", 10**9)
-    with pytest.raises(SiteError, match=r"\d+ of \d+ bytes came; it is too slow|did not come within"):
+    with pytest.raises(SiteError, match=r"\d+ of \d+ bytes received; the download is too slow|did not arrive within"):
         Shelf().fetch(reference(between, "slow:1"))
 
 
@@ -556,12 +556,12 @@ HOSTILE: dict[str, tuple[dict[str, Answer], str]] = {
     "a negative size": ({"/1": says(200, changed_layer(size=-1))}, r"its manifest cannot be read"),
     "no layer": (
         {"/1": says(200, changed_layer(mediaType="application/vnd.docker.image.rootfs.foreign.diff.tar.gzip"))},
-        r"'application/vnd.docker.image.rootfs.foreign.diff.tar.gzip' is no layer",
+        r"'application/vnd.docker.image.rootfs.foreign.diff.tar.gzip' is not a layer",
     ),
     "many layers": ({"/1": says(200, manifest_of([ONE] * 1001))}, r"1001 layers; at most 1000 are taken"),
     "no image": (
         {"/1": says(200, manifest_of([ONE], mediaType="application/vnd.cncf.helm.config.v1+json"))},
-        r"is no manifest of a container image",
+        r"is not a manifest of a container image",
     ),
     "another configuration": ({digest_of(config_of([ONE])): says(200, b"{}")}, r"ended early|registry sent sha256"),
     "a large configuration": (

@@ -67,7 +67,7 @@ async def test_one_process_runs_a_service_and_another_takes_over(
         await first.close()
         assert await asyncio.wait_for(users[1].ended(), 60)
         await until_async(lambda: second.address("echo") not in (None, address), "the second has taken over", 60)
-        assert await users[1].problem() == "it was started anew"
+        assert await users[1].problem() == "it was restarted"
         again = RemoteService("echo", (7000,), second)
         await again.begin()
         assert await ask(again) == b"echo hello\n"

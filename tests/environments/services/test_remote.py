@@ -127,7 +127,7 @@ async def test_another_start_and_an_end_are_noticed(tmp_path: Path, monkeypatch:
         assert await used.problem() == "", "its file is being replaced, but it answers"
         later = replace(address, key="l" * 64)
         services.update({"words": {"url": later.url, "key": later.key, "tls_fingerprint": later.fingerprint}})
-        assert await asyncio.wait_for(used.ended(), 10) == "it was started anew"
+        assert await asyncio.wait_for(used.ended(), 10) == "it was restarted"
         services.update({})
         listener.stop()
         assert "it does not answer" in await asyncio.wait_for(used.ended(), 10)

@@ -103,11 +103,11 @@ def test_weights_that_no_engine_could_load_are_refused_by_their_headers(run: Run
     good = safetensors(b"new", "model.layers.0.q_proj.weight")
     entry = {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}
     wrong = {
-        "is no safetensors file .100 bytes": b"x" * 100,
-        "is no safetensors file .0 bytes": b"",
+        "is not a safetensors file .100 bytes": b"x" * 100,
+        "is not a safetensors file .0 bytes": b"",
         "has a header that cannot be read": struct.pack("<Q", 3) + b"{x}",
         r"has a header that cannot be read .KeyError": header({"w": {"shape": [3], "data_offsets": [0, 3]}}, b"new"),
-        f"has {len(good) - 1} bytes, and its header speaks of {len(good)}": good[:-1],
+        f"has {len(good) - 1} bytes, and its header describes {len(good)}": good[:-1],
         r"has tensor 'w' of U8 \[4\] at bytes 0 to 3": header({"w": {**entry, "shape": [4]}}, b"new"),
         r"has tensor 'w' of U8 \[3\] at bytes 1 to 4": header({"w": {**entry, "data_offsets": [1, 4]}}, b"news"),
         r"'model.layers.0.q_proj.weight' has shape \[4\], in the served model \[3\]": safetensors(

@@ -127,11 +127,11 @@ def test_every_float32_survives_the_way_through_text(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"in\.jsonl:2: no trajectory of ours"),
-        ("[]", r"in\.jsonl:2: no trajectory"),
-        ('{"id": "x"}', r"in\.jsonl:2: no trajectory .*it lacks .task_id"),
-        ("AGAIN", r"in\.jsonl:2: task/default/2 was there before"),
-        ("LONGER", r"in\.jsonl:2: no trajectory .*columns of"),
+        ("{", r"in\.jsonl:2: not a trajectory of megaflow-hpc"),
+        ("[]", r"in\.jsonl:2: not a trajectory"),
+        ('{"id": "x"}', r"in\.jsonl:2: not a trajectory .*it lacks .task_id"),
+        ("AGAIN", r"in\.jsonl:2: task/default/2 occurs twice"),
+        ("LONGER", r"in\.jsonl:2: not a trajectory .*columns of"),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_written(run, tmp_path, line, message):

@@ -259,10 +259,10 @@ def test_journals_that_are_gone_are_not_gathered_away(run):
     gather(run)
     run.journal_file("a", "0").unlink()
     assert gather(run) == run.trajectories
-    with pytest.raises(ConfigError, match=r"gone \(a\.0\.journal\)"):
+    with pytest.raises(ConfigError, match=r"no longer exist \(a\.0\.journal\)"):
         gather(run, rebuild=True)
     commit(run, "c", (4, 0, trajectory(20)))
-    with pytest.raises(ConfigError, match="without loss"):
+    with pytest.raises(ConfigError, match="would lose their rollouts"):
         gather(run)
     with h5py.File(run.trajectories) as file:
         assert len(file["trajectories/id"]) == 13

@@ -172,7 +172,7 @@ def test_anonymise_leaves_no_name_anywhere(tmp_path):
 def test_anonymise_refuses_to_overwrite_the_original(run):
     path = gather(run)
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match="the file itself"):
+    with pytest.raises(ConfigError, match="is the input file"):
         anonymise(path, path)
     assert path.read_bytes() == before
 

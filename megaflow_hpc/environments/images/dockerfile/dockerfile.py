@@ -300,13 +300,13 @@ class Reader:
         self._stage().shell = tuple(instruction.args)
 
     def _take_start(self, instruction: DockerfileInstruction) -> None:
-        """Notes what the image runs as a service."""
+        """Records the program that the image runs as a service."""
         stage = self._stage()
         words = tuple(instruction.args if instruction.json else [*stage.shell, *instruction.args])
         if instruction.name == "CMD":
             stage.command = words
         elif instruction.name == "ENTRYPOINT":
-            stage.entrypoint, stage.command = words, stage.command or ()  # the base image's CMD no longer holds
+            stage.entrypoint, stage.command = words, stage.command or ()  # an ENTRYPOINT cancels the base image's CMD
         elif instruction.name == "EXPOSE":
             with suppress(WordError):
                 stage.ports += tuple(self._text(word) for word in instruction.args)

@@ -89,9 +89,9 @@ class Stage:
     args: dict[str, Text] = field(default_factory=dict)
     """``ARG`` variables that no later ``ENV`` overrides."""
     entrypoint: tuple[str, ...] | None = None
-    """The last ``ENTRYPOINT``; ``None`` if the base image's holds."""
+    """The last ``ENTRYPOINT``, or ``None`` to keep the base image's."""
     command: tuple[str, ...] | None = None
-    """The last ``CMD``; ``None`` if the base image's holds."""
+    """The last ``CMD``, or ``None`` to keep the base image's."""
     ports: tuple[str, ...] = ()
     """Ports of ``EXPOSE``, such as ``80/tcp``, except those that depend on unknown variables."""
 

@@ -274,9 +274,7 @@ class Packer:
 
     def _header(self, name: str, kind: bytes, attributes: Attributes, size: int = 0, target: str = "") -> None:
         if name.rpartition("/")[2].startswith(DELETED):
-            raise RefusedMember(
-                f"/{name}: a name that begins with .wh. marks what is gone in a layer; call it something else"
-            )
+            raise RefusedMember(f"/{name}: a name that begins with .wh. marks deletions in a layer; rename it")
         self._write_header(name, kind, attributes, size, target)
 
     def _write_header(self, name: str, kind: bytes, attributes: Attributes, size: int = 0, target: str = "") -> None:

@@ -156,14 +156,16 @@ class RegistryClient:
                 for chunk in self._blob_from(digest, done, size):
                     done += len(chunk)
                     if time.monotonic() > deadline:
-                        raise SiteError(f"{self.reference}: {digest}: {done} of {size} bytes came; it is too slow")
+                        raise SiteError(
+                            f"{self.reference}: {digest}: {done} of {size} bytes received; the download is too slow"
+                        )
                     yield chunk
             except _Interrupted as error:
                 tries = 1 if done - before >= PROGRESS_BYTES else tries + 1
                 before = done
                 if tries >= MAX_TRIES:
                     raise SiteError(
-                        f"{self.reference}: {digest}: {error}; {done} of {size} bytes came, given up after {tries} "
+                        f"{self.reference}: {digest}: {error}; {done} of {size} bytes received, gave up after {tries} "
                         "tries"
                     ) from None
                 time.sleep(FIRST_PAUSE_S * 2 ** (tries - 1))
@@ -208,7 +210,7 @@ class RegistryClient:
                 return read()
             except _Interrupted as error:
                 if tries == MAX_TRIES:
-                    raise SiteError(f"{self.reference}: {error}; given up after {tries} tries") from None
+                    raise SiteError(f"{self.reference}: {error}; gave up after {tries} tries") from None
                 time.sleep(FIRST_PAUSE_S * 2 ** (tries - 1))
         raise AssertionError
 
@@ -231,7 +233,7 @@ class RegistryClient:
             if response.status == 404:
                 raise SiteError(f"{self.reference}: the registry does not have it: {path}: {status}")
             if response.status in (401, 403):
-                raise SiteError(f"{self.reference}: refused, or not there: {status}; {self._login()}")
+                raise SiteError(f"{self.reference}: access denied, or not found: {status}; {self._login()}")
             raise SiteError(f"{self.reference}: {path}: the registry answers {status}")
 
     def _follow(self, url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
@@ -274,7 +276,7 @@ class RegistryClient:
             while len(data) <= max_bytes and (chunk := response.read1(_CHUNK)):
                 data += chunk
                 if time.monotonic() > deadline:
-                    raise SiteError(f"{self.reference}: {what} did not come within {GRACE_S:g} s")
+                    raise SiteError(f"{self.reference}: {what} did not arrive within {GRACE_S:g} s")
         except (OSError, http.client.HTTPException) as error:
             raise _Interrupted(f"the connection broke ({_reason(error)})") from None
         if len(data) > max_bytes:

@@ -201,7 +201,7 @@ def _describe(client: RegistryClient) -> RemoteImage:
         raise SiteError(f"{reference}: {len(manifest.layers)} layers; at most {MAX_LAYERS} are taken")
     for layer in manifest.layers:
         if layer.media_type not in _LAYERS:
-            raise SiteError(f"{reference}: {layer.media_type[:200]!r} is no layer of a container image")
+            raise SiteError(f"{reference}: {layer.media_type[:200]!r} is not a layer of a container image")
     configuration = _configuration(client, manifest.config)
     archives = (configuration.rootfs and configuration.rootfs.diff_ids) or []
     if len(archives) != len(manifest.layers):
@@ -224,8 +224,8 @@ def _manifest(client: RegistryClient, version: str) -> _Manifest:
     kind = manifest.media_type or media_type
     if kind.startswith("application/vnd.") and kind not in _MANIFESTS:
         raise SiteError(
-            f"{client.reference}: {kind[:200]!r} is no manifest of a container image (those that Docker made before "
-            "1.10 have to be pushed anew)"
+            f"{client.reference}: {kind[:200]!r} is not a manifest of a container image (those that Docker made before "
+            "1.10 must be pushed again)"
         )
     return manifest
 

@@ -373,8 +373,9 @@ def one_program(command: str | Sequence[str]) -> list[str]:
 
 
 def one_line(text: str) -> bytes | None:
-    """Encodes text as one line for a FIFO. Returns ``None`` if it is not ASCII or too long, so that a file must hold
-    it."""
+    """Encodes text as one line for a FIFO. Returns ``None`` if it is not ASCII or too long. The caller must then pass
+    it in a file.
+    """
     if len(text) > MAX_LINE_BYTES or not text.isascii():
         return None
     return text.replace("\n", "'\"$_mf_n\"'").encode() + b"\n"

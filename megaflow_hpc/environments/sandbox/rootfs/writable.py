@@ -42,7 +42,12 @@ class LayerPaths:
 
 
 class WritableLayer:
-    """The layer at ``path`` over the image of ``rootfs``."""
+    """A sandbox's writable layer over its image.
+
+    Args:
+        path: Directory of the layer.
+        rootfs: Root file system that contains the image.
+    """
 
     def __init__(self, path: str, rootfs: Rootfs) -> None:
         self.path = path

@@ -270,7 +270,7 @@ def render(
     Tools come first, as in most chat templates, so a changed tool list changes the prompt.
 
     Args:
-        spans: Gets the placeholders of each image.
+        spans: Receives the placeholders of each image.
     """
     tokens: list[int] = [START, *f"tools\n{json.dumps(tools)}".encode(), END, 10] if tools else []
     for message in messages:
@@ -286,7 +286,7 @@ def render(
 
 
 def _span(start: int, url: str) -> ImageSpan:
-    """Returns the placeholders of an image. One that another host has, which is not fetched, is a single one."""
+    """Returns the placeholders of an image. An image on another host is not fetched and gets a single placeholder."""
     if not url.startswith("data:"):
         return ImageSpan(start, 1, url)
     image = read_data_url(url)

@@ -445,7 +445,7 @@ def _output(message: Mapping[str, Any], body: Mapping[str, Any], status: str) ->
                 checks = safety_checks_of(call)
                 yield {"id": new_id("cu"), "pending_safety_checks": checks, **actions, **item}
                 continue
-            item["type"] = "function_call"  # the client gets what it could not carry out as it is
+            item["type"] = "function_call"  # the client gets a call that it could not execute unchanged
         if kind == "custom_tool_call":
             yield {"id": new_id("ctc"), **item, "input": _free_text(arguments)}
         else:

@@ -28,7 +28,7 @@ LATER = {
     "add tar absolute link": r"Dockerfile:2: \d\.archive: cannot be unpacked: .*l/n.* is below a link",
     "chown unknown group": "Dockerfile:2: group 'strangers': the image has no such group",
     "chown unknown name": "Dockerfile:2: --chown=stranger: the image has no user 'stranger'",
-    "whiteout names": r"/base/\.wh\.full: a name that begins with \.wh\. marks what is gone in a layer",
+    "whiteout names": r"/base/\.wh\.full: a name that begins with \.wh\. marks deletions in a layer",
 }
 """Case → what is said when the step is reached, of what BuildKit builds."""
 
