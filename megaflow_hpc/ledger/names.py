@@ -60,8 +60,10 @@ def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
 def latest(names: Iterable[str]) -> dict[int, int]:
     """Returns the highest epoch of each block."""
     epochs: dict[int, int] = {}
-    for block, epoch in pairs(names):
-        epochs[block] = max(epoch, epochs.get(block, -1))
+    for name in names:
+        block, epoch = map(int, name.split("."))
+        if epoch > epochs.get(block, -1):
+            epochs[block] = epoch
     return epochs
 
 
