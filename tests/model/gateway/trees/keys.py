@@ -70,7 +70,9 @@ def atif_key(one: EngineAnswer) -> Key:
             steps.append(["system", "", "", []])
     told = one.tells_tokens
     columns = brief([], one.tokens, one.logprobs) if told else brief([], [], [])
-    return packed(steps, _as_step(one.message), len(one.prompt) * told, *columns, one.finish_reason, f"{one.model}.0")
+    # An engine that tells no ids reports the tokens of a call once, for all of its choices.
+    prompt = len(one.prompt) if told or one.choice == 0 else None
+    return packed(steps, _as_step(one.message), prompt, *columns, one.finish_reason, f"{one.model}.0")
 
 
 def _as_step(message: Mapping[str, Any]) -> list[Any]:

@@ -273,7 +273,7 @@ class Oracle:
                     before = [step_of(each) for each in one["steps"][:number]]
                     metrics = step["metrics"]
                     tokens, scores = metrics.get("completion_token_ids", []), metrics.get("logprobs", [])
-                    count = metrics.get("prompt_tokens", 0)
+                    count = metrics.get("prompt_tokens")
                     extra = metrics["extra"]["finish_reason"], metrics["extra"]["server"]
                     keys.append(packed(before, step_of(step), count, *brief([], tokens, scores), *extra))
         self._compare("ATIF", keys, atif_key)
