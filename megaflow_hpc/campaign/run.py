@@ -467,13 +467,12 @@ class Run:
         if not pods and self.job_ids():
             live = self.slurm_jobs.live_pods(0)
             if live is None:
-                raise SiteError(f"{self.path}: Slurm does not say which pods there are; nothing was changed")
+                raise SiteError(f"{self.path}: Slurm does not report which pods exist; nothing was changed")
             pods = [pod.id for pod in live]
         if pods:
             raise ConfigError(
-                f"{self.path}: {len(pods)} pods are queued or running (among them {pods[0]}), which know the earlier "
-                f"tasks only; wait for them, or stop them first (megaflow-hpc cancel {self.path}), which loses no "
-                "stored results"
+                f"{self.path}: {len(pods)} pods are queued or running (among them {pods[0]}) and do not know the new "
+                f"tasks; wait for them, or stop them first (megaflow-hpc cancel {self.path}; stored results are kept)"
             )
 
     def _works(self, launcher: str) -> bool:
@@ -486,7 +485,7 @@ class Run:
             return bool(self.pods_live())
         live = self.slurm_jobs.servers(0) if self.config.is_pool else self.slurm_jobs.live_pods(0)
         if live is None:
-            raise SiteError(f"{self.path}: Slurm does not say which jobs there are; nothing was submitted")
+            raise SiteError(f"{self.path}: Slurm does not report which jobs exist; nothing was submitted")
         return bool(live)
 
     def resume(

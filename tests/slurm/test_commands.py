@@ -518,7 +518,7 @@ def test_resume_changes_nothing_while_slurm_does_not_answer(prints: Print, tmp_p
     write_run(run, record)
     Arrays(run)._record("7", "pods", 4)
     for options in ({}, {"accept_changes": True}):
-        with pytest.raises(SiteError, match="Slurm does not say which"):
+        with pytest.raises(SiteError, match="Slurm does not report which"):
             Run(run).resume(launcher="slurm", **options)
     assert not cancelled.exists()
     assert not submitted.exists()
