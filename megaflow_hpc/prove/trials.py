@@ -25,6 +25,7 @@ from megaflow_hpc.prove.node import NAMES, RENAMES, STEPS
 from megaflow_hpc.prove.report import Finding, ProofReport
 from megaflow_hpc.resources import INSTALL
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.logs import tail
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.slurm import accounting, script, site, submission
 from megaflow_hpc.slurm.ids import scancel
@@ -512,13 +513,19 @@ def _stored(proof: ProofSite, run: Run, name: str, result: Mapping[str, Any], re
     elif name == "model":
         yield Finding(name, "ok", f"{turns} model calls of {len(rows)} rollouts are recorded")
     elif starts < 2 and replaced:
-        found = f"Slurm did not requeue the pod; {replaced} new jobs took its place while prove was running"
+        found = f"Slurm did not requeue the pod ({_refusal(run)}); {replaced} new jobs took its place"
         yield Finding(name, "FAIL", found, _remedy(run, name))
     elif starts < 2:
         found = "its pod started only once, so this was not tested"
         yield Finding(name, "warn", found, REMEDIES[name])
     else:
         yield Finding(name, "ok", f"{len(rows)} rollouts in {starts} starts of a pod, each stored once")
+
+
+def _refusal(run: Run) -> str:
+    """Returns the last refusal of a requeue in the logs of the pods: Slurm's mark of it is gone with the replaced job."""
+    lines = [line for path in run.dir.logs.glob("pod-*.log") for line in tail(path, 100).lines]
+    return next((line for line in reversed(lines) if line.startswith("scontrol requeue ")), "no reason is in its log")
 
 
 def _worker(proof: ProofSite, retried: int, starts: int, turns: int, nodes: int) -> Iterator[Finding]:

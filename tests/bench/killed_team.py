@@ -3,8 +3,9 @@
     python -m tests.bench.killed_team [--kills 200] [--seed 0]
 
 Each campaign trains a writer and a checker with a staleness bound drawn by lot. The trainers are real, without a model
-(``tests.support.hash_trainer``). Pods and engines are processes that store rollouts and publish endpoints. Prints how
-many groups were requested, lost and used twice, and how many rollouts broke the bound. Exit status 1: any of the last.
+(``tests.support.hash_trainer``). Pods and engines are processes that store rollouts and publish endpoints. Each kill
+releases a further share of the rollouts, so a campaign never ends before its last kill. Prints how many groups were
+requested, lost and used twice, and how many rollouts broke the bound. Exit status 1: any of the last.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ STEPS, BATCH, SAMPLES = 8, 3, 4
 LIMIT_S = 300.0
 
 
-def pods(run: RunDir, number: int) -> int:
-    """Works as pods and engines do, for ever."""
+def pods(run: RunDir, number: int, released: Path) -> int:
+    """Works as pods and engines do, for ever. Stores at most as many rollouts as the size of a file in bytes."""
     engines = Engines(run, [f"{policy}.0" for policy in POLICIES])
     for name in engines.endpoints:
         engines.restart(name)
@@ -45,10 +46,12 @@ def pods(run: RunDir, number: int) -> int:
         roles=ROLES,
         named=lambda rollout: {"right": float(rollout.sample_index < 2)},
     )
-    own.skip(entry.id for entry in index(run, seals_of(run)).winners)
+    before = {entry.id for entry in index(run, seals_of(run)).winners}
+    own.skip(before)
+    stored = len(before)
     while True:
         engines.beat()
-        own.work(most=5)
+        stored += own.work(most=max(0, min(5, released.stat().st_size - stored)))
         time.sleep(0.01)
 
 
@@ -58,19 +61,22 @@ def campaign(folder: Path, kills: int, draw: random.Random) -> dict[str, int]:
     training = {"policies": {name: None for name in POLICIES}, "staleness": bound, "batch": BATCH, "steps": STEPS}
     run = training_run(folder, training, tasks=5, policies=dict.fromkeys(POLICIES, 0), team=TEAM, samples=SAMPLES)
     workers = {name: 0 for name in (*POLICIES, "pods")}
-    starts = 0
+    starts, rollouts = 0, STEPS * BATCH * SAMPLES
+    released = folder / "released"
+    released.touch()
 
     def begin(name: str) -> None:
         nonlocal starts
         starts += 1
         number = starts
         if name == "pods":
-            workers[name] = start(lambda: pods(run, number))
+            workers[name] = start(lambda: pods(run, number, released))
         else:
             workers[name] = start(lambda: int(not train(run.path, every=2, policy=name)))
 
     for name in workers:
         begin(name)
+    os.truncate(released, rollouts // (kills + 1))
     ended: set[str] = set()
     deadline, killed = time.monotonic() + LIMIT_S, 0
     next_at = time.monotonic()
@@ -88,6 +94,7 @@ def campaign(folder: Path, kills: int, draw: random.Random) -> dict[str, int]:
             os.waitpid(workers[name], 0)
             killed += 1
             begin(name)
+            os.truncate(released, rollouts * (killed + 1) // (kills + 1))
             next_at = time.monotonic() + draw.uniform(0.05, 0.6)
         time.sleep(0.01)
     os.kill(workers["pods"], 9)
