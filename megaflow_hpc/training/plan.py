@@ -129,7 +129,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
     trainer: int = 0
     """Sequence number of the trainer start that made the plan."""
     scorer: str = ""
-    """Name of the function that scored the rollouts, and the SHA-256 digest of its file."""
+    """Name of the function that scored the rollouts, and a SHA-256 digest of its source files."""
 
     @property
     def staleness(self) -> list[int]:
@@ -154,17 +154,32 @@ AMENDED = "amended"
 
 def amended(plan: StepPlan, amendments: Iterable[Amendment]) -> StepPlan:
     """Applies amendments that leave out rollouts. These rollouts get weight 0 and are listed in ``drops``, so all other
-    rollouts keep their index and their minibatch."""
+    rollouts keep their index and their minibatch. A pair is left out as a whole."""
     left_out: dict[str, str] = {}
     for amendment in amendments:
         names = [rollout.id for rollout in plan.rollouts] if amendment.skip else amendment.rollouts
         left_out |= dict.fromkeys(names, AMENDED)
     if not left_out:
         return plan
+    for pair in _pairs(plan):
+        if not left_out.keys().isdisjoint(pair):
+            left_out |= dict.fromkeys(pair, AMENDED)
     rollouts = [
         msgspec.structs.replace(rollout, weight=0.0) if rollout.id in left_out else rollout for rollout in plan.rollouts
     ]
     return msgspec.structs.replace(plan, rollouts=rollouts, drops=plan.drops | left_out)
+
+
+def _pairs(plan: StepPlan) -> Iterator[tuple[str, str]]:
+    """Yields the pairs: the only two rollouts of a group with an advantage, if the advantages have opposite signs.
+    Without the other one, a rollout of a pair is compared with nothing."""
+    groups: dict[str, list[PlannedRollout]] = {}
+    for rollout in plan.rollouts:
+        if rollout.weight and (rollout.advantage or any(rollout.advantages)):
+            groups.setdefault(rollout.group, []).append(rollout)
+    for rollouts in groups.values():
+        if len(rollouts) == 2 and rollouts[0].advantage * rollouts[1].advantage < 0:
+            yield rollouts[0].id, rollouts[1].id
 
 
 class TaskBatch(msgspec.Struct, kw_only=True):

@@ -146,7 +146,8 @@ def pairs(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Gives advantage 1 to a group's best rollout, −1 to its worst and 0 to the others: a preference pair for DPO.
 
     Ties go to the first rollout. A group with equal rewards gives no pair. Rollouts of weight 0 are in no pair, because
-    the other one would be trained on alone (Rafailov et al. 2023, DPO, arXiv 2305.18290).
+    the other one would be trained on alone. For the same reason, an amendment leaves out a pair as a whole (Rafailov et
+    al. 2023, DPO, arXiv 2305.18290).
     """
     advantages = {s.id: 0.0 for group in groups for s in group.samples}
     for group in groups:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megaflow_hpc.errors import ConfigError, LedgerError
+from megaflow_hpc.rundir.amendments import Amendment
 from megaflow_hpc.rundir.training import Commit, Trainer
-from megaflow_hpc.training.plan import PlannedRollout, RecordPlace, Settled, StepPlan, TrainingFiles
+from megaflow_hpc.training.plan import AMENDED, PlannedRollout, RecordPlace, Settled, StepPlan, TrainingFiles, amended
 from tests.support.samples import run_dir
 
 
@@ -138,3 +139,31 @@ def test_damaged_columns_and_those_of_another_plan_are_refused(files: TrainingFi
         path.write_bytes(damaged)
         with pytest.raises(ConfigError, match="cannot be read"):
             files.columns(plan)
+
+
+@pytest.mark.parametrize(
+    ("advantages", "left_out", "trained"),
+    [
+        ([1.0, -1.0, 0.0], 0, []),  # a pair for DPO
+        ([0.0, 1.0, -1.0], 2, []),
+        ([1.0, 0.0, -1.0], 1, [0, 2]),  # the pair is whole
+        ([0.5, -0.5], 1, []),
+        ([1.0, 1.0, 0.0], 0, [1]),  # demonstrations
+        ([1.0, -0.5, -0.5], 0, [1, 2]),
+    ],
+)
+def test_an_amendment_leaves_out_a_pair_as_a_whole(advantages: list[float], left_out: int, trained: list[int]) -> None:
+    def rollouts(task: str) -> list[PlannedRollout]:
+        return [
+            PlannedRollout(
+                id=f"{task}/p/{n}", task=task, group=f"{task}/p", place=RecordPlace("j", 0), advantage=advantage
+            )
+            for n, advantage in enumerate(advantages)
+        ]
+
+    plan = StepPlan(step=3, version=0, seed=[], rollouts=[*rollouts("a"), *rollouts("b")])
+    changed = amended(plan, [Amendment(step=3, rollouts=(f"a/p/{left_out}",))])
+    of_a, of_b = changed.rollouts[: len(advantages)], changed.rollouts[len(advantages) :]
+    assert [n for n, rollout in enumerate(of_a) if rollout.weight and rollout.advantage] == trained
+    assert all(rollout.weight for rollout in of_b)
+    assert changed.drops == {rollout.id: AMENDED for rollout in of_a if not rollout.weight}
