@@ -327,7 +327,7 @@ class Dataflow:
         self.record = read_run(self.run)
         planned = self.record.config.training
         self.config = training or planned or _missing(self.run)
-        methods.prepare(self.run, self.config, self.record.beside)
+        self._digests = methods.prepare(self.run, self.config, self.record.beside)
         self.trained = trained_policy(self.run, self.record, policy, self.config)
         self.rank, self.ranks = rank, ranks
         self.files = TrainingFiles(self.run, self.policy)
@@ -428,7 +428,7 @@ class Dataflow:
         if self.rank or self.trainer:
             return
         self.files.create()
-        methods.record(self.run, methods.digests(methods.methods_of(self.config).values()))
+        methods.record(self.run, self._digests)
         if self._paced:  # opened first, because a trainer without an open lease counts as ended
             self._lease = OpenLease(self.run, self.policy)
             self._lease.keep()

@@ -1,9 +1,10 @@
 """Loads user functions that replace built-in methods. The campaign file names them as ``package.module:function``.
 
-Planning copies the modules next to the campaign file into ``RUN/code`` and records the digest of each function's source
-file in ``RUN/training/methods.json``. A trainer imports the copies. It refuses to start if a source file has a
-different digest, because a repeated step must compute the same results. The functions are the user's own configuration:
-they are trusted and run in the trainer's process. Their results are checked before use: :func:`numbers`.
+Planning copies the modules next to the campaign file into ``RUN/code``. In ``RUN/training/methods.json`` it records the
+digests of each function's source file and of the user's modules that it imports (:mod:`~megaflow_hpc.training.sources`).
+A trainer imports the copies. It refuses to start if a source file has a different digest, because a repeated step must
+compute the same results. The functions are the user's own configuration: they are trusted and run in the trainer's
+process. Their results are checked before use: :func:`numbers`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ from megaflow_hpc.errors import ConfigError, MegaflowError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.training.sources import OURS, sources
 
 RECORD_FILE = "methods.json"
-OURS = "megaflow_hpc"
-"""Name of this package. A run records the package's version, so its modules need no digest."""
+
+Digests = dict[str, dict[str, str]]
+"""Hexadecimal SHA-256 digests of source files: module of a function → that module, and each module of the user's that
+it imports → digest."""
 
 
 def methods_of(training: TrainingConfig) -> dict[str, Method]:
@@ -58,7 +62,7 @@ def _of_policy(policy: PolicyTraining) -> dict[str, Any]:
     }
 
 
-def prepare(run: RunDir, training: TrainingConfig, folder: str) -> None:
+def prepare(run: RunDir, training: TrainingConfig, folder: str) -> Digests:
     """Makes a run's functions importable in this process, and checks that their files are unchanged.
 
     Args:
@@ -67,53 +71,68 @@ def prepare(run: RunDir, training: TrainingConfig, folder: str) -> None:
         folder: directory of the campaign file, searched last; empty if unknown.
 
     Raises:
-        ConfigError: a module cannot be found, or its file was changed.
+        ConfigError: a module cannot be found, or its file or a module that it imports was changed.
     """
-    if methods := methods_of(training):
-        look_in(str(run.code) if run.code.is_dir() else "", folder)
-        before = _recorded(run)
-        for module, digest in digests(methods.values()).items():
-            if before.get(module, digest) != digest:
+    if not (methods := methods_of(training)):
+        return {}
+    look_in(str(run.code) if run.code.is_dir() else "", folder)
+    before, now = _recorded(run), digests(methods.values())
+    for module, found in now.items():
+        recorded = before.get(module, found)
+        for name in sorted(recorded.keys() | found.keys()):
+            then, today = recorded.get(name, "none"), found.get(name, "none")
+            if then != today:
+                files = sources(module, source(module))
+                where = f"{files[name]}:" if name in files else f"{name}, which {module} imports,"
                 raise ConfigError(
-                    f"{source(module)}: was changed after the training began (SHA-256 {before[module][:12]} then, "
-                    f"{digest[:12]} now), and repeated steps would differ; restore it, or plan a new run with it"
+                    f"{where} was changed after the training began (SHA-256 {then[:12]} then, {today[:12]} now), and "
+                    "repeated steps would differ; restore it, or plan a new run with it"
                 )
+    return now
 
 
-def record(run: RunDir, digests: Mapping[str, str]) -> None:
-    """Records digests in ``RUN/training/methods.json``. Keeps the digests of modules that are recorded already."""
+def record(run: RunDir, digests: Digests) -> None:
+    """Records digests in ``RUN/training/methods.json``. Keeps the digests of functions that are recorded already."""
     before = _recorded(run)
     if digests.keys() - before.keys():
         make_directory(run.training)
         write_json(run.training / RECORD_FILE, {**digests, **before})
 
 
-def _recorded(run: RunDir) -> dict[str, str]:
+def _recorded(run: RunDir) -> Digests:
     try:
-        recorded: dict[str, str] = json.loads(read_regular(run.training / RECORD_FILE))
+        recorded: Digests = json.loads(read_regular(run.training / RECORD_FILE))
     except FileNotFoundError:
         return {}
     return recorded
 
 
-def digests(methods: Iterable[Method]) -> dict[str, str]:
-    """Returns the hexadecimal SHA-256 digest of each module's source file, by module. Omits this package's own modules.
+def digests(methods: Iterable[Method]) -> Digests:
+    """Returns the digests of the functions' source files. Omits this package's own modules.
 
     Raises:
-        ConfigError: a module cannot be found.
+        ConfigError: a module cannot be found, or a file cannot be read.
     """
     modules = {method.name.partition(":")[0] for method in methods}
     return {
-        module: hashlib.sha256(source(module).read_bytes()).hexdigest()
+        module: {name: _digest(path) for name, path in sources(module, source(module)).items()}
         for module in sorted(modules)
         if module.partition(".")[0] != OURS
     }
 
 
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+
+
 def identity(method: Method) -> str:
-    """Returns a function's name and the SHA-256 digest of its source file. Functions of this package have only a
-    name."""
-    return " ".join([method.name, *digests([method]).values()])
+    """Returns a function's name and a hexadecimal SHA-256 digest of its source files. Functions of this package have
+    only a name."""
+    together = (json.dumps(found, sort_keys=True).encode() for found in digests([method]).values())
+    return " ".join([method.name, *(hashlib.sha256(text).hexdigest() for text in together)])
 
 
 def source(module: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import importlib
 import math
 import shutil
 import sys
@@ -22,7 +22,7 @@ from megaflow_hpc.training.algorithms import Prompts, advantages, choose
 from megaflow_hpc.training.algorithms.rewards import scored, scores
 from megaflow_hpc.training.algorithms.samples import Sample, TurnTokens
 from megaflow_hpc.training.dataflow import Dataflow, Step
-from megaflow_hpc.training.methods import call, digests, guarded, methods_of, resolve
+from megaflow_hpc.training.methods import call, digests, guarded, identity, methods_of, resolve
 from megaflow_hpc.training.plan import StepPlan
 from megaflow_hpc.training.trainer.probe import _stored, check, example_groups
 from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
@@ -334,7 +334,7 @@ def test_scores_are_planned_beside_the_verifiers_rewards(tmp_path: Path, own: Pa
     assert [(r.reward, r.scores) for r in plan.rollouts] == [(0.25, {"score": score}) for score in (0.0, 2.0, 3.0)]
     assert [r.advantage for r in plan.rollouts] == pytest.approx([-5 / 3, 1 / 3, 4 / 3])
     assert plan.drops == {"task-0/default/1": "no reward"}
-    assert plan.scorer == f"own_methods:undecided {hashlib.sha256(own.read_bytes()).hexdigest()}"
+    assert plan.scorer == identity(Method(name="own_methods:undecided"))
     statistics = Step(flow, plan).statistics()
     assert (statistics["reward"], statistics["score"]) == (0.25, pytest.approx(5 / 3))
     Step(flow, plan).commit()
@@ -454,6 +454,83 @@ def test_a_changed_file_is_refused_until_it_is_restored(tmp_path: Path, own: Pat
     (run.code / "own_methods.py").write_text(MODULE)
     Dataflow(run)
     sys.path.remove(str(run.code))
+
+
+HELPERS = {
+    "own_user.py": """
+import importlib.metadata, numpy
+import own_pack.inner
+import own_gone
+
+
+def f(groups):
+    import own_late
+""",
+    "own_late.py": "from own_star import *",
+    "own_star/__init__.py": "",
+    "own_star/part.py": "",
+    "own_pack/__init__.py": "try:\n    import own_optional\nexcept ImportError:\n    pass",
+    "own_pack/inner.py": "from . import near\nfrom .near import x\nfrom .. import beyond",
+    "own_pack/near.py": "x = 1",
+    "own_pack/apart.py": "",
+    "own_space/leaf.py": "",
+    "own_apart.py": "",
+}
+
+
+def helpers(tmp_path: Path) -> None:
+    for name, text in HELPERS.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    sys.modules.pop("own_user", None)
+
+
+def test_the_digests_of_a_function_cover_the_users_modules_that_it_imports(tmp_path: Path) -> None:
+    helpers(tmp_path)
+    (of_function,) = digests([Method(name="own_user:f")]).values()
+    assert sorted(of_function) == [
+        *("own_late", "own_pack", "own_pack.inner", "own_pack.near", "own_star", "own_star.part", "own_user"),
+    ]
+    (tmp_path / "own_pack/near.py").write_text("from own_space import leaf")
+    assert digests([Method(name="own_user:f")])["own_user"].keys() - of_function.keys() == {"own_space.leaf"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("own_pack/near.py", "x = 2", r"own_pack/near\.py: was changed after .*; restore it, or"),
+        ("own_late.py", None, "own_late, which own_user imports, was changed after .*, none now"),
+        ("own_optional.py", "", r"own_optional\.py: was changed after the training began \(SHA-256 none then"),
+        ("own_apart.py", "x = 2", None),
+        ("own_pack/apart.py", "x = 2", None),
+    ],
+)
+def test_a_changed_helper_module_is_refused_until_it_is_restored(
+    tmp_path: Path, name: str, text: str | None, error: str | None
+) -> None:
+    helpers(tmp_path)
+    run = training_run(tmp_path / "run", {"policies": {"default": {"advantage": {"kind": "own_user:f"}}}, "batch": 1})
+    Dataflow(run).start()
+    before = HELPERS.get(name)
+    for content in (text, before):
+        if content is None:
+            (tmp_path / name).unlink()
+        else:
+            (tmp_path / name).write_text(content)
+        importlib.invalidate_caches()
+        if error and content == text:
+            with pytest.raises(ConfigError, match=error):
+                Dataflow(run)
+        else:
+            Dataflow(run)
+
+
+def test_the_scorer_of_a_plan_is_named_with_the_modules_that_it_imports(tmp_path: Path) -> None:
+    helpers(tmp_path)
+    before = identity(Method(name="own_user:f"))
+    (tmp_path / "own_star/part.py").write_text("x = 1")
+    assert identity(Method(name="own_user:f")).partition(" ")[0] == before.partition(" ")[0] == "own_user:f"
+    assert identity(Method(name="own_user:f")) != before
 
 
 def test_this_packages_own_functions_have_no_digest() -> None:

@@ -25,6 +25,7 @@ from megaflow_hpc.errors import ConfigError, Mistakes, SiteError
 from megaflow_hpc.ledger.blocks import RolloutGroups
 from megaflow_hpc.rundir.endpoints import SERVICE
 from megaflow_hpc.rundir.record import ServerGroup, ServerRecord
+from megaflow_hpc.training.methods import Digests
 from megaflow_hpc.types import Rollout, Task
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ class Draft:
     durations: Durations | None = None
     own_code: tuple[str, ...] = ()
     """Files and directories in ``base`` that contain the campaign's own agents and functions."""
-    digests: dict[str, str] = field(default_factory=dict)
-    """Module → digest of its source file, for the functions of ``training``."""
+    digests: Digests = field(default_factory=dict)
+    """Digests of the source files of the functions of ``training``."""
     images: Images | None = None
     mapping: ImageMapping | None = None
     requests: list[ImageRequest] = field(default_factory=list)

@@ -20,7 +20,7 @@ from megaflow_hpc.config.sections import AgentConfig
 from megaflow_hpc.config.team import TeamConfig
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError, Mistakes
-from megaflow_hpc.training.methods import methods_of
+from megaflow_hpc.training.methods import Digests, methods_of
 
 TIMEOUT_S = 300.0
 """Timeout in seconds for all functions together. Importing torch from a cold network file system may take a minute."""
@@ -84,8 +84,8 @@ class Tried:
 
     code: tuple[str, ...] = ()
     """Names of the functions' files and directories next to the campaign file."""
-    digests: dict[str, str] = field(default_factory=dict)
-    """Module → digest of its source file."""
+    digests: Digests = field(default_factory=dict)
+    """Digests of the functions' source files."""
     warnings: list[str] = field(default_factory=list)
     """Warnings about functions that cannot be tried because this machine lacks a library. Trainers try them again."""
 

@@ -1,7 +1,7 @@
 """Checks that the user functions of a section ``training`` keep their contracts, by calling them on small examples.
 
 Planning runs :func:`main` in the trainer's interpreter. It reads ``{"training": {…}, "team": {…}, "beside": DIR}`` as
-JSON on standard input and writes ``{"errors": {KEY: [ERROR, LACKS]}, "digests": {MODULE: DIGEST}, "code": [NAME…]}``.
+JSON on standard input and writes ``{"errors": {KEY: [ERROR, LACKS]}, "digests": {…}, "code": [NAME…]}``.
 ``LACKS`` is true if a library is missing. The functions' own output goes to standard error. A trainer calls
 :func:`check` before its first step.
 """
@@ -29,7 +29,7 @@ from megaflow_hpc.training.algorithms import Prompts, advantages
 from megaflow_hpc.training.algorithms.choice import by_method
 from megaflow_hpc.training.algorithms.rewards import scores
 from megaflow_hpc.training.algorithms.samples import RoleRewards, Sample, SampleGroup, StoredRollout, TurnTokens
-from megaflow_hpc.training.methods import call, digests, guarded, methods_of, numbers, resolve, wrong
+from megaflow_hpc.training.methods import Digests, call, digests, guarded, methods_of, numbers, resolve, wrong
 from megaflow_hpc.trajectory import TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import Rollout
 
@@ -236,7 +236,7 @@ def main() -> None:
     sys.path.insert(0, question["beside"])
     training = resolved(TrainingConfig, question["training"])
     failures = failed(training, resolved(TeamConfig, question["team"]) if question["team"] else None)
-    recorded: dict[str, str] = {}
+    recorded: Digests = {}
     for method in methods_of(training).values():
         try:
             recorded |= digests([method])
