@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -231,3 +232,37 @@ def test_a_function_that_needs_the_trainers_libraries_is_not_tried_without_them(
     found = check(file, site_too=False)
     assert found.file == []
     assert "not tried here; trainers try it before their first step" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("column", "policy", "training", "said"),
+    [
+        ("old", "lora: {}", "", "lora publishes only adapters; leave lora or this column out"),
+        ("average", "lora: {}", "", "lora publishes only adapters; leave lora or this column out"),
+        ("old", "", "publish_delta: true", "publish_delta publishes differences; leave publish_delta or this column"),
+        ("reference", "lora: {}", "publish_delta: true", ""),
+    ],
+)
+def test_columns_of_earlier_versions_are_refused_if_versions_are_not_whole(
+    make_campaign: Make, column: str, policy: str, training: str, said: str
+) -> None:
+    text = f"""\
+samples: 2
+model: {{engine: scripted, script: answers.yaml}}
+training:
+  {training}
+  policies:
+    default:
+      {policy}
+      columns: {{{column}: "megaflow_hpc.training.trainer.recipes:{column}"}}
+"""
+    file = scripted(make_campaign, text)
+    found = [line for line in check(file, site_too=False).file if "columns" in line]
+    if not said:
+        assert found == []
+        return
+    (line,) = found
+    key = f"training.policies.default.columns.{column}"
+    assert re.match(
+        rf"{re.escape(str(file))}:\d+: {key}: megaflow_hpc.*:{column}: reads earlier versions, but {said}", line
+    )

@@ -61,8 +61,11 @@ def failed(training: TrainingConfig, team: TeamConfig | None = None) -> dict[str
 
 
 def _try(key: str, method: Method, training: TrainingConfig, team: TeamConfig | None) -> None:
-    resolve(method)
     policy, _, kind = key.removeprefix("training.policies.").partition(".")
+    # Before the function is imported, which may need a missing library.
+    if kind.startswith("columns.") and method.name in OF_VERSIONS:
+        _check_versions(method, training.policies[policy], training.publish_delta)
+    resolve(method)
     roles = team.roles_of(policy if policy in training.policies else next(iter(training.policies))) if team else {}
     if key.startswith("training.data."):
         groups = example_groups(roles)
@@ -75,6 +78,15 @@ def _try(key: str, method: Method, training: TrainingConfig, team: TeamConfig | 
         prompts.choose([*(group.task for group in groups), "c", "d"], 2, learned, np.random.default_rng(0))
     elif key.startswith("training.policies."):
         OF_POLICY[kind.partition(".")[0]](method, training.policies[policy], roles)
+
+
+def _check_versions(method: Method, policy: PolicyTraining, publish_delta: bool) -> None:
+    """Checks that whole versions are published, which the function loads."""
+    if policy.lora or publish_delta:
+        key, publishes = ("lora", "only adapters") if policy.lora else ("publish_delta", "differences")
+        raise ConfigError(
+            f"{method}: reads earlier versions, but {key} publishes {publishes}; leave {key} or this column out"
+        )
 
 
 def _advantage(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
@@ -172,6 +184,9 @@ def _column(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
     except TypeError as error:
         raise wrong(method, f"cannot be called ({error})", "function(sequences, models, **args)") from None
 
+
+OF_VERSIONS = {f"megaflow_hpc.training.trainer.recipes:{name}" for name in ("average", "old")}
+"""Column functions of this package that load earlier versions of the weights."""
 
 OF_POLICY: dict[str, Callable[[Method, PolicyTraining, RoleRewards], None]] = {
     "advantage": _advantage,
