@@ -138,8 +138,9 @@ class TrainingLoop:
         commit.
 
         Raises:
-            ConfigError: the rollouts come from another model, or several steps in a row were not finite. Weights are
-                unchanged.
+            ConfigError: the rollouts come from another model, several steps in a row were not finite, or the first
+                update does not fit into memory. Weights are unchanged.
+            MegaflowError: a later update does not fit into memory. The next start continues from the last checkpoint.
             StepAmended: a step cannot be trained as planned. The next start trains it with the new amendment.
             LedgerError: a later trainer has taken over.
         """
@@ -294,6 +295,28 @@ class TrainingLoop:
                 raise OutOfMemory(batch.sample.tolist(), len(batch.tokens), error) from None
             raise
 
+    @contextlib.contextmanager
+    def _whole_update(self) -> Iterator[None]:
+        """Ends the training if memory runs out within an update, because parameters may be half updated.
+
+        Shorter rows would not help, so the step is not amended. The next start continues from the last checkpoint,
+        unless even the first step does not fit.
+        """
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            begun = self.flow.files.committed() is not None
+            cause = str(error).partition("\n")[0]
+            text = (
+                f"{self.policy.source}: out of memory in the optimizer's step, whatever the length of rows: {cause}; "
+                "use more GPUs, optimizer.offload: true or lora (megaflow-hpc training fit predicts the memory)"
+            )
+            if not begun:
+                raise ConfigError(f"{text}; no step was taken") from None
+            raise MegaflowError(f"{text}; the next start continues from the last checkpoint") from None
+
     def _not_finite_before(self, step: int) -> int:
         """Returns the number of non-finite steps since the last update, up to ``step``."""
         count = 0
@@ -409,7 +432,8 @@ class TrainingLoop:
                 return tally, mismatch, math.nan
             self._check_engine(metrics)
             rate = self._rate(step.number, metrics)
-            norm = self.optimizer.step(rate)
+            with self._whole_update():
+                norm = self.optimizer.step(rate)
             if math.isfinite(norm):
                 self._moved = self._updated = True
         return tally, norm, rate

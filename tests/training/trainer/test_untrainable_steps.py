@@ -90,10 +90,11 @@ class Scene:
         self.run = training_run(Path(name), training, tasks=3, samples=4, model="tiny")
         self.files, self.pods = TrainingFiles(self.run, "default"), Sampler(self.run, spoil)
         self.draw = random.Random(f"{SEED}{name}")
+        self.fails_at = 0
 
     def train(self):
         """Runs the trainer's command, in a process with memory for rows of ``limit`` tokens, in passes with gradients
-        or, if ``frozen``, in those without."""
+        or, if ``frozen``, in those without. Memory also runs out within the update ``fails_at``, if it is not 0."""
         faulthandler.enable()
         forward, limit, frozen = PolicyModel.forward, self.limit, self.frozen
 
@@ -102,6 +103,16 @@ class Scene:
                 torch.empty(1 << 50, dtype=torch.uint8)  # fails as torch fails when memory runs out
             return forward(policy, tokens, *rest)
 
+        count, update = itertools.count(1), torch.optim.AdamW.step
+
+        def half(adamw, *rest):
+            if next(count) == self.fails_at:
+                with torch.no_grad():
+                    adamw.param_groups[0]["params"][0].add_(1.0)
+                torch.empty(1 << 50, dtype=torch.uint8)
+            return update(adamw, *rest)
+
+        torch.optim.AdamW.step = half
         PolicyModel.forward = bounded
         log = os.open(f"{self.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
@@ -195,6 +206,14 @@ def never_finite():
     return {**scene.report(scene.end(kills=0)), "first": [first, log[-2000:]]}
 
 
+def half_updated():
+    first, later = Scene("first update"), Scene("half updated")
+    first.fails_at, later.fails_at = 1, 3
+    ends = [[scene.end(kills=0), Path(f"{scene.name}.log").read_text()] for scene in (first, later)]
+    later.fails_at = 0
+    return {**later.report(later.end(kills=0)), "ends": ends}
+
+
 def amended():
     scene = Scene("amended", steps=3)
     said = {}
@@ -240,6 +259,7 @@ def main():
         result[name] = scene.report(scene.end())
     result["damaged"] = damaged()
     result["never finite"] = never_finite()
+    result["half updated"] = half_updated()
     result["amended"] = amended()
     print(json.dumps(result))
 
@@ -256,7 +276,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "scene",
-    ["long", "infinite", "memory", "unreadable", "columns", "updated", "damaged", "never finite", "amended"],
+    [
+        "long",
+        "infinite",
+        "memory",
+        "unreadable",
+        "columns",
+        "updated",
+        "damaged",
+        "never finite",
+        "half updated",
+        "amended",
+    ],
 )
 def test_training_ends_and_a_start_without_checkpoints_repeats_it_bit_by_bit(found: dict[str, Any], scene: str) -> None:
     result = found[scene]
@@ -315,6 +346,20 @@ def test_a_step_that_has_changed_the_weights_is_amended_from_the_last_checkpoint
     assert found["updated"]["restarts"] >= 1
     assert all(amendment[2] for amendment in found["updated"]["amendments"])
     assert found["updated"]["updates"] == [4, 4, 4, 4]
+
+
+def test_memory_that_runs_out_within_an_update_ends_the_training_with_the_weights_of_the_last_checkpoint(
+    found: dict[str, Any],
+) -> None:
+    (first, hopeless), (later, log) = found["half updated"]["ends"]
+    assert [first, later] == [2, 1], log
+    for said in (hopeless, log):
+        assert "trainer: tiny: out of memory in the optimizer's step" in said
+        assert "optimizer.offload" in said
+        assert "Traceback" not in said
+    assert "the next start continues from the last checkpoint" in log
+    assert found["half updated"]["amendments"] == []
+    assert found["half updated"]["updates"] == [1, 1, 1, 1]
 
 
 def test_a_damaged_record_is_left_out_by_name(found: dict[str, Any]) -> None:
