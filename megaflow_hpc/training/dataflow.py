@@ -301,8 +301,11 @@ class Dataflow:
         training: a section ``training`` for a campaign without one. Training then uses the campaign's planned rollouts
             as they arrive, regardless of staleness, and requests no further ones.
         say: receives a line about what a step waits for, at most every 30 s; by default, the line is logged.
-        agree: broadcasts rank 0's value to all ranks, so that all apply the same amendments. By default, each rank
-            applies those that it reads when a step starts.
+        agree: broadcasts rank 0's value to all ranks, so that all apply the same amendments. Required for several ranks:
+            by default, each rank applies those that it reads when a step starts, and they may differ.
+
+    Attributes:
+        agree: the function ``agree``. Each rank must call it equally often, because :meth:`steps` calls it too.
 
     Raises:
         ConfigError: the run or the policy is missing, the policy has no model that can be trained, the campaign has no
@@ -342,7 +345,7 @@ class Dataflow:
         over = self.config.over_length
         longest = over.longest if over and over.how != "drop" else None
         self._sequences = Sequences(self.run, self.policy, longest)
-        self._amendments, self._agree = Amendments(self.run, self.policy), agree
+        self._amendments, self.agree = Amendments(self.run, self.policy), agree
         self._planned_as = self.config, self.settings
         self.planning = Planning(
             self.run, self.files, self.trained, self.config, self._paced, self._sequences, self.ordinal
@@ -479,7 +482,7 @@ class Dataflow:
         """Applies the amended settings of a step. Returns the number of amendments recorded, and those in force."""
         commit = self.files.read(Commit, step)
         count = commit.amendments if commit else len(self._amendments.read())
-        count, in_force = self._agree((count, self._amendments.in_force(step, count)))
+        count, in_force = self.agree((count, self._amendments.in_force(step, count)))
         config, policy = self._planned_as
         changed = settings(in_force)
         optimizer = policy.optimizer.model_copy(update={k: v for k, v in changed.items() if k == "lr"})

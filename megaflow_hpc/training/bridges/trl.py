@@ -61,6 +61,7 @@ def _check_version() -> None:
 
 _check_version()
 
+from accelerate.utils import broadcast_object_list  # type: ignore[import-not-found]  # noqa: E402
 from datasets import Dataset  # type: ignore[import-untyped]  # noqa: E402
 from transformers import TrainerCallback  # type: ignore[import-not-found]  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]  # noqa: E402
@@ -172,6 +173,8 @@ class DataflowTrainer(GRPOTrainer):
             )
         self.current_gradient_accumulation_steps = 1  # normally set by ``train``
         self._flow = flow
+        if flow.ranks > 1:
+            flow.agree = lambda value: broadcast_object_list([value])[0]
         importance = flow.settings.engine_importance
         assert isinstance(importance, str)  # `arguments` refuses functions
         self._correction = Loss("dapo", importance=importance, truncate=flow.settings.truncate)

@@ -25,10 +25,15 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.config.sections import Method
 from megaflow_hpc.errors import MegaflowError
 from megaflow_hpc.texts import printable
+
+if TYPE_CHECKING:
+    from megaflow_hpc.training.dataflow import Dataflow
 
 EXIT_RESTART = 75
 """Exit status after SIGTERM: start the trainer again (EX_TEMPFAIL of sysexits.h)."""
@@ -74,28 +79,51 @@ def _train_by(method: Method, arguments: argparse.Namespace) -> int:
     """Calls the user's training function, ``training.trainer``.
 
     The function is called as ``function(flow, **args)`` on each rank with the policy's dataflow, and returns when
-    ``flow.steps()`` ends. After SIGTERM it may raise ``SystemExit(75)`` to request a restart.
+    ``flow.steps()`` ends. After SIGTERM it may raise ``SystemExit(75)`` to request a restart. If it raises anything
+    else, or exits with another status, all ranks end.
     """
-    from megaflow_hpc.training.dataflow import Dataflow
     from megaflow_hpc.training.methods import resolve
 
-    flow = Dataflow(
-        arguments.run,
-        arguments.policy,
-        rank=int(os.environ.get("RANK", "0")),
-        ranks=int(os.environ.get("WORLD_SIZE", "1")),
-        say=lambda text: print(text, file=sys.stderr, flush=True),
-    )
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # needs no torch
+        flow = _dataflow(arguments)
+        try:
+            resolve(method)(flow)
+        finally:
+            flow.leave()
+        return 0
+    from megaflow_hpc.training.trainer.model import Meeting
+
+    meeting = Meeting()
     try:
-        resolve(method)(flow)
-    finally:
-        flow.leave()
+        flow = _dataflow(arguments, meeting.rank, meeting.count, meeting.broadcast)
+        try:
+            resolve(method)(flow)
+        finally:
+            flow.leave()
+    except SystemExit as end:
+        if end.code in (None, 0, EXIT_RESTART):  # the other ranks end by themselves
+            raise
+        if not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+        meeting.end(end.code if isinstance(end.code, int) else 1)
+    except Exception as error:
+        meeting.end(_status_of(error))
     return 0
+
+
+def _dataflow(
+    arguments: argparse.Namespace, rank: int = 0, ranks: int = 1, agree: Callable[[Any], Any] = lambda value: value
+) -> Dataflow:
+    from megaflow_hpc.training.dataflow import Dataflow
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    return Dataflow(arguments.run, arguments.policy, rank=rank, ranks=ranks, say=say, agree=agree)
 
 
 def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
     # Import after parsing the arguments: torch takes seconds to load, which would slow down --help.
-    from megaflow_hpc.training.dataflow import Dataflow
     from megaflow_hpc.training.trainer.loop import StepAmended, TrainingLoop, TrainingStopped
     from megaflow_hpc.training.trainer.model import Reader, join
 
@@ -105,17 +133,11 @@ def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
 
         read = veomni.read
     ranks = join()
-    flow = Dataflow(
-        arguments.run,
-        arguments.policy,
-        rank=ranks.rank,
-        ranks=ranks.count,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
-        agree=ranks.broadcast,
-    )
-    trainer = TrainingLoop(flow, ranks, read)
-    signal.signal(signal.SIGTERM, trainer.stop)
+    flow = None
     try:
+        flow = _dataflow(arguments, ranks.rank, ranks.count, ranks.broadcast)
+        trainer = TrainingLoop(flow, ranks, read)
+        signal.signal(signal.SIGTERM, trainer.stop)
         for metrics in trainer.steps():
             if ranks.first:
                 print(json.dumps(metrics) if arguments.json else _line(metrics, flow.config.steps), flush=True)
@@ -129,14 +151,12 @@ def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
     except Exception as error:
         if ranks.count == 1:
             raise
-        flow.leave()
-        if isinstance(error, MegaflowError):
-            print(printable(f"trainer: {error}"), file=sys.stderr)
-            ranks.end(error.exit_status)
-        traceback.print_exc()
-        ranks.end(1)
+        if flow is not None:
+            flow.leave()
+        ranks.end(_status_of(error))
     finally:
-        flow.leave()
+        if flow is not None:
+            flow.leave()
     if trainer.stopping and ranks.count > 1:
         sys.stdout.flush()
         os._exit(EXIT_RESTART)  # ranks may receive the signal in different steps, so do not synchronise
@@ -144,6 +164,15 @@ def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
         return EXIT_RESTART
     ranks.leave()
     return 0
+
+
+def _status_of(error: Exception) -> int:
+    """Reports an error that ends all ranks. Returns their exit status."""
+    if isinstance(error, MegaflowError):
+        print(printable(f"trainer: {error}"), file=sys.stderr)
+        return error.exit_status
+    traceback.print_exception(error)
+    return 1
 
 
 def _line(metrics: dict[str, float], steps: int) -> str:

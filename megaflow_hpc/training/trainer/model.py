@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -59,6 +61,8 @@ END_KEY = "megaflow.end"
 """Key in torch's store for the exit status of all ranks, set when a rank cannot continue."""
 END_POLL_S = 1.0
 """Seconds between polls for :data:`END_KEY`."""
+AGREE_POLL_S = 0.02
+"""Seconds between polls for a value of rank 0."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PACKING_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Maximum mean difference of log-probabilities between packed and single sequences. The bfloat16 limit is large because
@@ -143,7 +147,10 @@ class EndWatch(threading.Thread):
 
     def tell(self, status: int) -> int:
         """Makes all ranks end. Returns their exit status, which is that of the first failing rank."""
-        return int(self._store.compare_set(END_KEY, "", str(status)))
+        try:
+            return int(self._store.compare_set(END_KEY, "", str(status)))
+        except RuntimeError:  # as above
+            return status
 
     def leave(self) -> None:
         """Stops watching."""
@@ -171,6 +178,39 @@ def join() -> ProcessGroup:
         watch.start()
         return ProcessGroup(rank, count, device, dist.new_group(backend="gloo", timeout=timeout), watch)
     return ProcessGroup(rank, count, device)
+
+
+class Meeting:
+    """The ranks that torchrun started for a user's trainer, which creates its own process group.
+
+    They exchange values through torch's store, at the address of :func:`join`.
+
+    Attributes:
+        rank, count: rank of this process, and the number of ranks.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        url = os.environ.get("MEGAFLOW_TRAINER_STORE") or "env://"
+        store, _, _ = next(dist.rendezvous(url, self.rank, self.count))
+        self._store = dist.PrefixStore("megaflow", store)
+        self._values = 0
+        self._watch = EndWatch(self._store)
+        self._watch.start()
+
+    def broadcast(self, value: Any) -> Any:
+        """Broadcasts rank 0's value, which must support pickle, to all ranks."""
+        key, self._values = f"value-{self._values}", self._values + 1
+        if not self.rank:
+            self._store.set(key, pickle.dumps(value))
+            return value
+        while not self._store.check([key]):  # ``get`` would keep the watch from using the store
+            time.sleep(AGREE_POLL_S)
+        return pickle.loads(self._store.get(key))
+
+    def end(self, status: int) -> NoReturn:
+        """Ends the processes of all ranks at once. See :meth:`ProcessGroup.end`."""
+        _exit(self._watch.tell(status))
 
 
 def _exit(status: int) -> NoReturn:
