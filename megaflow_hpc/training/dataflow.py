@@ -301,11 +301,12 @@ class Dataflow:
         training: a section ``training`` for a campaign without one. Training then uses the campaign's planned rollouts
             as they arrive, regardless of staleness, and requests no further ones.
         say: receives a line about what a step waits for, at most every 30 s; by default, the line is logged.
-        agree: broadcasts rank 0's value to all ranks, so that all apply the same amendments. Required for several ranks:
-            by default, each rank applies those that it reads when a step starts, and they may differ.
+        agree: broadcasts rank 0's value to all ranks, so that all apply the same amendments. Several ranks need it. By
+            default, each applies the amendments that it reads when a step starts, and these may differ.
 
     Attributes:
-        agree: the function ``agree``. Each rank must call it equally often, because :meth:`steps` calls it too.
+        agree: the function ``agree``, for values that JSON can represent. Each rank must call it equally often, because
+            :meth:`steps` calls it too.
 
     Raises:
         ConfigError: the run or the policy is missing, the policy has no model that can be trained, the campaign has no
@@ -482,7 +483,8 @@ class Dataflow:
         """Applies the amended settings of a step. Returns the number of amendments recorded, and those in force."""
         commit = self.files.read(Commit, step)
         count = commit.amendments if commit else len(self._amendments.read())
-        count, in_force = self.agree((count, self._amendments.in_force(step, count)))
+        together = self.agree(msgspec.to_builtins([count, self._amendments.in_force(step, count)]))
+        count, in_force = msgspec.convert(together, tuple[int, list[Amendment]])
         config, policy = self._planned_as
         changed = settings(in_force)
         optimizer = policy.optimizer.model_copy(update={k: v for k, v in changed.items() if k == "lr"})

@@ -1,10 +1,10 @@
 """Loads user functions that replace built-in methods. The campaign file names them as ``package.module:function``.
 
 Planning copies the modules next to the campaign file into ``RUN/code``. In ``RUN/training/methods.json`` it records the
-digests of each function's source file and of the user's modules that it imports (:mod:`~megaflow_hpc.training.sources`).
-A trainer imports the copies. It refuses to start if a source file has a different digest, because a repeated step must
-compute the same results. The functions are the user's own configuration: they are trusted and run in the trainer's
-process. Their results are checked before use: :func:`numbers`.
+digests of each function's source file and of the user's modules that it imports
+(:mod:`~megaflow_hpc.training.sources`). A trainer imports the copies. It refuses to start if a source file has a
+different digest, because a repeated step must compute the same results. The functions are the user's own configuration:
+they are trusted and run in the trainer's process. Their results are checked before use: :func:`numbers`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 import threading
 import time
@@ -199,14 +198,13 @@ class Meeting:
         self._watch.start()
 
     def broadcast(self, value: Any) -> Any:
-        """Broadcasts rank 0's value, which must support pickle, to all ranks."""
+        """Broadcasts rank 0's value to all ranks, as JSON: clients of torch's store are not authenticated."""
         key, self._values = f"value-{self._values}", self._values + 1
         if not self.rank:
-            self._store.set(key, pickle.dumps(value))
-            return value
+            self._store.set(key, json.dumps(value))
         while not self._store.check([key]):  # ``get`` would keep the watch from using the store
             time.sleep(AGREE_POLL_S)
-        return pickle.loads(self._store.get(key))
+        return json.loads(self._store.get(key))
 
     def end(self, status: int) -> NoReturn:
         """Ends the processes of all ranks at once. See :meth:`ProcessGroup.end`."""
