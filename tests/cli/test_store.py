@@ -59,7 +59,7 @@ def test_another_format_and_a_newer_version_are_refused_with_what_was_expected(m
     result = megaflow("verify", file)
     assert (result.returncode, result.stdout) == (2, "")
     assert f"{file}: format_version" in result.stderr
-    assert "use a newer megaflow-hpc" in result.stderr
+    assert "use the megaflow-hpc that wrote it" in result.stderr
     with h5py.File(file, "r+") as content:
         content.attrs["format"] = "another"
     assert f"{file}: format 'another', expected 'megaflow-hpc/trajectories'" in refused("du", file)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -299,41 +296,6 @@ async def test_the_proxy_asks_for_an_adapter_by_its_name_and_for_nothing_before_
         ("/v1/chat/completions/render", "solver"),
     ]
     assert all(body["prompt"] == "ä" for _, body in arrived)
-
-
-def test_publishers_at_the_same_time_get_a_number_each_and_the_pointer_ends_at_the_last(
-    run: RunDir, tmp_path: Path
-) -> None:
-    sources = [trained(tmp_path / f"step{n}", f"{n}".encode()) for n in range(6)]
-    command = [sys.executable, "-m", "megaflow_hpc", "weights", "publish", str(run), "--policy", "a"]
-    started = [subprocess.Popen([*command, str(s)], stdout=subprocess.PIPE, text=True) for s in sources]
-    numbers = [int(process.communicate(timeout=60)[0]) for process in started]
-    assert sorted(numbers) == [1, 2, 3, 4, 5, 6]
-    assert weights.current(run, "a").version == 6
-    for number, source in zip(numbers, sources, strict=True):
-        published = run.weights / str(number) / "model.safetensors"
-        assert published.read_bytes() == (source / "model.safetensors").read_bytes()
-    assert not list(run.weights.glob(".*"))
-
-
-def test_a_publisher_that_is_killed_publishes_nothing(run: RunDir, tmp_path: Path) -> None:
-    """At any time the pointer names a complete version: the new or the previous one."""
-    weights.publish(run, trained(tmp_path / "good", b"x" * 1000), "a")
-    large = trained(tmp_path / "large", b"y" * 50_000_000)
-    sizes = [len(safetensors(bytes(size))) for size in (1000, 50_000_000)]
-    for delay in (0.15, 0.2, 0.25, 0.3, 0.35):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megaflow_hpc", "weights", "publish", str(run), str(large), "--policy", "a"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        time.sleep(delay)
-        process.kill()
-        process.wait()
-        now = Path(weights.current(run, "a").path, "model.safetensors")
-        assert now.stat().st_size in sizes
-        for version in weights.versions(run):
-            assert Path(version.path, "model.safetensors").stat().st_size in sizes
 
 
 def test_old_versions_are_removed_and_the_current_one_never(run: RunDir, tmp_path: Path) -> None:
