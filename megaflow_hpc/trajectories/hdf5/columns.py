@@ -35,7 +35,8 @@ Array = NDArray[Any]
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_PIPELINE = (h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32)
+_FILTERS = [h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32]
+"""Filters of every chunk that this package writes. Some are shuffled first."""
 _CHECKSUM_BYTES = 4
 _OVERHEAD_BYTES = 64
 """Upper bound for the header and checksum overhead of a short chunk. Deflate never doubles the size of its input."""
@@ -185,12 +186,10 @@ class ChunkDecoder:
 
     def __init__(self, dataset: h5py.Dataset) -> None:
         filters = filters_of(dataset)
-        in_order = [number for number in _PIPELINE if number in filters]
         self._dataset = dataset
         self._dtype = dataset.dtype
-        self._is_shuffled = h5z.FILTER_SHUFFLE in filters
-        self._has_checksum = h5z.FILTER_FLETCHER32 in filters
-        self._is_decodable = filters == in_order and h5z.FILTER_DEFLATE in filters
+        self._is_shuffled = filters == [h5z.FILTER_SHUFFLE, *_FILTERS]
+        self._is_decodable = self._is_shuffled or filters == _FILTERS
 
     def decode(self, number: int) -> Array | None:
         """Returns the chunk with this index (from 0), or ``None`` if HDF5 must read it."""
@@ -203,13 +202,12 @@ class ChunkDecoder:
             skipped_filters, stored = self._dataset.id.read_direct_chunk((number * size,), out=buffer)
         except (OSError, RuntimeError, ValueError):  # never written, corrupt, or larger than the buffer
             return None
-        data = bytes(stored)
         if skipped_filters:
             return None
-        if self._has_checksum:
-            data, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
-            if not _matches_fletcher32(data, checksum):
-                return None
+        data = bytes(stored)
+        data, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+        if not _matches_fletcher32(data, checksum):
+            return None
         stream = inflater()
         try:
             inflated = stream.decompress(data, size_bytes + 1)  # +1: also verifies deflate's checksum

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from itertools import pairwise, product
+from itertools import pairwise
 
 import h5py
 import numpy as np
@@ -345,14 +345,14 @@ def test_texts_of_any_length_are_bytes_and_offsets(tmp_path):
 
 
 def test_chunks_are_decoded_as_hdf5_decodes_them(tmp_path):
-    """Every combination of the filters of campaign files. The last chunk is partly filled."""
+    """The last chunk is partly filled."""
     values = np.random.default_rng(0).integers(0, 1000, 3000).astype(np.int32)
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        for number, (shuffle, fletcher32) in enumerate(product((False, True), repeat=2)):
-            filters = {"compression": 1, "shuffle": shuffle, "fletcher32": fletcher32}
+        for shuffle in (False, True):
+            filters = {"compression": 1, "shuffle": shuffle, "fletcher32": True}
             for dtype in (np.int32, np.float32, np.uint8, ">i2"):
                 expected = values.astype(dtype)
-                name = f"{np.dtype(dtype).name}-{number}"
+                name = f"{np.dtype(dtype).name}-{shuffle}"
                 dataset = file.create_dataset(name, data=expected, chunks=(1024,), **filters)
                 decoder = ChunkDecoder(dataset)
                 decoded = [decoder.decode(chunk) for chunk in range(3)]
@@ -361,20 +361,17 @@ def test_chunks_are_decoded_as_hdf5_decodes_them(tmp_path):
 
 
 def test_a_chunk_with_any_changed_byte_is_left_to_hdf5(tmp_path):
-    """Also without fletcher32, since deflate has a checksum of its own."""
     values = np.arange(1024, dtype=np.int32)
-    path = tmp_path / "x.h5"
-    for fletcher32 in (False, True):
-        with h5py.File(path, "w") as file:
-            dataset = file.create_dataset("x", data=values, chunks=(1024,), compression=1, fletcher32=fletcher32)
-            stored = dataset.id.read_direct_chunk((0,))[1]
-            for place in range(0, len(stored), 7):
-                damaged = bytearray(stored)
-                damaged[place] ^= 16
-                dataset.id.write_direct_chunk((0,), bytes(damaged))
-                assert ChunkDecoder(dataset).decode(0) is None, place
-            dataset.id.write_direct_chunk((0,), stored)
-            assert ChunkDecoder(dataset).decode(0).tolist() == values.tolist()
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        dataset = file.create_dataset("x", data=values, chunks=(1024,), compression=1, fletcher32=True)
+        stored = dataset.id.read_direct_chunk((0,))[1]
+        for place in range(0, len(stored), 7):
+            damaged = bytearray(stored)
+            damaged[place] ^= 16
+            dataset.id.write_direct_chunk((0,), bytes(damaged))
+            assert ChunkDecoder(dataset).decode(0) is None, place
+        dataset.id.write_direct_chunk((0,), stored)
+        assert ChunkDecoder(dataset).decode(0).tolist() == values.tolist()
 
 
 def test_chunks_with_other_filters_are_left_to_hdf5(tmp_path):
@@ -383,7 +380,9 @@ def test_chunks_with_other_filters_are_left_to_hdf5(tmp_path):
         datasets_of_others = [
             file.create_dataset("plain", data=values, chunks=(1024,)),
             file.create_dataset("scaled", data=values, chunks=(1024,), scaleoffset=0),
-            file.create_dataset("unwritten", (2048,), "i4", chunks=(1024,), compression=1, fillvalue=7),
+            file.create_dataset(
+                "unwritten", (2048,), "i4", chunks=(1024,), compression=1, fletcher32=True, fillvalue=7
+            ),
         ]
         for dataset in datasets_of_others:
             assert ChunkDecoder(dataset).decode(1) is None
@@ -395,7 +394,10 @@ def test_slices_in_any_order_are_exact(tmp_path):
     draw = np.random.default_rng(0)
     values = draw.integers(0, 1000, 100_000, dtype=np.int32)
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        for name, options in (("chunked", {"chunks": (512,), "compression": 1}), ("contiguous", {})):
+        for name, options in (
+            ("chunked", {"chunks": (512,), "compression": 1, "fletcher32": True}),
+            ("contiguous", {}),
+        ):
             dataset = file.create_dataset(name, data=values, **options)
             for count in (0, 1, 7, 300):
                 starts = draw.integers(0, len(values), count)
