@@ -13,7 +13,7 @@ def main() -> int:
 
     # Inside the repository, as aider has it, it would be part of the task's patch.
     RepoMap.TAGS_CACHE_DIR = os.path.expanduser("~/.aider.tags.cache")
-    return aider() or 0
+    return int(aider() or 0)
 
 
 if __name__ == "__main__":
