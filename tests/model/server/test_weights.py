@@ -418,7 +418,7 @@ def test_a_version_that_does_not_run_is_refused_with_its_cause_and_the_one_befor
 def test_an_engine_that_served_weights_and_dies_again_and_again_does_not_refuse_them(
     servers: Servers, tmp_path: Path
 ) -> None:
-    """What kills it may be a request. Had the server refused the weights, a synchronous training would wait for ever."""
+    """What kills it may be a request. If the server refused its weights, synchronous training would wait for ever."""
     fleet(servers, 1)
     weights.publish(servers.run, answers(tmp_path / "good", "good"))
     until(lambda: [r["weight_version"] for r in servers.records()] == [1], "the server serves version 1")
