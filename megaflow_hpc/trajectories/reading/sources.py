@@ -153,6 +153,10 @@ class Source(Protocol):
         """Closes the source's files. No data can be read afterwards."""
 
 
+def _closed(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: its store is closed; read rows and columns before that, inside the with block")
+
+
 def offsets_of(lengths: Sequence[int] | Array) -> Integers:
     """Returns the offsets of n contiguous items with the given lengths, shape (n+1,)."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
@@ -178,16 +182,27 @@ class Hdf5Source:
     """
 
     def __init__(self, path: Path) -> None:
-        self.file = open_file(path)
+        self._file: h5py.File | None = open_file(path)
         self.path = path
         self._columns: dict[str, Array] = {}
         self._windows: dict[str, tuple[int, Array]] = {}
         self._datasets: dict[str, h5py.Dataset] = {}
         self._length: int | None = None
 
+    @property
+    def file(self) -> h5py.File:
+        """The open file. Raises ConfigError once the source is closed."""
+        if self._file is None:
+            raise _closed(self.path)
+        return self._file
+
     def close(self) -> None:
-        self._datasets.clear()
-        self.file.close()
+        for cache in (self._datasets, self._columns, self._windows):
+            cache.clear()
+        self._length = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __len__(self) -> int:
         if self._length is None:  # needed for every row, and each lookup takes hundreds of microseconds
@@ -452,14 +467,23 @@ class JournalSource:
     """Reads the winning records of an index."""
 
     def __init__(self, index: Index) -> None:
-        self._index = index
+        self._root = index.root
+        self._open: Index | None = index
         self._cache: OrderedDict[RecordEntry, Trajectory] = OrderedDict()
+
+    @property
+    def _index(self) -> Index:
+        if self._open is None:
+            raise _closed(self._root)
+        return self._open
 
     def __len__(self) -> int:
         return len(self._index.winners)
 
     def close(self) -> None:
+        self._open = None
         self._cache.clear()
+        self.__dict__.pop("_columns", None)
 
     def ids(self) -> list[str]:
         return [escape(entry.id) for entry in self._index.winners]

@@ -60,8 +60,11 @@ class TrajectoryStore:
         """The same rows, with the rewards that ``reverify`` gave later."""
         self.path = path
         """The file or run directory that is being read."""
+        self._closed = False
 
     def __repr__(self) -> str:
+        if self._closed:
+            return f"<TrajectoryStore in {self.path}: closed>"
         return f"<TrajectoryStore of {self.campaign!r} in {self.path}: {len(self)} trajectories>"
 
     def __enter__(self) -> TrajectoryStore:
@@ -71,8 +74,11 @@ class TrajectoryStore:
         self.close()
 
     def close(self) -> None:
-        """Closes the store's files. Rows and columns cannot be read afterwards."""
+        """Closes the store's files. Reading rows or columns afterwards raises ConfigError."""
+        self._closed = True
         self.source.close()
+        for name in ("ids", "_row_of", "_table"):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def ids(self) -> list[str]:
