@@ -21,9 +21,9 @@ from megaflow_hpc.rundir.layout import RunDir, read_json
 
 ROLES = ("pods", "servers", "trainer", "gather")
 OPTIONS = {
-    "time": ("time", "t"),
+    "time": ("time",),
     "mem_gb": ("mem", "mem-per-cpu", "mem-per-gpu"),
-    "partition": ("partition", "p"),
+    "partition": ("partition",),
 }
 """Keys that may be overridden. Each maps to the equivalent sbatch options, which may occur in ``extra``."""
 
