@@ -10,12 +10,15 @@ from typing import Any
 
 import yaml
 
+from megaflow_hpc.config import load
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.accounts import stored_by
 from megaflow_hpc.ledger.tasks import accept, accepted_line, planned_tasks
+from megaflow_hpc.rundir.budget import LIMITS, CampaignBudget
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.overrides import overridden
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.types import Task
 
@@ -33,7 +36,7 @@ BY_RESUME = {
         for jobs in ("pods", "servers", "trainer", "gather")
         for key in ("time", "mem_gb", "partition")
     },
-    **{f"limits.{name}": "resume --limit" for name in ("core_hours", "gpu_hours", "wall")},
+    **{f"limits.{name}": "resume --limit" for name in LIMITS},
     "slurm.pods.count": "scale --pods",
 }
 """Maps each key that a verb can change in a run to that verb."""
@@ -105,6 +108,8 @@ class Edits:
             if not text or digest(text) == self._planned.source:
                 return []
             keys = differing_keys(self.planned_text(), text)
+            if not BY_RESUME.keys().isdisjoint(keys):
+                keys = [key for key in keys if key not in self._in_effect(file)]
         except (OSError, UnicodeDecodeError, ConfigError):
             return []
         remedies: dict[str, list[str]] = {}
@@ -117,6 +122,19 @@ class Edits:
             + (f"change it with: megaflow-hpc {verb}" if verb else "undo the edit, or plan a new run")
             for verb, changed in remedies.items()
         ]
+
+    def _in_effect(self, file: Path) -> set[str]:
+        """Returns the keys of :data:`BY_RESUME` whose values in a campaign file the run has, as planned or since
+        then."""
+        try:
+            edited = load(file)
+            slurm = overridden(self._run, self._planned.config).slurm
+        except ConfigError:
+            return set()
+        limits = CampaignBudget(self._run, self._planned.config.limits.model_dump()).limits()
+        now = dict(_flat({"slurm": slurm.model_dump(), "limits": limits}))
+        wanted = dict(_flat(edited.model_dump(include={"slurm", "limits"})))
+        return {key for key in BY_RESUME if str(now.get(key)) == str(wanted.get(key))}
 
     def planned_text(self) -> str:
         """Returns the campaign file as it was planned.
