@@ -134,8 +134,8 @@ async def test_a_refusal_of_max_tokens_names_the_setting_that_replaces_it(server
             model = await gateway.open("t/default/0", "default")
             status, said = await call(model, {"messages": conversation("hello"), "max_tokens": 9})
             assert status == 400
-            assert "Use 'max_completion_tokens' instead" in str(said)
-            assert "set api: openai for the model in the campaign file" in str(said)
+            assert "Use 'max_completion_tokens' instead" in said["error"]["message"]
+            assert "set api: openai for the model in the campaign file" in said["error"]["message"]
 
 
 @in_loop
