@@ -42,7 +42,7 @@ OWN_SRUN_OPTIONS = {
 """Options that the job scripts pass to srun, with their short forms. ``slurm.srun`` must not repeat them, because srun
 uses the last value."""
 _SHORT_SRUN_OPTION = re.compile(r"-[EHOQVXZhjklsuv]*([A-Za-z])")
-"""Matches the first short option that may have a value. Short options without a value may precede it, as in ``-ln4``."""
+"""Matches the first short option that may have a value. Options without one may precede it, as in ``-ln4``."""
 
 
 def _lines(value: Any) -> Any:
@@ -269,7 +269,7 @@ class SlurmConfig(Section):
             name, short = option.partition("=")[0], _SHORT_SRUN_OPTION.match(option)
             for own, letter in OWN_SRUN_OPTIONS.items():
                 # srun accepts the beginning of a name
-                if own.startswith(name) and len(name) > 2 or (short and short[1] == letter):
+                if (own.startswith(name) and len(name) > 2) or (short and short[1] == letter):
                     raise ValueError(f"{option!r}: the jobs set {own} themselves")
         return value
 

@@ -334,7 +334,10 @@ def test_a_carried_directory_replaces_the_network(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("terminal-bench-2 --image x:1", "--image: has no effect on terminal-bench-2: its tasks are Harbor directories"),
+        (
+            "terminal-bench-2 --image x:1",
+            "--image: has no effect on terminal-bench-2: its tasks are Harbor directories",
+        ),
         ("aider-polyglot@main --test-cmd pytest", "--test-cmd: has no effect on aider-polyglot@main"),
         ("swe-gym terminal-bench-2 --workdir /code", "--workdir: has no effect on terminal-bench-2"),
         ("swe-gym --seeds 2", "--seeds: has no effect on swe-gym: only pages have seeds"),

@@ -198,7 +198,7 @@ async def test_a_rollout_waits_for_a_hanging_service_once(monkeypatch: pytest.Mo
         await asyncio.Event().wait()
 
     group = ServiceGroup([], cast(Any, None), [Hanging("words", (PORT,), known(None))])
-    with pytest.raises(ServiceError, match="service words: it does not answer .*, while the rollout ran"):
+    with pytest.raises(ServiceError, match=r"service words: it does not answer .*, while the rollout ran"):
         await group.guard(work())
     assert remote.BUSY_S < waited[0] <= remote.BUSY_S + 2 * remote.CONNECT_TIMEOUT_S
 
