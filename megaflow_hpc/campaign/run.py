@@ -475,18 +475,15 @@ class Run:
                 f"tasks; wait for them, or stop them first (megaflow-hpc cancel {self.path}; stored results are kept)"
             )
 
-    def _works(self, launcher: str, max_age_s: float) -> bool:
+    def _works(self, launcher: str) -> bool:
         """Returns whether a pod, or a server of an engine pool, is queued or running.
-
-        Args:
-            max_age_s: Maximum age in seconds of Slurm's answer.
 
         Raises:
             SiteError: Slurm does not report it.
         """
         if self.local is not None or launcher != "slurm" or not self.job_ids():
             return bool(self.pods_live())
-        live = self.slurm_jobs.servers(max_age_s) if self.config.is_pool else self.slurm_jobs.live_pods(max_age_s)
+        live = self.slurm_jobs.servers(0) if self.config.is_pool else self.slurm_jobs.live_pods(0)
         if live is None:
             raise SiteError(f"{self.path}: Slurm does not report which jobs exist; nothing was submitted")
         return bool(live)
@@ -519,7 +516,6 @@ class Run:
         self.dir.check_ours(to_run=True)
         check_version(self.record, self.dir)
         require_running(self.config.name)
-        began = time.monotonic()
         chosen = resolve_launcher(launcher, self.config.slurm)
         if not self.ledger.finished:
             restore_rooms(self.dir, self.record, self.ledger)
@@ -537,7 +533,7 @@ class Run:
             self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
         if self._marks.cancelled and chosen == "slurm":
             self.slurm_jobs.until_gone()
-        works = self._works(chosen, ASK_SLURM_S if self.slurm_jobs.asked_at >= began else 0.0)
+        works = (self.config.is_pool or not accept_changes) and self._works(chosen)
         mark_gone(self.ledger)
         for consumer in self._marks.closed:
             OpenLease(self.dir, consumer).put()

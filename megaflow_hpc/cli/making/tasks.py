@@ -261,6 +261,7 @@ def _refuse_unused(arguments: argparse.Namespace, source: str) -> None:
     from megaflow_hpc.tasks.sets.registry import task_sets
 
     task_set = task_sets().get(source.partition("@")[0])
+    unused: tuple[str, ...]
     if source.endswith(".jsonl"):
         kind, unused = "a file is read as it is", ("--from", "--mirror", "--seeds")
     elif task_set is None or task_set.unread:

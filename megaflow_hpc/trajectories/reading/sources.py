@@ -153,8 +153,23 @@ class Source(Protocol):
         """Closes the source's files. No data can be read afterwards."""
 
 
-def _closed(path: Path) -> ConfigError:
-    return ConfigError(f"{path}: its store is closed; read rows and columns before that, inside the with block")
+class ClosedSource:
+    """A source that was closed. Every use raises ConfigError."""
+
+    path: Path
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise ConfigError(f"{self.path}: its store is closed; read rows and columns before that, in the with block")
+
+    __len__ = __getattr__ = _refuse
+
+
+def _become_closed(source: Any, path: Path) -> None:
+    """Lets the rows that refer to a source raise errors, too."""
+    source.__class__, source.__dict__ = ClosedSource, {"path": path}
 
 
 def offsets_of(lengths: Sequence[int] | Array) -> Integers:
@@ -182,27 +197,16 @@ class Hdf5Source:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file: h5py.File | None = open_file(path)
+        self.file = open_file(path)
         self.path = path
         self._columns: dict[str, Array] = {}
         self._windows: dict[str, tuple[int, Array]] = {}
         self._datasets: dict[str, h5py.Dataset] = {}
         self._length: int | None = None
 
-    @property
-    def file(self) -> h5py.File:
-        """The open file. Raises ConfigError once the source is closed."""
-        if self._file is None:
-            raise _closed(self.path)
-        return self._file
-
     def close(self) -> None:
-        for cache in (self._datasets, self._columns, self._windows):
-            cache.clear()
-        self._length = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.file.close()
+        _become_closed(self, self.path)
 
     def __len__(self) -> int:
         if self._length is None:  # needed for every row, and each lookup takes hundreds of microseconds
@@ -467,23 +471,14 @@ class JournalSource:
     """Reads the winning records of an index."""
 
     def __init__(self, index: Index) -> None:
-        self._root = index.root
-        self._open: Index | None = index
+        self._index = index
         self._cache: OrderedDict[RecordEntry, Trajectory] = OrderedDict()
-
-    @property
-    def _index(self) -> Index:
-        if self._open is None:
-            raise _closed(self._root)
-        return self._open
 
     def __len__(self) -> int:
         return len(self._index.winners)
 
     def close(self) -> None:
-        self._open = None
-        self._cache.clear()
-        self.__dict__.pop("_columns", None)
+        _become_closed(self, self._index.root)
 
     def ids(self) -> list[str]:
         return [escape(entry.id) for entry in self._index.winners]

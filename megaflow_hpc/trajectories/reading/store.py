@@ -41,7 +41,15 @@ from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
 from megaflow_hpc.trajectories.reading.batch import Oversize, Table, arrow_table, installed, make_batch, plan_batches
 from megaflow_hpc.trajectories.reading.conversations import Conversation, ConversationCall, conversations, main
 from megaflow_hpc.trajectories.reading.selection import RowTable, select
-from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, JournalSource, SequenceView, Source, WithGiven
+from megaflow_hpc.trajectories.reading.sources import (
+    ClosedSource,
+    Flat,
+    Hdf5Source,
+    JournalSource,
+    SequenceView,
+    Source,
+    WithGiven,
+)
 from megaflow_hpc.trajectory import Attempt, Image, TokenSequence, Trajectory, Turn, linked, path_to
 from megaflow_hpc.types import Artifact
 
@@ -60,10 +68,9 @@ class TrajectoryStore:
         """The same rows, with the rewards that ``reverify`` gave later."""
         self.path = path
         """The file or run directory that is being read."""
-        self._closed = False
 
     def __repr__(self) -> str:
-        if self._closed:
+        if isinstance(self.recorded, ClosedSource):
             return f"<TrajectoryStore in {self.path}: closed>"
         return f"<TrajectoryStore of {self.campaign!r} in {self.path}: {len(self)} trajectories>"
 
@@ -75,10 +82,8 @@ class TrajectoryStore:
 
     def close(self) -> None:
         """Closes the store's files. Reading rows or columns afterwards raises ConfigError."""
-        self._closed = True
         self.source.close()
-        for name in ("ids", "_row_of", "_table"):
-            self.__dict__.pop(name, None)
+        self.__dict__ = {name: self.__dict__[name] for name in ("recorded", "source", "path")}  # without cached columns
 
     @cached_property
     def ids(self) -> list[str]:
