@@ -148,33 +148,13 @@ def test_of_groups_that_may_be_closed_early_those_are_given_of_which_nothing_has
     assert scheduler.queued == 5
 
 
-AGENT = """\
-import asyncio, os
-from pathlib import Path
-from megaflow_hpc.types import AgentResult
-
-class Waits:
-    async def run(self, task, sandbox, model):
-        working = Path("{working}")
-        (working / os.path.basename(os.environ["MEGAFLOW_POD_DIR"])).touch()
-        while len(list(working.iterdir())) < 2:
-            await asyncio.sleep(0.1)
-        await sandbox.exec("echo 42 > answer")
-        return AgentResult()
-"""
-"""An agent that ends once both pods run rollouts."""
-
-
 @pytest.mark.slow
 def test_a_pod_that_finds_nothing_to_claim_gets_what_the_other_has_not_started(
     make_campaign: Callable[..., Path],
 ) -> None:
-    """Two real pods and one block. Without hand-offs, one pod would have all rollouts. None ends before both work."""
+    """Two real pods and one block. Without hand-offs, one pod would leave with nothing done."""
     extra = "samples: 2\nscheduling: {signal_after: 2}\nslurm: {pods: {slots_per_rank: 2}}\n"
-    path = make_campaign(6, extra, agent="waits:Waits")
-    working = path.with_name("working")
-    working.mkdir()
-    path.with_name("waits.py").write_text(AGENT.format(working=working))
+    path = make_campaign(6, extra, agent="oracle", solution="sleep 3; echo 42 > answer")
     run = Campaign.from_yaml(path).plan(launcher="local")
     rollouts = [rollout for block in read_blocks(run.dir) for rollout in block.rollouts]
     for file in run.dir.tasks.iterdir():
