@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Provides the tool box of command-line agents, once: Claude Code, Codex, Gemini CLI, OpenCode, Pi and Qwen Code in
-# pinned versions, and Node 22; OpenHands, where it is named, and a Python of its own. Prints its path.
+# Provides the tool box of command-line agents, once: Claude Code, Codex, Gemini CLI, Goose, OpenCode, Pi and Qwen Code in
+# pinned versions, and Node 22; aider, OpenHands and Terminus 2, where they are named, each with a Python of its own. Prints its path.
 #
-# usage: launchers/agents.sh [NAME…]        claude-code codex gemini-cli opencode pi qwen-code openhands; all but the last without
-#                                            an argument
+# usage: launchers/agents.sh [NAME…]        claude-code codex gemini-cli goose opencode pi qwen-code, which are all without an
+#                                            argument; aider openhands terminus-2
 #        launchers/agents.sh --lock [NAME…] write launchers/agents/NAME/package-lock.json for the version of command.py
 #
-# The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1.5 GB, OpenHands 0.5 GB) is one directory that every sandbox sees
+# The tool box (MEGAFLOW_AGENTS, by default MEGAFLOW_HOME/agents; about 1.8 GB, and 0.3 to 0.7 GB for each named one) is one directory that every sandbox sees
 # read-only, so the tasks' images stay as they are (docs/how-to/agents.md). The versions stand in megaflow_hpc/agents/command.py.
 # Node and npm come from PyPI. npm uses its configured registry, installs only what launchers/agents/NAME/package-lock.json lists
-# with hashes, and runs no script of a package. OpenHands comes from PyPI, as
-# containers/openhands.txt lists it, and its Python from Debian's archive (launchers/python.sh).
+# with hashes, and runs no script of a package. The named ones come from PyPI, as containers/NAME.txt lists them, and their Python
+# and tmux from Debian's archive (launchers/python.sh).
 # shellcheck source=launchers/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -82,6 +82,7 @@ lock() {
 install() {
   local name=$1 package=$2 dir=$BOX/$1 locked=$SOURCES/launchers/agents/$1 program
   done_before "$dir/.complete" "$package" && return 0
+  if [[ ${package%@*} == *-x64 && $(uname -m) != x86_64 ]]; then say "left out: $package is for x86-64"; return; fi
   grep -qF "\"${package%@*}\": \"${package##*@}\"" "$locked/package.json" ||
     die "$package: $locked/package-lock.json is of another version; run launchers/agents.sh --lock $name"
   say "installing $package into $dir"
@@ -99,6 +100,7 @@ install() {
       ;;
     codex) program=$(cd "$BOX" && find codex/node_modules/@openai -path '*/vendor/*/bin/codex' -type f | sed -n 1p) ;;
     gemini-cli) program=gemini-cli/node_modules/.bin/gemini ;;
+    goose) program=goose/node_modules/@aaif/goose-binary-linux-x64/bin/goose ;;
     opencode)
       rm -rf "$dir/node_modules/opencode-linux-x64" # 177 MB; the -baseline one runs on every processor
       program=$(cd "$BOX" && find opencode/node_modules -path '*/opencode-linux-*/bin/opencode' -type f ! -path '*musl*' | sed -n 1p)
@@ -111,35 +113,42 @@ install() {
   mark_done "$dir/.complete" "$package"
 }
 
-# openhands PACKAGE@VERSION: the interpreter is told where it will be found in sandboxes, so it runs only there.
-openhands() {
-  local package=$1 dir=$BOX/openhands inside=/opt/megaflow-agents/openhands python prefix libs loader wheel
+# python_agent NAME PACKAGE@VERSION: what containers/NAME.txt lists, with a Python of its own and a tmux. Both are told where they will
+# be found in sandboxes, so they run only there.
+python_agent() {
+  local name=$1 package=$2 dir=$BOX/$1 inside=/opt/megaflow-agents/$1 python prefix libs loader wheel
   if ! done_before "$dir/.complete" "$package"; then
     python=$(bash "$SOURCES/launchers/python.sh" 3.12 --portable)
-    have patchelf || die "openhands: no patchelf to adapt its Python: run launchers/setup first"
+    have patchelf || die "$name: no patchelf to adapt its Python: run launchers/setup first"
     say "installing $package into $dir ($("$python" --version))"
     prefix=$(dirname "$(dirname "$(dirname "$python")")")
     rm -rf "$dir" "$dir.new"
     mkdir "$dir.new"
     wheel=$(find "$prefix/usr/share/python-wheels" -name 'pip-*.whl' | sed -n 1p)
-    quietly "$LOGS/agents-openhands.log" "$python" "$wheel/pip" --disable-pip-version-check install --no-deps --compile \
-      --no-warn-script-location --target "$dir.new/site" -r "$SOURCES/containers/openhands.txt"
+    # aider says that it needs a Python before 3.13; its list has the packages that it needs there.
+    quietly "$LOGS/agents-$name.log" "$python" "$wheel/pip" --disable-pip-version-check install --no-deps --ignore-requires-python \
+      --compile --no-warn-script-location --target "$dir.new/site" -r "$SOURCES/containers/$name.txt"
     cp -r "$prefix" "$dir.new/python"
     libs=$(dirname "$(find "$prefix" -name libc.so.6 | sed -n 1p)")
     loader=$(find "$libs" -maxdepth 1 -name 'ld-linux*.so.*' -printf '%f\n' | sed -n 1p)
     libs=$inside/python${libs#"$prefix"}
     patchelf --set-interpreter "$libs/$loader" --force-rpath --set-rpath "$libs" \
-      "$dir.new/python/usr/bin/$(basename "$python")"
+      "$dir.new/python/usr/bin/$(basename "$python")" "$dir.new/python/usr/bin/tmux"
+    ln -sfn "$(basename "$python")" "$dir.new/python/usr/bin/python"
     mv -T "$dir.new" "$dir"
-    printf '#!/bin/sh\nexec %s -I %s/run.py "$@"\n' "$inside/python/usr/bin/$(basename "$python")" "$inside" >"$BOX/bin/openhands"
-    chmod +x "$BOX/bin/openhands"
     mark_done "$dir/.complete" "$package"
   fi
-  cp "$PACKAGE/agents/openhands_run.py" "$dir/run.py.new"
+  # PYTHONPATH would also affect the task's own programs.
+  mkdir -p "$dir/python/usr/lib/python3/dist-packages"
+  echo "$inside/site" >"$dir/python/usr/lib/python3/dist-packages/site.pth"
+  cp "$PACKAGE/agents/${name//-/_}_run.py" "$dir/run.py.new"
   mv -f "$dir/run.py.new" "$dir/run.py"
+  printf '#!/bin/sh\nexec %s -I %s "$@"\n' "$inside/python/usr/bin/python" "$inside/run.py" >"$dir/start"
+  chmod +x "$dir/start"
+  ln -sfn "../$name/start" "$BOX/bin/$name"
 }
 
-# NAME PACKAGE@VERSION, a line each.
+# NAME PACKAGE@VERSION npm|python, a line each.
 mapfile -t packages < <("$(find_python)" - "$PACKAGE/agents/command.py" "$@" <<'PYTHON'
 import ast, sys
 tree = ast.parse(open(sys.argv[1]).read())
@@ -150,22 +159,22 @@ unknown = set(sys.argv[2:]) - set(known)
 if unknown:
     sys.exit(f"error: no such agent: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
 for name in sys.argv[2:] or packages:
-    print(name, known[name])
+    print(name, known[name], "npm" if name in packages else "python")
 PYTHON
 )
 [[ ${#packages[@]} -gt 0 ]] || exit 1
-[[ ${packages[*]} =~ ^openhands\ [^\ ]*$ ]] || node
+[[ ${packages[*]} != *npm* ]] || node
 jobs=()
 if [[ $LOCK == 1 ]]; then
   for line in "${packages[@]}"; do
-    # shellcheck disable=SC2086  # two words
-    [[ $line == openhands* ]] || lock $line
+    # shellcheck disable=SC2086  # three words
+    [[ $line == *python ]] || lock $line
   done
   exit
 fi
 for line in "${packages[@]}"; do
-  # shellcheck disable=SC2086  # two words
-  case $line in openhands*) openhands ${line#* } & ;; *) install $line & ;; esac
+  # shellcheck disable=SC2086  # three words
+  case $line in *python) python_agent $line & ;; *) install $line & ;; esac
   jobs+=($!)
 done
 for job in "${jobs[@]}"; do wait "$job" || die "not every agent could be installed: run it again (logs in $LOGS)"; done

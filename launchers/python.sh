@@ -2,7 +2,7 @@
 # Provides a Python of at least a given version, as an ordinary user: from PATH, else from Debian's archive in a private
 # prefix. Prints the interpreter's path.
 #
-# usage: launchers/python.sh [VERSION] [--portable]        3.12 without an argument; --portable: Debian's in any case
+# usage: launchers/python.sh [VERSION] [--portable]        3.12 without an argument; --portable: Debian's in any case, and its tmux
 #
 # Some of what works with megaflow-hpc needs a newer Python than stable distributions have (Harbor: 3.12). Debian's
 # package runs anywhere if the libraries of its own suite lie beside it and the interpreter is told so with patchelf.
@@ -47,7 +47,7 @@ install_from() {
   rm -rf "$dir" "$apt/cache/archives"
   mkdir -p "$apt/cache/archives/partial"
   quietly "$LOGS/apt-get.log" apt_private "$apt" apt-get install --yes --download-only --no-install-recommends \
-    "$name" python3-pip-whl || return 1
+    "$name" python3-pip-whl tmux || return 1
   mkdir -p "$dir"
   for deb in "$apt"/cache/archives/*.deb; do dpkg-deb -x "$deb" "$dir"; done
   rm -rf "$apt/cache/archives"
@@ -69,7 +69,7 @@ candidates=("${MEGAFLOW_PYTHON:-python3.13}" python3.13 python3.14 python3.12 py
 [[ ${2:-} == --portable ]] && candidates=() # with the libraries of its own suite: it may be taken elsewhere
 for candidate in "${candidates[@]}" "$(ours)"; do
   found=$(command -v "$candidate" 2>/dev/null) || continue
-  if usable "$found"; then
+  if usable "$found" && [[ ${2:-} != --portable || -e ${found%/*}/tmux ]]; then
     echo "$found"
     exit 0
   fi
@@ -80,7 +80,7 @@ mirror=$(debian_mirror)
 exec 9>"$MEGAFLOW_HOME/python.lock"
 flock 9
 for suite in stable testing sid; do
-  usable "$(ours)" && break
+  usable "$(ours)" && [[ -e $(dirname "$(ours)")/tmux ]] && break
   say "installing a Python of Debian $suite into $MEGAFLOW_HOME"
   install_from "$mirror" "$suite" && break
   say "not usable: Python of Debian $suite: $(tail -n1 "$LOGS/python.log" 2>/dev/null || true)"

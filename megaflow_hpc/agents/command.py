@@ -130,13 +130,18 @@ PACKAGES: Mapping[str, str] = {
     "claude-code": "@anthropic-ai/claude-code@2.1.329",
     "codex": "@openai/codex@0.169.0",
     "gemini-cli": "@google/gemini-cli@0.61.0",
+    "goose": "@aaif/goose-binary-linux-x64@1.52.0",
     "opencode": "opencode-ai@1.18.33",
     "pi": "@mariozechner/pi-coding-agent@0.73.1",
     "qwen-code": "@qwen-code/qwen-code@0.24.4",
 }
 """Maps each agent to its npm package, with a pinned version."""
-PYTHON_PACKAGES: Mapping[str, str] = {"openhands": "openhands-sdk@1.58.2"}
-"""Agent → PyPI package with pinned version. The toolbox contains a Python for it (``containers/openhands.txt``)."""
+PYTHON_PACKAGES: Mapping[str, str] = {
+    "aider": "aider-chat@0.86.2",
+    "openhands": "openhands-sdk@1.58.2",
+    "terminus-2": "harbor@0.25.0",
+}
+"""Agent → PyPI package with pinned version. The toolbox contains a Python for each (``containers/NAME.txt``)."""
 HOME_PATH = "/tmp/megaflow-home"
 HOME = f'export HOME={HOME_PATH}; mkdir -p "$HOME"'
 CALL_TIMEOUT_MS = 3_600_000
@@ -162,6 +167,39 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
+    "aider": Preset(
+        "Runs aider.",
+        # Outside of a repository, it would create one.
+        "aider $(git rev-parse --git-dir >/dev/null 2>&1 || echo --no-git) "
+        '--model "openai/$OPENAI_MODEL" --message-file "$MEGAFLOW_INSTRUCTION_FILE"',
+        {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # avoids downloading a price list at import
+        {
+            ".aider.conf.yml": {
+                "yes-always": True,
+                "auto-commits": False,
+                "dirty-commits": False,
+                "gitignore": False,
+                "pretty": False,
+                "fancy-input": False,
+                "analytics": False,
+                "check-update": False,
+                "show-model-warnings": False,
+                "detect-urls": False,  # would fetch them by a browser
+                "disable-playwright": True,
+                "timeout": CALL_TIMEOUT_MS // 1000,
+                "input-history-file": f"{HOME_PATH}/.aider.input.history",
+                "chat-history-file": f"{HOME_PATH}/.aider.chat.history.md",
+            },
+            ".aider.model.settings.yml": [
+                {
+                    "name": "openai/$OPENAI_MODEL",
+                    "edit_format": "diff",
+                    "use_repo_map": True,
+                    "use_temperature": False,  # the campaign sets sampling
+                }
+            ],
+        },
+    ),
     "claude-code": Preset(
         "Runs Anthropic's Claude Code.",
         "claude -p --dangerously-skip-permissions",
@@ -195,6 +233,17 @@ PRESETS: Mapping[str, Preset] = {
                 "model": {"disableLoopDetection": True, "skipNextSpeakerCheck": True},
                 "modelConfigs": {"customAliases": {"chat-base": {"modelConfig": {}}}},  # the campaign sets sampling
             }
+        },
+    ),
+    "goose": Preset(
+        "Runs Goose.",
+        'goose run --no-session --quiet --provider openai --model "$OPENAI_MODEL" --instructions -',
+        {
+            "GOOSE_MODE": "auto",
+            "GOOSE_DISABLE_KEYRING": "1",
+            "GOOSE_DISABLE_SESSION_NAMING": "true",  # would call the model to name the session
+            "GOOSE_TOOL_PAIR_SUMMARIZATION": "false",  # would call the model to shorten earlier turns
+            "GOOSE_TELEMETRY_OFF": "1",
         },
     ),
     "opencode": Preset(
@@ -255,6 +304,11 @@ PRESETS: Mapping[str, Preset] = {
         "qwen --auth-type openai --yolo",
         {"QWEN_CODE_SUPPRESS_YOLO_WARNING": "1", "QWEN_TELEMETRY_ENABLED": "false"},
     ),
+    "terminus-2": Preset(
+        "Runs Harbor's agent Terminus 2.",
+        "terminus-2",
+        {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # avoids downloading a price list at import
+    ),
 }
 
 
@@ -284,8 +338,9 @@ def _named(name: str) -> Callable[..., CommandAgent]:
     return create
 
 
-claude_code, codex, gemini_cli = map(_named, ("claude-code", "codex", "gemini-cli"))
-opencode, openhands, pi, qwen_code = map(_named, ("opencode", "openhands", "pi", "qwen-code"))
+aider, claude_code, codex, gemini_cli = map(_named, ("aider", "claude-code", "codex", "gemini-cli"))
+goose, opencode, openhands, pi = map(_named, ("goose", "opencode", "openhands", "pi"))
+qwen_code, terminus_2 = map(_named, ("qwen-code", "terminus-2"))
 
 MCP_FILES: Mapping[str, str] = {
     "claude-code": ".claude.json",

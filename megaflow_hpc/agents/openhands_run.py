@@ -8,14 +8,11 @@ ended in an error.
 from __future__ import annotations
 
 import os
-import site
 import sys
-from pathlib import Path
 
 
 def main() -> int:
     """Runs the agent and returns the exit status."""
-    site.addsitedir(str(Path(__file__).parent / "site"))  # PYTHONPATH would also affect the task's own programs
     from openhands.sdk import LLM, Conversation
     from openhands.tools.preset.default import get_default_agent
     from pydantic import SecretStr

@@ -24,13 +24,16 @@ NAMES: Mapping[str, str] = {
     "mini-swe-agent": "megaflow_hpc.agents.mini_swe:MiniSweAgent",
     "computer-use": "megaflow_hpc.agents.computer_use:ComputerUseAgent",
     "command": "megaflow_hpc.agents.command:CommandAgent",
+    "aider": "megaflow_hpc.agents.command:aider",
     "claude-code": "megaflow_hpc.agents.command:claude_code",
     "codex": "megaflow_hpc.agents.command:codex",
     "gemini-cli": "megaflow_hpc.agents.command:gemini_cli",
+    "goose": "megaflow_hpc.agents.command:goose",
     "opencode": "megaflow_hpc.agents.command:opencode",
     "openhands": "megaflow_hpc.agents.command:openhands",
     "pi": "megaflow_hpc.agents.command:pi",
     "qwen-code": "megaflow_hpc.agents.command:qwen_code",
+    "terminus-2": "megaflow_hpc.agents.command:terminus_2",
     "replay": "megaflow_hpc.agents.without_model:ReplayAgent",
 }
 WITHOUT_MODEL = frozenset({"oracle", "nop", "replay"})

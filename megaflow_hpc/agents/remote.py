@@ -20,13 +20,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaflow_hpc import errors
+from megaflow_hpc.agents.command import PRESETS
 from megaflow_hpc.agents.registry import AgentSpec
 from megaflow_hpc.errors import MegaflowError, SandboxError, UserCodeError
 from megaflow_hpc.host import wire
 from megaflow_hpc.texts import in_one_line
 from megaflow_hpc.types import AgentResult, ExecResult, ModelEndpoint, Sandbox, Task
 
-IN_RUNNER = frozenset({"oracle", "nop", "replay", "command", "claude-code", "codex", "qwen-code"})
+IN_RUNNER = frozenset({"oracle", "nop", "replay", "command", *PRESETS})
 """Built-in agents that run in the runner's event loop, because they mostly wait."""
 ASK_S = 20.0
 """Interval in seconds at which a process that runs a single agent is asked to respond."""

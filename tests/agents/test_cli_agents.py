@@ -16,10 +16,8 @@ from megaflow_hpc import open_trajectories
 from megaflow_hpc.agents import create
 from megaflow_hpc.agents.command import MCP_FILES, PACKAGES
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.model.gateway.dialects import TABLES
-from megaflow_hpc.trajectory import CALLS_FILE, Trajectory
 from tests.support.campaigns import run_local
-from tests.support.programs import OLD, SUB_AGENTS, delegation, repair
+from tests.support.programs import OLD, SUB_AGENTS, delegation, repair, row_of
 from tests.support.services import MCP, write_compose_task
 
 ROOT = Path(__file__).parents[2]
@@ -84,13 +82,6 @@ def test_each_program_repairs_a_file_and_is_recorded_as_one_sequence(
             assert row_of(agent, trajectory) in page, f"python -m pytest {__file__}"
 
 
-def row_of(agent: str, trajectory: Trajectory) -> str:
-    """Returns the agent's row of the table of APIs."""
-    (lines,) = (one.data for one in trajectory.artifacts if one.name == CALLS_FILE)
-    used = {json.loads(line)["api"] for line in lines.splitlines()}
-    return f"| `{agent}` | {' | '.join('exact' if api in used else '' for api in TABLES if api != '/completions')} |"
-
-
 @pytest.mark.slow
 def test_a_programs_sub_agent_is_recorded_below_the_call_that_started_it(
     tmp_path: Path, base_sif: Path, make_task: Callable[..., Path]
@@ -149,7 +140,7 @@ def test_each_program_calls_a_tool_of_the_tasks_mcp_server(tmp_path: Path, base_
     [
         ({}, "either command .* or preset"),
         ({"command": "true", "preset": "codex"}, "either command .* or preset"),
-        ({"preset": "goose"}, "preset 'goose': expected one of claude-code"),
+        ({"preset": "swe-agent"}, "preset 'swe-agent': expected one of aider"),
         ({"preset": "codex", "toolbox": "/nowhere"}, r"/nowhere contains nothing, expected @openai/codex@\S+; run"),
         ({"preset": "openhands", "toolbox": "/nowhere"}, r"expected openhands-sdk@\S+; .*agents.sh openhands, or"),
     ],

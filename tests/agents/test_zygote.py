@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megaflow_hpc.agents import remote
+from megaflow_hpc.agents.command import PRESETS
 from megaflow_hpc.agents.remote import AgentJob, Zygote, forked
 from megaflow_hpc.agents.zygote import MAX_CPU_S, _label, _Labelled
 from megaflow_hpc.errors import SandboxError, UserCodeError
@@ -214,4 +215,4 @@ async def test_agents_end_with_the_runner(tmp_path: Path) -> None:
 def test_only_python_agents_have_processes_of_their_own() -> None:
     assert forked("mini-swe-agent")
     assert forked("package.module:Class")
-    assert not any(forked(name) for name in ("oracle", "nop", "replay", "command", "codex"))
+    assert not any(forked(name) for name in ("oracle", "nop", "replay", "command", *PRESETS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import yaml
 
 from megaflow_hpc import open_trajectories
+from megaflow_hpc.model.gateway.dialects import TABLES
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
+from megaflow_hpc.trajectory import CALLS_FILE, Trajectory
 from tests.support.campaigns import run_local
 from tests.support.scripted import block
 from tests.support.stand_in_trainer import interpreter
@@ -42,6 +45,10 @@ def repair(agent: str) -> list[dict[str, Any]]:
         look = {"text": "I look first.", "tool": "read_file", "arguments": {"file_path": file}}
         edit |= {"instruction": "Add instead of subtracting."}
         return [look, {"tool": "replace", "arguments": edit, "reasoning": "It subtracts."}, done]
+    if agent == "goose":
+        look = {"text": "I look first.", "tool": "shell", "arguments": {"command": "cat calc.py"}}
+        edit = {"path": file, "before": OLD, "after": NEW}
+        return [look, {"tool": "edit", "arguments": edit, "reasoning": "It subtracts."}, done]
     if agent == "opencode":
         look = {"text": "I look first.", "tool": "read", "arguments": {"filePath": file}}
         edit = {"filePath": file, "oldString": OLD, "newString": NEW}
@@ -53,6 +60,13 @@ def repair(agent: str) -> list[dict[str, Any]]:
     command = f"apply_patch <<'EOF'\n{PATCH}\nEOF"
     look = {"text": "I look first.", "tool": "exec_command", "arguments": {"cmd": "cat calc.py"}}
     return [look, {"tool": "exec_command", "arguments": {"cmd": command}, "reasoning": "It subtracts."}, done]
+
+
+def row_of(agent: str, trajectory: Trajectory) -> str:
+    """Return the agent's row of the table of APIs in docs/how-to/agents.md."""
+    (lines,) = (one.data for one in trajectory.artifacts if one.name == CALLS_FILE)
+    used = {json.loads(line)["api"] for line in lines.splitlines()}
+    return f"| `{agent}` | {' | '.join('exact' if api in used else '' for api in TABLES if api != '/completions')} |"
 
 
 SUB_AGENTS = {"claude-code": ("Agent", "Read"), "opencode": ("task", "read"), "qwen-code": ("agent", "read_file")}

@@ -102,5 +102,5 @@ def test_a_later_trainer_gives_the_same_groups_to_the_same_agents(tmp_path: Path
 def test_unmodified_programs_feed_one_training_step(
     tmp_path: Path, base_sif: Path, make_task: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OpenHands is the fifth, in tests/agents/openhands.py, because it needs half a gigabyte."""
+    """tests/agents/python_programs.py adds OpenHands, which needs half a gigabyte."""
     train_with_programs(tmp_path, base_sif, make_task, monkeypatch, {agent: repair(agent) for agent in PACKAGES})

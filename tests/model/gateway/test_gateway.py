@@ -76,6 +76,22 @@ async def test_a_stream_carries_the_same_answer(engines: Engines) -> None:
 
 
 @in_loop
+async def test_a_stream_has_text_and_calls_in_separate_events(engines: Engines) -> None:
+    """Engines send them so, and Goose skips the text of an event with calls."""
+    engines.script({"default": [{"text": "I look.", "tool": "shell", "arguments": {"command": "ls"}}]})
+    async with engines.gateway() as gateway:
+        model = await gateway.open("t/default/0", "default")
+        tools = [{"type": "function", "function": {"name": "shell", "parameters": {"type": "object"}}}]
+        body = {"messages": conversation("hello"), "stream": True, "tools": tools, "logprobs": True}
+        _, text = await call(model, body)
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    fields = [[name for name, value in choice["delta"].items() if value] for choice in choices]
+    assert fields == [["role"], ["content"], ["tool_calls"], []]
+    assert [bool(choice["logprobs"]) for choice in choices] == [False, False, True, False], "they are of all tokens"
+
+
+@in_loop
 async def test_plain_completions_are_recorded(engines: Engines) -> None:
     engines.script(ECHO)
     async with engines.gateway() as gateway:

@@ -50,10 +50,12 @@ def _chunks(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if chat:
             message = {k: v for k, v in choice["message"].items() if v is not None and v != []}
             calls = [{"index": n, **c} for n, c in enumerate(message.pop("tool_calls", ()))]
-            first = {"role": message.pop("role", "assistant"), "content": ""}
-            body = {**message, "tool_calls": calls} if calls else message
-            yield {**head, "choices": [{"index": index, "delta": first, "logprobs": None, "finish_reason": None}]}
-            yield {**head, "choices": [{"index": index, "delta": body, "logprobs": logprobs, "finish_reason": None}]}
+            deltas = [{"role": message.pop("role", "assistant"), "content": ""}]
+            # Text and calls come separately, as from engines: Goose skips text that comes with calls.
+            deltas += [delta for delta in (message, {"tool_calls": calls}) if any(delta.values())]
+            for delta in deltas:
+                last = logprobs if delta is deltas[-1] else None
+                yield {**head, "choices": [{"index": index, "delta": delta, "logprobs": last, "finish_reason": None}]}
             yield {**head, "choices": [{**end, "delta": {}}]}
         else:
             text = choice.get("text", "")
