@@ -19,7 +19,7 @@ HARBOR=0.25.0
 [[ $(id -u) != 0 ]] || die "run launchers/harbor-env.sh as an ordinary user"
 SOURCES=$(cd "$(dirname "$0")/.." && pwd -P)
 export MEGAFLOW_HOME=${MEGAFLOW_HOME:-$HOME/.megaflow-hpc}
-LOGS=${LOGS:-$MEGAFLOW_HOME/logs}
+LOGS=${LOGS:-$MEGAFLOW_HOME/logs} PREFIX=${PREFIX:-$MEGAFLOW_HOME/packages}
 VENV_DIR=$MEGAFLOW_HOME/harbor
 mkdir -p "$LOGS" "$MEGAFLOW_HOME"
 exec 8>"$MEGAFLOW_HOME/harbor.lock"
@@ -29,18 +29,10 @@ python=$(bash "$SOURCES/launchers/python.sh" 3.12)
 # What is installed decides: other changes to pyproject.toml are no reason to do it again.
 key=$({ sed -n '/^dependencies/,/^]/p' "$SOURCES/pyproject.toml"; cat "$0"; "$python" -c 'import sys; print(sys.base_prefix, sys.version)'; } | hash_of)
 if ! done_before "$VENV_DIR/.complete" "$key" || [[ ! -x $VENV_DIR/bin/harbor ]]; then
-  [[ ! -e $VENV_DIR || -e $VENV_DIR/.megaflow ]] || die "$VENV_DIR is not an environment of ours: move it away"
-  say "installing Harbor $HARBOR into $VENV_DIR ($("$python" --version))"
-  # Keep the mark, so a killed installation leaves a directory that is known to be ours.
-  [[ ! -e $VENV_DIR ]] || find "${VENV_DIR:?}" -mindepth 1 -maxdepth 1 ! -name .megaflow -exec rm -rf {} +
-  mkdir -p "$VENV_DIR"
-  touch "$VENV_DIR/.megaflow"
-  "$python" -m venv --without-pip "$VENV_DIR"
-  # Debian splits ensurepip off: pip from the package of wheels beside that interpreter, or the interpreter's own.
-  wheel=$(find "$(dirname "$(dirname "$python")")/share/python-wheels" -name 'pip-*.whl' 2>/dev/null | sed -n 1p || true)
-  if [[ -n $wheel ]]; then pip=("$VENV_DIR/bin/python" "$wheel/pip"); else pip=("$python" -m pip --python "$VENV_DIR/bin/python"); fi
+  MACHINE_PATH=$PATH MEGAFLOW_PYTHON=$python make_venv "$VENV_DIR"
+  say "installing Harbor $HARBOR into $VENV_DIR"
   # Its newest dependency is a CA bundle of a few days' age, which package indexes with a delay lack: any will do.
-  quietly "$LOGS/harbor.log" "${pip[@]}" --disable-pip-version-check install --no-compile --no-deps "harbor==$HARBOR"
+  quietly "$LOGS/harbor.log" "$VENV_DIR/bin/python" -m pip --disable-pip-version-check install --no-compile --no-deps "harbor==$HARBOR"
   mapfile -t needed < <("$VENV_DIR/bin/python" - "$SOURCES/pyproject.toml" <<'PYTHON'
 import importlib.metadata, sys, tomllib
 
@@ -51,7 +43,7 @@ print("click")  # its command line imports what typer no longer brings
 print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"], sep="\n")
 PYTHON
   )
-  quietly "$LOGS/harbor.log" "${pip[@]}" --disable-pip-version-check install --no-compile "${needed[@]}"
+  quietly "$LOGS/harbor.log" "$VENV_DIR/bin/python" -m pip --disable-pip-version-check install --no-compile "${needed[@]}"
   "$VENV_DIR/bin/python" -c 'import harbor.cli.main' || die "Harbor cannot be imported: see $LOGS/harbor.log"
   mark_done "$VENV_DIR/.complete" "$key"
 fi

@@ -448,7 +448,7 @@ make_venv() {
   fi
   # Without ensurepip: pip from the package of wheels that Debian's ensurepip would have used, or the interpreter's own.
   "$python" -m venv --without-pip "$dir"
-  wheel=$(find "$PREFIX/usr/share/python-wheels" /usr/share/python-wheels -name 'pip-*.whl' 2>/dev/null | head -n1 || true)
+  wheel=$(find "${python%/bin/*}/share/python-wheels" "$PREFIX/usr/share/python-wheels" /usr/share/python-wheels -name 'pip-*.whl' 2>/dev/null | head -n1 || true)
   if [[ -n $wheel ]]; then
     "$dir/bin/python" "$wheel/pip" install -q pip
   else

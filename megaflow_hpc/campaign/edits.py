@@ -10,12 +10,15 @@ from typing import Any
 
 import yaml
 
+from megaflow_hpc.config import load
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import read_regular
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.accounts import stored_by
 from megaflow_hpc.ledger.tasks import accept, accepted_line, planned_tasks
+from megaflow_hpc.rundir.budget import LIMITS
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.overrides import in_effect
 from megaflow_hpc.rundir.record import RunRecord
 from megaflow_hpc.types import Task
 
@@ -33,7 +36,7 @@ BY_RESUME = {
         for jobs in ("pods", "servers", "trainer", "gather")
         for key in ("time", "mem_gb", "partition")
     },
-    **{f"limits.{name}": "resume --limit" for name in ("core_hours", "gpu_hours", "wall")},
+    **{f"limits.{name}": "resume --limit" for name in LIMITS},
     "slurm.pods.count": "scale --pods",
 }
 """Maps each key that a verb can change in a run to that verb."""
@@ -49,7 +52,7 @@ def differing_keys(before: str, after: str) -> list[str]:
         old, new = (dict(_flat(yaml.safe_load(text) or {})) for text in (before, after))
     except (yaml.YAMLError, RecursionError):
         raise ConfigError("not valid YAML; see: megaflow-hpc check FILE") from None
-    return [key for key in {**old, **new} if old.get(key) != new.get(key) or (key in old) != (key in new)]
+    return [key for key in {**old, **new} if old.get(key, ...) != new.get(key, ...)]
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -97,18 +100,23 @@ class Edits:
     def campaign_keys(self) -> list[str]:
         """Compares the campaign file with the run. Returns one line for each remedy, with the keys that differ.
 
-        The file is the one from which the run was planned, wherever it is. If it is gone, returns an empty list.
+        The file is the one from which the run was planned, wherever it is. If it is gone or invalid, returns an
+        empty list.
         """
         file = Path(self._planned.file)
         try:
-            text = read_regular(file).decode() if self._planned.file else ""
-            if not text or digest(text) == self._planned.source:
+            text = read_regular(file).decode()
+            if digest(text) == self._planned.source:
                 return []
             keys = differing_keys(self.planned_text(), text)
+            edited = load(file).model_dump(include={"slurm", "limits"})
         except (OSError, UnicodeDecodeError, ConfigError):
             return []
+        run, wanted = (dict(_flat(values)) for values in (in_effect(self._run, self._planned.config), edited))
         remedies: dict[str, list[str]] = {}
         for key in keys:
+            if key in BY_RESUME and str(run.get(key)) == str(wanted.get(key)):
+                continue  # a verb has changed it in the run
             verb = f"extend {self._run}" if key in EXTENDABLE else BY_RESUME.get(key, "")
             remedies.setdefault(verb, []).append(key)
         return [

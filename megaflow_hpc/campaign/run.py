@@ -533,7 +533,7 @@ class Run:
             self.slurm_jobs = Jobs(self.dir, self.config, self.record, self.ledger)
         if self._marks.cancelled and chosen == "slurm":
             self.slurm_jobs.until_gone()
-        works = self._works(chosen)
+        works = (self.config.is_pool or not accept_changes) and self._works(chosen)
         mark_gone(self.ledger)
         for consumer in self._marks.closed:
             OpenLease(self.dir, consumer).put()

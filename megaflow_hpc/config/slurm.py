@@ -29,10 +29,20 @@ _SRUN_OPTION = re.compile(r"-[\w.,:=/@%+-]+\Z", re.ASCII)
 _REMEDY = "write minutes (30), HH:MM:SS or D-HH:MM:SS"
 
 
-OWN_SRUN_OPTIONS = frozenset(
-    {"--mpi", "--export", "--ntasks", "-n", "--nodes", "-N", "--wait", "-W", "--kill-on-bad-exit"}
-)
-"""Options that the job scripts pass to srun. ``slurm.srun`` must not repeat them, because srun uses the last value."""
+OWN_SRUN_OPTIONS = {
+    "--mpi": "",
+    "--export": "",
+    "--ntasks": "n",
+    "--nodes": "N",
+    "--ntasks-per-node": "",
+    "--cpus-per-task": "c",
+    "--wait": "W",
+    "--kill-on-bad-exit": "K",
+}
+"""Options that the job scripts pass to srun, with their short forms. ``slurm.srun`` must not repeat them, because srun
+uses the last value."""
+_SHORT_SRUN_OPTION = re.compile(r"-[EHOQVXZhjklsuv]*([A-Za-z])")
+"""Matches the first short option that may have a value. Options without one may precede it, as in ``-ln4``."""
 
 
 def _lines(value: Any) -> Any:
@@ -238,6 +248,8 @@ class SlurmConfig(Section):
         for name in sorted({name for extra in extras for name in extra}):
             if name.strip("-") in ("M", "cluster", "clusters"):
                 raise ValueError(f"extra: {name!r}: pods at another cluster are slurm.pods.pools: [{{cluster: NAME}}]")
+            if len(name.strip("-")) == 1:  # sbatch would get --t=10
+                raise ValueError(f"extra: {name!r}: write the option's long name, such as time for t")
         if self.together and self.servers.setup:
             raise ValueError(
                 "servers.setup: with together: true, pods and engines are one job; move the lines to setup"
@@ -254,8 +266,11 @@ class SlurmConfig(Section):
         for option in value:
             if not _SRUN_OPTION.match(option):
                 raise ValueError(f"{option!r} is not an option of srun; write each as --name=value, without blanks")
-            if option.partition("=")[0] in OWN_SRUN_OPTIONS:
-                raise ValueError(f"{option!r}: the jobs set {option.partition('=')[0]} themselves")
+            name, short = option.partition("=")[0], _SHORT_SRUN_OPTION.match(option)
+            for own, letter in OWN_SRUN_OPTIONS.items():
+                # srun accepts the beginning of a name
+                if (own.startswith(name) and len(name) > 2) or (short and short[1] == letter):
+                    raise ValueError(f"{option!r}: the jobs set {own} themselves")
         return value
 
     @field_validator("gather", mode="before")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.report.series import Floats, Integers, Mask, Span
 from megaflow_hpc.trajectories.hdf5.columns import text
+from megaflow_hpc.trajectories.reading.conversations import tokens_of_calls
 from megaflow_hpc.trajectories.reading.store import TrajectoryStore
 from megaflow_hpc.types import VERIFIED
 
@@ -69,6 +70,7 @@ class RolloutColumns:
     disk_peak_mb: Floats
     turns: Integers
     tokens: Integers
+    """Tokens of each rollout's sequences, and those that an endpoint without token ids reported for its calls."""
     sequences: Integers
     """Token sequences of each rollout. An agent that drops old screenshots begins one at each call."""
     sampled: Integers
@@ -115,6 +117,13 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
         "evaluation": _finite(number("verify_s")),
     }
     reward = number("reward")
+    tokens, sampled = (store.column(name).astype(np.int64) for name in ("tokens", "sampled_tokens"))
+    for row in np.unique(np.searchsorted(turns, np.flatnonzero(column("turns/sequence") < 0), "right") - 1).tolist():
+        stored = store[row]
+        for turn, count in zip(stored.turns, tokens_of_calls(stored), strict=True):
+            if turn.sequence < 0:
+                tokens[row] += sum(count)
+                sampled[row] += count[1]
     return RolloutColumns(
         ids=store.column("id"),
         task=_labels(store, "task_id"),
@@ -135,9 +144,9 @@ def read_rollouts(store: TrajectoryStore) -> RolloutColumns:
         memory_peak_mb=number("memory_peak_mb"),
         disk_peak_mb=number("disk_peak_mb"),
         turns=np.diff(turns),
-        tokens=store.column("tokens").astype(np.int64),
+        tokens=tokens,
         sequences=store.column("sequences").astype(np.int64),
-        sampled=store.column("sampled_tokens").astype(np.int64),
+        sampled=sampled,
         attempts=column("trajectories/attempt").astype(np.int64) + 1,
         inexact=column("trajectories/inexact").astype(np.int64),
     )

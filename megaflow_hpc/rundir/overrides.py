@@ -17,13 +17,14 @@ from megaflow_hpc.config import CampaignConfig, resolved
 from megaflow_hpc.config.slurm import SlurmConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
+from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.layout import RunDir, read_json
 
 ROLES = ("pods", "servers", "trainer", "gather")
 OPTIONS = {
-    "time": ("time", "t"),
+    "time": ("time",),
     "mem_gb": ("mem", "mem-per-cpu", "mem-per-gpu"),
-    "partition": ("partition", "p"),
+    "partition": ("partition",),
 }
 """Keys that may be overridden. Each maps to the equivalent sbatch options, which may occur in ``extra``."""
 
@@ -38,6 +39,16 @@ def overridden(run: RunDir, config: CampaignConfig) -> CampaignConfig:
     """
     changes = _read(run)
     return _with(config, changes) if changes else config
+
+
+def in_effect(run: RunDir, config: CampaignConfig) -> dict[str, Any]:
+    """Returns the sections ``slurm`` and ``limits`` of a run, with everything that verbs have changed.
+
+    Args:
+        config: The campaign as planned.
+    """
+    limits = CampaignBudget(run, config.limits.model_dump()).limits()
+    return {"slurm": overridden(run, config).slurm.model_dump(), "limits": limits}
 
 
 def override(

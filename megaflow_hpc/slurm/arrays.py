@@ -60,7 +60,7 @@ def server_jobs(
             first += size
 
 
-_CPU_OPTIONS = {"cpus-per-task", "c", "cpus-per-gpu", "exclusive", "mincpus", "cores-per-socket", "threads-per-core"}
+_CPU_OPTIONS = {"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus", "cores-per-socket", "threads-per-core"}
 """sbatch options that set the number of CPUs. If a campaign uses any of them, no default applies."""
 
 

@@ -67,7 +67,7 @@ def timed(job: Job, unasked_s: float | None = None) -> Job:
         unasked_s: Seconds to request instead of the partition's default.
     """
     options = {option_name(name): value for name, value in job.options.items() if value is not None}
-    if job.cluster or not {"time", "t"}.isdisjoint(options):
+    if job.cluster or "time" in options:
         return job
     parts = [options]
     for engine in job.engines:
@@ -89,8 +89,8 @@ def asked_time(options: Mapping[str, Any], unasked_s: float | None = None) -> st
     Args:
         unasked_s: Seconds to request instead of the partition's default.
     """
-    if times := [str(options[name]) for name in ("time", "t") if options.get(name) is not None]:
-        return times[0]
+    if options.get("time") is not None:
+        return str(options["time"])
     wanted_s, longest = unasked_s, math.inf
     if site.has_slurm():
         with contextlib.suppress(SiteError):  # Slurm does not respond; sbatch will report it

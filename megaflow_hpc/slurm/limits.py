@@ -114,7 +114,7 @@ def gpu_requests(options: Mapping[str, Any]) -> dict[str, float]:
     given = _given(options)
     nodes = _number(given, "nodes", 1)
     tasks = _number(given, "ntasks-per-node", 0) or _number(given, "ntasks", nodes) / nodes
-    factors = {"gpus-per-node": 1.0, "gpus-per-task": tasks, "gpus": 1 / nodes, "G": 1 / nodes}
+    factors = {"gpus-per-node": 1.0, "gpus-per-task": tasks, "gpus": 1 / nodes}
     requests = {name: _gpus(f"gpu:{given[name]}") * times for name, times in factors.items() if name in given}
     if any(part.strip().removeprefix("gres/").startswith("gpu") for part in given.get("gres", "").split(",")):
         requests["gres"] = float(_gpus(given["gres"]))

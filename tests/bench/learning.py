@@ -48,6 +48,7 @@ from megaflow_hpc.rundir.training import Commit, Trainer, TrainingView
 from megaflow_hpc.training.plan import StepPlan, TrainingFiles
 from tests.bench.shell_team import question
 from tests.support.places import LAUNCHERS
+from tests.support.processes import descendants_end_with_this
 from tests.support.requirements import required
 from tests.support.training import trained_on
 from tests.support.waiting import until
@@ -327,7 +328,7 @@ def main() -> int:
     asked = parser.parse_args()
     function, steps = MODES[asked.run]
     asked.steps = asked.steps or steps
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, descendants_end_with_this("LEARNING_BENCH"):
         asked.folder = prepare((asked.folder or Path(temporary)).absolute())
         return function(asked)
 

@@ -18,7 +18,7 @@ from tests.support.campaigns import Make, planned
 @pytest.mark.slow
 def test_the_check_of_chaos_misses_a_record_that_was_taken_out(make_campaign: Make) -> None:
     run = Campaign.from_yaml(make_campaign(3, agent="oracle")).submit(launcher="local")
-    run.wait(timeout_s=120)
+    run.wait(timeout_s=900)
     assert check(run) == (3, [], [], [])
     [journal] = run.dir.journal.glob("*.journal")
     frames = list(read_frames(journal))

@@ -19,6 +19,8 @@ from megaflow_hpc.cli import main
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import read_blocks
 from megaflow_hpc.ledger.tasks import planned_tasks
+from megaflow_hpc.rundir.budget import CampaignBudget
+from megaflow_hpc.rundir.overrides import override
 from megaflow_hpc.rundir.record import read_run
 from tests.support.campaigns import Make, planned, rows
 from tests.support.harbor_tasks import write_solved_task
@@ -192,3 +194,10 @@ def test_resume_names_the_edited_keys_and_what_to_do(
     assert f"{campaign}: slurm.pods.time: {unchanged}; change it with: megaflow-hpc resume --time, --mem or" in said
     assert f"{campaign}: slurm.pods.count: {unchanged}; change it with: megaflow-hpc scale --pods\n" in said
     assert f"{campaign}: seed: {unchanged}; undo the edit, or plan a new run\n" in said
+    override(run.dir, run.record.config, {"pods": {"time": "60"}})
+    CampaignBudget(run.dir, {}).raise_to({"wall": 3.0})
+    assert main(["resume", str(run.path)]) == 2
+    said = capsys.readouterr().err
+    assert "slurm.pods.time" not in said
+    assert "limits.wall" not in said
+    assert f"{campaign}: slurm.pods.count: {unchanged}" in said

@@ -36,7 +36,7 @@ def test_a_campaign_of_two_partitions_grows_once_and_shrinks(make_campaign: Make
     changed = run.scale(2)
     assert len(changed["leaving"]) == 1
     assert run.scale(2) == {"added": [], "leaving": []}
-    summary = run.wait(timeout_s=240)
+    summary = run.wait(timeout_s=900)
     assert summary["state"] == "finished"
     assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(18)}
     arrays = {pod["pod"].split("_")[0] for pod in summary["pods"]}

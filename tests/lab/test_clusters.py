@@ -55,7 +55,7 @@ def test_pods_of_two_clusters_carry_out_one_campaign_and_each_is_asked_for_its_o
     assert f"{here}_0" in {state.id for state in run.slurm_jobs.live_pods(0) or []}, "this cluster's pod works on"
     assert stored(run) < 8
     assert Run(run.path).resume()  # marks the lost pod as gone, by the word of its own cluster
-    assert run.wait(timeout_s=240)["state"] == "finished"
+    assert run.wait(timeout_s=900)["state"] == "finished"
     assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
     gone = {path.name for path in (run.dir.ledger / "gone").iterdir()}
     assert gone == {f"{ids.number(there)}_0@{other}.0"}

@@ -81,7 +81,7 @@ def test_a_campaign_ends_without_slurmctld_and_slurmdbd(lab: Lab, make_campaign:
     until(lambda: run.ledger.finished, "every rollout is done, without a controller")
     assert stored(run) == 12
     assert lab.call("start").returncode == 0
-    summary = run.wait(timeout_s=120)
+    summary = run.wait(timeout_s=900)
     assert summary["state"] == "finished"
     assert rows(run.path) == solved(12)
     assert [pod["pod"].rpartition(".")[2] for pod in summary["pods"]] == ["0"], "the pod was never restarted"
@@ -97,7 +97,7 @@ def test_a_cancelled_element_costs_nothing_and_the_campaign_beside_it_even_less(
     gone = first.job_ids("pods")[0] + "_0"
     subprocess.run(["scancel", gone], check=True)
     for run in (first, second):
-        assert run.wait(timeout_s=240)["state"] == "finished"
+        assert run.wait(timeout_s=900)["state"] == "finished"
         assert rows(run.path) == solved(8)
     left = {pod["job_id"]: pod["state"] for pod in first.status()["pods"]}
     assert left[gone] == "drained"
@@ -118,7 +118,7 @@ def test_a_campaign_killed_and_cancelled_and_resumed_has_every_rollout_once(lab:
         until(lambda: run.live_jobs(0) == set(), "all jobs are gone")
         assert not run.ledger.finished
         assert Run(run.path).resume(launcher="slurm")
-    summary = Run(run.path).wait(timeout_s=240)
+    summary = Run(run.path).wait(timeout_s=900)
     assert summary["state"] == "finished"
     assert rows(run.path) == solved(16)
     assert len(run.job_ids("pods")) == 4

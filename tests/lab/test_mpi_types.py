@@ -43,7 +43,7 @@ def test_the_type_that_works_is_found_and_a_lost_rank_costs_a_start_and_no_rollo
     [log] = run.dir.logs.glob("pod-*.log")
     assert "no world of ranks by srun --mpi=pmi2" in log.read_text()
     os.kill(workers_of(run.path)[0], signal.SIGKILL)
-    assert run.wait(timeout_s=200)["state"] == "finished"
+    assert run.wait(timeout_s=900)["state"] == "finished"
     assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
     until(lambda: not run.live_jobs(0), "every job has left")
     assert starts(run) == ["1"], "Slurm ends a step under pmix that has lost a rank"

@@ -51,7 +51,7 @@ def campaign(tmp_path: Path, base_sif: Path) -> Any:
 
 def prove(path: Path, *options: str, **environment: str) -> Proved:
     """Runs ``prove``."""
-    done = cli("prove", path, "--json", "--wait", "4", *options, timeout=400, **environment)
+    done = cli("prove", path, "--json", "--wait", "4", *options, timeout=900, **environment)
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
     findings: dict[str, dict[str, str]] = {}

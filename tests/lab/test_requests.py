@@ -83,7 +83,7 @@ def test_a_campaign_that_is_followed_watched_and_looked_at_asks_within_its_budge
     ) as watch:
         for _ in range(12):
             cli("status", run.path)
-        assert run.wait(timeout_s=240)["state"] == "finished"
+        assert run.wait(timeout_s=900)["state"] == "finished"
         watch.terminate()
     assert len(rows(run.path)) == 6
     found = counted(before)
@@ -108,7 +108,7 @@ def test_a_pod_that_slurm_ended_is_replaced_and_one_that_was_cancelled_is_not(la
     with suppress(SiteError):  # slurmd may have registered again, and the node is back already
         site.ask("scontrol", "update", f"nodename={node}", "state=resume")
     until(lambda: "down" not in site.ask("sinfo", "-h", "-n", node, "-o", "%T"), f"{node} is back")
-    assert run.wait(timeout_s=300)["state"] == "finished"
+    assert run.wait(timeout_s=900)["state"] == "finished"
     arrays = [record for record in run.slurm_jobs.arrays.records() if record.role == "pods"]
     assert [record.elements for record in arrays] == [3, 1], "one replacement, for the pod whose node was lost"
     assert len(rows(run.path)) == 24

@@ -28,7 +28,7 @@ def test_a_service_job_is_requeued_and_every_rollout_counts_once(
     assert (server["policy"], server["state"]) == ("service:counter", "serving")
     assert run.job_ids("servers")
     site.ask("scontrol", "requeue", server["job_id"])
-    run.wait(timeout_s=400)
+    run.wait(timeout_s=900)
     assert set(rows(run.path).values()) == {("completed", 1.0)}, cli("status", run.path).stdout
     assert len(rows(run.path)) == 4
     logs = "".join(path.read_text() for path in (run.path / "logs").glob("server*"))

@@ -153,7 +153,7 @@ def lost(
         until(lambda: stored(run) > done, "the pod goes on")
         after_worker = starts()
         os.kill(ranks_of(run)[False][0], signal.SIGKILL)
-        return LostRun(after_worker, run.wait(timeout_s=200), run.path, starts())
+        return LostRun(after_worker, run.wait(timeout_s=900), run.path, starts())
 
     return background.submit(runs)
 
@@ -179,7 +179,7 @@ def test_a_start_that_the_walltime_ends_is_not_counted_as_a_crash(make_campaign:
     events = run.dir.event_file(f"{array}_0", "0")
     until(lambda: events.exists() and '"event": "rollout"' in events.read_text(), "a rollout is stored")
     scancel([f"{array}_0"], "--batch", "--signal=USR2")  # as Slurm does before the walltime
-    assert run.wait(timeout_s=240)["state"] == "finished"
+    assert run.wait(timeout_s=900)["state"] == "finished"
     assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(8)}
     assert {pod["pod"].rpartition(".")[2] for pod in run.status()["pods"]} == {"1"}
     assert "0 of 0 in a row that stored nothing" in next(run.dir.logs.glob("pod-*.log")).read_text()
@@ -222,7 +222,7 @@ def test_what_preemption_finds_waiting_for_its_model_goes_on_and_nothing_that_di
     time.sleep(TOLD_S)
     command = ["sbatch", "--parsable", "-p", "cpu", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3"]
     subprocess.run(command, check=True, capture_output=True)
-    summary = run.wait(timeout_s=240)
+    summary = run.wait(timeout_s=900)
     assert summary["state"] == "finished"
     until(lambda: run.live_jobs(0) == set(), "every job has left")  # engines too: they look into RUN, which goes
     assert not run.dir.partial.exists()

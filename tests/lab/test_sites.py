@@ -96,7 +96,7 @@ def test_a_campaign_runs_on_a_lab_with_a_trait_of_real_sites(name: str, place: P
         else:
             campaign = make_campaign(2, variant.slurm)
         run = Campaign.from_yaml(campaign).submit()
-        assert run.wait(timeout_s=120)["state"] == "finished"
+        assert run.wait(timeout_s=900)["state"] == "finished"
         rewards = {"default": 1, "oracle": 1, "nop": 0}
         assert rows(run.path) == {
             f"task{n}/{policy}/0": ("completed", rewards[policy]) for n in range(2) for policy in policies
@@ -116,7 +116,7 @@ def test_a_pod_drains_and_starts_again_where_psslurm_starts_batch_scripts(place:
         until(lambda: stored(run) >= 1, "a rollout is stored")
         pod = f"{run.job_ids('pods')[0]}_0"
         lab.slurm("scancel", "--signal=USR2", "--batch", pod)
-        assert run.wait(timeout_s=120)["state"] == "finished"
+        assert run.wait(timeout_s=900)["state"] == "finished"
         assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(6)}
         assert "Restarts=1 " in lab.slurm("scontrol", "show", "job", pod)
 
@@ -133,7 +133,7 @@ def test_seven_pods_are_one_campaign_where_arrays_have_five_elements(place: Path
         assert "MaxArraySize            = 5" in lab.slurm("scontrol", "show", "config")
         run = Campaign.from_yaml(make_campaign(8, pods(count=7, ranks=1))).submit()
         assert [record.elements for record in run.slurm_jobs.arrays.records() if record.role == "pods"] == [3, 4]
-        summary = run.wait(timeout_s=240)
+        summary = run.wait(timeout_s=900)
         assert summary["state"] == "finished"
         assert rows(run.path) == small_rows(8)
         assert len({pod["pod"] for pod in summary["pods"]}) <= 7

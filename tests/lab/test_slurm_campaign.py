@@ -103,7 +103,7 @@ def test_the_pre_timeout_signal_drains_one_pod_and_requeues_its_element_alone(ma
     # Slurm holds a requeued job until its old credential has expired. That hold is not lifted here: slurmd refuses a
     # job whose credential is as old as the second of the requeue, and the element would end as FAILED.
     until(lambda: run.dir.event_file(f"{array}_1", "1").exists(), "the element has started again")
-    summary = run.wait(timeout_s=180)
+    summary = run.wait(timeout_s=900)
     assert summary["state"] == "finished"
     assert rows(run.path) == {f"task{n}/oracle/0": ("completed", 1) for n in range(12)}
     # The id of an array's last element is the array's own: a requeue by it would have taken the other pod down.

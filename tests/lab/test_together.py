@@ -32,7 +32,7 @@ def together(tmp_path: Path, make_campaign: Make) -> Path:
 
 def test_engines_and_pod_are_one_heterogeneous_job_and_one_world(together: Path) -> None:
     run = Campaign.from_yaml(together).submit()
-    summary = run.wait(timeout_s=240)
+    summary = run.wait(timeout_s=900)
     assert summary["state"] == "finished"
     assert rows(run.path) == {f"task{n}/default/0": ("completed", 1) for n in range(6)}
     [pod] = summary["pods"]
@@ -52,7 +52,7 @@ def test_the_script_of_one_allocation_is_printed_and_slurm_takes_it(together: Pa
     assert dry["pods-0"].count("#SBATCH hetjob") == 2
     (tmp_path / "together.sbatch").write_text(dry["pods-0"])
     command = ["sbatch", "--hold", "--parsable", tmp_path / "together.sbatch"]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    job = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout.strip()
     parts = subprocess.check_output(["squeue", "-h", "-j", job, "-o", "%i %P"], text=True).split("\n")
     subprocess.run(["scancel", job], check=True)
     assert sorted(filter(None, parts)) == [f"{job}+0 cpu", f"{job}+1 gpu", f"{job}+2 gpu"]

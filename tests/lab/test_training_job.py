@@ -50,7 +50,7 @@ def test_a_killed_trainer_is_requeued_and_its_campaign_ends_with_the_training(ca
     run = Campaign.from_yaml(campaign).submit()
     (trainer,) = run.job_ids("trainer")
     assert [record.role for record in run.slurm_jobs.arrays.records()] == ["servers", "trainer", "pods", "gather"]
-    summary = run.wait(timeout_s=400)
+    summary = run.wait(timeout_s=900)
     assert summary["state"] == "finished"
     told = trained(run.dir)
     assert [line[:2] for line in told] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]]
@@ -181,7 +181,7 @@ def test_an_engine_that_shares_gpus_is_in_the_trainers_job_and_both_may_be_kille
     (server,) = [pid for pid in found if words[pid][1] == "-m"]
     assert kill(server)
     until(lambda: endpoint.exists() and json.loads(endpoint.read_text())["start"] != first, "another is started")
-    summary = run.wait(timeout_s=400)
+    summary = run.wait(timeout_s=900)
     assert summary["state"] == "finished"
     told = trained(run.dir)
     assert [line[:2] for line in told] == [["1", "1"], ["1", "2"], ["2", "2"], ["2", "3"]], "killed while it slept"

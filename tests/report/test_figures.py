@@ -36,7 +36,8 @@ from megaflow_hpc.rundir.record import RunRecord, write_run
 from megaflow_hpc.rundir.training import Commit
 from megaflow_hpc.training.plan import TrainingFiles
 from megaflow_hpc.trajectories import gather, open_trajectories
-from megaflow_hpc.trajectory import Attempt
+from megaflow_hpc.trajectory import CALLS_FILE, Attempt, Turn
+from megaflow_hpc.types import Artifact
 from tests.support import samples
 from tests.support.training import training_run
 
@@ -70,6 +71,24 @@ def test_figures_are_those_of_the_rollouts(attacked: RunDir) -> None:
     assert found.concurrency.waiting[-1] == pytest.approx(2.0), "two are not stored"
     assert len(found.tasks) == 12
     assert to_builtins(found)["cost"]["source"] == "none"
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_tokens_that_an_endpoint_without_ids_reports_are_counted(tmp_path: Path, gathered: bool) -> None:
+    run = samples.run_dir(tmp_path / "run")
+    own = samples.trajectory(1)
+    turns = [Turn(-1, 0, 0, "stop", policy="default", message=message) for message in (1, -1)]
+    calls = Artifact(CALLS_FILE, b'{"tokens": [100, 20]}\n{"tokens": [150, 30]}\n')
+    reported = samples.trajectory(0, turns=turns, sequences=[], artifacts=[calls])
+    samples.commit(run, "pod0", (0, 0, own), (0, 0, reported), (0, 0, samples.trajectory(2, turns=[], sequences=[])))
+    if gathered:
+        gather(run)
+    tokens = sum(len(sequence.tokens) for sequence in own.sequences)
+    sampled = sum(turn.token_end - turn.token_start for turn in own.turns)
+    (policy,) = figures_of(run.path).policies
+    assert (policy.tokens.max, policy.tokens.total) == (300, tokens + 300)
+    assert (policy.sampled_tokens.max, policy.sampled_tokens.total) == (50, sampled + 50)
+    assert sum(one.count for one in policy.token_bins if one.low <= 300 <= one.high) == 1
 
 
 def test_phases_add_up_to_what_a_rollout_took_and_stages_to_the_time_since_the_planning(

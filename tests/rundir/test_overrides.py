@@ -62,6 +62,6 @@ def test_what_the_site_refuses_changes_nothing(run: RunDir) -> None:
 
 
 def test_an_option_of_every_job_is_not_changed_for_one(run: RunDir) -> None:
-    shared = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": {"extra": {"t": "10"}}})
-    with pytest.raises(ConfigError, match=r"slurm\.extra sets t for every job"):
+    shared = config.parse({"name": "x", "tasks": "t", "agent": "nop", "slurm": {"extra": {"time": "10"}}})
+    with pytest.raises(ConfigError, match=r"slurm\.extra sets time for every job"):
         override(run, shared, {"pods": {"time": "1:00:00"}})

@@ -180,6 +180,7 @@ async def test_a_body_that_is_too_long_is_a_413(servers: Servers) -> None:
         head = f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {model.api_key}\r\nConnection: close\r\n"
         told = await raw(gateway.port, f"{head}Content-Length: {MAX_BODY + 1}\r\n\r\n".encode())
         assert told.startswith(b"HTTP/1.1 413")
+        assert f"{MAX_BODY + 1} bytes, longer than 32 MiB ({MAX_BODY} bytes)".encode() in told
 
 
 @pytest.mark.parametrize(

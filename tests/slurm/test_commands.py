@@ -524,6 +524,26 @@ def test_resume_changes_nothing_while_slurm_does_not_answer(prints: Print, tmp_p
     assert not submitted.exists()
 
 
+def test_resume_that_accepts_changed_tasks_asks_slurm_no_more_often(
+    prints: Print, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sbatch", "srun", "scancel"):
+        prints(name)
+    asked = prints("squeue")
+    monkeypatch.setattr(Run, "start", lambda *_: None)
+    counts = []
+    for number, options in enumerate(({}, {"accept_changes": True})):
+        run = training_run(tmp_path / f"run{number}", None)
+        record = read_run(run)
+        record.version = __version__
+        write_run(run, record)
+        Arrays(run)._record("7", "pods", 4)
+        asked.unlink(missing_ok=True)
+        assert Run(run).resume(launcher="slurm", **options)
+        counts.append(len(asked.read_text().splitlines()))
+    assert counts[0] == counts[1] > 0
+
+
 def test_resume_leaves_the_servers_of_a_pool_that_serves_alone(
     prints: Print, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

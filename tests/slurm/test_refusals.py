@@ -241,6 +241,14 @@ def test_lead_time_and_srun_options_come_from_the_campaign_file() -> None:
         ({"srun": ["--network=a b"]}, "without blanks"),
         ({"srun": ["--x=$(id)"]}, "not an option of srun"),
         ({"srun": ["--mpi=pmix"]}, "the jobs set --mpi themselves"),
+        ({"srun": ["-n4"]}, "'-n4': the jobs set --ntasks themselves"),
+        ({"srun": ["-N=2"]}, "the jobs set --nodes themselves"),
+        ({"srun": ["-lW0"]}, "the jobs set --wait themselves"),
+        ({"srun": ["-K1"]}, "the jobs set --kill-on-bad-exit themselves"),
+        ({"srun": ["--cpus-per-t=1"]}, "the jobs set --cpus-per-task themselves"),
+        ({"extra": {"t": "10"}}, "extra: 't': write the option's long name"),
+        ({"pods": {"extra": {"-G": 1}}}, "extra: '-G': write the option's long name"),
+        ({"gather": {"p": "cpu"}}, "extra: 'p': write the option's long name"),
     ):
         with pytest.raises(ConfigError, match=why):
             config.parse({"name": "x", "tasks": "t/*", "agent": "oracle", "slurm": wrong})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megaflow_hpc.host import process
+from tests.support.places import ROOT
 
 
 def processes() -> Iterator[tuple[int, list[str]]]:
@@ -51,3 +55,31 @@ def proceed(process: subprocess.Popen[str]) -> None:
     """Writes a line to a process that waits for one."""
     assert process.stdin
     process.stdin.write("\n")
+
+
+_END = """
+import sys, time
+from tests.support.processes import environment, kill, processes
+sys.stdin.read()
+while found := [pid for pid, _ in processes() if environment(pid).get(sys.argv[1]) == sys.argv[2]]:
+    for pid in found:
+        kill(pid)
+    time.sleep(0.1)
+"""
+
+
+@contextmanager
+def descendants_end_with_this(name: str) -> Iterator[None]:
+    """Kills the processes that are started in this context once it is left, or once this process is killed.
+
+    Args:
+        name: Environment variable that marks them.
+    """
+    value = f"{os.getpid()}-{time.time_ns()}"
+    command = [sys.executable, "-c", _END, name, value]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True):
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            del os.environ[name]

@@ -30,7 +30,7 @@ def as_second_user(program: str, told: Any, member: bool = False, python: str | 
     python = python or shutil.which("python3", path="/usr/bin:/bin") or pytest.fail("/usr/bin/python3 is missing")
     groups = "--groups=0" if member else "--clear-groups"  # uid 0 in the namespace is our own
     command = [*COMMAND, groups, "--inh-caps=-all", "--bounding-set=-all", python, "-c", program]
-    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, f"{done.stderr}\n(needs newuidmap and a range in /etc/subuid)"
     return json.loads(done.stdout)
 

@@ -331,6 +331,28 @@ def test_a_carried_directory_replaces_the_network(tmp_path: Path, capsys: pytest
     assert "none: no such directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            "terminal-bench-2 --image x:1",
+            "--image: has no effect on terminal-bench-2: its tasks are Harbor directories",
+        ),
+        ("aider-polyglot@main --test-cmd pytest", "--test-cmd: has no effect on aider-polyglot@main"),
+        ("swe-gym terminal-bench-2 --workdir /code", "--workdir: has no effect on terminal-bench-2"),
+        ("swe-gym --seeds 2", "--seeds: has no effect on swe-gym: only pages have seeds"),
+        ("miniwob --image x.sif --runner named", "--runner: has no effect on miniwob: its tasks bring their tests"),
+        ("mine.jsonl --from /data", "--from: has no effect on mine.jsonl: a file is read as it is; leave it out"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, why: str
+) -> None:
+    assert imports(*words.split(), "-o", tmp_path / "out") == 2
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def as_archive(files: Mapping[str, str], links: Mapping[str, str] = MappingProxyType({})) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -212,6 +213,17 @@ def test_only_the_chosen_lines_must_be_runnable_and_the_others_are_named(tmp_pat
         load_tasks(["broken.jsonl"], tmp_path)
     with pytest.raises(ConfigError, match=r"nothing\*\.jsonl: no such file"):
         load_tasks(["nothing*.jsonl"], tmp_path)
+
+
+def test_a_line_on_which_the_package_hangs_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(instance: dict[str, Any]) -> dict[str, Any]:
+        return {"eval_script": str(re.match(r"(a+)+$", instance["test_patch"]))}  # takes years for many a
+
+    monkeypatch.setattr(swebench_package, "plan", plan)
+    monkeypatch.setattr(swebench_package, "PLAN_TIMEOUT_S", 0.3)
+    hanging, other = (swebench_package.try_plan({"test_patch": text}) for text in ("a" * 60 + "b", "b"))
+    assert hanging == {"error": "the swebench package cannot read it: TimeoutError('not done after 0.3 s')"}
+    assert other == {"eval_script": "None"}
 
 
 def test_a_file_that_changed_after_the_plan_is_noticed(tmp_path: Path) -> None:

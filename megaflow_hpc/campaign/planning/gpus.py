@@ -290,7 +290,7 @@ def check_sharing(config: CampaignConfig, where: Where) -> None:
         raise Mistakes(conflicts)
 
 
-GPU_OPTIONS = ("gres", "gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
+GPU_OPTIONS = ("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
 """sbatch options that request GPUs. In ``extra``, they override ``gpus`` and ``gpu_type``."""
 
 

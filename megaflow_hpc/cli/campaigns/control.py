@@ -139,8 +139,6 @@ def _resume(arguments: argparse.Namespace) -> int:
         status = run.status()
     for line in [*unstarted_lines(status), *status["warnings"]]:
         note(line)
-    for line in run.edits.campaign_keys():
-        note(line)
     if edited := run.edits.tasks():
         shown = f"{', '.join(edited[:3])}{', …' if len(edited) > 3 else ''}"
         changed = f"{len(edited)} tasks were changed after the run was planned"
@@ -163,15 +161,20 @@ def _resume(arguments: argparse.Namespace) -> int:
     limits = dict(arguments.limit)
 
     def start() -> bool:
-        if not run.resume(
-            arguments.failed,
-            arguments.only,
-            arguments.launcher,
-            arguments.ranks,
-            limits=limits,
-            requests=requests,
-            accept_changes=arguments.accept_changes,
-        ):
+        try:
+            resumed = run.resume(
+                arguments.failed,
+                arguments.only,
+                arguments.launcher,
+                arguments.ranks,
+                limits=limits,
+                requests=requests,
+                accept_changes=arguments.accept_changes,
+            )
+        finally:
+            for line in run.edits.campaign_keys():  # those that this call has not changed
+                note(line)
+        if not resumed:
             more = "" if arguments.failed else "; repeat the failed ones with --failed"
             note(f"nothing to do: every rollout is stored{more}")
             return True

@@ -212,6 +212,8 @@ def run_import(arguments: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     for argument in arguments.sources:
+        _refuse_unused(arguments, argument)
+    for argument in arguments.sources:
         source = Path(argument).absolute()
         if source.suffix != ".jsonl":
             if (os.sep in argument or source.exists()) and argument.partition("@")[0] not in task_sets():
@@ -252,6 +254,29 @@ def run_import(arguments: argparse.Namespace) -> int:
         less = f"; {len(left_out)} left out" if left_out else ""
         say(f"{len(rows)} instances, tested by " + ", ".join(f"{n}: {count}" for n, count in counts.items()) + less)
     return 0
+
+
+def _refuse_unused(arguments: argparse.Namespace, source: str) -> None:
+    """Raises ConfigError for an option that has no effect on a source. An unknown set is reported later."""
+    from megaflow_hpc.tasks.sets.registry import task_sets
+
+    task_set = task_sets().get(source.partition("@")[0])
+    unused: tuple[str, ...]
+    if source.endswith(".jsonl"):
+        kind, unused = "a file is read as it is", ("--from", "--mirror", "--seeds")
+    elif task_set is None or task_set.unread:
+        return
+    elif task_set.format == "swebench":
+        kind, unused = "only pages have seeds", ("--seeds",)
+    else:
+        kind, unused = "its tasks bring their tests", ("--workdir", "--test-cmd", "--log-parser", "--runner")
+        if task_set.format != "miniwob":
+            kind, unused = "its tasks are Harbor directories", ("--image", *unused, "--seeds")
+    given = {"--from": arguments.origin, "--seeds": arguments.seeds > 1, "--test-cmd": arguments.test_cmd}
+    for option in unused:
+        if given[option] if option in given else getattr(arguments, option[2:].replace("-", "_")):
+            hint = ", and map its images in environment.images of the campaign" if option == "--image" else ""
+            raise ConfigError(f"{option}: has no effect on {source}: {kind}; leave it out{hint}")
 
 
 def _list_sets(as_json: bool) -> int:

@@ -8,7 +8,7 @@ import difflib
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,7 +169,8 @@ def print_lines(lines: Iterable[tuple[str, str] | Text]) -> None:
 
 
 def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
-    yield from _head(row)
+    counts = tokens_of_calls(row)
+    yield from _head(row, counts)
     conversations, turns, labels = row.conversations, row.turns, row.image_labels
     for number, conversation in enumerate(conversations):
         if len(conversations) > 1 or len(conversation.speakers) > 1:
@@ -181,14 +182,14 @@ def _lines(row: Row, full: bool) -> Iterator[tuple[str, str]]:
             by = "" if call is None else f"  (call {call}{speaker})"
             yield f"\n[{index}] {role}{by}", f"bold {ROLE_COLOURS.get(role, 'cyan')}"
             yield from ((line, "") for line in _fold(content_of(message, labels), full))
-    yield from _calls(row)
+    yield from _calls(row, counts)
     verifier = [*verifier_lines(row, full)]
     if verifier:
         yield f"\n{VERIFIER_LOG}", "bold"
         yield from ((f"  {line}", "") for line in verifier)
 
 
-def _head(row: Row) -> Iterator[tuple[str, str]]:
+def _head(row: Row, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[str, str]]:
     yield row.id, "bold"
     reward = "not verified" if math.isnan(row.reward) else f"{row.reward:g}"
     yield f"  status    {row.status}", _STATUS.get(row.status, "")
@@ -206,7 +207,7 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
     counted = sum(int(sequence.loss_mask.sum()) for sequence in row.sequences)
     masked = f", {sampled - counted} of these with loss mask 0" if counted < sampled else ""
     count = sum(len(sequence.tokens) for sequence in row.sequences)
-    reported = [used for turn, used in zip(row.turns, tokens_of_calls(row), strict=True) if turn.sequence < 0]
+    reported = [used for turn, used in zip(row.turns, counts, strict=True) if turn.sequence < 0]
     if row.sequences or not reported:
         yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled{masked}", ""
     if reported:
@@ -224,9 +225,8 @@ def _head(row: Row) -> Iterator[tuple[str, str]]:
         yield f"  artifact  {artifact.name}, {len(artifact.data)} bytes", ""
 
 
-def _calls(row: Row) -> Iterator[tuple[str, str]]:
+def _calls(row: Row, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[str, str]]:
     turns = row.turns
-    counts = tokens_of_calls(row)
     if turns:
         yield f"\n{len(turns)} model calls (seconds: model, sandbox, agent, waiting)", "bold"
     for number, turn in enumerate(turns):

@@ -144,8 +144,8 @@ class ServiceGroup:
             await asyncio.wait([running, *programs], return_when=asyncio.FIRST_COMPLETED)
             try:
                 await asyncio.gather(*(service.check_alive() for service in self._running.values()))
-                for service in self._remote.values():
-                    if why := await service.problem():
+                for service, watch in zip(self._remote.values(), watching, strict=True):
+                    if why := watch.result() if watch.done() else await service.problem():
                         raise ServiceError(f"service {service.name}: {why}, while the rollout ran")
             except ServiceError:
                 if running.done() and not running.cancelled():

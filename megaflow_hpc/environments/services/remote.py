@@ -120,21 +120,25 @@ class RemoteService:
 
     async def ended(self) -> str:
         """Waits until the service has ended or started again. Returns the reason."""
-        misses = 0
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(CHECK_S if misses == 0 else POLL_S)
-            why = await self.problem()
-            misses = misses + 1 if why else 0
-            if misses > 1:
-                return why
+            await asyncio.sleep(CHECK_S)
+            deadline = loop.time() + BUSY_S
+            if await self.problem(deadline):
+                await asyncio.sleep(POLL_S)  # a connection may be refused once
+                if why := await self.problem(deadline):
+                    return why
 
-    async def problem(self) -> str:
+    async def problem(self, deadline: float | None = None) -> str:
         """Returns why the rollout can no longer use the service: it restarted or does not respond. Empty if it can.
 
         A refused connection counts as a failure immediately. A slow service may be under load, so it is checked again.
+
+        Args:
+            deadline: Time of the event loop until which a slow service is checked. Default: :data:`BUSY_S` from now.
         """
         loop = asyncio.get_running_loop()
-        deadline, pause_s = loop.time() + BUSY_S, POLL_S
+        deadline, pause_s = deadline or loop.time() + BUSY_S, POLL_S
         while True:
             if self._services.address(self.name) not in (None, self._address):
                 return "it was restarted"

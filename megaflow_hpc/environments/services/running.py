@@ -119,11 +119,11 @@ class RunningService:
         Raises:
             ServiceError: Its program or its sandbox has ended, or it has not answered for :data:`BUSY_S`.
         """
+        deadline, check = time.monotonic() + BUSY_S, self._service.health
         if not self.program.done():  # the container reports ends in order, so this shows whether the program has ended
             with suppress(SandboxError):
-                await self.sandbox.exec("true", timeout_s=60)
+                await self.sandbox.exec("true", timeout_s=BUSY_S)
             await asyncio.sleep(0)
-        deadline, check = time.monotonic() + BUSY_S, self._service.health
         while not self.program.done() and (problem := await self._problem(or_unhealthy=True)):
             if time.monotonic() > deadline:
                 raise self.error(f"it did not answer when the rollout had ended: {problem}")

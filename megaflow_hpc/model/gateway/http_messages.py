@@ -140,7 +140,7 @@ def body_size(request: web.BaseRequest) -> int:
     if length is None or request.headers.get("Content-Encoding"):
         return MAX_BODY_OF_UNKNOWN_SIZE
     if length > MAX_BODY:
-        raise CallError(413, f"the request's body: longer than {MAX_BODY >> 20} MiB")
+        raise CallError(413, f"the request's body: {length} bytes, longer than {MAX_BODY >> 20} MiB ({MAX_BODY} bytes)")
     return length
 
 

@@ -24,6 +24,7 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,8 @@ from typing import Any
 HARNESS = "swebench.harness"
 ABSENT = frozenset({"bs4", "datasets", "docker", "dotenv", "ghapi", "git", "modal", "requests", "tenacity", "tqdm"})
 """Libraries that only skipped parts of the package use."""
+PLAN_TIMEOUT_S = 60.0
+"""Maximum seconds for one instance of a ``plan`` request."""
 PARSERS = ("python", "javascript", "c", "go", "java", "php", "ruby", "rust")
 
 
@@ -127,13 +130,22 @@ def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
 
 def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the result of :func:`plan`, or an error if the package cannot handle the instance (e.g. a broken
-    test_patch)."""
+    test_patch) or needs more than :data:`PLAN_TIMEOUT_S`."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not done after {PLAN_TIMEOUT_S:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)  # Python's regular expressions can be interrupted
+    signal.setitimer(signal.ITIMER_REAL, PLAN_TIMEOUT_S)
     try:
         return plan(instance)
     except ModuleNotFoundError:
         raise
     except Exception as error:
         return {"error": f"the swebench package cannot read it: {error!r:.300}"}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass

@@ -48,12 +48,13 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
         TimeoutError, RuntimeError: A parser timed out or failed.
     """
     command = [sys.executable, "-P", package.__file__]
+    timeout_s = PARSER_TIMEOUT_S + package.PLAN_TIMEOUT_S * len(request.get("instances", ()))
     try:
         done = subprocess.run(
-            command, input=json.dumps(request).encode(), capture_output=True, timeout=PARSER_TIMEOUT_S, check=False
+            command, input=json.dumps(request).encode(), capture_output=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"the log parser took longer than {PARSER_TIMEOUT_S:g} s") from None
+        raise TimeoutError(f"the swebench package took longer than {timeout_s:g} s") from None
     if done.returncode:
         raise RuntimeError(f"the swebench package failed: {done.stderr.decode(errors='replace').strip()[-1000:]}")
     answer: dict[str, Any] = json.loads(done.stdout)

@@ -174,6 +174,8 @@ async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) ->
 async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox) -> Verdict:
     planned = await asyncio.to_thread(ask, {"op": "plan", "instances": [request_fields(instance)]})
     [plan] = planned["plans"]
+    if "error" in plan:
+        raise RuntimeError(plan["error"])
     plan["log_parser"] = plan["log_parser"] or "parse_log_pytest"
     script = _with_exit_status(instance.eval_script) or plan["eval_script"] or _script(instance)
     await _upload(sandbox, {"eval.sh": script, "test.patch": instance.test_patch})

@@ -153,6 +153,25 @@ class Source(Protocol):
         """Closes the source's files. No data can be read afterwards."""
 
 
+class ClosedSource:
+    """A source that was closed. Every use raises ConfigError."""
+
+    path: Path
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise ConfigError(f"{self.path}: its store is closed; read rows and columns before that, in the with block")
+
+    __len__ = __getattr__ = _refuse
+
+
+def _become_closed(source: Any, path: Path) -> None:
+    """Lets the rows that refer to a source raise errors, too."""
+    source.__class__, source.__dict__ = ClosedSource, {"path": path}
+
+
 def offsets_of(lengths: Sequence[int] | Array) -> Integers:
     """Returns the offsets of n contiguous items with the given lengths, shape (n+1,)."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
@@ -186,8 +205,8 @@ class Hdf5Source:
         self._length: int | None = None
 
     def close(self) -> None:
-        self._datasets.clear()
         self.file.close()
+        _become_closed(self, self.path)
 
     def __len__(self) -> int:
         if self._length is None:  # needed for every row, and each lookup takes hundreds of microseconds
@@ -451,7 +470,7 @@ class JournalSource:
         return len(self._index.winners)
 
     def close(self) -> None:
-        self._cache.clear()
+        _become_closed(self, self._index.root)
 
     def ids(self) -> list[str]:
         return [escape(entry.id) for entry in self._index.winners]

@@ -41,7 +41,15 @@ from megaflow_hpc.trajectories.reading.advantages import Kind, advantages
 from megaflow_hpc.trajectories.reading.batch import Oversize, Table, arrow_table, installed, make_batch, plan_batches
 from megaflow_hpc.trajectories.reading.conversations import Conversation, ConversationCall, conversations, main
 from megaflow_hpc.trajectories.reading.selection import RowTable, select
-from megaflow_hpc.trajectories.reading.sources import Flat, Hdf5Source, JournalSource, SequenceView, Source, WithGiven
+from megaflow_hpc.trajectories.reading.sources import (
+    ClosedSource,
+    Flat,
+    Hdf5Source,
+    JournalSource,
+    SequenceView,
+    Source,
+    WithGiven,
+)
 from megaflow_hpc.trajectory import Attempt, Image, TokenSequence, Trajectory, Turn, linked, path_to
 from megaflow_hpc.types import Artifact
 
@@ -62,6 +70,8 @@ class TrajectoryStore:
         """The file or run directory that is being read."""
 
     def __repr__(self) -> str:
+        if isinstance(self.recorded, ClosedSource):
+            return f"<TrajectoryStore in {self.path}: closed>"
         return f"<TrajectoryStore of {self.campaign!r} in {self.path}: {len(self)} trajectories>"
 
     def __enter__(self) -> TrajectoryStore:
@@ -71,8 +81,9 @@ class TrajectoryStore:
         self.close()
 
     def close(self) -> None:
-        """Closes the store's files. Rows and columns cannot be read afterwards."""
+        """Closes the store's files. Reading rows or columns afterwards raises ConfigError."""
         self.source.close()
+        self.__dict__ = {name: self.__dict__[name] for name in ("recorded", "source", "path")}  # without cached columns
 
     @cached_property
     def ids(self) -> list[str]:

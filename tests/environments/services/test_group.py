@@ -17,7 +17,7 @@ from megaflow_hpc.environments.sandbox import network
 from megaflow_hpc.environments.sandbox.network import InsideSockets
 from megaflow_hpc.environments.services.forwarding import MAX_CONNECTIONS
 from megaflow_hpc.errors import SandboxError, ServiceError, UserCodeError
-from megaflow_hpc.types import HealthCheck, Network, Service
+from megaflow_hpc.types import ExecResult, HealthCheck, Network, Service
 from tests.support.dying_ranks import is_gone
 from tests.support.sandboxes import Start
 from tests.support.services import ask, echo_service, group_of
@@ -291,6 +291,27 @@ async def test_a_service_that_the_agent_made_unhealthy_costs_no_verdict(start: S
             return "verdict"
 
         assert await group.guard(work()) == "verdict"
+
+
+async def test_a_sandbox_that_hangs_has_no_more_time_than_a_program(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health = HealthCheck(("true",), interval_s=0.01, timeout_s=0.01, ready_s=30)
+    async with group_of(start, echo_service(health=health)) as group:
+        (service,) = group._running.values()
+        asked = list[Any]()
+
+        async def hangs(command: Any, *, timeout_s: float) -> ExecResult:
+            asked.append(command)
+            await asyncio.sleep(timeout_s)
+            return ExecResult(124, timed_out=True)
+
+        with monkeypatch.context() as change:
+            change.setattr("megaflow_hpc.environments.services.running.BUSY_S", 0.3)
+            change.setattr(service.sandbox, "exec", hangs)
+            with pytest.raises(ServiceError, match="it did not answer when the rollout had ended"):
+                await service.check_alive()
+        assert asked == ["true", ["true"]]
 
 
 async def test_an_error_of_the_tasks_code_counts_as_that_of_the_service_that_has_ended(start: Start) -> None:

@@ -16,6 +16,7 @@ import pytest
 from megaflow_hpc.environments.sandbox.sandbox import ApptainerSandbox
 from megaflow_hpc.environments.services import forwarding, remote
 from megaflow_hpc.environments.services.forwarding import Dialer
+from megaflow_hpc.environments.services.group import ServiceGroup
 from megaflow_hpc.environments.services.remote import Address, RemoteService, RemoteServices, ServiceListener
 from megaflow_hpc.errors import ServiceError
 from megaflow_hpc.model.server.proxy import make_context
@@ -178,6 +179,28 @@ async def test_a_service_that_answers_slowly_under_load_has_not_ended(
             client.close()
     assert "port" in await asyncio.wait_for(used.problem(), 10), "a port that is closed is a problem at once"
     listener.stop()
+
+
+async def test_a_rollout_waits_for_a_hanging_service_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check ends after CONNECT_TIMEOUT_S on a clock that a check puts forward."""
+    for name in ("CHECK_S", "POLL_S", "MAX_PAUSE_S"):
+        monkeypatch.setattr(remote, name, 0.001)
+    loop, waited = asyncio.get_running_loop(), [0.0]
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + waited[0])
+
+    class Hanging(RemoteService):
+        async def _check(self) -> None:
+            waited[0] += remote.CONNECT_TIMEOUT_S
+            raise TimeoutError
+
+    async def work() -> None:
+        await asyncio.Event().wait()
+
+    group = ServiceGroup([], cast(Any, None), [Hanging("words", (PORT,), known(None))])
+    with pytest.raises(ServiceError, match=r"service words: it does not answer .*, while the rollout ran"):
+        await group.guard(work())
+    assert remote.BUSY_S < waited[0] <= remote.BUSY_S + 2 * remote.CONNECT_TIMEOUT_S
 
 
 async def test_a_check_leaves_no_connection_to_a_service_that_keeps_its_side_open(tmp_path: Path) -> None:

@@ -127,6 +127,18 @@ async def one_call(gateway: ModelGateway, servers: Servers, endpoint: Rented) ->
 
 
 @in_loop
+async def test_a_refusal_of_max_tokens_names_the_setting_that_replaces_it(servers: Servers) -> None:
+    async with rented() as (_, url):
+        start(servers, f"{url}/lists")
+        async with servers.gateway(wait_s=60) as gateway:
+            model = await gateway.open("t/default/0", "default")
+            status, said = await call(model, {"messages": conversation("hello"), "max_tokens": 9})
+            assert status == 400
+            assert "Use 'max_completion_tokens' instead" in said["error"]["message"]
+            assert "set api: openai for the model in the campaign file" in said["error"]["message"]
+
+
+@in_loop
 async def test_what_no_later_start_would_mend_ends_at_once_with_its_cause(servers: Servers) -> None:
     expected = {
         "/nothing/here": "HTTP 404.*no /nothing/here/chat/completions",

@@ -27,7 +27,7 @@ for base, method, path, headers in told["requests"]:
     scheme, _, place = base.partition("://")
     host, _, port = place.partition(":")
     kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
-    connection = kind(host, int(port), timeout=20, **({"context": context} if scheme == "https" else {}))
+    connection = kind(host, int(port), timeout=120, **({"context": context} if scheme == "https" else {}))
     body = json.dumps({"model": "x", "prompt": "p", "messages": [{"role": "user", "content": "hello"}]})
     connection.request(method, path, body if method == "POST" else None, headers)
     answer = connection.getresponse()

@@ -127,7 +127,12 @@ def run(
         {"name": "blame", "tasks": str(place), "agent": "nop", "environment": {"network": "none"}}
     )
     policy = Policy(
-        agents=(AgentConfig(name=f"{__name__}:{agent.__name__}", timeout_s=6 if agent is Waits else 300),),
+        # An engine that is down ends the agent, whose time must not run out before.
+        agents=(
+            AgentConfig(
+                name=f"{__name__}:{agent.__name__}", timeout_s=15 if agent is Waits and engine != "down" else 300
+            ),
+        ),
         model=ModelConfig(path="m"),
     )
 

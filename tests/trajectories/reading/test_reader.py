@@ -37,6 +37,30 @@ def whole(store):
     return [repr(row.trajectory()) for row in store]
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_closed_store_says_so(running, gathered, used):
+    if gathered:
+        gather(running)
+    with open_trajectories(running.path) as store:
+        row, batches = store[0], store.batches(1000)
+        if used:
+            whole(store)
+            assert store.lengths().any()
+            assert store.ids[0] in store
+    store.close()
+    for use in (
+        lambda: store[0], lambda: store["0"], lambda: list(store), lambda: len(store), lambda: list(store.rows([0])),
+        lambda: store.ids, lambda: "0" in store, lambda: store.column("status"), lambda: store.column("tokens"),
+        store.lengths, lambda: store.select("reward == 1"), lambda: store.batch([0]), lambda: next(batches),
+        lambda: store.flat([0]), store.advantages, lambda: store.reward_names, lambda: row.id, lambda: row.messages,
+        lambda: row.turns, lambda: row.sequences, lambda: row.artifacts, lambda: row.images, row.trajectory,
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="its store is closed"):
+            use()
+    assert repr(store) == f"<TrajectoryStore in {store.path}: closed>"
+
+
 def test_a_running_campaign_shows_the_same_through_journals_and_file(running):
     with open_trajectories(running.path) as store:
         assert store.path == running.path
