@@ -62,6 +62,15 @@ def test_jobs_are_waited_for_while_slurm_is_away(monkeypatch: pytest.MonkeyPatch
     assert trials.wait_for(["7"], 60.0)
 
 
+def test_the_refusal_of_a_pod_that_was_replaced_is_read_from_its_log(tmp_path: Path) -> None:
+    run = SimpleNamespace(dir=SimpleNamespace(logs=tmp_path))
+    (tmp_path / "pod-8_0.log").write_text("2 slots\nall rollouts are stored\n")
+    assert trials._refusal(run) == "no reason is in its log"  # type: ignore[arg-type]
+    refusal = "scontrol requeue 7_0: Requested operation is presently disabled for job 7"
+    (tmp_path / "pod-7_0.log").write_text(f"2 slots\nthe walltime is near\n{refusal}\nended\n")
+    assert trials._refusal(run) == refusal  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_cancelled_stops_no_other_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled: list[object] = []
 
