@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, re
 from megaflow_hpc.rundir.weight_delta import write_delta
 from tests.support.campaigns import cli
 from tests.support.reported import answered
-from tests.support.serving import Servers, conversation, in_loop
+from tests.support.serving import Servers, conversation, descendants, in_loop
 from tests.support.tensors import safetensors
 from tests.support.waiting import until
 
@@ -447,6 +450,27 @@ def test_a_version_that_does_not_run_is_refused_with_its_cause_and_the_one_befor
     assert rows[2]["current"] is True
     weights.publish(servers.run, answers(tmp_path / "better", "better"))  # the next one is tried again
     until(lambda: [r["weight_version"] for r in servers.records()] == [3, 3, 3], "all serve version 3")
+
+
+def test_an_engine_that_served_weights_and_dies_again_and_again_does_not_refuse_them(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """What kills it may be a request. Had the server refused the weights, a synchronous training would wait for ever."""
+    fleet(servers, 1)
+    weights.publish(servers.run, answers(tmp_path / "good", "good"))
+    until(lambda: [r["weight_version"] for r in servers.records()] == [1], "the server serves version 1")
+    starts = set[float]()
+    while servers.processes[0].poll() is None:
+        with suppress(FileNotFoundError, ValueError):
+            for record in servers.records():
+                if record.get("url") and record["started_at"] not in starts:
+                    assert (record["weight_version"], record.get("refused")) == (1, None)
+                    starts.add(record["started_at"])
+                    os.kill(sorted(descendants(servers.processes[0].pid))[-1], signal.SIGKILL)
+        time.sleep(0.02)
+    assert (servers.processes[0].wait(), len(starts)) == (1, 3)
+    failed = json.loads((servers.run.endpoints / "default.0.failed.json").read_text())
+    assert "the engine ended while serving" in failed["cause"]
 
 
 @pytest.mark.slow
