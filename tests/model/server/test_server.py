@@ -249,7 +249,9 @@ def test_a_log_gives_one_readable_cause(log: str, expected: str) -> None:
 def test_the_cause_is_read_above_the_tracebacks_of_all_requests_in_flight(tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     core = "(EngineCore pid=7) ERROR 01-01 10:00:00 [core.py:1] "
-    dead = "(APIServer pid=6) ERROR 01-01 10:00:00 [e.py:1] vllm.v1.engine.exceptions.EngineDeadError: EngineCore ended\n"
+    dead = (
+        "(APIServer pid=6) ERROR 01-01 10:00:00 [e.py:1] vllm.v1.engine.exceptions.EngineDeadError: EngineCore ended\n"
+    )
     log.write_text(
         f"{core}EngineCore encountered a fatal error.\n{core}Traceback (most recent call last):\n"
         f"{core}RuntimeError: CPU Generator does not use offset\n{dead * 10_000}  warnings.warn('leaked')\n"
