@@ -34,7 +34,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -177,11 +177,13 @@ def newest(run: RunDir, policy: str) -> Version:
     Raises:
         OSError: The run directory is temporarily unreadable.
     """
+    return next((version for version in newest_first(run, policy) if version.path), Version(policy=policy))
+
+
+def newest_first(run: RunDir, policy: str) -> Iterator[Version]:
+    """Yields a policy's versions, including removed ones. Reads one small file for each version of the run."""
     for number in reversed(_numbers(run)):
-        for version in _history(run, [number]):
-            if version.policy == policy and version.path:
-                return version
-    return Version(policy=policy)
+        yield from (version for version in _history(run, [number]) if version.policy == policy)
 
 
 def versions(run: RunDir, policy: str | None = None) -> list[Version]:
@@ -297,7 +299,7 @@ def _numbers(run: RunDir) -> list[int]:
         return []
 
 
-def _about(folder: Path) -> VersionRecord | None:
+def read_about(folder: Path) -> VersionRecord | None:
     """Returns the metadata in a version's directory. ``None`` if the directory is not a version. Raises OSError."""
     try:
         return read_json(folder / ABOUT, VersionRecord)
@@ -310,7 +312,7 @@ def _history(run: RunDir, numbers: Iterable[int]) -> list[Version]:
     history = []
     for number in numbers:
         folder = run.weights / str(number)
-        if (about := _about(folder)) is not None:
+        if (about := read_about(folder)) is not None:
             path = "" if about.removed else str(folder)
             version = Version(number, path, about.policy, about.published_at, about.ordinal, about.token, about.digest)
             history.append(version)
@@ -350,8 +352,7 @@ def _add(
 
     Returns the new version, or the version that another process has already published with the same token.
     """
-    host = _place()
-    staged = run.weights / f".publishing.{host}.{Identity.of(os.getpid())}.{secrets.token_hex(4)}"
+    staged = staging(run)
     try:
         small = False
         wholes = [v for v in versions(run, new.policy) if base_of(Path(v.path)) is None] if delta else []
@@ -364,7 +365,8 @@ def _add(
         elif not small:
             shutil.copytree(source, staged, symlinks=False)
         complete(staged, model)
-        (staged / CHECKSUMS).unlink(missing_ok=True)  # of the version that the source was copied from
+        for described in (ABOUT, CHECKSUMS):  # if the source is a version itself
+            (staged / described).unlink(missing_ok=True)
         if sum(server.policy == new.policy for server in read_run(run).servers) > 1:
             write_checksums(staged, checksums or {})
         fsync_tree(staged)
@@ -375,7 +377,7 @@ def _add(
                 (staged / added).unlink(missing_ok=True)
             os.rename(staged, source)
         remove_tree(staged, ignore_errors=True)
-        _remove_killed(run, host)
+        _remove_killed(run)
 
 
 def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Version:
@@ -407,7 +409,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
         try:
             os.rename(staged, folder)
         except OSError:
-            taken = _about(folder)
+            taken = read_about(folder)
             if taken is None or taken.staged != staged.name:  # else a network file system resent our own request
                 if not folder.exists():
                     raise
@@ -420,7 +422,7 @@ def _take_number(run: RunDir, staged: Path, new: Version, source: Path) -> Versi
 
 def _remove_files(folder: Path) -> None:
     """Removes a version's files but keeps its number and metadata, so that ordinals never change."""
-    about = _about(folder)
+    about = read_about(folder)
     if about is None:
         return
     if not about.removed:
@@ -431,13 +433,19 @@ def _remove_files(folder: Path) -> None:
             remove_tree(folder / name, ignore_errors=True)
 
 
+def staging(run: RunDir) -> Path:
+    """Returns a new hidden path in ``RUN/weights``. If this process is killed, the next publisher removes it."""
+    return run.weights / f".publishing.{_place()}.{Identity.of(os.getpid())}.{secrets.token_hex(4)}"
+
+
 def _place() -> str:
     """Returns an id for this node's boot and PID namespace, within which pids are unique."""
     return hashlib.sha256(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
 
 
-def _remove_killed(run: RunDir, host: str) -> None:
+def _remove_killed(run: RunDir) -> None:
     """Removes the staging directories of killed publishers."""
+    host = _place()
     for path in run.weights.glob(".publishing.*"):
         fields = path.name.split(".")
         identity = Identity.parse(fields[3]) if len(fields) > 3 and fields[2] == host else None

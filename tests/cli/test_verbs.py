@@ -76,6 +76,8 @@ WRONG = {
     "usage": ("/no/run", "/no/run", NO_RUN),
     "weights publish": ("/no/run /no/model", "/no/run", NO_RUN),
     "weights list": ("/no/run", "/no/run", NO_RUN),
+    "weights send": ("/no/run /no/outbox", "/no/run", NO_RUN),
+    "weights receive": ("/no/run /no/inbox", "/no/run", NO_RUN),
     "training fit": ("/no/campaign.yaml", "/no/campaign.yaml", NO_CAMPAIGN),
     "training skip": ("/no/run 12", "/no/run", NO_RUN),
     "training set": ("/no/run lr=1e-6", "/no/run", NO_RUN),

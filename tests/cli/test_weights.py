@@ -1,4 +1,4 @@
-"""The verbs ``weights publish`` and ``weights list`` on runs without running engines."""
+"""The verbs of ``weights`` on runs without running engines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from megaflow_hpc import Campaign
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli import main
+from megaflow_hpc.rundir.marks import FINISHED
 
 Capture = pytest.CaptureFixture[str]
 
@@ -70,3 +71,24 @@ def test_a_token_that_comes_again_gives_the_version_that_is_there(served: Run, t
     assert "published as version 1 with digest x, not y" in capsys.readouterr().err
     assert main(["weights", "list", str(served.path)]) == 0
     assert "ordinal" in capsys.readouterr().out
+
+
+def test_weights_are_sent_and_received(served: Run, tmp_path: Path, capsys: Capture) -> None:
+    folder, inbox = tmp_path / "weights", tmp_path / "inbox"
+    folder.mkdir()
+    words = [str(served.path), str(inbox), "--policy"]
+    assert main(["weights", "send", *words, "a"]) == 0
+    assert main(["weights", "receive", *words, "b"]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "policy a: nothing is published yet\nnothing newer than version 0 of the sender\n"
+    (folder / "script.yaml").write_text('default: ["43"]\n')
+    assert main(publish(served, str(folder), "--policy", "a")) == 0
+    assert main(["weights", "send", *words, "a"]) == 0
+    assert main(["weights", "receive", *words, "b"]) == 0
+    assert capsys.readouterr().out == "1\n1\n2\n"
+    assert main(["weights", "receive", *words, "b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"version": None, "sent": 1, "waiting": ""}
+    (served.path / FINISHED).write_text("")
+    assert main(["weights", "receive", *words, "b"]) == 2
+    assert "is finished, so no engine will load these weights" in capsys.readouterr().err

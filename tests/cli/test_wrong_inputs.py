@@ -267,6 +267,8 @@ WORDS = {
     "import other.jsonl -o new.h5": "other.jsonl:1: not a trajectory of megaflow-hpc (it lacks 'id', 'task_id', ",
     "import dir -o new.h5": "dir: cannot be read; expected JSON lines of megaflow-hpc export",
     "weights publish {run} dir": "no policy has a model; there are: none",
+    "weights send {run} dir": "no policy has a model; there are: none",
+    "weights receive {run} dir": "no policy has a model; there are: none",
     "tasks validate dir": "dir: no Harbor task directory (one with task.toml) there; build some with:",
     "tasks import file": "file: expected a .jsonl file",
     "images pull ubuntu": "ubuntu: neither an address (docker://…) nor a SIF file; did you mean docker://ubuntu?",

@@ -14,7 +14,7 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
+from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, write_run
 
 
 @pytest.fixture
@@ -63,6 +63,14 @@ def test_a_token_is_published_once(run: RunDir, tmp_path: Path) -> None:
     assert (gone.version, gone.path) == (1, "")
     assert weights.current(run, "a").version == 3
     assert weights.publish(run, source, "a").ordinal == 3, "without a token each is new"
+
+
+def test_a_version_that_is_published_again_has_checksums_of_its_own_files(run: RunDir, tmp_path: Path) -> None:
+    servers = [ServerRecord(policy="a", model={})] * 2
+    write_run(run, RunRecord(policies={"a": PolicyRecord(model={"engine": "scripted"})}, servers=servers))
+    first = weights.publish(run, trained(tmp_path), "a")
+    again = Path(weights.publish(run, first.path, "a").path)
+    assert weights.read_checksums(again) == {"script.yaml": weights.checksum(again / "script.yaml")}
 
 
 def test_a_pointer_that_a_dead_publisher_did_not_move_is_moved_when_the_token_comes_again(

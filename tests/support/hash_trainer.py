@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import secrets
 import time
 from collections.abc import Sequence
@@ -26,6 +27,11 @@ def trained(parameters: str, plan: StepPlan) -> str:
     return hashlib.sha256(f"{parameters} {plan.step} {told}".encode()).hexdigest()
 
 
+def weights_of(parameters: str, step: int) -> bytes:
+    """Return a file of weights. From one step to the next, few of its words differ, except every fifth step."""
+    return safetensors(parameters.encode() + random.Random(step // 5).randbytes(2**14))
+
+
 def step_through(flow: Dataflow, step: Step, parameters: str, checkpoint: bool = True, pause_s: float = 0.0) -> str:
     """Train one step: read every token, save a checkpoint, publish and commit."""
     for minibatch in step.minibatches():
@@ -43,7 +49,7 @@ def step_through(flow: Dataflow, step: Step, parameters: str, checkpoint: bool =
             assert folder.is_dir()  # an earlier trainer that is still alive wrote the same first
     weights = flow.files.path / f".weights.{secrets.token_hex(4)}"
     weights.mkdir()
-    (weights / "model.safetensors").write_bytes(safetensors(parameters.encode()))
+    (weights / "model.safetensors").write_bytes(weights_of(parameters, step.number))
     step.publish(weights, move=True)
     step.commit(folder if checkpoint else None, metrics={"seconds": pause_s})
     return parameters

@@ -1,4 +1,4 @@
-"""``weights publish`` and ``weights list``: manage the weight versions of a campaign's engines."""
+"""``weights publish``, ``list``, ``send`` and ``receive``: manage the weight versions of a campaign's engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.progress import under_way
 from megaflow_hpc.cli.verb import Subparsers, add_group, add_run, add_verb, whole
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.rundir import weights
+from megaflow_hpc.rundir import weight_relay, weights
 from megaflow_hpc.rundir.endpoints import EndpointFiles
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
@@ -20,12 +20,12 @@ from megaflow_hpc.rundir.record import read_run
 
 
 def register(subparsers: Subparsers) -> None:
-    """Registers ``weights`` with ``publish`` and ``list``."""
+    """Registers ``weights`` with its verbs."""
     verbs = add_group(
         subparsers,
         "weights",
-        "publish new weights for the engines of a campaign, or list the published ones",
-        examples=["weights publish RUN checkpoints/step-20", "weights list RUN"],
+        "publish new weights for the engines of a campaign, list them, or take them to another site",
+        examples=["weights publish RUN checkpoints/step-20", "weights list RUN", "weights send RUN DIR"],
     )
     publish = add_verb(
         verbs,
@@ -64,8 +64,34 @@ def register(subparsers: Subparsers) -> None:
     )
     add_run(listing)
 
+    send = add_verb(
+        verbs,
+        "send",
+        _send,
+        "put a policy's newest version into a directory that is copied to another site",
+        examples=["weights send RUN outbox"],
+        description="Puts the newest version into DIR, as hard links if possible, and removes earlier versions from "
+        "it. Copy DIR to a site without the shared file system by any means, and run weights receive there. Call send "
+        "between two copies, not during a copy. Prints the version's number.",
+    )
+    receive = add_verb(
+        verbs,
+        "receive",
+        _receive,
+        "publish the newest version that another site has sent",
+        examples=["weights receive RUN inbox"],
+        description="Publishes the newest version in DIR if all its files are complete and newer than those received "
+        "before. Otherwise changes nothing and says what is missing. Keeps the 3 newest versions, and removes earlier "
+        "ones from DIR. Prints the version's number in RUN.",
+    )
+    for parser in (send, receive):
+        add_run(parser)
+        parser.add_argument("directory", metavar="DIR", type=Path, help="directory that is copied between the sites")
+        parser.add_argument("--policy", help="the model's policy, if there are several")
 
-def _publish(arguments: argparse.Namespace) -> int:
+
+def _loading(arguments: argparse.Namespace) -> RunDir:
+    """Returns a run whose engines can load new weights. Raises ConfigError if it is finished."""
     run = RunDir(arguments.run_dir)
     marks = Marks(run)
     if marks.finished:
@@ -74,6 +100,11 @@ def _publish(arguments: argparse.Namespace) -> int:
         )
     if marks.cancelled:
         note(f"the campaign is cancelled: its engines load them after megaflow-hpc resume {run}")
+    return run
+
+
+def _publish(arguments: argparse.Namespace) -> int:
+    run = _loading(arguments)
     named = {"token": arguments.token, "digest": arguments.digest}
     with under_way(f"publishing {arguments.directory}"):
         made = weights.publish(
@@ -84,6 +115,34 @@ def _publish(arguments: argparse.Namespace) -> int:
     else:
         say(made.version)
         note(f"policy {made.policy}: version {made.version} at {made.path}; servers check for it every few seconds")
+    return 0
+
+
+def _send(arguments: argparse.Namespace) -> int:
+    with under_way(f"sending to {arguments.directory}"):
+        sent = weight_relay.send(RunDir(arguments.run_dir), arguments.directory, arguments.policy)
+    if arguments.json:
+        print_json(asdict(sent))
+    elif sent.version:
+        say(sent.version)
+    else:
+        note(f"policy {sent.policy}: nothing is published yet")
+    return 0
+
+
+def _receive(arguments: argparse.Namespace) -> int:
+    run = _loading(arguments)
+    with under_way(f"receiving from {arguments.directory}"):
+        received = weight_relay.receive(run, arguments.directory, arguments.policy)
+    if arguments.json:
+        print_json(asdict(received))
+        return 0
+    if received.version:
+        say(received.version.version)
+    if received.waiting:
+        note(f"waiting: {received.waiting}")
+    elif not received.version:
+        note(f"nothing newer than version {received.sent} of the sender")
     return 0
 
 

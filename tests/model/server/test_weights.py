@@ -443,3 +443,27 @@ def test_a_server_that_starts_later_starts_with_the_current_version(servers: Ser
     until(lambda: servers.records() and servers.records()[0]["weight_version"] == 1, "version 1 serves")
     number = servers.start(servers.entries[0].model, "default")
     assert servers.record(number)["weight_version"] == 1
+
+
+@pytest.mark.slow
+def test_an_engine_serves_weights_that_another_site_has_sent(servers: Servers, tmp_path: Path) -> None:
+    home = RunDir(tmp_path / "home")
+    home.create()
+    write_run(home, RunRecord(policies={"a": PolicyRecord(model={"engine": "scripted"})}))
+    fleet(servers, 1)
+    box = tmp_path / "box"
+
+    async def answer() -> str | None:
+        async with servers.gateway() as gateway:
+            model = await gateway.open("t/default/0", "default")
+            client = AsyncOpenAI(base_url=model.base_url, api_key=model.api_key)
+            reply = await client.chat.completions.create(model="x", messages=conversation("hello"))
+            return reply.choices[0].message.content
+
+    for number, text in enumerate(("first", "second"), start=1):
+        weights.publish(home, answers(tmp_path / text, text))
+        for verb, site in (("send", home), ("receive", servers.run)):
+            done = cli("weights", verb, site, box)
+            assert done.stdout == f"{number}\n", done.stderr
+        until(lambda n=number: [r["weight_version"] for r in servers.records()] == [n], "the engine serves it")
+        assert asyncio.run(answer()) == text
