@@ -51,6 +51,23 @@ def test_show_counts_the_tokens_of_calls_without_ids(megaflow, tmp_path):
     assert "0 in 0 sequences" not in text
 
 
+def test_show_names_a_run_that_its_owner_keeps_private(refused, tmp_path):
+    run = run_dir(tmp_path / "run")
+    run.path.chmod(0)
+    try:
+        assert f"{run.path}: not readable for this user; its owner can share it" in refused("show", run, "0")
+    finally:
+        run.path.chmod(0o700)
+
+
+def test_show_counts_sequences(megaflow, tmp_path):
+    run = run_dir(tmp_path / "run")
+    one = trajectory(0)
+    one.sequences = one.sequences[:1]
+    commit(run, "a", (0, 0, one))
+    assert " in 1 sequence, " in megaflow("show", run, "0").stdout
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 def test_show_names_images_and_writes_them_to_files(megaflow, refused, tmp_path, gathered):
     run, shown = run_dir(tmp_path / "run"), trajectory(4)

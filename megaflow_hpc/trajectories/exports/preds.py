@@ -39,7 +39,7 @@ def write(job: ExportJob) -> list[Path]:
         policy = group.rpartition("/")[2]  # followed by the agent if it has several
         by_file.setdefault((policy, sample, round_of(task, group)), []).append(row)
     paths = []
-    done = 0
+    done = patches = 0
     for (policy, sample, round_number), rows in sorted(by_file.items()):
         suffix = f"@{round_number}" if round_number else ""
         file = f"preds-{safe_name(policy)}-{sample}{suffix}.json" if len(by_file) > 1 else "preds.json"
@@ -48,6 +48,7 @@ def write(job: ExportJob) -> list[Path]:
             separator = "{"
             for row in job.store.rows(rows):
                 patch, warning = patch_of(row)
+                patches += bool(patch or warning)
                 if warning:
                     job.warn(f"{row.id}: {warning}")
                 prediction = {
@@ -60,6 +61,8 @@ def write(job: ExportJob) -> list[Path]:
                 done += 1
                 job.progress(done, len(job.numbers))
             out.write("\n}\n")
+    if done and not patches:
+        job.warn("no rollout left a patch, so all predictions are empty; a work directory in a git checkout makes one")
     return paths
 
 

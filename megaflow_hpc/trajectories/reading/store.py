@@ -300,8 +300,12 @@ def open_trajectories(path: str | os.PathLike[str]) -> TrajectoryStore:
     if not path.is_dir():
         return TrajectoryStore(Hdf5Source(path), path)
     run = RunDir(path)
-    if not (run.journal.is_dir() or run.trajectories.exists()):
-        read_run(run)
+    try:
+        stored = run.journal.is_dir() or run.trajectories.exists()
+    except PermissionError:
+        stored = False
+    if not stored:
+        read_run(run)  # its error names the reason
     seals = seals_of(run)
     recorded = recorded_sources(run.trajectories)
     now = fingerprint(run, seals)
