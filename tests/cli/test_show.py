@@ -62,10 +62,8 @@ def test_show_names_a_run_that_its_owner_keeps_private(refused, tmp_path):
 
 def test_show_counts_sequences(megaflow, tmp_path):
     run = run_dir(tmp_path / "run")
-    one = trajectory(0)
-    one.sequences = one.sequences[:1]
-    commit(run, "a", (0, 0, one))
-    assert " in 1 sequence, " in megaflow("show", run, "0").stdout
+    commit(run, "a", (0, 0, trajectory(1)))
+    assert " in 1 sequence, " in megaflow("show", run, "task/default/1").stdout
 
 
 @pytest.mark.parametrize("gathered", [False, True])

@@ -246,7 +246,6 @@ WORDS = {
     "tasks validate tasks --jobs 0": "--jobs: 0: give a whole number of at least 1",
     "agents new my_agent": "my_agent.py: exists already; choose another name",
     "agents new 3x": "'3x': expected the name of a Python module, such as my_agent",
-    "images build lost.yaml": f"lost.yaml:2: tasks: {{here}}/lost/*: {NO_TASKS}",
     "images manifest dir": "dir: cannot be read (Is a directory)",
     "completion fish": "SHELL: fish: expected bash, zsh or tcsh",
     "help rnu": "rnu: no such verb; did you mean run?",
@@ -266,8 +265,8 @@ WORDS = {
     "watch {run} --every 0": "--every: 0: give a number above 0",
     "show {run} nosuch/default/0": "no trajectory 'nosuch/default/0' among 0",
     "show file 0": f"file: not an HDF5 file; {NO_STORE} (see: megaflow-hpc gather RUN)",
-    "verify nowhere": f"nowhere: cannot be read (No such file or directory); {NO_STORE}, or a run directory, which "
-    "megaflow-hpc list names",
+    "verify nowhere": f"nowhere: cannot be read (No such file or directory); {NO_STORE}, or a run directory (see: "
+    "megaflow-hpc list)",
     "du dir": "dir: not a run directory (no run.json); list run directories with: megaflow-hpc list",
     "export {run} --format jsnl": "format 'jsnl': there are jsonl, parquet, verl, areal, atif, preds",
     "export {run} --format ,": "format ',': there are jsonl, parquet, verl, areal, atif, preds",
@@ -354,6 +353,11 @@ def test_wrong_words(words: str, here: Path, capsys: pytest.CaptureFixture[str])
     said = refused(shlex.split(words.format(run=here / "run")), capsys)
     assert WORDS[words].format(run=here / "run", here=here) in said
     assert sorted(path for path in here.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+def test_images_build_names_the_line_of_its_campaign(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["images", "build", "lost.yaml"]) == 2
+    assert f"lost.yaml:2: tasks: {here}/lost/*: {NO_TASKS}" in capsys.readouterr().err
 
 
 def test_a_mistake_of_the_file_is_said_before_one_of_the_site(

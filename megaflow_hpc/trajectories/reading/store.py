@@ -300,16 +300,10 @@ def open_trajectories(path: str | os.PathLike[str]) -> TrajectoryStore:
     if not path.is_dir():
         return TrajectoryStore(Hdf5Source(path), path)
     run = RunDir(path)
-    try:
-        stored = run.journal.is_dir() or run.trajectories.exists()
-    except PermissionError:
-        stored = False
-    if not stored:
-        read_run(run)  # its error names the reason
+    if not (os.path.exists(run.journal) or os.path.exists(run.trajectories)):  # unlike Path, false if not permitted
+        read_run(run)
     seals = seals_of(run)
-    recorded = recorded_sources(run.trajectories)
-    now = fingerprint(run, seals)
-    if run.trajectories.exists() and _covers(recorded, now):
+    if run.trajectories.exists() and _covers(recorded_sources(run.trajectories), fingerprint(run, seals)):
         return TrajectoryStore(Hdf5Source(run.trajectories), run.trajectories, run)
     return TrajectoryStore(JournalSource(index(run, seals)), run.path, run)
 
@@ -320,8 +314,7 @@ def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:
         return True
     if recorded is None:
         return False
-    has_journals = now["journals"].items() <= recorded["journals"].items()
-    return has_journals and recorded.get("seals") == now["seals"]
+    return now["journals"].items() <= recorded["journals"].items() and recorded.get("seals") == now["seals"]
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
