@@ -33,14 +33,13 @@ NAMES = ("model.patch", "patch.diff", "patch")
 def write(job: ExportJob) -> list[Path]:
     """Writes ``preds.json``, or one file per policy and sample."""
     by_file: dict[tuple[str, int, int], list[int]] = {}
-    columns = (
-        job.store.column(name)[job.numbers].tolist() for name in ("task_id", "group_id", "sample_index")
-    )
+    names = ("task_id", "group_id", "sample_index")
+    columns = (job.store.column(name)[job.numbers].tolist() for name in names)
     for row, task, group, sample in zip(job.numbers.tolist(), *columns, strict=True):
         policy = group.rpartition("/")[2]  # followed by the agent if it has several
         by_file.setdefault((policy, sample, round_of(task, group)), []).append(row)
     paths = []
-    done, some = 0, ""
+    done = 0
     for (policy, sample, round_number), rows in sorted(by_file.items()):
         suffix = f"@{round_number}" if round_number else ""
         file = f"preds-{safe_name(policy)}-{sample}{suffix}.json" if len(by_file) > 1 else "preds.json"
@@ -49,7 +48,6 @@ def write(job: ExportJob) -> list[Path]:
             separator = "{"
             for row in job.store.rows(rows):
                 patch, warning = patch_of(row)
-                some = some or patch or warning
                 if warning:
                     job.warn(f"{row.id}: {warning}")
                 prediction = {
@@ -62,8 +60,6 @@ def write(job: ExportJob) -> list[Path]:
                 done += 1
                 job.progress(done, len(job.numbers))
             out.write("\n}\n")
-    if not some:
-        job.warn("no rollout left a patch, so all predictions are empty; a work directory in a git checkout makes one")
     return paths
 
 

@@ -312,9 +312,9 @@ def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:
     """Returns whether a file covers all existing journals. Other journals may have been removed since."""
     if not now["journals"]:
         return True
-    if recorded is None:
+    if recorded is None or recorded.get("seals") != now["seals"]:
         return False
-    return now["journals"].items() <= recorded["journals"].items() and recorded.get("seals") == now["seals"]
+    return now["journals"].items() <= recorded["journals"].items()
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -551,16 +551,6 @@ def predicted(folder, *artifacts: list[Artifact]) -> tuple[list[str], list[str]]
     return [json.loads(path.read_text())["task"]["model_patch"] for path in paths], warnings
 
 
-def test_predictions_without_any_patch_are_named(tmp_path):
-    _, some = predicted(tmp_path, [], [Artifact("patch", b"x")])
-    assert some == []
-    (tmp_path / "none").mkdir()
-    _, none = predicted(tmp_path / "none", [], [])
-    assert none == [
-        "no rollout left a patch, so all predictions are empty; a work directory in a git checkout makes one"
-    ]
-
-
 def test_the_patch_of_the_last_step_is_predicted_and_an_incomplete_one_is_named(tmp_path):
     steps = [Artifact(f"steps/{name}/patch", name.encode()) for name in ("one", "two")]
     lacking = [Artifact("patch", b"x"), Artifact("patch.error", "error: unable to index 'ü'".encode())]
