@@ -60,8 +60,8 @@ class Registries:
         through = f" (for {source})" if address != source else ""
         return SiteError(
             f"{error}{through}\n  where registries are out of reach: map the image to a SIF file that is here "
-            "(environment.images), name a mirror (environment.mirrors, --mirror), or fetch it elsewhere and bring it here "
-            f"({docs('how-to/images.md')})"
+            "(environment.images), name a mirror (environment.mirrors, --mirror), or fetch it elsewhere and bring it "
+            f"here ({docs('how-to/images.md')})"
         )
 
     def check(self, source: str) -> None:
