@@ -28,27 +28,6 @@ OF_KIND = re.compile(
 )
 """Matches Pydantic error types that are explained from the schema. For other types, the section's own message is
 used."""
-REMOVED_KEYS = {
-    "environment.limits.cpu_s": "limit CPUs and time with cpus and wall_s",
-    "environment.mode": "every rollout gets a new sandbox; leave it out",
-    "evaluation": "write the reward of a passed rollout as pass_threshold: 0.5; pass@k needs no key",
-    "health.interval_s": "services are checked every second; leave it out",
-    "importance.level": "write importance: token",
-    "model.name": "write the model's name at the endpoint as path",
-    "pool.share": "write share: group at the top of the file",
-    "pool.users": "write the users' weights as pool.weights: {alice: 2}; pool.in_flight holds for every user",
-    "prompts.filter_solved": "write training.prompts.pass_rate: [0, 0.95]",
-    "quotas.slots": "limit rollouts with slurm.pods: count, ranks_per_node and slots_per_rank",
-    "scheduling.cuts": "a rollout fails after 16 interruptions; leave it out",
-    "scheduling.weights": "policies alternate in planned order; leave it out",
-    "slurm.pods.throttle": "start fewer pods (slurm.pods.count); each is requeued until the work is done",
-    "trainer.cpus_per_gpu": "write slurm.servers.cpus_per_gpu, or slurm.trainer.extra: {cpus-per-gpu: 8}",
-    "training.constrained": "such calls are answered, and their tokens get loss mask 0; leave it out",
-    "training.mode": "write training.staleness: 0 for synchronous, null for asynchronous, or the bound",
-    "training.nonfinite": "training ends after 3 steps without a finite gradient; leave it out",
-    "weights.poll_s": "servers poll often for trained policies; leave it out",
-}
-"""Removed key, or the last parts of its path → replacement."""
 UNITS = {"s": "seconds", "gb": "GB", "mb": "MB", "hours": "hours"}
 """Suffix of a key → unit of its value."""
 
@@ -243,10 +222,6 @@ def explain_all(error: ValidationError, path: str, node: yaml.Node | None, model
 
 def _explained(problem: Any, location: Sequence[Any], key: Sequence[Any], schema: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
-        name = ".".join(str(part) for part in location if not isinstance(part, int))
-        for removed, remedy in REMOVED_KEYS.items():
-            if f".{name}".endswith(f".{removed}"):
-                return f"{name}: this key was removed: {remedy}"
         names = sorted({name for kind in _at(schema, location[:-1]) for name in kind.get("properties", ())})
         close = difflib.get_close_matches(str(location[-1]), names, 1)
         remedy = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(names)}"

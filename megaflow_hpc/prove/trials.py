@@ -523,7 +523,7 @@ def _stored(proof: ProofSite, run: Run, name: str, result: Mapping[str, Any], re
 
 
 def _refusal(run: Run) -> str:
-    """Returns the last refusal of a requeue in the logs of the pods: Slurm's mark of it is gone with the replaced job."""
+    """Returns the last refused requeue in the pods' logs. Slurm's mark of it is gone with the replaced job."""
     lines = [line for path in run.dir.logs.glob("pod-*.log") for line in tail(path, 100).lines]
     return next((line for line in reversed(lines) if line.startswith("scontrol requeue ")), "no reason is in its log")
 

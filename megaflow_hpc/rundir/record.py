@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 FORMAT = "megaflow-hpc/run"
 FORMAT_VERSION = 3
-"""Version 2, in which a policy had one ``agent``, is read too."""
 MAX_RUN_JSON_BYTES = 2**30
 """Maximum size of ``run.json`` in bytes."""
 

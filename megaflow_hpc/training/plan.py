@@ -41,7 +41,6 @@ from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.training import Commit, Trainer, numbered
 
 FORMAT_VERSION = 2
-"""Version 2 added advantages of sequences and turns."""
 
 COLUMN_PREFIX = "column."
 """Prefix of column names in the columns file."""

@@ -110,6 +110,8 @@ def fields(task: str, model: Path, steps: int, seed: int, shuffle: bool) -> dict
                 "max-num-seqs": 80,
                 "dtype": "float32",
                 "distributed-executor-backend": "uni",
+                "no-enable-chunked-prefill": True,  # on a CPU, vLLM dies of a seed and a prompt in parts
+                "max-num-batched-tokens": 2048,
                 "limit-mm-per-prompt": json.dumps({"image": turns}),
             },
         },

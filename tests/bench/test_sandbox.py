@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.bench import exec as bench_exec
-from tests.bench import modes as bench_modes
 from tests.bench import sandbox as bench_sandbox
 
 
@@ -30,15 +29,6 @@ def test_life_of_a_sandbox_is_measured_and_a_killed_owner_leaves_nothing(base_si
     assert [figure.value for name, figure in figures.items() if "left by a killed owner" in name] == [0, 0, 0]
     assert all(figure.value > 0 for name, figure in figures.items() if "left by" not in name)
     assert sum(figure.goal is not None for figure in figures.values()) == 7
-
-
-@pytest.mark.slow
-def test_starts_are_measured_in_each_way_of_this_node_and_as_copies(base_sif: Path) -> None:
-    words = ("--image", str(base_sif), "--starts", "1", "--sandboxes", "1", "--copies", "1", "--watch-s", "0.5")
-    names = [figure.name for figure in bench_modes.run(arguments(bench_modes, *words, "--hogs", "1"), print)]
-    assert "fresh sandbox ready, from an unpacked image" in names
-    assert "fresh sandbox ready, from an unpacked image, copied: no overlay" in names
-    assert any(name.startswith("memory hog") for name in names)
 
 
 def test_commands_are_measured(base_sif: Path) -> None:

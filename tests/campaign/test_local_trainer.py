@@ -109,19 +109,6 @@ def learned(make_campaign: Make, text: str, completed: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_campaign_without_slurm_trains_and_its_trainer_may_be_killed(
-    make_campaign: Make, dying_trainer: None
-) -> None:
-    result = learned(make_campaign, LEARNING, 8)
-    told = trained(RunDir(result["run"]))
-    assert [line[:2] for line in told] == [["1", "1"], ["1", "2"], ["2", "2"]]
-    assert told[1][2:] == told[2][2:]
-    said = cli("status", result["run"]).stdout
-    assert "default: step 2 of 2, weights 2, reward 1, staleness 0\n" in said
-    assert "trainer of default: done" in said
-
-
-@pytest.mark.slow
 def test_an_engine_sleeps_in_each_step_and_wakes_when_the_trainer_is_killed_in_one(
     make_campaign: Make, dying_trainer: None
 ) -> None:

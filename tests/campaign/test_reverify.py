@@ -393,25 +393,6 @@ def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             check_name(name)
 
 
-def test_a_killed_call_is_continued(run: RunDir) -> None:
-    beside = Path(json.loads(run.run_json.read_text())["beside"])
-    command = ["reverify", str(run), "--with", "scorers.py:slowly", "--name", "slow", "--jobs", "1"]
-    process = subprocess.Popen([sys.executable, "-m", "megaflow_hpc", *command], cwd=beside)
-    until(lambda: len(given_as(run, "slow")) >= 1, "a reward")
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = given_as(run, "slow")
-    assert 1 <= len(before) < 4
-    (path,) = (run.rewards / "slow").iterdir()
-    with path.open("ab") as file:
-        file.write(b'{"id": "Out/default/0", "rew')
-    result = reverify(run, *command[2:])
-    assert (result["already"], result["scored"]) == (len(before), 4 - len(before))
-    after = given_as(run, "slow")
-    assert len(after) == 4
-    assert {rollout: after[rollout] for rollout in before} == before
-
-
 def test_shares_side_by_side_of_which_one_is_killed_equal_one_call(run: RunDir) -> None:
     beside = Path(json.loads(run.run_json.read_text())["beside"])
     assert reverify(run, "--with", "scorers.py:slowly", "--name", "whole", "--jobs", "4")["scored"] == 4

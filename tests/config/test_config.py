@@ -168,28 +168,8 @@ def test_a_time_is_text_and_not_a_number_to_base_60(tmp_path: Path) -> None:
             "campaign.yaml:6: pool.weights.a 0: expected a number above 0",
         ),
         (
-            MINIMAL + "scheduling: {weights: {a: 2}}\n",
-            "campaign.yaml:4: scheduling.weights: this key was removed: policies alternate in planned order",
-        ),
-        (
-            MINIMAL + "services: {db: {image: i, health: {interval_s: 2}}}\n",
-            "campaign.yaml:4: services.db.health.interval_s: this key was removed: services are checked every second",
-        ),
-        (
-            MINIMAL + "environment: {mode: ephemeral}\n",
-            "campaign.yaml:4: environment.mode: this key was removed: every rollout gets a new sandbox",
-        ),
-        (
             MINIMAL + "models: {a: {path: m, servers: {min: 1, max: 4}}}\n",
             "campaign.yaml:4: models.a.servers: expected a number of servers, or [min, max] such as [1, 4]",
-        ),
-        (
-            MINIMAL + "evaluation: {threshold: 0.5}\n",
-            "campaign.yaml:4: evaluation: this key was removed: write the reward of a passed rollout as pass_threshold",
-        ),
-        (
-            MINIMAL + "models: {a: {path: m, weights: {poll_s: 1}}}\n",
-            "campaign.yaml:4: models.a.weights.poll_s: this key was removed: ",
         ),
         (MINIMAL + "x: [\n", "campaign.yaml:5: not valid YAML"),
         ("- a\n", "campaign.yaml: holds a list; expected keys such as tasks: and agent:"),

@@ -123,7 +123,6 @@ def test_gspo_has_no_importance_weights_unless_the_file_asks_for_them() -> None:
             "weight_decay -1: expected a number of at least 0",
         ),
         ("policies: {default: }\nstaleness: -1", "training.staleness -1: expected a whole number of at least 0"),
-        ("policies: {default: }\nmode: bounded", "training.mode: this key was removed: write training.staleness"),
         ("policies: {default: }\nbatch: {tasks: 2}", "training.batch: expected a whole number of at least 1, found"),
         ("policies: {default: }\ndata: [{zero_variance: {}, penalty: -1}]", "one name with its settings"),
         ("policies: {default: }\ndata: [filter]", "unknown key 'training.data.0.filter'"),
@@ -135,10 +134,6 @@ def test_gspo_has_no_importance_weights_unless_the_file_asks_for_them() -> None:
         ),
         ("policies: {default: }\ndata: [{overlong: {longest: 10, buffer: 20}}]", "buffer 20 is larger than longest 10"),
         ("policies: {default: }\ndata: [{pass_rate: [0.9, 0.1]}]", "the lower one first"),
-        (
-            "policies: {default: }\nprompts: {filter_solved: 0.95}",
-            "training.prompts.filter_solved: this key was removed: write training.prompts.pass_rate: [0, 0.95]",
-        ),
         ("policies: {default: }\nprompts: {pass_rate: [0, 2]}", "bounds are pass rates from 0 to 1"),
         (
             "policies: {default: }\nprompts: {greso: true, order: 'own:chosen'}",

@@ -33,7 +33,6 @@ from megaflow_hpc.trajectories.maintenance.compact import compact, usage_of_file
 from megaflow_hpc.trajectories.maintenance.validate import verify
 from megaflow_hpc.trajectories.reading.durations import durations
 from megaflow_hpc.trajectories.reading.follow import follow
-from tests.support.earlier_files import as_version_2
 from tests.support.samples import commit, run_dir, trajectory
 from tests.support.second_user import COMMAND
 from tests.support.warm import WarmPython
@@ -258,31 +257,6 @@ def _long_columns(file, secret):
     file["rewards/tests"].resize((10**12,))
 
 
-def _earlier_text(change):
-    """A file of version 2, whose texts HDF5 stores in a heap, with changed bytes."""
-
-    def make(file, secret):
-        path = Path(file.filename)
-        file.close()
-        as_version_2(path)
-        with h5py.File(path, "r+") as opened:
-            opened["trajectories/error"][:] = ["x" * 1000] * 8
-        data = bytearray(path.read_bytes())
-        change(data, data.index(b"GCOL\x01"))
-        path.write_bytes(data)
-
-    return make
-
-
-def _heap_without_end(data: bytearray, heap: int) -> None:
-    """Free space of length 0: libhdf5 looks for the next object at the same offset for ever."""
-    data[heap + 16 : heap + 32] = bytes(16)
-
-
-def _heap_of_long_texts(data: bytearray, heap: int) -> None:
-    data[heap + 24 : heap + 32] = (1 << 40).to_bytes(8, "little")
-
-
 CRAFTED = ATTACKS | {
     "10^12 rows in a kilobyte": _replaced("trajectories/reward", shape=(10**12,), chunks=(1 << 16,)),
     "10^12 rows in every column": _long_columns,
@@ -300,8 +274,6 @@ CRAFTED = ATTACKS | {
     "a call that a later one started": _put("turns/started_by", 0, 1 << 40),
     "deep JSON": _messages(b"[" * 200_000 + b"]" * 200_000),
     "bytes that are no JSON": _messages(b"\xff\xfe"),
-    "a heap without end": _earlier_text(_heap_without_end),
-    "a heap of a terabyte": _earlier_text(_heap_of_long_texts),
 }
 
 CONFINED = """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import os
 import re
 import sys
@@ -29,6 +30,8 @@ WARM_UP_TOKENS = 3
 LOG_TAIL_BYTES = 200_000
 """Bytes at the end of the engine's log searched for a cause. It is large because the first error may cause many
 more."""
+FATAL = b"EngineCore encountered a fatal error"
+"""Precedes the traceback of vLLM's core. The traceback of each request in flight follows: megabytes in all."""
 END_TIMEOUT_S = 20.0
 """Seconds that the lifeline gets to stop the engine before it is killed."""
 NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")
@@ -98,10 +101,12 @@ class EngineProcess:
     def cause(self) -> str:
         """Returns the reason why the process ended, in one line."""
         try:
-            with self.log_file.open("rb") as file:
-                file.seek(max(self._log_start, self.log_file.stat().st_size - LOG_TAIL_BYTES))
-                tail = file.read().decode("utf-8", "replace")
-        except OSError:
+            with self.log_file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
+                start = log.rfind(FATAL, self._log_start)
+                if start < 0:
+                    start = max(self._log_start, len(log) - LOG_TAIL_BYTES)
+                tail = log[start : start + LOG_TAIL_BYTES].decode("utf-8", "replace")
+        except (OSError, ValueError):  # ValueError: the log is empty
             tail = ""
         return cause(tail, self._process.returncode if self._process else None)
 

@@ -22,9 +22,6 @@ from megaflow_hpc.model.gateway.recorder import SampledTokens
 from megaflow_hpc.trajectory import CALLS_FILE, Recording, TokenSequence, Trajectory
 from megaflow_hpc.types import Artifact
 
-_OLD_ARTIFACT = "engine.jsonl"
-"""Name of the artifact in older recordings. Its lines also contain the sampled ids, and it is truncated at 8 MiB."""
-
 
 class Recordings(Protocol):
     """A store of earlier rollouts."""
@@ -54,23 +51,25 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
     """Returns the recorded calls of a rollout.
 
     Token ids, log-probabilities and weight versions come from the token columns, answers from the messages, and request
-    digests from an artifact. In older recordings, the artifact also contains the answers.
+    digests from an artifact.
 
     Raises:
-        ModelServiceError: The artifact lacks calls, as in older recordings of long rollouts.
+        ModelServiceError: The artifact lacks calls.
     """
-    artifacts = [artifact for artifact in trajectory.artifacts if artifact.name in (CALLS_FILE, _OLD_ARTIFACT)]
+    artifacts = [artifact for artifact in trajectory.artifacts if artifact.name == CALLS_FILE]
     lines = [line for artifact in artifacts for line in artifact.data.split(b"\n") if line]
     calls = []
     for number, turn in enumerate(trajectory.turns):
         try:
             call = json.loads(lines[number])
-            message = trajectory.messages[turn.message] if turn.message >= 0 else call.get("message")
-            message = message or {"role": "assistant", "content": call["text"]}
+            if turn.message >= 0:
+                message = trajectory.messages[turn.message]
+            else:
+                message = {"role": "assistant", "content": call["text"]}
         except (IndexError, KeyError, ValueError):
             raise ModelServiceError(
                 f"replay: rollout {trajectory.id}: only {number} of {len(trajectory.turns)} calls were recorded "
-                "completely (older recordings end at 8 MiB); leave the rollout out"
+                "completely; leave the rollout out"
             ) from None
         sequence = trajectory.sequences[turn.sequence] if turn.sequence >= 0 else TokenSequence("")
         part = slice(turn.token_start, turn.token_end)

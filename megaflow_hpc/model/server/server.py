@@ -172,7 +172,7 @@ class EngineServer:
                 self._say(f"start {failures} of {MAX_STARTS}: {error}")
                 lasting = not served and is_lasting(str(error))
                 if lasting or failures >= MAX_STARTS:
-                    if not version.path:
+                    if served or not version.path:  # an engine that served these weights did not die of them
                         self._give_up(str(error), lasting)
                         return ConfigError.exit_status if lasting else 1
                     self.weights.refused[version.version] = str(error)  # try the previous version

@@ -20,7 +20,7 @@ import numpy as np
 from h5py import h5z
 from numpy.typing import NDArray
 
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OFFSETS, OPTIONAL, STRING, TEXT, text_offset
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OFFSETS, TEXT, text_offset
 
 try:
     from isal import isal_zlib
@@ -35,7 +35,8 @@ Array = NDArray[Any]
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_PIPELINE = (h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32)
+_FILTERS = [h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32]
+"""Filters of every chunk that this package writes. Some are shuffled first."""
 _CHECKSUM_BYTES = 4
 _OVERHEAD_BYTES = 64
 """Upper bound for the header and checksum overhead of a short chunk. Deflate never doubles the size of its input."""
@@ -47,19 +48,15 @@ _CHUNKS_PER_TASK = 16
 
 
 def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array:
-    """Returns entries ``[start, end)`` of a dataset: numbers, ``S`` bytes, or ``str`` objects.
+    """Returns entries ``[start, end)`` of a dataset: numbers or ``S`` bytes.
 
     Raises:
         OSError: A chunk is corrupt.
     """
     start, end, _ = slice(start, end).indices(len(dataset))
     end = max(start, end)
-    text = h5py.check_string_dtype(dataset.dtype)
-    source = dataset
-    if text is not None and text.length is None:  # variable-length strings, in files of versions 1 and 2
-        source = dataset.asstr("utf-8", "replace")
     try:
-        values: Array = source[start:end]
+        values: Array = dataset[start:end]
     except (OSError, RuntimeError) as error:
         entries = f"{dataset.file.filename}: {dataset.name}: entries {start} to {end - 1}"
         raise OSError(f"{entries} cannot be read ({error}); the file is damaged") from error
@@ -67,13 +64,9 @@ def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array
 
 
 def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = None) -> Array:
-    """Returns entries ``[start, end)`` of a schema column from a file of any version, with the types of :func:`read`.
-
-    Columns missing from files of earlier versions are filled with their defaults.
-    """
-    if path not in file:
-        return _defaults(file, path, start, end)
-    if COLUMNS[path].dtype != TEXT or text_offset(path) not in file:
+    """Returns entries ``[start, end)`` of a schema column: numbers, ``S`` bytes, or ``str`` objects of a :data:`TEXT`
+    column."""
+    if COLUMNS[path].dtype != TEXT:
         return read(file[path], start, end)
     offset = file[text_offset(path)]
     start, end, _ = slice(start, end).indices(len(offset) - 1)
@@ -83,19 +76,6 @@ def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = No
     for row, (first, last) in enumerate(pairwise(bounds)):
         values[row] = data[first - bounds[0] : last - bounds[0]].decode("utf-8", "replace")
     return values
-
-
-def _defaults(file: h5py.File, path: str, start: int, end: int | None) -> Array:
-    if path == "messages/parent":  # the messages of each row form a single conversation
-        bounds = read(file["trajectories/message_offset"])
-        first = np.repeat(bounds[:-1], np.diff(bounds))
-        parents: Array = np.arange(len(first)) - first - 1
-        return parents[start:end]
-    column = COLUMNS[path]
-    like = [other.path for other in COLUMNS.values() if other.extent == column.extent and other.path in file]
-    start, end, _ = slice(start, end).indices(len(file[like[0]]) if like else int(column.is_offset))
-    dtype = "S1" if column.dtype == STRING else column.dtype
-    return np.full(max(0, end - start), OPTIONAL[path], dtype)
 
 
 def texts(dataset: h5py.Dataset) -> Array:
@@ -176,8 +156,6 @@ def offset_faults(file: h5py.File) -> Iterator[str]:
     """Yields a message for each offset column that does not ascend from 0 to the length of its target. Reads all
     offsets."""
     for path, target in OFFSETS.items():
-        if path not in file or target not in file:
-            continue
         values = read(file[path])
         end = offset_end(path, len(file[target]))
         if not len(values) or values[0] != 0 or values[-1] != end:
@@ -208,12 +186,10 @@ class ChunkDecoder:
 
     def __init__(self, dataset: h5py.Dataset) -> None:
         filters = filters_of(dataset)
-        in_order = [number for number in _PIPELINE if number in filters]
         self._dataset = dataset
         self._dtype = dataset.dtype
-        self._is_shuffled = h5z.FILTER_SHUFFLE in filters
-        self._has_checksum = h5z.FILTER_FLETCHER32 in filters
-        self._is_decodable = filters == in_order and h5z.FILTER_DEFLATE in filters
+        self._is_shuffled = filters == [h5z.FILTER_SHUFFLE, *_FILTERS]
+        self._is_decodable = self._is_shuffled or filters == _FILTERS
 
     def decode(self, number: int) -> Array | None:
         """Returns the chunk with this index (from 0), or ``None`` if HDF5 must read it."""
@@ -226,13 +202,12 @@ class ChunkDecoder:
             skipped_filters, stored = self._dataset.id.read_direct_chunk((number * size,), out=buffer)
         except (OSError, RuntimeError, ValueError):  # never written, corrupt, or larger than the buffer
             return None
-        data = bytes(stored)
         if skipped_filters:
             return None
-        if self._has_checksum:
-            data, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
-            if not _matches_fletcher32(data, checksum):
-                return None
+        data = bytes(stored)
+        data, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+        if not _matches_fletcher32(data, checksum):
+            return None
         stream = inflater()
         try:
             inflated = stream.decompress(data, size_bytes + 1)  # +1: also verifies deflate's checksum

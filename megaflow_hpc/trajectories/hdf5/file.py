@@ -1,6 +1,6 @@
 """Opens and creates campaign files, and describes their origin in root attributes.
 
-All readers open files through this module. It rejects files that are foreign, incomplete or of a newer version. It also
+All readers open files through this module. It rejects files that are foreign, incomplete or of another version. It also
 rejects files that store data elsewhere: HDF5 follows links, external storage and virtual datasets to other files, and
 loads a plugin library for an unknown filter.
 """
@@ -32,7 +32,6 @@ from megaflow_hpc.trajectories.hdf5.schema import (
     COLUMNS,
     FORMAT,
     FORMAT_VERSION,
-    OPTIONAL,
     STRING,
     TEXT,
     escape,
@@ -64,22 +63,6 @@ _EXTENTS = {
 }
 """Maps each extent to a column of that length. ``messages/offset`` has one more entry than there are messages."""
 
-_TOGETHER = {
-    "experts": ("sequences/expert_offset",),
-    "images": tuple(path for path, column in COLUMNS.items() if column.group == "images"),
-    "image_uses": ("trajectories/image_offset", "images/sha256"),
-    "image_spans": (
-        "sequences/image_offset",
-        "image_uses/image",
-        "image_spans/start",
-        "image_spans/length",
-        "image_spans/image",
-    ),
-    "trajectories/image_offset": ("image_uses/image",),
-    "sequences/image_offset": ("image_spans/image",),
-}
-"""Maps columns that older files lack, or groups of them, to the columns that a file with any of them must have."""
-
 Datasets = Mapping[str, h5py.Dataset]
 """Datasets of a file, by path."""
 
@@ -100,8 +83,8 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
         complete: Whether to reject a file whose columns differ from the schema in type or length.
 
     Raises:
-        ConfigError: The file is missing, unreadable, truncated, not HDF5, of another format or of a newer version, or
-            it stores data elsewhere.
+        ConfigError: The file is missing, unreadable, truncated, not HDF5, of another format or version, or it
+            stores data elsewhere.
     """
     path = Path(path)
     try:
@@ -143,12 +126,12 @@ def _require_campaign(path: Path, file: h5py.File, complete: bool) -> None:
         raise ConfigError(f"{path}: format {file_format!r}, expected {FORMAT!r}; this HDF5 file is not ours")
     version = file.attrs.get("format_version")
     try:
-        readable = 1 <= int(version) <= FORMAT_VERSION
+        readable = int(version) == FORMAT_VERSION
     except (TypeError, ValueError):
         readable = False
     if not readable:
         raise ConfigError(
-            f"{path}: format_version {version!r}, expected 1 to {FORMAT_VERSION}; use a newer megaflow-hpc"
+            f"{path}: format_version {version!r}, expected {FORMAT_VERSION}; use the megaflow-hpc that wrote it"
         )
     faults = schema_faults(columns) if complete else []
     if faults:
@@ -205,33 +188,25 @@ def schema_faults(columns: Datasets) -> list[str]:
 def _type_faults(path: str, dtype: str, columns: Datasets) -> Iterator[str]:
     dataset = columns.get(path)
     if dataset is None:
-        if path not in OPTIONAL:
-            yield f"/{path}: is missing"
+        yield f"/{path}: is missing"
         return
-    if dtype == TEXT and text_offset(path) in columns:
+    if dtype == TEXT:
         yield from _type_faults(text_offset(path), "int64", columns)
         dtype = "uint8"
     if dataset.ndim != 1:
         yield f"/{path}: is not a one-dimensional dataset"
-    elif dtype in (STRING, TEXT):
+    elif dtype == STRING:
         text = h5py.check_string_dtype(dataset.dtype)
-        if text is None or text.encoding != "utf-8":
-            yield f"/{path}: type {dataset.dtype}, expected UTF-8 strings"
+        if text is None or text.length is None or text.encoding != "utf-8":
+            yield f"/{path}: type {dataset.dtype}, expected UTF-8 strings of fixed length"
     elif dataset.dtype != np.dtype(dtype):
         yield f"/{path}: type {dataset.dtype}, expected {dtype}"
 
 
 def _length_faults(columns: Datasets) -> Iterator[str]:
     for path, column in COLUMNS.items():
-        if path not in columns:
-            continue
-        together = (*_TOGETHER.get(column.group, ()), *_TOGETHER.get(path, ()))
-        missing = next((other for other in together if other not in columns), None)
-        if missing is not None:
-            yield f"/{path}: without /{missing}"
-            continue
         is_offset = column.is_offset
-        if column.dtype == TEXT and text_offset(path) in columns:
+        if column.dtype == TEXT:
             path, is_offset = text_offset(path), True
         extent = column.extent.removesuffix("+1")
         expected = len(columns[_EXTENTS[extent]])

@@ -4,8 +4,7 @@ The writer, the readers, the validator and docs/reference/trajectory-format.md s
 one-dimensional. Ragged data is stored flat: item i has the entries ``[offset[i], offset[i+1])`` of the flat columns,
 and an offset column has one more entry than there are items. The only filters are HDF5's shuffle, deflate and
 fletcher32, and nothing has variable length, so every HDF5 library can read the file. Readers ignore unknown datasets.
-Adding a column requires no new format version, but the column must be :data:`OPTIONAL`. Changing the meaning of a
-column requires a new version.
+Changing the meaning of a column requires a new version.
 
 HDF5 strings cannot contain NUL or lone surrogates (undecodable bytes from program output). String columns store the
 escapes ``\x00`` and ``\udc80`` instead. Messages are stored losslessly, because JSON has equivalent escapes.
@@ -24,11 +23,11 @@ FORMAT = "megaflow-hpc/trajectories"
 FORMAT_VERSION = 3
 
 STRING = "string"
-"""Fixed-width UTF-8, padded with NUL. Widths are powers of two. Older files use variable-length strings."""
+"""Fixed-width UTF-8, padded with NUL. Widths are powers of two."""
 
 TEXT = "text"
-"""UTF-8 of any length, for values that are usually empty but sometimes long. Stored as bytes plus :func:`text_offset`.
-Files before version 3 use a dataset of variable-length strings."""
+"""UTF-8 of any length, for values that are usually empty but sometimes long. Stored as bytes plus
+:func:`text_offset`."""
 
 STATUSES = ("completed", "truncated", "failed", "cancelled")
 
@@ -195,7 +194,7 @@ GROUPS = (
             ("agent_s", "float32", "t", "seconds in the agent itself"),
             ("wait_s", "float32", "t", "seconds waiting for an engine"),
             ("server", STRING, "t", "engine server that answered"),
-            ("policy", STRING, "t", "policy that answered; empty if unknown (version 1)"),
+            ("policy", STRING, "t", "policy that answered"),
             ("message", "int64", "t", "index of its answer among the messages of its trajectory; -1 if unknown"),
             (
                 "started_by",
@@ -231,8 +230,8 @@ GROUPS = (
         "Every message of every model call. Message i is the UTF-8 JSON text `json[offset[i]:offset[i+1]]`, an object "
         "in OpenAI message form; the bytes are compressed by the dataset's deflate filter, so a reader sees plain "
         "JSON. The messages of a trajectory form a tree, because conversations share their common beginning. The "
-        "conversation of a call is its answer, `/turns/message`, and the chain of messages before it by `parent`. "
-        "Files of version 1 have only the longest conversation of a trajectory, and no links to calls. `q` messages.",
+        "conversation of a call is its answer, `/turns/message`, and the chain of messages before it by `parent`. `q` "
+        "messages.",
         (
             (
                 "parent",
@@ -263,9 +262,7 @@ GROUPS = (
         "Files stored with a rollout. Artifact i is `bytes[offset[i]:offset[i+1]]`. `f` artifacts, in the order of "
         "their trajectories. `calls.jsonl` has a line of JSON per turn with further data for a replay: the request's "
         "`id`, `asked` (a digest of the conversation), `api` (the path that the agent called), `tokens` (numbers of "
-        "prompt and sampled tokens, if no ids are known), and the `text` of an answer that is not a message. In files "
-        "of version 1 it has the `text` or `message` of every answer; older files have `engine.jsonl` instead, which "
-        "repeats the sampled ids, up to 8 MiB.",
+        "prompt and sampled tokens, if no ids are known), and the `text` of an answer that is not a message.",
         (
             ("name", STRING, "f", "file name"),
             ("trajectory", "int64", "f", "row of `/trajectories`, not decreasing"),
@@ -312,7 +309,7 @@ REWARDS_DOC = (
 
 ROOT_ATTRIBUTES = (
     ("format", f"`{FORMAT}`"),
-    ("format_version", f"{FORMAT_VERSION}; readers refuse a greater one"),
+    ("format_version", f"{FORMAT_VERSION}; readers refuse any other"),
     ("campaign", "name of the campaign"),
     ("software", "name and version of the software that wrote the file"),
     ("sources", "JSON: sizes of the journals, and checksum of the seals, from which it was gathered"),
@@ -370,39 +367,6 @@ MEASURED = ("setup_s", "agent_s", "verify_s", "cpu_s", "memory_peak_mb", "disk_p
 
 UNKNOWN_AS_NAN = ("reward", *MEASURED)
 """Numeric fields of a rollout that may be unknown: NaN in a column, ``None`` in a trajectory."""
-
-OPTIONAL: dict[str, Any] = {
-    "trajectories/rank": -1,
-    "trajectories/seed": -1,
-    "trajectories/inexact": 0,
-    "trajectories/constrained": 0,
-    **{f"trajectories/{name}": math.nan for name in MEASURED},
-    "sequences/weight_version_min": -1,
-    "sequences/weight_version_max": -1,
-    "sequences/expert_layers": 0,
-    "sequences/experts_per_token": 0,
-    "sequences/expert_offset": 0,
-    "experts/bytes": 0,
-    "turns/policy": "",
-    "turns/message": -1,
-    "turns/started_by": -1,
-    "turns/role": "",
-    "messages/parent": None,
-    "trajectories/image_offset": 0,
-    "sequences/image_offset": 0,
-    "images/sha256": "",
-    "images/media_type": "",
-    "images/width": 0,
-    "images/height": 0,
-    "images/offset": 0,
-    "images/bytes": 0,
-    "image_uses/image": 0,
-    "image_spans/start": 0,
-    "image_spans/length": 0,
-    "image_spans/image": 0,
-}
-"""Maps each column that is missing from earlier versions' files to its default value. Without ``messages/parent``, the
-messages of a row form a single conversation."""
 
 TOKEN_CHUNK = 16384
 """Entries per chunk of the token columns. Smaller chunks make files larger. Larger chunks slow down random batches."""

@@ -200,16 +200,13 @@ def read_frame(path: str | os.PathLike[str], start: int) -> Frame:
 
 
 def unpack_record(payload: bytes) -> dict[str, Any]:
-    """Decodes the output of :func:`pack_record`. Also accepts strings packed with ``surrogateescape``.
+    """Decodes the output of :func:`pack_record`.
 
     Raises:
         ValueError: The bytes are not a msgpack map.
     """
     try:
-        try:
-            record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
-        except UnicodeDecodeError:
-            record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogateescape")
+        record = msgpack.unpackb(payload, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
     except (TypeError, ValueError, msgpack.exceptions.UnpackException) as error:  # TypeError: a map used as a map key
         # The original exception would keep everything unpacked so far alive, however deep and large.
         raise ValueError(f"not msgpack ({type(error).__name__}: {error})") from None

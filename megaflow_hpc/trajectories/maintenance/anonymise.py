@@ -33,8 +33,6 @@ _EMAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]++@[A-Za-z0-9-]++(?:\
 """Matches an email address. Possessive quantifiers prevent backtracking, which would take quadratic time on a long
 word."""
 _COMMON = frozenset({"", "user", "root", "localhost", "agent", "main", "default"})
-_TOKEN_ID_ARTIFACT = "engine.jsonl"
-"""Artifact in which earlier versions stored a duplicate of the sampled token ids."""
 _MIN_NAME_LENGTH = 3
 """Minimum length of a name to replace. Shorter names also occur as ordinary words."""
 
@@ -149,7 +147,6 @@ def _keep_sequences(trajectory: Trajectory, kept: list[bool]) -> None:
     """Drops the token sequences whose entry in ``kept`` is false."""
     numbers = [sum(kept[:number]) if keep else -1 for number, keep in enumerate(kept)]
     trajectory.sequences = [one for one, keep in zip(trajectory.sequences, kept, strict=True) if keep]
-    trajectory.artifacts = [a for a in trajectory.artifacts if a.name != _TOKEN_ID_ARTIFACT]
     for turn in trajectory.turns:
         turn.sequence = numbers[turn.sequence] if turn.sequence >= 0 else -1
         if turn.sequence < 0:

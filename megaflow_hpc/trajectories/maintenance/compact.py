@@ -111,8 +111,6 @@ def _kept_values(source: h5py.File, path: str, attempts: Mask, artifacts: Mask) 
         offsets = read(source["artifacts/offset"])
         for number in np.flatnonzero(artifacts).tolist():
             yield read(source[path], offsets[number], offsets[number + 1])
-    elif path not in source:
-        yield read_column(source, path)
     else:
         for start in itertools.count(step=_WINDOW):
             values = read_column(source, path, start, start + _WINDOW)
@@ -201,7 +199,7 @@ def usage_of_run(path: Path) -> list[DiskShare]:
 def usage_of_file(path: Path) -> list[DiskShare]:
     """Returns the usage of each column, largest first.
 
-    The last entry, ``(structure)``, covers attributes, indices and, in files of versions 1 and 2, strings.
+    The last entry, ``(structure)``, covers attributes and indices.
 
     Raises:
         ConfigError: ``path`` is not a campaign file.

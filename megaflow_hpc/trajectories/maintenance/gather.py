@@ -12,19 +12,11 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
-import sys
-import time
-import zlib
-from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-
-import msgspec
+from typing import Any
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.host.files import open_regular
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import read_run
 from megaflow_hpc.trajectories.hdf5.columns import offset_faults
@@ -40,12 +32,10 @@ from megaflow_hpc.trajectories.hdf5.file import (
 from megaflow_hpc.trajectories.hdf5.publishing import Unfinished, published, unfinished
 from megaflow_hpc.trajectories.hdf5.schema import escape
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
-from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry, Seals, fingerprint, index, seals_of
+from megaflow_hpc.trajectories.journal.winners import Index, Seals, fingerprint, index, seals_of
 
 logger = logging.getLogger(__name__)
 
-KEEP_INDEX_S = 5.0
-"""An index that took at least this many seconds to build is kept for the next gather."""
 _ID_BATCH = 1 << 16
 """Number of ids to compare at a time, to bound memory."""
 
@@ -79,11 +69,10 @@ def gather(
     now = fingerprint(run, seals)  # taken first, so that records appended in the meantime make the file stale
     before = recorded_sources(run.trajectories)
     if before is not None and _is_up_to_date(run, before, now, rebuild):
-        for kept in (unfinished(run.trajectories), _kept_index(run)):
-            if kept.exists():  # skip this on a file system that is mounted read-only
-                kept.unlink(missing_ok=True)
+        if unfinished(run.trajectories).exists():  # skip this on a file system that is mounted read-only
+            unfinished(run.trajectories).unlink(missing_ok=True)
         return run.trajectories
-    winners = _index(run, seals, now)
+    winners = index(run, seals)
     total = len(winners.winners)
     with published(run.trajectories) as temporary:
         done = _resume(unfinished(run.trajectories), temporary, now, winners)
@@ -96,37 +85,7 @@ def gather(
             raise Unfinished(
                 f"{run}: stopped after {len(writer)} of {total} rollouts; continue with: megaflow-hpc gather {run}"
             )
-    _kept_index(run).unlink(missing_ok=True)
     return run.trajectories
-
-
-def _index(run: RunDir, seals: Seals, now: dict[str, Any]) -> Index:
-    """Decides which records win. If that takes long, keeps the result until the file is published.
-
-    A gather that continues the work of a stopped one can then skip reading all journals again, which on a busy node may
-    take most of its walltime.
-    """
-    path = _kept_index(run)
-    try:
-        if (kept := read_index(path, run.journal, now)) is not None:
-            return kept
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        logger.warning("%s: %s; reading the journals again", path, error)
-    began = time.monotonic()
-    winners = index(run, seals)
-    if time.monotonic() - began >= KEEP_INDEX_S:
-        try:
-            with published(path) as temporary:
-                write_index(temporary, winners, now)
-        except (OSError, UnicodeEncodeError) as error:  # the disk is full, or an id contains lone surrogates
-            logger.warning("%s: %s; a gather that is stopped will read the journals again", path, error)
-    return winners
-
-
-def _kept_index(run: RunDir) -> Path:
-    return run.trajectories.with_name(f".{run.trajectories.name}.index")
 
 
 def _resume(kept: Path, temporary: Path, now: dict[str, Any], winners: Index) -> int:
@@ -201,96 +160,3 @@ def _is_up_to_date(run: RunDir, before: dict[str, Any], now: dict[str, Any], reb
             f"would lose their rollouts; restore them to {run.journal}, or move the file away to gather what is left"
         )
     return True
-
-
-T = TypeVar("T")
-
-# --- the index, kept in a file ----------------------------------------------------------------------------------------
-
-_PIECE = struct.Struct("<II")
-_ENTRIES = 1 << 16
-"""Number of entries per chunk."""
-
-_Fields = tuple[str, str, int, int, int, int, int, int]
-"""An index entry: (id, status, epoch, attempt, time_ns, journal number, start, size)."""
-
-
-class _Contents(msgspec.Struct, array_like=True):
-    journals: list[str]
-    winners: int
-
-
-def write_index(path: Path, index: Index, fingerprint: dict[str, Any]) -> None:
-    """Writes an index to a file, in chunks that bound memory. Raises OSError.
-
-    Each chunk is ``u32 length | u32 crc | msgpack``, little-endian. The first chunk contains the fingerprint of the
-    journals, the second their names and the number of winners. The remaining chunks are lists of entries, winners
-    first.
-
-    Args:
-        fingerprint: Fingerprint of the journals and seals from which the index was made.
-    """
-    numbers: dict[str, int] = {}
-    for entry in chain(index.winners, *index.losers.values()):
-        numbers.setdefault(entry.journal, len(numbers))
-    with open(path, "xb") as file:
-        _write(file, fingerprint)
-        _write(file, _Contents(list(numbers), len(index.winners)))
-        entries = chain(index.winners, *index.losers.values())
-        while piece := [_fields(entry, numbers) for entry in islice(entries, _ENTRIES)]:
-            _write(file, piece)
-
-
-def read_index(path: Path, root: Path, fingerprint: dict[str, Any]) -> Index | None:
-    """Reads an index. Returns ``None`` if it was built from other journals or seals.
-
-    Args:
-        root: Directory of the journals.
-
-    Raises:
-        OSError: The file is missing or unreadable.
-        ValueError: The file is damaged.
-    """
-    with open_regular(path) as file:
-        pieces = _pieces(file)
-        if _decoded(next(pieces, b""), dict[str, Any]) != fingerprint:
-            return None
-        contents = _decoded(next(pieces, b""), _Contents)
-        index = Index(root)
-        for piece in pieces:
-            for fields in _decoded(piece, list[_Fields]):
-                journal = contents.journals[fields[5]]
-                entry = RecordEntry(fields[0], sys.intern(fields[1]), *fields[2:5], journal, *fields[6:])
-                if len(index.winners) < contents.winners:
-                    index.winners.append(entry)
-                else:
-                    index.losers.setdefault(entry.id, []).append(entry)
-    if len(index.winners) < contents.winners:
-        raise ValueError("truncated")
-    return index
-
-
-def _fields(entry: RecordEntry, numbers: dict[str, int]) -> _Fields:
-    order = entry.epoch, entry.attempt, entry.time_ns
-    return entry.id, entry.status, *order, numbers[entry.journal], entry.start, entry.size
-
-
-def _write(file: BinaryIO, content: object) -> None:
-    data = msgspec.msgpack.encode(content)
-    file.write(_PIECE.pack(len(data), zlib.crc32(data)))
-    file.write(data)
-
-
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    while head := file.read(_PIECE.size):
-        if len(head) < _PIECE.size:
-            raise ValueError("truncated")
-        length, crc = _PIECE.unpack(head)
-        data = file.read(length)
-        if len(data) < length or zlib.crc32(data) != crc:
-            raise ValueError("damaged")
-        yield data
-
-
-def _decoded(data: bytes, kind: type[T]) -> T:
-    return msgspec.msgpack.decode(data, type=kind)

@@ -16,15 +16,13 @@ import h5py
 import numpy as np
 
 from megaflow_hpc.texts import parse_object
-from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, read_column, read_slices, texts
+from megaflow_hpc.trajectories.hdf5.columns import Array, offset_faults, read, read_slices, texts
 from megaflow_hpc.trajectories.hdf5.file import Datasets, datasets, open_file, schema_faults
 from megaflow_hpc.trajectories.hdf5.schema import STATUSES
 from megaflow_hpc.types import VERIFIED
 
 _WINDOW = 1 << 20
 _WINDOW_BYTES = 16 << 20
-_TEXT_BYTES = 64
-"""Assumed mean size of a variable-length string in bytes."""
 
 
 # --- validate ---------------------------------------------------------------------------------------------------------
@@ -87,18 +85,16 @@ def _owners(file: h5py.File, path: str) -> Array:
 def _sequences(file: h5py.File) -> Iterator[str]:
     for row in _first(read(file["sequences/trajectory"]) != _owners(file, "trajectories/sequence_offset")):
         yield f"/sequences/trajectory: row {row}: not what /trajectories/sequence_offset says"
-    if "sequences/weight_version_min" in file and "sequences/weight_version_max" in file:
-        low = read(file["sequences/weight_version_min"])
-        high = read(file["sequences/weight_version_max"])
-        for row in _first((low > high) | (low < -1)):
-            yield f"/sequences/weight_version_min: row {row}: {low[row]}, expected -1 to {high[row]}"
-    if "experts/bytes" in file and "sequences/expert_offset" in file:
-        names = ("sequences/expert_layers", "sequences/experts_per_token")
-        tokens = np.diff(read(file["sequences/token_offset"]))
-        entries = tokens * np.prod([read_column(file, name).astype(np.int64) for name in names], axis=0)
-        sizes = np.diff(read(file["sequences/expert_offset"]))
-        for row in _first((sizes != entries) & (sizes != 2 * entries)):
-            yield f"/sequences/expert_offset: row {row}: {sizes[row]} bytes, expected {entries[row]} or twice as many"
+    low = read(file["sequences/weight_version_min"])
+    high = read(file["sequences/weight_version_max"])
+    for row in _first((low > high) | (low < -1)):
+        yield f"/sequences/weight_version_min: row {row}: {low[row]}, expected -1 to {high[row]}"
+    names = ("sequences/expert_layers", "sequences/experts_per_token")
+    tokens = np.diff(read(file["sequences/token_offset"]))
+    entries = tokens * np.prod([read(file[name]).astype(np.int64) for name in names], axis=0)
+    sizes = np.diff(read(file["sequences/expert_offset"]))
+    for row in _first((sizes != entries) & (sizes != 2 * entries)):
+        yield f"/sequences/expert_offset: row {row}: {sizes[row]} bytes, expected {entries[row]} or twice as many"
 
 
 def _turns(file: h5py.File) -> Iterator[str]:
@@ -118,30 +114,27 @@ def _turns(file: h5py.File) -> Iterator[str]:
 
 
 def _links(file: h5py.File) -> Iterator[str]:
-    """Checks the links introduced in version 2: parents of messages, and the answer and starting call of each turn."""
+    """Checks the links of a trajectory: parents of messages, and the answer and starting call of each turn."""
     message_offset = read(file["trajectories/message_offset"])
     turn_offset = read(file["trajectories/turn_offset"])
-    if "messages/parent" in file:
-        parent = read(file["messages/parent"])
-        number = np.arange(len(parent)) - np.repeat(message_offset[:-1], np.diff(message_offset))
-        for row in _first((parent < -1) | (parent >= number)):
-            yield f"/messages/parent: row {row}: {parent[row]}, expected -1 to {number[row] - 1}"
+    parent = read(file["messages/parent"])
+    number = np.arange(len(parent)) - np.repeat(message_offset[:-1], np.diff(message_offset))
+    for row in _first((parent < -1) | (parent >= number)):
+        yield f"/messages/parent: row {row}: {parent[row]}, expected -1 to {number[row] - 1}"
     owner = _owners(file, "trajectories/turn_offset")
-    if "turns/started_by" in file:
-        caller = read(file["turns/started_by"])
-        number = np.arange(len(owner)) - turn_offset[owner]
-        for row in _first((caller < -1) | (caller >= number)):
-            yield f"/turns/started_by: row {row}: {caller[row]}, expected -1 to {number[row] - 1}"
-    if "turns/message" in file:
-        answer = read(file["turns/message"])
-        count = np.diff(message_offset)[owner]
-        for row in _first((answer < -1) | (answer >= count)):
-            yield f"/turns/message: row {row}: {answer[row]}, expected -1 to {count[row] - 1}"
-            return
-        linked = np.flatnonzero(answer >= 0)
-        _, first_uses = np.unique((answer + message_offset[owner])[linked], return_index=True)
-        for row in np.delete(linked, first_uses)[:1]:
-            yield f"/turns/message: row {row}: {answer[row]}, the answer of an earlier call"
+    caller = read(file["turns/started_by"])
+    number = np.arange(len(owner)) - turn_offset[owner]
+    for row in _first((caller < -1) | (caller >= number)):
+        yield f"/turns/started_by: row {row}: {caller[row]}, expected -1 to {number[row] - 1}"
+    answer = read(file["turns/message"])
+    count = np.diff(message_offset)[owner]
+    for row in _first((answer < -1) | (answer >= count)):
+        yield f"/turns/message: row {row}: {answer[row]}, expected -1 to {count[row] - 1}"
+        return
+    linked = np.flatnonzero(answer >= 0)
+    _, first_uses = np.unique((answer + message_offset[owner])[linked], return_index=True)
+    for row in np.delete(linked, first_uses)[:1]:
+        yield f"/turns/message: row {row}: {answer[row]}, the answer of an earlier call"
 
 
 def _tokens(file: h5py.File) -> Iterator[str]:
@@ -192,15 +185,13 @@ def _artifacts(file: h5py.File) -> Iterator[str]:
 
 
 def _images(file: h5py.File) -> Iterator[str]:
-    if "images/sha256" not in file:
-        return
     digests, offsets = texts(file["images/sha256"]), read(file["images/offset"])
     yield from _image_bytes(file, digests, offsets)
     if len(set(digests)) < len(digests):
         yield "/images/sha256: an image occurs twice"
     for row in _first((read(file["images/width"]) < 1) | (read(file["images/height"]) < 1)):
         yield f"/images/width: image {row}: no pixels"
-    used = read_column(file, "image_uses/image")
+    used = read(file["image_uses/image"])
     for row in _first((used < 0) | (used >= len(digests))):
         yield f"/image_uses/image: row {row}: {used[row]}, expected 0 to {len(digests) - 1}"
     yield from _spans(file, used)
@@ -227,8 +218,8 @@ def _batches(sizes: Array) -> Iterator[slice]:
 def _spans(file: h5py.File, used: Array) -> Iterator[str]:
     """Checks that each image span is inside its sequence, after the span before it, and shows one of its rollout's
     images."""
-    start, length, image = (read_column(file, f"image_spans/{name}") for name in ("start", "length", "image"))
-    owner = _owners(file, "sequences/image_offset") if "sequences/image_offset" in file else start
+    start, length, image = (read(file[f"image_spans/{name}"]) for name in ("start", "length", "image"))
+    owner = _owners(file, "sequences/image_offset")
     tokens = read(file["sequences/token_offset"])
     ends = start + length
     is_outside = (length < 1) | (start < tokens[owner]) | (ends > tokens[owner + 1])
@@ -268,7 +259,7 @@ class ColumnCheck:
     path: str
     entries: int
     sha256: str
-    """Hexadecimal digest of the decoded values. Each variable-length string is followed by a NUL."""
+    """Hexadecimal digest of the decoded values."""
     state: str
     """``ok``, or a description of the fault."""
 
@@ -289,21 +280,14 @@ def verify(path: str | os.PathLike[str]) -> list[ColumnCheck]:
 
 
 def _check(name: str, dataset: h5py.Dataset) -> ColumnCheck:
-    has_texts = dataset.dtype.kind == "O"  # variable length
-    if dataset.ndim != 1 or (has_texts and h5py.check_string_dtype(dataset.dtype) is None):
+    if dataset.ndim != 1 or dataset.dtype.kind == "O":  # objects: data of variable length
         return ColumnCheck(name, 0, "", "cannot be read: it is not a column of numbers or text")
     digest = hashlib.sha256()
-    size = _TEXT_BYTES if has_texts else dataset.dtype.itemsize
     chunk = dataset.chunks[0] if dataset.chunks else 1
-    step = max(1, _WINDOW_BYTES // (size * chunk)) * chunk
+    step = max(1, _WINDOW_BYTES // (dataset.dtype.itemsize * chunk)) * chunk
     try:
         for start in range(0, len(dataset), step):
-            values = read(dataset, start, start + step)
-            if has_texts:
-                for text in values.tolist():
-                    digest.update(text.encode("utf-8", "surrogateescape") + b"\0")
-            else:
-                digest.update(values.tobytes())
+            digest.update(read(dataset, start, start + step).tobytes())
     except OSError as error:
         return ColumnCheck(name, len(dataset), "", f"cannot be read: {error}")
     return ColumnCheck(name, len(dataset), digest.hexdigest(), "ok")

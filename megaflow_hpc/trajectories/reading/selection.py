@@ -20,7 +20,7 @@ import datetime
 import difflib
 import fnmatch
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.resources import docs
-from megaflow_hpc.trajectories.hdf5.columns import Array, Integers, read
+from megaflow_hpc.trajectories.hdf5.columns import Array, Integers
 from megaflow_hpc.trajectories.hdf5.schema import ROW_COLUMNS
-from megaflow_hpc.trajectories.reading.sources import Hdf5Source, Source, offsets_of
+from megaflow_hpc.trajectories.reading.sources import Source, offsets_of
 
 MAX_LENGTH = 10_000
 """Maximum length of an expression in characters."""
@@ -60,8 +60,6 @@ _STRING_TESTS: Mapping[str, Callable[[str, str], bool]] = {
 }
 _FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {"isnan": np.isnan, "abs": np.abs}
 
-_WINDOW = 1 << 20
-"""Number of tokens to read at a time when scanning a whole token column."""
 _ALIASES = {"task": "task_id", "group": "group_id", "sample": "sample_index"}
 
 
@@ -124,23 +122,10 @@ def _weight_versions(source: Source, name: str, extreme: np.ufunc) -> Array:
     """Returns the lowest or highest weight version among each row's sampled tokens. -1 if no token was sampled."""
     unset = np.iinfo(np.int32).max if extreme is np.minimum else -1
     result = np.full(len(source), unset, np.int64)
-    for rows, versions in _versions_by_row(source, name):
-        is_known = versions >= 0
-        extreme.at(result, rows[is_known], versions[is_known])
+    versions = source.column(f"sequences/{name}")
+    is_known = versions >= 0
+    extreme.at(result, source.column("sequences/trajectory")[is_known], versions[is_known])
     return np.where(result == unset, -1, result)
-
-
-def _versions_by_row(source: Source, name: str) -> Iterator[tuple[Array, Array]]:
-    """Yields (row numbers, weight versions) per sequence, or per token if the file lacks that column."""
-    row_of_sequence = source.column("sequences/trajectory")
-    if not isinstance(source, Hdf5Source) or f"sequences/{name}" in source.file:
-        yield row_of_sequence, source.column(f"sequences/{name}")
-        return
-    bounds = source.column("sequences/token_offset")
-    for start in range(0, int(bounds[-1]), _WINDOW):
-        versions = read(source.file["tokens/weight_version"], start, start + _WINDOW)
-        sequence = np.searchsorted(bounds, np.arange(start, start + len(versions)), "right") - 1
-        yield row_of_sequence[sequence], versions
 
 
 # --- expressions ------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from megaflow_hpc.trajectories.hdf5.schema import (
 from megaflow_hpc.trajectories.hdf5.writer import ColumnLists
 from megaflow_hpc.trajectories.journal.checks import check_images
 from megaflow_hpc.trajectories.journal.winners import Index, RecordEntry
-from megaflow_hpc.trajectory import Attempt, Image, ImageSpan, TokenSequence, Trajectory, Turn, linked
+from megaflow_hpc.trajectory import Attempt, Image, ImageSpan, TokenSequence, Trajectory, Turn
 from megaflow_hpc.types import Artifact
 
 TOKEN_COLUMNS = tuple(f"tokens/{name}" for name in ("id", "logprob", "loss_mask", "weight_version"))
@@ -258,7 +258,7 @@ class Hdf5Source:
             return self._columns[path][start:end]
         first, window = self._windows.get(path, (0, np.empty(0)))
         if not first <= start <= end <= first + len(window):
-            if path in self.file and len(self._dataset(path)) <= _MAX_WHOLE_ENTRIES:
+            if len(self._dataset(path)) <= _MAX_WHOLE_ENTRIES:
                 return self.column(path)[start:end]
             first = start - start % 1024
             window = self._read(path, first, max(end, first + 4096))
@@ -295,8 +295,6 @@ class Hdf5Source:
         return views
 
     def _spans(self, row: int, sequence: int, first_token: int, last_token: int) -> tuple[ImageSpan, ...]:
-        if "image_spans/start" not in self.file:
-            return ()
         start, end = self._span("sequences/image_offset", sequence)
         if start == end:
             return ()
@@ -313,8 +311,6 @@ class Hdf5Source:
         return tuple(spans)
 
     def images(self, row: int, with_data: bool = True) -> dict[str, Image]:
-        if "image_uses/image" not in self.file:
-            return {}
         images = {}
         for number in self._slice("image_uses/image", *self._span("trajectories/image_offset", row)).tolist():
             digest = self._digest(row, number)
@@ -345,8 +341,6 @@ class Hdf5Source:
         return digest
 
     def _experts(self, sequence: int, tokens: int) -> Array | None:
-        if "experts/bytes" not in self.file:
-            return None
         start, end = self._span("sequences/expert_offset", sequence)
         if start == end:
             return None
@@ -375,8 +369,6 @@ class Hdf5Source:
 
     def parents(self, row: int) -> list[int]:
         start, end = self._span("trajectories/message_offset", row)
-        if "messages/parent" not in self.file:
-            return linked((), end - start)
         parents: list[int] = self._slice("messages/parent", start, end).tolist()
         if any(not -1 <= parent < node for node, parent in enumerate(parents)):
             raise self._invalid(row, "a message follows one that comes later")

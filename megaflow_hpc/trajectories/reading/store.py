@@ -375,7 +375,7 @@ class Row:
         views = source.sequences(row)
         turns = source.turns(row)
         for turn in turns:
-            if not turn.policy:  # not recorded in files of version 1
+            if not turn.policy:
                 turn.policy = views[turn.sequence].policy if turn.sequence >= 0 else self.policy
         return conversations(source.messages(row), source.parents(row), turns)
 

@@ -193,8 +193,6 @@ def test_an_endpoint_needs_no_gpu_and_says_what_its_address_lacks(tmp_path: Path
     }.items():
         with pytest.raises(ConfigError, match=said):
             parse({"name": "x", "model": {**section, "base_url": wrong}, "pool": {}})
-    with pytest.raises(ConfigError, match=r"model\.name: this key was removed: write .* as path"):
-        parse({"name": "x", "model": {"path": "/m", "name": "x"}, "pool": {}})
     (tmp_path / "key").write_text(KEY)
     (tmp_path / "key").chmod(0o644)
     (tmp_path / "c.yaml").write_text(

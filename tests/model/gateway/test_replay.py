@@ -17,7 +17,6 @@ from megaflow_hpc.model.gateway.recorder import Recorder, SampledTokens
 from megaflow_hpc.model.gateway.replay import Replay, calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.trajectory import Recording, Trajectory
-from megaflow_hpc.types import Artifact
 from tests.bench.conversations import AGENTS, ChatAgent, RandomScript, events
 from tests.support.serving import call_failure, endpoint, in_loop, listening
 from tests.support.split_engine import SplitEngine
@@ -144,37 +143,8 @@ async def test_calls_whose_answers_were_not_all_kept_are_named() -> None:
             await hold(gateway, "t0/p/0", AGENTS[0](), seed=0)
 
 
-def as_older_software_kept_it(trajectory: Trajectory) -> None:
-    """The artifact with answers and sampled ids a second time, cut at 8 MiB, and no link between messages and calls."""
-    lines = []
-    for turn, line in zip(trajectory.turns, trajectory.artifacts[0].data.splitlines(), strict=True):
-        call, sequence = json.loads(line), trajectory.sequences[turn.sequence]
-        part = slice(turn.token_start, turn.token_end)
-        old = {"id": call["id"], "policy": sequence.policy, "asked": call["asked"], "server": turn.server}
-        old |= {"prompt_tokens": turn.token_start, "token_ids": list(sequence.tokens[part])}
-        old |= {"logprobs": list(sequence.logprobs[part]), "text": call.get("text", "")}
-        old |= {"finish_reason": turn.finish_reason}
-        message = trajectory.messages[turn.message]
-        old |= {"text": message.get("content") or "", "message": message}
-        turn.message = -1
-        lines.append(json.dumps(old) + "\n")
-    trajectory.artifacts = [Artifact("engine.jsonl", "".join(lines).encode()[: 8 << 20])]
-
-
-@in_loop
-async def test_a_recording_of_older_software_is_replayed() -> None:
-    kept = Kept()
-    first = await recorded(kept, 3)
-    for trajectory in kept.rollouts.values():
-        as_older_software_kept_it(trajectory)
-    async with ModelGateway(replays={"p": Replay(kept)}, wait_s=0.1) as gateway:
-        again = [await hold(gateway, f"t{n}/p/0", AGENTS[n % 3](), n) for n in range(3)]
-    assert {f"t{n}/p/0": columns(r) for n, r in enumerate(again)} == first
-
-
 @in_loop
 async def test_a_rollout_is_replayed_whatever_its_length() -> None:
-    """Its ids and log-probabilities as text would exceed the 8 MiB at which older recordings end."""
     recorder, messages = Recorder("p"), [{"role": "user", "content": "go"}]
     chance = random.Random(1)
     for number in range(12):
@@ -206,5 +176,3 @@ async def test_a_rollout_is_replayed_whatever_its_length() -> None:
         recording = await gateway.close("t0/p/0")
     assert [a["content"] for a in said_again] == [m["content"] for m in messages if m["role"] == "assistant"]
     assert columns(recording) == first
-    as_older_software_kept_it(kept.rollouts["t0/p/0"])
-    assert len(kept.rollouts["t0/p/0"].artifacts[0].data) == 8 << 20

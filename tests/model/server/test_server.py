@@ -19,7 +19,8 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import OpenLease
 from megaflow_hpc.ledger.leader import SCALER, Leader
 from megaflow_hpc.model.engines import adapters
-from megaflow_hpc.model.engines.process import cause, is_lasting
+from megaflow_hpc.model.engines.launch import Launch
+from megaflow_hpc.model.engines.process import EngineProcess, cause, is_lasting
 from megaflow_hpc.model.engines.scripted.script import Script
 from megaflow_hpc.model.gateway.router import Router
 from megaflow_hpc.model.server.registration import assignment
@@ -243,6 +244,22 @@ def test_a_log_gives_one_readable_cause(log: str, expected: str) -> None:
     assert expected in found
     assert "\n" not in found
     assert len(found) < 700
+
+
+def test_the_cause_is_read_above_the_tracebacks_of_all_requests_in_flight(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    core = "(EngineCore pid=7) ERROR 01-01 10:00:00 [core.py:1] "
+    dead = (
+        "(APIServer pid=6) ERROR 01-01 10:00:00 [e.py:1] vllm.v1.engine.exceptions.EngineDeadError: EngineCore ended\n"
+    )
+    log.write_text(
+        f"{core}EngineCore encountered a fatal error.\n{core}Traceback (most recent call last):\n"
+        f"{core}RuntimeError: CPU Generator does not use offset\n{dead * 10_000}  warnings.warn('leaked')\n"
+    )
+    engine = EngineProcess(Launch(), log)
+    assert engine.cause() == "RuntimeError: CPU Generator does not use offset"
+    log.write_text("")
+    assert engine.cause() == "it printed nothing"
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import struct
-import subprocess
-import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, re
 from megaflow_hpc.rundir.weight_delta import write_delta
 from tests.support.campaigns import cli
 from tests.support.reported import answered
-from tests.support.serving import Servers, conversation, in_loop
+from tests.support.serving import Servers, conversation, descendants, in_loop
 from tests.support.tensors import safetensors
 from tests.support.waiting import until
 
@@ -301,41 +302,6 @@ async def test_the_proxy_asks_for_an_adapter_by_its_name_and_for_nothing_before_
     assert all(body["prompt"] == "ä" for _, body in arrived)
 
 
-def test_publishers_at_the_same_time_get_a_number_each_and_the_pointer_ends_at_the_last(
-    run: RunDir, tmp_path: Path
-) -> None:
-    sources = [trained(tmp_path / f"step{n}", f"{n}".encode()) for n in range(6)]
-    command = [sys.executable, "-m", "megaflow_hpc", "weights", "publish", str(run), "--policy", "a"]
-    started = [subprocess.Popen([*command, str(s)], stdout=subprocess.PIPE, text=True) for s in sources]
-    numbers = [int(process.communicate(timeout=60)[0]) for process in started]
-    assert sorted(numbers) == [1, 2, 3, 4, 5, 6]
-    assert weights.current(run, "a").version == 6
-    for number, source in zip(numbers, sources, strict=True):
-        published = run.weights / str(number) / "model.safetensors"
-        assert published.read_bytes() == (source / "model.safetensors").read_bytes()
-    assert not list(run.weights.glob(".*"))
-
-
-def test_a_publisher_that_is_killed_publishes_nothing(run: RunDir, tmp_path: Path) -> None:
-    """At any time the pointer names a complete version: the new or the previous one."""
-    weights.publish(run, trained(tmp_path / "good", b"x" * 1000), "a")
-    large = trained(tmp_path / "large", b"y" * 50_000_000)
-    sizes = [len(safetensors(bytes(size))) for size in (1000, 50_000_000)]
-    for delay in (0.15, 0.2, 0.25, 0.3, 0.35):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megaflow_hpc", "weights", "publish", str(run), str(large), "--policy", "a"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        time.sleep(delay)
-        process.kill()
-        process.wait()
-        now = Path(weights.current(run, "a").path, "model.safetensors")
-        assert now.stat().st_size in sizes
-        for version in weights.versions(run):
-            assert Path(version.path, "model.safetensors").stat().st_size in sizes
-
-
 def test_old_versions_are_removed_and_the_current_one_never(run: RunDir, tmp_path: Path) -> None:
     for step in range(4):
         weights.publish(run, trained(tmp_path / f"step{step}"), "a", keep=2)
@@ -447,6 +413,27 @@ def test_a_version_that_does_not_run_is_refused_with_its_cause_and_the_one_befor
     assert rows[2]["current"] is True
     weights.publish(servers.run, answers(tmp_path / "better", "better"))  # the next one is tried again
     until(lambda: [r["weight_version"] for r in servers.records()] == [3, 3, 3], "all serve version 3")
+
+
+def test_an_engine_that_served_weights_and_dies_again_and_again_does_not_refuse_them(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """What kills it may be a request. If the server refused its weights, synchronous training would wait for ever."""
+    fleet(servers, 1)
+    weights.publish(servers.run, answers(tmp_path / "good", "good"))
+    until(lambda: [r["weight_version"] for r in servers.records()] == [1], "the server serves version 1")
+    starts = set[float]()
+    while servers.processes[0].poll() is None:
+        with suppress(FileNotFoundError, ValueError):
+            for record in servers.records():
+                if record.get("url") and record["started_at"] not in starts:
+                    assert (record["weight_version"], record.get("refused")) == (1, None)
+                    starts.add(record["started_at"])
+                    os.kill(sorted(descendants(servers.processes[0].pid))[-1], signal.SIGKILL)
+        time.sleep(0.02)
+    assert (servers.processes[0].wait(), len(starts)) == (1, 3)
+    failed = json.loads((servers.run.endpoints / "default.0.failed.json").read_text())
+    assert "the engine ended while serving" in failed["cause"]
 
 
 @pytest.mark.slow

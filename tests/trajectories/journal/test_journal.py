@@ -68,14 +68,6 @@ def test_bytes_are_taken_as_packed_records(tmp_path):
     assert numbers(tmp_path / "j") == [1]
 
 
-def test_strings_packed_with_surrogateescape_are_read(tmp_path):
-    import msgpack
-
-    with JournalWriter(tmp_path / "j") as journal:
-        journal.append(msgpack.packb({"n": "\udcff"}, unicode_errors="surrogateescape"))
-    assert numbers(tmp_path / "j") == ["\udcff"]
-
-
 def test_a_cut_at_every_byte_leaves_the_whole_records_before_it(tmp_path):
     whole = tmp_path / "whole"
     ends = write(whole, [{"n": n, "text": "x" * n} for n in range(5)])

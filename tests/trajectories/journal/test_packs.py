@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import struct
-import subprocess
-import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -169,38 +165,6 @@ def test_a_kill_before_any_file_system_call_loses_and_doubles_nothing(
     calls["left"] = 0
     run_starts(run, 400, 440)
     assert len(names(run)) <= 4 * FAN, "what killed starts left is cleared away"
-
-
-CHILD = """
-import sys
-from pathlib import Path
-from megaflow_hpc.rundir.layout import RunDir
-from tests.trajectories.journal.test_packs import pack_journals, store
-run = RunDir(sys.argv[1])
-for start in range(int(sys.argv[2]), 100_000):
-    store(run, start)
-    print(start, flush=True)
-    pack_journals(run.journal, "7_1", str(start))
-"""
-
-
-def test_sigkill_at_any_instant_loses_and_doubles_nothing(run: RunDir) -> None:
-    luck = random.Random(1)
-    stored: set[int] = set()
-    for _ in range(12):
-        words = [sys.executable, "-c", CHILD, str(run.path), str(max(stored, default=-1) + 2)]  # it may have stored one
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            stored.add(int(child.stdout.readline()))
-            time.sleep(luck.uniform(0.0, 0.4))
-            child.kill()
-            stored.update(map(int, child.stdout.read().splitlines()))
-        found = index(run, {})
-        ids = [int(entry.id.rpartition("/")[2]) for entry in found.winners]
-        assert len(ids) == len(set(ids))
-        assert stored <= set(ids)
-        assert not found.losers
-    assert names(run, ".pack")
 
 
 def test_a_reader_with_an_old_listing_finds_a_journal_that_was_packed_meanwhile(run: RunDir) -> None:

@@ -14,7 +14,6 @@ from megaflow_hpc.trajectories.hdf5 import writer
 from megaflow_hpc.trajectories.hdf5.publishing import Unfinished, clean_up, unfinished
 from megaflow_hpc.trajectories.hdf5.writer import TrajectoryWriter
 from megaflow_hpc.trajectories.journal import winners
-from megaflow_hpc.trajectories.journal.frames import pack_record
 from megaflow_hpc.trajectories.maintenance.validate import verify
 from tests.support.journals import digests, record, write_between
 from tests.support.samples import run_dir, trajectory
@@ -105,43 +104,6 @@ def _noting(append, into: list[str]):
     return noted
 
 
-def test_an_index_that_took_long_is_kept_until_the_file_is_published(run, monkeypatch):
-    with JournalWriter(run.journal_file("other", "0")) as journal:  # a rollout that has lost before it won
-        journal.append(record(50, 0, trajectory(5, status="failed")))
-        journal.append(record(50, 1, trajectory(ROWS, status="failed")))
-        journal.append(record(50, 2, trajectory(ROWS)))
-    whole = digests(gather(run))
-    run.trajectories.unlink()
-    monkeypatch.setattr(of_gather, "KEEP_INDEX_S", 0.0)
-    monkeypatch.setattr(of_gather, "_ENTRIES", 7)
-    stopped_after(run, 3)
-    assert hidden(run) == [".trajectories.h5.index", ".trajectories.h5.unfinished"]
-    expected = winners.index(run, {})
-    monkeypatch.setattr(of_gather, "index", lambda *_: pytest.fail("the journals are read again"))
-    now = winners.fingerprint(run, {})
-    assert of_gather.read_index(run.path / ".trajectories.h5.index", run.journal, now) == expected
-    assert digests(gather(run)) == whole
-    assert hidden(run) == []
-
-
-@pytest.mark.parametrize("change", ["torn", "flipped", "other journals"])
-def test_a_kept_index_that_is_damaged_or_old_is_made_anew(run, monkeypatch, change):
-    monkeypatch.setattr(of_gather, "KEEP_INDEX_S", 0.0)
-    stopped_after(run, 3)
-    kept = run.path / ".trajectories.h5.index"
-    data = bytearray(kept.read_bytes())
-    if change == "torn":
-        del data[-10:]
-    elif change == "flipped":
-        data[-10] ^= 1
-    else:
-        with JournalWriter(run.journal_file("more", "0")) as journal:
-            journal.append(record(9, 0, trajectory(-1)))
-    kept.write_bytes(data)
-    assert len(ids(gather(run))) == ROWS + (change == "other journals")
-    assert hidden(run) == []
-
-
 @pytest.mark.parametrize("change", ["a journal grew", "a seal", "damaged", "another version", "killed"])
 def test_what_a_stopped_gather_kept_is_not_used_if_it_does_not_fit(run, monkeypatch, change):
     stopped_after(run, 50)
@@ -188,16 +150,6 @@ def test_two_gathers_that_continue_at_once_write_each_rollout_once(run, monkeypa
     monkeypatch.setattr(of_gather, "_rows_that_fit", slow_check)
     assert digests(gather(run)) == whole
     assert len(ids(run.trajectories)) == ROWS
-
-
-def test_what_earlier_versions_left_next_to_the_journals_is_ignored(run):
-    expected = ids(gather(run))
-    run.trajectories.unlink()
-    (run.path / "shards").mkdir()
-    (run.path / "shards" / "pod-0.0.h5").write_bytes(b"not read")
-    (run.journal / "pod-0.0.contents").write_bytes(pack_record({"kind": "contents", "records": []}))
-    assert ids(run.path) == expected
-    assert ids(gather(run)) == expected
 
 
 def test_a_file_that_is_up_to_date_stays_and_is_written_again_if_asked(run):

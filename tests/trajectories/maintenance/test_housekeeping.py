@@ -25,7 +25,6 @@ from megaflow_hpc.trajectories.maintenance.compact import compact, drop_journals
 from megaflow_hpc.trajectories.maintenance.validate import verify
 from megaflow_hpc.trajectory import Attempt
 from megaflow_hpc.types import Artifact
-from tests.support.earlier_files import as_version_1, as_version_2
 from tests.support.journals import digests
 from tests.support.samples import commit, run_dir, trajectory
 
@@ -186,28 +185,6 @@ def test_du_accounts_for_every_byte(run, capsys):
     rooms = {share["name"]: share["stored"] for share in json.loads(capsys.readouterr().out)["shares"]}
     assert rooms["trajectories.h5"] == path.stat().st_size
     assert rooms["journal/"] == sum(file.stat().st_size for file in run.journal.iterdir())
-
-
-@pytest.mark.parametrize("earlier", [as_version_1, as_version_2])
-def test_files_of_earlier_versions_are_read_and_compacted(run, earlier):
-    path = gather(run)
-    with open_trajectories(path) as store:
-        before = store.column("error").tolist(), store.batch(range(40))["tokens"].tobytes()
-    earlier(path)
-    with h5py.File(path, "r+") as file:
-        del file.attrs["config"], file.attrs["versions"]
-    assert validate(path) == []
-    assert {check.state for check in verify(path)} == {"ok"}
-    with open_trajectories(path) as store:
-        assert (store.column("error").tolist(), store.batch(range(40))["tokens"].tobytes()) == before
-        found = store[1].trajectory()
-        assert (found.rank, found.seed, found.setup_s, found.status) == (-1, -1, None, "completed")
-    compact(path)
-    assert validate(path) == []
-    with h5py.File(path) as file:
-        assert file.attrs["format_version"] == 3
-    with open_trajectories(path) as store:
-        assert (store.column("error").tolist(), store.batch(range(40))["tokens"].tobytes()) == before
 
 
 def test_hdf5s_own_tools_take_the_file(run, tmp_path):

@@ -84,20 +84,16 @@ BROKEN = {
     "/tokens/weight_version: row": token("weight_version", sampled, -1),
     "not -1 without a log-probability": token("weight_version", unsampled, 4),
     "/messages: message 0: not JSON": put("messages/json", 0, ord("x")),
-    "/experts/bytes: without /sequences/expert_offset": remove("sequences/expert_offset"),
     "/sequences/expert_offset: row 1: ": put("sequences/expert_layers", 1, 4),
     "/artifacts/trajectory: row 0: 99": put("artifacts/trajectory", 0, 99),
     "/artifacts/trajectory: decreases at row 1": put("artifacts/trajectory", 0, 7),
     "/images/bytes: image 0: not what": put("images/bytes", 24, 77),
     "/images/sha256: an image occurs twice": lambda file: put("images/sha256", 1, file["images/sha256"][0])(file),
     "/images/width: image 0: no pixels": put("images/width", 0, 0),
-    "/images/sha256: without /images/offset": remove("images/offset"),
     "/image_uses/image: row 0: 99": put("image_uses/image", 0, 99),
-    "/image_uses/image: without /trajectories/image_offset": remove("trajectories/image_offset"),
     "/image_spans: row 1: tokens": put("image_spans/start", 1, 10**6),
     "/image_spans: row 0: tokens": put("image_spans/length", 0, 10**6),
     "/image_spans/image: row 0: 4, not an image of": put("image_spans/image", 0, 4),
-    "/image_spans/start: without /image_spans/length": remove("image_spans/length"),
 }
 
 

@@ -17,7 +17,7 @@ from megaflow_hpc.model.gateway.replay import calls_artifact
 from megaflow_hpc.model.gateway.server import ModelGateway
 from megaflow_hpc.report.transcripts import transcript_of
 from megaflow_hpc.rundir.layout import RunDir
-from megaflow_hpc.trajectories import JournalWriter, exports, gather, open_trajectories, validate
+from megaflow_hpc.trajectories import exports, gather, open_trajectories, validate
 from megaflow_hpc.trajectories.exports.jsonl import import_jsonl
 from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
 from megaflow_hpc.trajectories.maintenance.compact import compact
@@ -212,29 +212,3 @@ def test_show_and_the_report_tell_every_conversation_once(run: RunDir, capsys: p
         assert shown.count(f"\n{words}\n") == 1
     assert main(["show", str(run.path), ID, "--json"]) == 0
     assert [c["depth"] for c in json.loads(capsys.readouterr().out)["conversations"]] == [0, 0, 1, 0, 0]
-
-
-def test_a_journal_of_version_1_is_read_gathered_and_exported_without_links(tmp_path: Path) -> None:
-    run = run_dir(tmp_path / "run")
-    record = trajectory(5).to_record()
-    del record["parents"]
-    for turn in record["turns"]:
-        for name in ("policy", "message", "started_by"):
-            del turn[name]
-    with JournalWriter(run.journal_file("a", "0")) as journal:
-        journal.append({"kind": "trajectory", "block": 0, "epoch": 0, "trajectory": record})
-    for gathered in (False, True):
-        if gathered:
-            assert validate(gather(run)) == []
-        with open_trajectories(run.path) as store:
-            (row,) = store
-            (conversation,) = row.conversations
-            assert row.messages == conversation.messages == record["messages"]
-            assert set(conversation.turns) == {None}
-            assert [(t.message, t.started_by) for t in row.turns] == [(-1, -1)] * 6
-            assert row.call(0)[:2] == ([], None)
-            exports.export(store, ["atif", "jsonl"], tmp_path / str(gathered))
-        document = json.loads((tmp_path / str(gathered) / "atif/task/default/5.json").read_text())
-        assert not [step for step in document["steps"] if "metrics" in step]
-        assert document["extra"]["calls_without_a_step"] == 6
-        assert "tree" not in json.loads((tmp_path / str(gathered) / "trajectories.jsonl").read_text())

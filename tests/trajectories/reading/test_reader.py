@@ -12,13 +12,9 @@ import numpy as np
 import pytest
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories, validate
+from megaflow_hpc.trajectories import JournalWriter, gather, open_trajectories
 from megaflow_hpc.trajectories.hdf5.file import datasets
-from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, MEASURED
-from megaflow_hpc.trajectories.maintenance.anonymise import anonymise
-from megaflow_hpc.trajectories.maintenance.compact import compact
-from megaflow_hpc.trajectory import TokenSequence
-from tests.support.earlier_files import as_version_1
+from megaflow_hpc.trajectories.hdf5.schema import COLUMNS
 from tests.support.samples import commit, run_dir, trajectory
 
 
@@ -73,44 +69,6 @@ def test_a_running_campaign_shows_the_same_through_journals_and_file(running):
                 assert values.tobytes() == there.tobytes(), path
         for values, name in zip(turns, ("sequence", "token_start", "token_end"), strict=True):
             assert values.tolist() == store.source.column(f"turns/{name}").tolist()
-
-
-def test_files_of_older_software_are_read(running, tmp_path):
-    """Version 1: strings of variable length, no optional columns, and so no link between messages and calls."""
-    path = gather(running)
-    with open_trajectories(path) as store:
-        before = [row.trajectory() for row in store]
-    as_version_1(path)
-    for trajectory_ in before:
-        trajectory_.parents = list(range(-1, len(trajectory_.messages) - 1))
-        for turn in trajectory_.turns:
-            turn.policy, turn.message, turn.started_by = "", -1, -1
-        trajectory_.sequences = [TokenSequence(*list(vars(one).values())[:5]) for one in trajectory_.sequences]
-    assert validate(path) == []
-    compact(path, tmp_path / "compact.h5")
-    anonymise(path, tmp_path / "anonymous.h5")
-    with open_trajectories(path) as store:
-        assert [repr(row.trajectory()) for row in store] == list(map(repr, before))
-        assert all(row.call(n).answer is None for row in store for n in range(len(row.turns)))
-    for copy in (path, tmp_path / "compact.h5", tmp_path / "anonymous.h5"):
-        with open_trajectories(copy) as store:
-            assert [row.messages for row in store] == [t.messages for t in before]
-            assert [row.trajectory().parents for row in store] == [t.parents for t in before]
-    assert [validate(tmp_path / f"{name}.h5") for name in ("compact", "anonymous")] == [[], []]
-    commit(running, "d", (100, 0, trajectory(80)))
-    gather(running)  # an old file grows
-    with open_trajectories(running.path) as store:
-        assert validate(running.trajectories) == []
-        assert [row.messages[0] for row in store][: len(before)] == [t.messages[0] for t in before]
-        assert store[len(before)].trajectory().parents == trajectory(80).parents
-    with open_trajectories(running.path) as store:
-        assert store.ids[: len(before)] == [t.id for t in before]
-        assert store.select("status == 'completed' and policy == 'default' and id.endswith('1')").tolist() == [
-            row for row, t in enumerate(before) if t.status == "completed" and t.id.endswith("1")
-        ]
-        assert set(store.column("seed")) == {-1}
-        assert all(np.isnan(store.column(name)).all() for name in MEASURED)
-        assert store.batch([5, 4])["policy"].tolist() == ["default"] * len(before[5].sequences + before[4].sequences)
 
 
 def test_a_reader_of_a_replaced_file_keeps_reading_its_own(running):

@@ -109,16 +109,3 @@ def test_an_expression_chooses_rows(store, expression, rows):
 def test_what_is_wrong_with_an_expression_is_said(store, expression, message):
     with pytest.raises(ConfigError, match=message):
         store.select(expression)
-
-
-def test_weight_versions_are_found_in_files_without_their_columns(tmp_path):
-    import h5py
-
-    run = run_dir(tmp_path / "run")
-    commit(run, "a", *((0, 0, trajectory(n, sequences=versions(n), turns=[])) for n in range(5)))
-    path = gather(run)
-    with h5py.File(path, "r+") as file:
-        del file["sequences/weight_version_min"], file["sequences/weight_version_max"]
-    with open_trajectories(path) as store:
-        assert store.select("weight_version_min >= 1 and weight_version_max <= 3").tolist() == [1, 2]
-        assert store.column("weight_version_max").tolist() == [1, 2, 3, 4, 5]
