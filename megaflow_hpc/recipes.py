@@ -8,6 +8,7 @@ Each folder in ``share/recipes`` is a recipe. ``recipe.toml`` describes it, ``ca
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -36,6 +37,9 @@ class RecipeNeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image: str
     """Container image of the tasks, or ``none``."""
     gpu: str
+    fetch: str = ""
+    """Command that puts the image into the recipe's directory. ``{containers}`` is the folder of definition files.
+    Empty if ``run`` fetches the image itself."""
     packages: tuple[RecipePackage, ...] = ()
 
 
@@ -97,8 +101,13 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def commands(self) -> list[str]:
         """Commands to run in the recipe's directory, in this order."""
         run = ["megaflow-hpc run rehearsal.yaml --launcher local", "megaflow-hpc run campaign.yaml"]
-        install = f"pip install {' '.join(f'{p.name}=={p.version}' for p in self.missing)}"
-        return [*([install] if self.missing else []), *([self.make] if self.make else []), *run, *self.after]
+        install = f"pip install {' '.join(f'{p.name}=={p.version}' for p in self.missing)}" if self.missing else ""
+        return [command for command in (install, self.fetch, self.make, *run, *self.after) if command]
+
+    @property
+    def fetch(self) -> str:
+        """Command that fetches the image, or an empty string."""
+        return self.needs.fetch.format(containers=shlex.quote(str(resource("containers"))))
 
     def to_builtins(self) -> dict[str, object]:
         """Returns the recipe as JSON-compatible values, with its files, commands and missing packages."""

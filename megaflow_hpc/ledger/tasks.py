@@ -95,8 +95,8 @@ def accepted_line(run: RunDir) -> str:
     shown = f"{', '.join(sorted(tasks)[:3])}{', …' if len(tasks) > 3 else ''}"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last))
     return (
-        f"{len(tasks)} tasks were changed during the run and accepted (last: {when}), so their earlier rewards are not "
-        f"comparable: {shown}; digests: {run.accepted_tasks}"
+        f"{len(tasks)} {'task was' if len(tasks) == 1 else 'tasks were'} changed during the run and accepted (last: "
+        f"{when}), so earlier rewards are not comparable: {shown}; digests: {run.accepted_tasks}"
     )
 
 

@@ -237,9 +237,8 @@ def _read(run: RunDir, kind: type[T]) -> T:
     try:
         data = read_regular(run.run_json, MAX_RUN_JSON_BYTES)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{run}: not a run directory (no run.json); create one with: megaflow-hpc plan CAMPAIGN"
-        ) from None
+        wrong = "not a run directory (no run.json)" if run.path.is_dir() else "there is no such directory"
+        raise ConfigError(f"{run}: {wrong}; list run directories with: megaflow-hpc list") from None
     except NotADirectoryError:
         raise ConfigError(
             f"{run}: a file, expected a run directory; list run directories with: megaflow-hpc list"

@@ -107,6 +107,13 @@ def summarise(left_out: Sequence[str]) -> list[str]:
     return lines + [f"… and {len(ordered) - MAX_REASONS} further reasons"] * (len(ordered) > MAX_REASONS)
 
 
+def at_key(place: str, error: ConfigError) -> Mistakes:
+    """Returns the errors of a source of tasks. Those without the path of a task's file begin with ``place``, the key's
+    ``file:line``."""
+    messages = error.found if isinstance(error, Mistakes) else [str(error)]
+    return Mistakes([line if line.startswith("/") else f"{place}: {line}" for line in messages])
+
+
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -160,7 +160,7 @@ def test_a_repaired_test_is_accepted_and_recorded(tmp_path: Path, make_campaign:
     assert task == "task0"
     assert step["before"] != step["after"] == change["files"]["content"]
     for verb in (["status"], ["report", "--json", "--no-pictures"]):
-        assert "1 tasks were changed during the run and accepted" in cli(verb[0], run.path, *verb[1:]).stdout
+        assert "1 task was changed during the run and accepted" in cli(verb[0], run.path, *verb[1:]).stdout
     assert "changed after the run was planned" not in cli("resume", run.path, "--launcher", "local").stderr
 
 

@@ -51,6 +51,21 @@ def test_show_counts_the_tokens_of_calls_without_ids(megaflow, tmp_path):
     assert "0 in 0 sequences" not in text
 
 
+def test_show_names_a_run_that_its_owner_keeps_private(refused, tmp_path):
+    run = run_dir(tmp_path / "run")
+    run.path.chmod(0)
+    try:
+        assert f"{run.path}: not readable for this user; its owner can share it" in refused("show", run, "0")
+    finally:
+        run.path.chmod(0o700)
+
+
+def test_show_counts_sequences(megaflow, tmp_path):
+    run = run_dir(tmp_path / "run")
+    commit(run, "a", (0, 0, trajectory(1)))
+    assert " in 1 sequence, " in megaflow("show", run, "task/default/1").stdout
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 def test_show_names_images_and_writes_them_to_files(megaflow, refused, tmp_path, gathered):
     run, shown = run_dir(tmp_path / "run"), trajectory(4)

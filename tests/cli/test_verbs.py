@@ -22,7 +22,7 @@ from megaflow_hpc.rundir.pods.condensing import condense
 from megaflow_hpc.rundir.record import RunRecord, write_run
 from tests.support.samples import commit, run_dir, trajectory
 
-NO_RUN = "create one with: megaflow-hpc plan CAMPAIGN"
+NO_RUN = "there is no such directory; list run directories with: megaflow-hpc list"
 NO_CAMPAIGN = "correct the path"
 NO_STORE = "expected a trajectories.h5"
 NO_TASK = "build some with: megaflow-hpc tasks build"

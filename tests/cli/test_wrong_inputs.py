@@ -85,7 +85,14 @@ FILES: dict[str, tuple[str | bytes, str]] = {
         GOOD.replace("base: image", "base: broken.sif"),
         "broken.sif: 40000 bytes, but its header requires",
     ),
-    "a text for an image": (GOOD.replace("base: image", "base: file"), "/file: cannot be read as an image"),
+    "a text for an image": (
+        GOOD.replace("base: image", "base: file"),
+        "/file: cannot be read as an image (it has no complete SIF header); build or pull it again",
+    ),
+    "an image behind a variable that is not set": (
+        GOOD.replace("base: image", "base: $NOWHERE/base.sif"),
+        "expected a SIF, a .def file, a Dockerfile, a directory or docker://…; it names a variable that is not set: ",
+    ),
     "an image without docker://": (
         GOOD.replace("base: image", "base: ubuntu:22.04"),
         "c.yaml:4: base: {here}/ubuntu:22.04: no such file; expected a SIF, a .def file, a Dockerfile, a directory or "
@@ -144,7 +151,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     ),
     "a model that is not there": (
         f"{GOOD}model: {{path: /no/model}}\n",
-        "c.yaml:5: model.path: '/no/model' does not exist",
+        "c.yaml:5: model.path: '/no/model' does not exist; give an existing path",
     ),
     "a site that nobody knows": (f"{GOOD}site: perlmuter\n", "c.yaml:5: site 'perlmuter': no such profile"),
     "a variable that is not set": (
@@ -192,7 +199,7 @@ VALUES = {
 }
 """Line of a campaign file → message about its value."""
 
-NO_RUN = "not a run directory (no run.json); create one with: megaflow-hpc plan CAMPAIGN"
+NO_RUN = "not a run directory (no run.json); list run directories with: megaflow-hpc list"
 A_FILE = "file: a file, expected a run directory; list run directories with: megaflow-hpc list"
 NO_STORE = "expected a trajectories.h5"
 NO_H5 = f"file: not an HDF5 file; {NO_STORE}"
@@ -247,7 +254,7 @@ WORDS = {
     "plan dir": "dir: cannot be read (Is a directory); name a campaign file, which megaflow-hpc init writes",
     "plan good.yaml --only nosuch": "good.yaml:2: no rollout matches --only nosuch; ids look like",
     "plan good.yaml --run-dir file": "file: File exists; correct the path",
-    "status nowhere": f"nowhere: {NO_RUN}",
+    "status nowhere": "nowhere: there is no such directory; list run directories with: megaflow-hpc list",
     "status file": A_FILE,
     "status dir": f"dir: {NO_RUN}",
     "resume file": A_FILE,
@@ -258,7 +265,8 @@ WORDS = {
     "watch {run} --every 0": "--every: 0: give a number above 0",
     "show {run} nosuch/default/0": "no trajectory 'nosuch/default/0' among 0",
     "show file 0": f"file: not an HDF5 file; {NO_STORE} (see: megaflow-hpc gather RUN)",
-    "verify nowhere": f"nowhere: cannot be read (No such file or directory); {NO_STORE}",
+    "verify nowhere": f"nowhere: cannot be read (No such file or directory); {NO_STORE}, or a run directory (see: "
+    "megaflow-hpc list)",
     "du dir": "dir: not a run directory (no run.json); list run directories with: megaflow-hpc list",
     "export {run} --format jsnl": "format 'jsnl': there are jsonl, parquet, verl, areal, atif, preds",
     "export {run} --format ,": "format ',': there are jsonl, parquet, verl, areal, atif, preds",
@@ -286,6 +294,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, base_sif: Path) -> Path:
     for name in ("image/bin", "dir", "programs"):
         (folder / name).mkdir(parents=True)
     (folder / "good.yaml").write_text(GOOD)
+    (folder / "lost.yaml").write_text(GOOD.replace("tasks/*", "lost/*"))
     (folder / "file").write_text("x")
     (folder / "empty.jsonl").write_text("")
     (folder / "other.jsonl").write_text('{"a": 1}\n')
@@ -346,6 +355,11 @@ def test_wrong_words(words: str, here: Path, capsys: pytest.CaptureFixture[str])
     said = refused(shlex.split(words.format(run=here / "run")), capsys)
     assert WORDS[words].format(run=here / "run", here=here) in said
     assert sorted(path for path in here.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+def test_images_build_names_the_line_of_its_campaign(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["images", "build", "lost.yaml"]) == 2
+    assert f"lost.yaml:2: tasks: {here}/lost/*: {NO_TASKS}" in capsys.readouterr().err
 
 
 def test_a_mistake_of_the_file_is_said_before_one_of_the_site(

@@ -33,7 +33,8 @@ def made(recipes_python: Path, base_sif: Path, tmp_path: Path, request: pytest.F
 def initialised(name: str, directory: Path, python: Path) -> Path:
     done = typed(python, directory, f"megaflow-hpc init --recipe {name} --json .")
     for command in json.loads(done.stdout)["commands"]:
-        if not command.startswith("megaflow-hpc run") and command not in find_recipe(name).after:
+        recipe = find_recipe(name)
+        if not command.startswith("megaflow-hpc run") and command not in (recipe.fetch, *recipe.after):
             typed(python, directory, command)
     return directory
 
@@ -106,6 +107,21 @@ def test_a_recipe_is_complete(name: str) -> None:
     text = (recipe.folder / "README.md").read_text()
     assert all(command in text for command in ("run rehearsal.yaml --launcher local", "run campaign.yaml"))
     assert all(f"{p.name}=={p.version}" in text for p in recipe.needs.packages)
+    assert recipe.needs.fetch.format(containers="CONTAINERS") in text
+    # Recipes carry no images, and `run` fetches only those with an address.
+    if "images/" in (recipe.folder / "rehearsal.yaml").read_text():
+        assert recipe.needs.fetch
+    # The tests of SWE-bench's files are graded by its package.
+    if "swebench" in text:
+        assert "swebench" in [package.name for package in recipe.needs.packages]
+
+
+def test_the_image_of_a_recipe_is_fetched_before_it_is_used(tmp_path: Path) -> None:
+    said = cli("init", "--recipe", "bug-repair", tmp_path / "mine").stderr
+    assert "mine && mkdir -p images && apptainer pull images/base.sif docker://python:3.12\nthen: megaflow" in said
+    definition = re.search(r"cd (\S+) && apptainer build", find_recipe("desktop").fetch)
+    assert definition is not None
+    assert Path(definition[1], "desktop.def").exists()
 
 
 def test_the_verb_lists_and_shows_recipes() -> None:

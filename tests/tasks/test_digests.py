@@ -103,7 +103,7 @@ def test_a_campaign_judges_by_the_tests_that_it_was_planned_with(make_campaign: 
     planned = test.read_text()
     test.write_text("#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
     done = cli("resume", run.path, "--launcher", "local")
-    assert f"1 tasks were changed after the run was planned, so their rollouts fail: {first['id']}" in done.stderr
+    assert f"1 task was changed after the run was planned, so rollouts fail: {first['id']}" in done.stderr
     found = rows(run.path)
     assert found.pop(f"{first['id']}/oracle/0")[0] == "failed"
     assert set(found.values()) == {("completed", 1.0)}

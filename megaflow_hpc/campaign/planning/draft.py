@@ -214,7 +214,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
     """Reads the tasks. Determines the rollouts and the required images."""
     from megaflow_hpc.tasks.formats import format_of
     from megaflow_hpc.tasks.harbor.verifier import check_fresh
-    from megaflow_hpc.tasks.loading import image_requests, load_tasks, summarise
+    from megaflow_hpc.tasks.loading import at_key, image_requests, load_tasks, summarise
 
     config, before = draft.config, len(draft.mistakes)
     dockerfiles = draft.images.dockerfiles if draft.images else None
@@ -224,9 +224,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
             dumped = [source.model_dump() for source in sources]
             return load_tasks(dumped, base, dockerfiles, config.services, draft.left_out)
         except ConfigError as error:
-            mistakes = error.found if isinstance(error, Mistakes) else [str(error)]
-            # Messages about a task's own file already start with its path.
-            raise Mistakes([line if line.startswith("/") else f"{where(key)}: {line}" for line in mistakes]) from None
+            raise at_key(where(key), error) from None
 
     tasks: list[Task] = []
     held_out: list[Task] = []

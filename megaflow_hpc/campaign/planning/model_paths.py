@@ -144,7 +144,8 @@ def _existing(value: str, base: Path, where: Where, key: str, may_be_name: bool)
         return str(path)
     if may_be_name:
         return value
-    raise ConfigError(f"{where(key)}: {key}: {value!r} does not exist (looked for {path}); give an existing path")
+    absolute = "" if str(path) == value else f" (looked for {path})"
+    raise ConfigError(f"{where(key)}: {key}: {value!r} does not exist{absolute}; give an existing path")
 
 
 # --- models and engines on nodes without a network --------------------------------------------------------------------

@@ -141,18 +141,18 @@ def _resume(arguments: argparse.Namespace) -> int:
         note(line)
     if edited := run.edits.tasks():
         shown = f"{', '.join(edited[:3])}{', …' if len(edited) > 3 else ''}"
-        changed = f"{len(edited)} tasks were changed after the run was planned"
+        changed = f"{len(edited)} {'task was' if len(edited) == 1 else 'tasks were'} changed after the run was planned"
         if arguments.accept_changes:
-            note(f"{changed} and are accepted as they are: {shown}")
+            note(f"{changed} and accepted: {shown}")
         elif not status["rollouts"]["pending"] + status["rollouts"]["running"] + status["rollouts"]["failed"]:
             note(
-                f"{changed}, and its rollouts keep the rewards of the earlier tests: {shown}; score them again with: "
-                f"megaflow-hpc reverify {run.path}; or run them again in a new run: megaflow-hpc run "
+                f"{changed}, and stored rollouts keep the rewards of the earlier tests: {shown}; score them again "
+                f"with: megaflow-hpc reverify {run.path}; or run them again in a new run: megaflow-hpc run "
                 f"{run.record.file or 'CAMPAIGN'} --only {' '.join(edited[:3])}"
             )
         else:
             note(
-                f"{changed}, so their rollouts fail: {shown}; restore their files, accept them with --accept-changes, "
+                f"{changed}, so rollouts fail: {shown}; restore the files, accept the changes with --accept-changes, "
                 "or plan a new run"
             )
     requests: dict[str, dict[str, Any]] = {}

@@ -274,16 +274,20 @@ def _build_memory_mb() -> int | None:
 
 
 def _wanted_by_campaign(images: Images, path: str, network: BuildNetwork | None, build: bool = True) -> Wanted:
-    from megaflow_hpc.config import load
+    from megaflow_hpc.config import place_of, read
     from megaflow_hpc.environments.images.sources import ImageMapping, Registries
-    from megaflow_hpc.tasks.loading import image_requests, load_tasks, summarise
+    from megaflow_hpc.tasks.loading import at_key, image_requests, load_tasks, summarise
 
-    config = load(path)
+    loaded = read(path)
+    config = loaded.config
     environment, base = config.environment, Path(path).absolute().parent
     note(f"{path}: reading tasks")
     left_out: list[str] = []
     sources = [source.model_dump() for source in config.tasks]
-    tasks = load_tasks(sources, base, images.dockerfiles, config.services, left_out)
+    try:
+        tasks = load_tasks(sources, base, images.dockerfiles, config.services, left_out)
+    except ConfigError as error:
+        raise at_key(place_of(loaded.node, ["tasks"], path), error) from None
     for line in summarise(left_out):
         note(f"left out: {line}")
     air_gapped = images.registries.air_gapped or environment.air_gapped

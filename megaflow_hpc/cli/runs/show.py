@@ -209,7 +209,8 @@ def _head(row: Row, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[str, st
     count = sum(len(sequence.tokens) for sequence in row.sequences)
     reported = [used for turn, used in zip(row.turns, counts, strict=True) if turn.sequence < 0]
     if row.sequences or not reported:
-        yield f"  tokens    {count} in {len(row.sequences)} sequences, {sampled} sampled{masked}", ""
+        sequences = f"{len(row.sequences)} sequence{'s' * (len(row.sequences) != 1)}"
+        yield f"  tokens    {count} in {sequences}, {sampled} sampled{masked}", ""
     if reported:
         prompts, answers = (sum(each) for each in zip(*reported, strict=True))
         yield f"  tokens    {prompts} of prompts and {answers} sampled in {len(reported)} calls without token ids", ""

@@ -308,7 +308,9 @@ class Images:
         if not path.is_file():
             raise ConfigError(
                 f"{where}: {prefix}{path}: no such file; expected a SIF, a .def file, a Dockerfile, a directory "
-                "or docker://…" + (f"; did you mean docker://{source}?" if _REPOSITORY.fullmatch(source) else "")
+                "or docker://…"
+                + (f"; did you mean docker://{source}?" if _REPOSITORY.fullmatch(source) else "")
+                + ("; it names a variable that is not set: export it first" if "$" in source else "")
             )
         if path.name.startswith("Dockerfile"):
             return self.resolve_dockerfile(

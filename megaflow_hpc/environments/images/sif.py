@@ -63,7 +63,8 @@ def system_partition(path: str | os.PathLike[str]) -> SifPartition:
         with open(path, "rb") as file:
             return _system_partition(file.fileno(), str(path))
     except (OSError, struct.error) as error:
-        raise SandboxError(f"{path}: cannot be read as an image ({error}); build or pull it again") from error
+        reason = error if isinstance(error, OSError) else "it has no complete SIF header"
+        raise SandboxError(f"{path}: cannot be read as an image ({reason}); build or pull it again") from error
 
 
 def _system_partition(descriptor: int, name: str) -> SifPartition:
@@ -76,7 +77,9 @@ def _system_partition(descriptor: int, name: str) -> SifPartition:
             raise SandboxError(f"{name}: its root file system is not squashfs; build it without --encrypt")
         end = each.offset + each.size
         if end > total:
-            raise SandboxError(f"{name}: {total} bytes, but its header requires {end}: it was cut short")
+            raise SandboxError(
+                f"{name}: {total} bytes, but its header requires {end}: it was cut short; build or pull it again"
+            )
         superblock = _SUPERBLOCK.unpack(os.pread(descriptor, _SUPERBLOCK.size, each.offset))
         if superblock[0] != _SQUASHFS_MAGIC:
             raise SandboxError(

@@ -59,8 +59,9 @@ class Registries:
         address, _ = self.address(source)
         through = f" (for {source})" if address != source else ""
         return SiteError(
-            f"{error}{through}\n  where registries are out of reach: name a mirror (environment.mirrors, --mirror), or "
-            f"fetch it elsewhere and bring it here ({docs('how-to/images.md')})"
+            f"{error}{through}\n  where registries are out of reach: map the image to a SIF file that is here "
+            "(environment.images), name a mirror (environment.mirrors, --mirror), or fetch it elsewhere and bring it "
+            f"here ({docs('how-to/images.md')})"
         )
 
     def check(self, source: str) -> None:

@@ -91,7 +91,10 @@ def open_file(path: str | os.PathLike[str], *, complete: bool = True) -> h5py.Fi
         with open_regular(path):
             pass
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a trajectories.h5") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); expected a trajectories.h5, or a run directory (see: "
+            "megaflow-hpc list)"
+        ) from error
     if not h5py.is_hdf5(path):
         raise ConfigError(f"{path}: not an HDF5 file; expected a trajectories.h5 (see: megaflow-hpc gather RUN)")
     try:

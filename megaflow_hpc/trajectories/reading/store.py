@@ -311,12 +311,10 @@ def open_trajectories(path: str | os.PathLike[str]) -> TrajectoryStore:
     if not path.is_dir():
         return TrajectoryStore(Hdf5Source(path), path)
     run = RunDir(path)
-    if not (run.journal.is_dir() or run.trajectories.exists()):
+    if not (os.path.exists(run.journal) or os.path.exists(run.trajectories)):  # unlike Path, false if not permitted
         read_run(run)
     seals = seals_of(run)
-    recorded = recorded_sources(run.trajectories)
-    now = fingerprint(run, seals)
-    if run.trajectories.exists() and _covers(recorded, now):
+    if run.trajectories.exists() and _covers(recorded_sources(run.trajectories), fingerprint(run, seals)):
         return TrajectoryStore(Hdf5Source(run.trajectories), run.trajectories, run)
     return TrajectoryStore(JournalSource(index(run, seals)), run.path, run)
 
@@ -325,10 +323,9 @@ def _covers(recorded: dict[str, Any] | None, now: dict[str, Any]) -> bool:
     """Returns whether a file covers all existing journals. Other journals may have been removed since."""
     if not now["journals"]:
         return True
-    if recorded is None:
+    if recorded is None or recorded.get("seals") != now["seals"]:
         return False
-    has_journals = now["journals"].items() <= recorded["journals"].items()
-    return has_journals and recorded.get("seals") == now["seals"]
+    return now["journals"].items() <= recorded["journals"].items()
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

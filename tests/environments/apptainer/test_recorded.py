@@ -100,7 +100,8 @@ EXPECTED: dict[str, Results] = {
         "names": ".exec .run .shell .singularity.d .test dev environment etc home marker proc root singularity sys tmp "
         "var",
         "workdir": "/srv",
-        "truncated": "/work/cut.sif: 38960 bytes, but its header requires 40960: it was cut short",
+        "truncated": "/work/cut.sif: 38960 bytes, but its header requires 40960: it was cut short; build or pull it "
+        "again",
         "damaged": "/work/damaged.sif: its files cannot be listed: Failed to read compressor options",
         "damaged unpacked": "False",
         "damaged base": "/work/damaged.sif: Failed to read compressor options",
