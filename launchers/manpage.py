@@ -18,7 +18,7 @@ def page() -> str:
     from megaflow_hpc.cli import SECTIONS, build_parser
     from megaflow_hpc.cli.parser import verbs_of
     from megaflow_hpc.config.variables import PREFIX, VARIABLES
-    from megaflow_hpc.version import __version__
+    from megaflow_hpc.resources import __version__
 
     parser = build_parser()
     verbs = verbs_of(parser)

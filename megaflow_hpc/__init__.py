@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megaflow_hpc.version import __version__
+from megaflow_hpc.resources import __version__
 
 __all__ = ["Campaign", "Run", "__version__", "open_trajectories"]
 

@@ -1,4 +1,4 @@
-"""This installation: files shipped with the package, installed extras, and links to the documentation.
+"""This installation: its version, files shipped with the package, installed extras, and links to the documentation.
 
 In a checkout, the shipped files are next to the package. In a wheel, they are inside it (``force-include`` in
 ``pyproject.toml``)::
@@ -19,6 +19,8 @@ from pathlib import Path
 
 from megaflow_hpc.errors import SiteError
 
+__version__ = "0.1.0"
+"""The package's version, as in ``pyproject.toml``."""
 PROJECT = "https://github.com/megaflow-hpc/megaflow_hpc"
 """The project's URL, as in ``pyproject.toml``."""
 RUNNING = ("aiohttp", "cryptography", "mpi4py")

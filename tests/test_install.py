@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from megaflow_hpc.resources import INSTALL
+from megaflow_hpc.resources import INSTALL, __version__
 from megaflow_hpc.trajectories import gather
-from megaflow_hpc.version import __version__
 from tests.support.campaigns import Make, rows
 from tests.support.places import LAUNCHERS, ROOT
 from tests.support.requirements import required

@@ -44,7 +44,7 @@ from megaflow_hpc.host.files import remove_tree
 from megaflow_hpc.ledger import Ledger, OpenLease, write_blocks
 from megaflow_hpc.ledger.tasks import PlannedTask, write_tasks
 from megaflow_hpc.model.engines.adapters import interpreter
-from megaflow_hpc.resources import resource
+from megaflow_hpc.resources import __version__, resource
 from megaflow_hpc.rundir.engine_pool import EnginePool
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, write_run
@@ -52,7 +52,6 @@ from megaflow_hpc.tasks.digests import fixed
 from megaflow_hpc.tasks.loading import images_of
 from megaflow_hpc.training import methods
 from megaflow_hpc.trajectories.reading.vocabulary import FILE, kept
-from megaflow_hpc.version import __version__
 
 
 def make(

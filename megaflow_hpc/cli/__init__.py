@@ -24,8 +24,7 @@ from megaflow_hpc.cli.output import LogFormatter, note
 from megaflow_hpc.cli.parser import CommandParser, Parser
 from megaflow_hpc.cli.verb import add_json
 from megaflow_hpc.errors import ConfigError, MegaflowError
-from megaflow_hpc.resources import missing_package
-from megaflow_hpc.version import __version__
+from megaflow_hpc.resources import __version__, missing_package
 
 GROUPS = {
     "campaigns.start": ("recipes", "init", "check", "plan", "run", "submit"),

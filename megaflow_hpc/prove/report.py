@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaflow_hpc.host.atomic import write_atomic, write_json
-from megaflow_hpc.version import __version__
+from megaflow_hpc.resources import __version__
 
 Level = Literal["ok", "warn", "FAIL", "skip"]
 

@@ -27,9 +27,9 @@ from megaflow_hpc.report.comparison import Difference, labels_of, matrix_of
 from megaflow_hpc.report.figures import LoadedRun
 from megaflow_hpc.report.series import significant
 from megaflow_hpc.report.transcripts import Transcript, Wanted, chosen, transcripts
+from megaflow_hpc.resources import __version__
 from megaflow_hpc.texts import number, printable
 from megaflow_hpc.trajectory import Image
-from megaflow_hpc.version import __version__
 
 MAX_LISTED_ROLLOUTS = 20_000
 CHUNK_CHARS = 400_000

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from megaflow_hpc.errors import MegaflowError, SiteError
 from megaflow_hpc.report.tracking import Point, PointLog
+from megaflow_hpc.resources import __version__
 from megaflow_hpc.texts import in_one_line
-from megaflow_hpc.version import __version__
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "tensorboard": "tensorboard"}
 """Tracker → package that it needs."""

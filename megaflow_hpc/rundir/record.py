@@ -17,9 +17,9 @@ from msgspec import Meta
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.host.files import read_regular
+from megaflow_hpc.resources import __version__
 from megaflow_hpc.rundir.events import Time
 from megaflow_hpc.rundir.layout import RunDir, try_read_json
-from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
     from megaflow_hpc.config import CampaignConfig

@@ -200,7 +200,7 @@ def measure(folder: Path, image: Path, note: Note, arguments: argparse.Namespace
 
 
 def _ours(campaign: Campaign, script: Path) -> Outcome:
-    from megaflow_hpc.version import __version__
+    from megaflow_hpc.resources import __version__
 
     _write_tasks(campaign, "base")
     description = {

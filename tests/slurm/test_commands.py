@@ -17,13 +17,13 @@ from megaflow_hpc.cli import doctor, main
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host import mpi
 from megaflow_hpc.ledger import Ledger
+from megaflow_hpc.resources import __version__
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, ServerGroup, read_run, write_run
 from megaflow_hpc.slurm import accounting, arrays, fits, ids, limits, script, site
 from megaflow_hpc.slurm.accounting import ACCOUNTING_DELAY_S, ElementUse, JobState, efficiencies
 from megaflow_hpc.slurm.arrays import Arrays
 from megaflow_hpc.slurm.limits import Cap
-from megaflow_hpc.version import __version__
 from tests.support.training import training_run
 
 CACHED = (site.partitions, site.mpi_plugins, site.configuration, site._shown_partitions, site._sacctmgr)

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaflow_hpc.resources import __version__
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
 from megaflow_hpc.trajectories.exports.messages import (
     RecordedToolCall,
@@ -37,7 +38,6 @@ from megaflow_hpc.trajectories.reading.conversations import Conversation, main, 
 from megaflow_hpc.trajectories.reading.sources import SequenceView
 from megaflow_hpc.trajectory import Image, Turn
 from megaflow_hpc.types import round_of
-from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob

@@ -21,12 +21,12 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaflow_hpc.resources import __version__
 from megaflow_hpc.trajectories.exports.atif import document, write_images
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
 from megaflow_hpc.trajectories.exports.messages import as_text, iso_time
 from megaflow_hpc.trajectories.reading.conversations import tokens_of_calls
 from megaflow_hpc.types import round_of
-from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from megaflow_hpc.resources import __version__
 from megaflow_hpc.trajectories.exports.files import published_directory, safe_name
 from megaflow_hpc.trajectories.exports.messages import (
     as_json,
@@ -33,7 +34,6 @@ from megaflow_hpc.trajectories.exports.messages import (
 from megaflow_hpc.trajectories.reading.conversations import Conversation, main, tokens_of_calls
 from megaflow_hpc.trajectory import Image
 from megaflow_hpc.types import round_of
-from megaflow_hpc.version import __version__
 
 if TYPE_CHECKING:
     from megaflow_hpc.trajectories.exports import ExportJob

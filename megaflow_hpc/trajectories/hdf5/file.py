@@ -24,6 +24,7 @@ from h5py import h5d, h5z
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.files import open_regular
 from megaflow_hpc.ledger.tasks import image_files, planned_tasks
+from megaflow_hpc.resources import __version__
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import RunRecord, read_run
 from megaflow_hpc.texts import parse_object
@@ -37,7 +38,6 @@ from megaflow_hpc.trajectories.hdf5.schema import (
     escape,
     text_offset,
 )
-from megaflow_hpc.version import __version__
 
 _FILTERS = {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}
 SOFTWARE = f"megaflow-hpc {__version__}"
