@@ -234,7 +234,9 @@ def _copy(new: Sent, to: Path) -> dict[str, Checksum]:
         sums = msgspec.json.decode(listed, type=dict[str, Checksum])
         sums = {name: expected for name, expected in sums.items() if ABOUT not in name}
         for name, expected in sums.items():
-            if ".." in PurePosixPath(name).parts or (new.folder / name).stat().st_size != expected.size:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ConfigError(f"{new.folder / CHECKSUMS}: {name!r} is not a file of the version")
+            if (new.folder / name).stat().st_size != expected.size:
                 raise _IncompleteError(f"{new.folder / name}: is not complete")
             (to / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 

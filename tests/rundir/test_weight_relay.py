@@ -225,13 +225,16 @@ def test_versions_of_another_run_are_refused_by_both_sites(sites: Sites) -> None
         receive(sites.away, sites.folder / "gone")
 
 
-def test_no_file_is_written_outside_of_the_run(sites: Sites) -> None:
+@pytest.mark.parametrize("above", ["..", "/"], ids=["relative", "absolute"])
+def test_no_file_is_written_outside_of_the_run(sites: Sites, above: str) -> None:
     sites.publish(b"one")
     folder = sites.send()
     (folder.parent / "stolen").write_text("x")
+    name = "../stolen" if above == ".." else str(folder.parent.resolve() / "stolen")
     sums = json.loads((folder / weights.CHECKSUMS).read_text())
-    sums["../stolen"] = {"size": 1, "sha256": weights.checksum(folder.parent / "stolen").sha256}
+    sums[name] = {"size": 1, "sha256": weights.checksum(folder.parent / "stolen").sha256}
     write_json(folder / weights.CHECKSUMS, sums)
     folder.rename(folder.with_name(f"1.{weights.checksum(folder / weights.CHECKSUMS).sha256}"))
-    assert "stolen: is not complete" in receive(sites.away, sites.inbox).waiting
+    with pytest.raises(ConfigError, match="stolen' is not a file of the version"):
+        receive(sites.away, sites.inbox)
     assert not list(sites.away.path.rglob("stolen"))
