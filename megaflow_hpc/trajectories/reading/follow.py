@@ -2,8 +2,10 @@
 process.
 
 Each poll reads only the bytes appended to the journals since the last poll. Apart from those bytes, it costs one
-listing of ``RUN/journal`` and one stat per unpacked journal. A rollout is yielded at its first valid record. If that
-record failed or was cancelled and a later attempt succeeds, the rollout is yielded a second time, and never again.
+listing of ``RUN/journal`` and one stat for the journal of each pod's latest start. Journals of earlier starts are
+checked every :data:`ENDED_INTERVAL_S`, because only a delayed writer can still append to them. A rollout is yielded at
+its first valid record. If that record failed or was cancelled and a later attempt succeeds, the rollout is yielded a
+second time, and never again.
 
 A follower's *cursor* allows a later process to continue: it contains the number of bytes read from each journal, and
 the ids yielded without success. Successful ids are omitted, because the ledger lets only unsuccessful rollouts run
@@ -18,6 +20,7 @@ appended after a seal by a delayed writer are never yielded, even after resuming
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +30,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, read_blocks
 from megaflow_hpc.ledger.files import GIVE_UP_S, passing
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.trajectories.journal import packs
 from megaflow_hpc.trajectories.journal.winners import (
     Index,
     RecordEntry,
@@ -35,7 +39,6 @@ from megaflow_hpc.trajectories.journal.winners import (
     in_commit_order,
     journals,
     seals_of,
-    sizes_of,
 )
 from megaflow_hpc.trajectories.reading.sources import JournalSource
 from megaflow_hpc.trajectories.reading.store import Row, open_trajectories
@@ -46,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
 """Seconds between polls while there are no new records."""
+ENDED_INTERVAL_S = 30.0
+"""Seconds between checks of the journals of earlier starts of pods."""
 MAX_CACHE_AGE_S = 60.0
 """Maximum time in seconds for which a network file system may return stale data for a journal."""
 
@@ -71,6 +76,10 @@ class Follower:
         self._run = run if isinstance(run, RunDir) else RunDir(run)
         self._read: dict[str, int] = {}
         """Maps each journal's file name to the number of bytes read."""
+        self._ended: set[str] = set()
+        """Names of journals of earlier starts that were checked after a later start of their pod had appeared."""
+        self._ended_at = -math.inf
+        """Time of the latest check of all journals."""
         self._failed: set[str] = set()
         """Ids of rollouts yielded without success."""
         if cursor is not None:
@@ -98,8 +107,9 @@ class Follower:
         Raises:
             OSError: As for :meth:`poll`.
         """
-        sizes = {self._run.journal / name: size for name, size in sizes_of(self._run).items()}
-        grown = {path: size for path, size in sizes.items() if size > self._read.get(path.name, 0)}
+        grown = {
+            self._run.journal / name: size for name, size in self._sizes().items() if size > self._read.get(name, 0)
+        }
         if not grown:
             return []
         seals = seals_of(self._run)
@@ -111,6 +121,25 @@ class Follower:
         self._read = read
         best, _ = decide(valid)
         return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
+
+    def _sizes(self) -> dict[str, int]:
+        """Returns the sizes in bytes of all journals that may have grown, by name. Raises OSError."""
+        now = time.monotonic()
+        if now >= self._ended_at + ENDED_INTERVAL_S:
+            self._ended_at, self._ended = now, set()
+        sizes = packs.sizes(self._run.journal)
+        of_pods: dict[str, list[tuple[int, str]]] = {}
+        for name in sizes:
+            pod, _, start = name.removesuffix(packs.JOURNAL).rpartition(".")
+            if start.isdecimal():
+                of_pods.setdefault(pod, []).append((int(start), name))
+        checked = {
+            name: packs.size_of(self._run.journal / name) if size is None else size
+            for name, size in sizes.items()
+            if name not in self._ended
+        }
+        self._ended |= {name for starts in of_pods.values() for _, name in sorted(starts)[:-1]}
+        return checked
 
     def load(self, entry: RecordEntry) -> Trajectory:
         """Reads the trajectory of an entry, returned by this or an earlier follower of the run.

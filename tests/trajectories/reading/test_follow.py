@@ -13,8 +13,10 @@ import pytest
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.trajectories import JournalWriter, follow, gather, open_trajectories
-from megaflow_hpc.trajectories.reading.follow import Follower
+from megaflow_hpc.trajectories.reading import follow as follow_module
+from megaflow_hpc.trajectories.reading.follow import ENDED_INTERVAL_S, Follower
 from megaflow_hpc.types import Rollout
+from tests.support.operations import counted
 from tests.support.samples import commit, run_dir, trajectory
 
 
@@ -54,6 +56,32 @@ def test_rows_appear_as_they_are_committed_and_stay_readable(run):
     assert row.messages == trajectory(4).messages
     assert [len(s.tokens) for s in row.sequences] == [len(s.tokens) for s in trajectory(4).sequences]
     assert follower.poll() == []
+
+
+def test_a_poll_costs_what_runs_and_not_what_has_ended(run, monkeypatch):
+    """Journals of a pod's earlier starts are looked at seldom: only a delayed writer still appends to them."""
+    now = [0.0]
+    monkeypatch.setattr(follow_module.time, "monotonic", lambda: now[0])
+    for start in range(50):
+        commit(run, "pod", (start, 0, trajectory(start)), start=str(start))
+    follower = Follower(run)
+    assert len(follower.poll()) == 50
+    with counted(run.path, whole=True) as operations:
+        assert follower.poll() == []
+    assert 0 < operations["looks"] < 5
+    with JournalWriter(run.journal_file("late", "0")) as late:
+        for number in (50, 51):
+            late.append(record(number))
+            late.commit()
+            assert ids(follower.poll()) == [f"task/default/{number}"]
+            commit(run, "late", (52 + number, 0, trajectory(100 + number)), start=str(number))
+            assert ids(follower.poll()) == [f"task/default/{100 + number}"]
+            now[0] += ENDED_INTERVAL_S if number == 50 else 0
+        late.append(record(60))
+        late.commit()
+        assert follower.poll() == []
+        now[0] += ENDED_INTERVAL_S
+        assert ids(follower.poll()) == ["task/default/60"]
 
 
 def test_following_sees_what_opening_sees(run):
