@@ -1,7 +1,7 @@
 """A tiny vision-language model learns to click, from screenshots, through real vLLM: a check of all that images pass.
 
-    python -m tests.bench.clicking click [--steps 40] [--seed 0]     click the button with this label
-    python -m tests.bench.clicking two [--steps 60]                  click a button, then another in the next window
+    python -m tests.bench.clicking click [--steps 60] [--seed 0]     click the button with this label
+    python -m tests.bench.clicking two [--steps 50]                  click a button, then another in the next window
     python -m tests.bench.clicking click --shuffle                   the same with shuffled rewards, which must not rise
 
 The model has random weights at first. Captions teach it to read the labels of buttons. Then sloppy demonstrations, most
@@ -39,7 +39,7 @@ from tests.support.training import trained_on
 
 SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Variables of engine and trainer; see ``launchers/learning/learn.py``."""
-STEPS = {"click": 60, "two": 80}
+STEPS = {"click": 60, "two": 50}
 """Task → number of steps."""
 SCREENSHOTS = {"click": 1, "two": 2}
 CAPTIONS, LESSONS = 9_600, 16_000
