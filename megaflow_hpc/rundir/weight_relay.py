@@ -65,9 +65,9 @@ class Received:
     version: Version | None
     """The version that the call published. ``None`` if there was no newer one."""
     sent: int
-    """The number, at the sender's site, of the newest version received so far. 0 if there is none."""
+    """The number, at the sender's site, of the newest version received so far. 0 before the first."""
     waiting: str
-    """Reason why a newer version is not complete. Empty if there is none."""
+    """Reason why a newer version is not complete. Empty if the newest version sent is complete."""
 
 
 class _IncompleteError(Exception):

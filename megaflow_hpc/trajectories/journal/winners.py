@@ -22,7 +22,7 @@ import json
 import logging
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,9 +161,9 @@ def journals(run: RunDir) -> list[Path]:
     return [run.journal / name for name in packs.sizes(run.journal)]
 
 
-def sizes_of(run: RunDir) -> dict[str, int]:
-    """Returns the size of each journal in bytes, by name. Raises OSError."""
-    sizes = packs.sizes(run.journal)
+def sizes_of(run: RunDir, skip: Collection[str] = ()) -> dict[str, int]:
+    """Returns the size of each journal in bytes, by name, except those to skip. Raises OSError."""
+    sizes = {name: size for name, size in packs.sizes(run.journal).items() if name not in skip}
     return {name: packs.size_of(run.journal / name) if size is None else size for name, size in sizes.items()}
 
 

@@ -39,6 +39,7 @@ from megaflow_hpc.trajectories.journal.winners import (
     in_commit_order,
     journals,
     seals_of,
+    sizes_of,
 )
 from megaflow_hpc.trajectories.reading.sources import JournalSource
 from megaflow_hpc.trajectories.reading.store import Row, open_trajectories
@@ -107,39 +108,22 @@ class Follower:
         Raises:
             OSError: As for :meth:`poll`.
         """
-        grown = {
-            self._run.journal / name: size for name, size in self._sizes().items() if size > self._read.get(name, 0)
-        }
-        if not grown:
-            return []
-        seals = seals_of(self._run)
-        valid: list[RecordEntry] = []
-        read = dict(self._read)
-        for path, size in grown.items():
-            of_journal, read[path.name] = entries(path, seals, start=read.get(path.name, 0), limit=size)
-            valid += of_journal
-        self._read = read
-        best, _ = decide(valid)
-        return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
-
-    def _sizes(self) -> dict[str, int]:
-        """Returns the sizes in bytes of all journals that may have grown, by name. Raises OSError."""
         now = time.monotonic()
         if now >= self._ended_at + ENDED_INTERVAL_S:
             self._ended_at, self._ended = now, set()
-        sizes = packs.sizes(self._run.journal)
-        of_pods: dict[str, list[tuple[int, str]]] = {}
-        for name in sizes:
-            pod, _, start = name.removesuffix(packs.JOURNAL).rpartition(".")
-            if start.isdecimal():
-                of_pods.setdefault(pod, []).append((int(start), name))
-        checked = {
-            name: packs.size_of(self._run.journal / name) if size is None else size
-            for name, size in sizes.items()
-            if name not in self._ended
-        }
-        self._ended |= {name for starts in of_pods.values() for _, name in sorted(starts)[:-1]}
-        return checked
+        sizes = sizes_of(self._run, skip=self._ended)
+        grown = {name: size for name, size in sizes.items() if size > self._read.get(name, 0)}
+        valid: list[RecordEntry] = []
+        if grown:
+            seals = seals_of(self._run)
+            read = dict(self._read)
+            for name, size in grown.items():
+                of_journal, read[name] = entries(self._run.journal / name, seals, start=read.get(name, 0), limit=size)
+                valid += of_journal
+            self._read = read
+        self._ended |= _of_earlier_starts(sizes)
+        best, _ = decide(valid)
+        return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
 
     def load(self, entry: RecordEntry) -> Trajectory:
         """Reads the trajectory of an entry, returned by this or an earlier follower of the run.
@@ -219,6 +203,16 @@ def follow(
                 return
         if not new:
             time.sleep(poll_s)
+
+
+def _of_earlier_starts(names: Iterable[str]) -> set[str]:
+    """Returns the journals whose pod has a journal of a later start."""
+    of_pods: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        pod, _, start = name.removesuffix(packs.JOURNAL).rpartition(".")
+        if start.isdecimal():
+            of_pods.setdefault(pod, []).append((int(start), name))
+    return {name for starts in of_pods.values() for _, name in sorted(starts)[:-1]}
 
 
 class _Outage:

@@ -84,6 +84,21 @@ def test_a_poll_costs_what_runs_and_not_what_has_ended(run, monkeypatch):
         assert ids(follower.poll()) == ["task/default/60"]
 
 
+def test_a_poll_that_fails_leaves_everything_to_the_next(run, monkeypatch):
+    for start in range(2):
+        commit(run, "pod", (start, 0, trajectory(start)), start=str(start))
+    follower, seals_of = Follower(run), follow_module.seals_of
+
+    def away(_):
+        monkeypatch.setattr(follow_module, "seals_of", seals_of)
+        raise OSError("the file system is away")
+
+    monkeypatch.setattr(follow_module, "seals_of", away)
+    with pytest.raises(OSError, match="away"):
+        follower.poll()
+    assert ids(follower.poll()) == ["task/default/0", "task/default/1"]
+
+
 def test_following_sees_what_opening_sees(run):
     commit(run, "a", *((0, 0, trajectory(n)) for n in range(6)))
     with open_trajectories(run.path) as store:
