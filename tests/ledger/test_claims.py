@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from typing import Any
 
@@ -234,3 +235,14 @@ def test_a_start_ends_when_it_sees_a_later_one_of_its_element(run: RunDir) -> No
     earlier.renew(force=True)
     assert not earlier.may_commit
     assert earlier.claim(nothing) is None
+
+
+def test_the_ledger_of_an_older_run_whose_pods_handed_blocks_to_each_other_is_read(run: RunDir) -> None:
+    write_blocks(run, rollouts(2), size=1)
+    pod(run, "a")
+    (run.ledger / "done" / "000000.1.0").touch()
+    (run.ledger / "done" / "000001.2.3").touch()
+    claim = {"pod": "c", "start": "0", "predecessor": "b.0", "sealed": 7, "given": 3, "seals": [["a.0", 5, [1000000]]]}
+    (run.ledger / "claims" / "000001.2").write_text(json.dumps(claim))
+    assert Ledger(run).done() == {0, 1}
+    assert Ledger(run).seals() == {(1, 0): ("a.0", 5), (1, 1): ("b.0", 7)}
