@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from typing import Any
 
@@ -248,3 +249,14 @@ def test_an_ended_block_costs_one_listing_while_marks_are_missing() -> None:
     with pytest.raises(StopIteration) as ended:
         steps.send(("000000.1", "000002.1"))
     assert ended.value.value is False
+
+
+def test_the_ledger_of_an_older_run_whose_pods_handed_blocks_to_each_other_is_read(run: RunDir) -> None:
+    write_blocks(run, rollouts(2), size=1)
+    pod(run, "a")
+    (run.ledger / "done" / "000000.1.0").touch()
+    (run.ledger / "done" / "000001.2.3").touch()
+    claim = {"pod": "c", "start": "0", "predecessor": "b.0", "sealed": 7, "given": 3, "seals": [["a.0", 5, [1000000]]]}
+    (run.ledger / "claims" / "000001.2").write_text(json.dumps(claim))
+    assert Ledger(run).done() == {0, 1}
+    assert Ledger(run).seals() == {(1, 0): ("a.0", 5), (1, 1): ("b.0", 7)}
