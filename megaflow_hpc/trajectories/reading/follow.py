@@ -2,8 +2,9 @@
 process.
 
 Each poll reads only the bytes appended to the journals since the last poll. Apart from those bytes, it costs one
-listing of ``RUN/journal`` and one stat for the journal of each pod's latest start. Journals of earlier starts are
-checked every :data:`ENDED_INTERVAL_S`, because only a delayed writer can still append to them. A rollout is yielded at
+listing of ``RUN/journal`` and one stat for the journal of each pod's latest start. Journals of earlier starts, to
+which only a delayed writer can still append, and those that have not grown for :data:`QUIET_S`, are checked every
+:data:`ENDED_INTERVAL_S`. A rollout is yielded at
 its first valid record. If that record failed or was cancelled and a later attempt succeeds, the rollout is yielded a
 second time, and never again.
 
@@ -51,7 +52,10 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 1.0
 """Seconds between polls while there are no new records."""
 ENDED_INTERVAL_S = 30.0
-"""Seconds between checks of the journals of earlier starts of pods."""
+"""Seconds between checks of the journals of earlier starts of pods, and of journals that do not grow."""
+QUIET_S = 600.0
+"""A journal that has not grown for this many seconds is checked less often: its pod may have ended, and if Slurm does
+not requeue pods, the run has many such journals."""
 MAX_CACHE_AGE_S = 60.0
 """Maximum time in seconds for which a network file system may return stale data for a journal."""
 
@@ -78,7 +82,9 @@ class Follower:
         self._read: dict[str, int] = {}
         """Maps each journal's file name to the number of bytes read."""
         self._ended: set[str] = set()
-        """Names of journals of earlier starts that were checked after a later start of their pod had appeared."""
+        """Names of journals that are skipped until the next check of all journals."""
+        self._grew_at: dict[str, float] = {}
+        """Maps each journal's file name to the time at which it was first seen or last grew."""
         self._ended_at = -math.inf
         """Time of the latest check of all journals."""
         self._failed: set[str] = set()
@@ -121,7 +127,9 @@ class Follower:
                 of_journal, read[name] = entries(self._run.journal / name, seals, start=read.get(name, 0), limit=size)
                 valid += of_journal
             self._read = read
-        self._ended |= _of_earlier_starts(sizes)
+        self._grew_at |= {name: now for name in sizes if name in grown or name not in self._grew_at}
+        quiet = {name for name in sizes if now - self._grew_at[name] >= QUIET_S}
+        self._ended |= _of_earlier_starts(sizes) | quiet
         best, _ = decide(valid)
         return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
 

@@ -14,7 +14,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.trajectories import JournalWriter, follow, gather, open_trajectories
 from megaflow_hpc.trajectories.reading import follow as follow_module
-from megaflow_hpc.trajectories.reading.follow import ENDED_INTERVAL_S, Follower
+from megaflow_hpc.trajectories.reading.follow import ENDED_INTERVAL_S, QUIET_S, Follower
 from megaflow_hpc.types import Rollout
 from tests.support.operations import counted
 from tests.support.samples import commit, run_dir, trajectory
@@ -82,6 +82,37 @@ def test_a_poll_costs_what_runs_and_not_what_has_ended(run, monkeypatch):
         assert follower.poll() == []
         now[0] += ENDED_INTERVAL_S
         assert ids(follower.poll()) == ["task/default/60"]
+
+
+def test_pods_that_were_replaced_cost_a_poll_nothing(run, monkeypatch):
+    """If Slurm does not requeue pods, each walltime leaves the journals of pods that never start again."""
+    now = [0.0]
+    monkeypatch.setattr(follow_module.time, "monotonic", lambda: now[0])
+    for pod in range(50):
+        commit(run, f"pod{pod}", (pod, 0, trajectory(pod)))
+    follower = Follower(run)
+    assert len(follower.poll()) == 50
+    now[0] += QUIET_S
+    assert follower.poll() == []
+    with counted(run.path, whole=True) as operations:
+        assert follower.poll() == []
+    assert operations["looks"] < 5
+    with JournalWriter(run.journal_file("slow", "0")) as slow:
+        for number in (50, 51):
+            slow.append(record(number))
+            slow.commit()
+            assert ids(follower.poll()) == [f"task/default/{number}"]
+            now[0] += QUIET_S - 1
+        now[0] += 1
+        assert follower.poll() == []
+        slow.append(record(60))
+        slow.commit()
+        assert follower.poll() == []
+        now[0] += ENDED_INTERVAL_S
+        assert ids(follower.poll()) == ["task/default/60"]
+        slow.append(record(61))
+        slow.commit()
+        assert ids(follower.poll()) == ["task/default/61"], "it grows again"
 
 
 def test_a_poll_that_fails_leaves_everything_to_the_next(run, monkeypatch):
