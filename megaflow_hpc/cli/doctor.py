@@ -388,12 +388,10 @@ def _trainer() -> Iterator[Finding]:
         remedy = "point MEGAFLOW_TRAINER_PYTHON at an environment with torch and transformers"
         yield Finding("trainer", "warn", f"{python}: no interpreter there", remedy)
         return
-    needed = [*TRAINED_WITH]
-    lacks = f"[n for n in {needed!r} if getattr(u.find_spec(n), 'origin', None) is None]"
-    code = f"import importlib.util as u; print(*{lacks})"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=ASK_S, check=False)
-    missing = done.stdout.split() if done.returncode == 0 else [done.stderr.strip()[-200:]]
-    if missing:
+    ask = "import importlib.util as u,sys; [print(n) for n in sys.argv[1:] if not getattr(u.find_spec(n), 'origin', 0)]"
+    asked = [python, "-c", ask, *TRAINED_WITH]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_S, check=False)
+    if missing := [done.stderr.strip()[-200:]] if done.returncode else done.stdout.split():
         remedy = f"if you train: set MEGAFLOW_TRAINER_PYTHON, or there: {install('train')}"
         yield Finding("trainer", "warn", f"{python} lacks {' '.join(missing)}", remedy)
     else:
