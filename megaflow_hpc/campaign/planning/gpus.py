@@ -16,7 +16,7 @@ from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.slurm.script import option_name
 from megaflow_hpc.training.layout import Layout
-from megaflow_hpc.training.memory import ModelShape, Prediction, gpu_memory, predict
+from megaflow_hpc.training.memory import ModelShape, Prediction, gpu_flops, gpu_memory, predict
 
 SUSPICIOUS_GB = 80
 """If the GPU's memory is unknown, warn if the predicted peak exceeds this many GB."""
@@ -37,6 +37,7 @@ class Fit:
     """Number of GPUs on each node. 0: a single process on CPUs."""
     gpu_gb: float | None
     """Memory per GPU in GB (10^9 bytes). ``None`` if unknown."""
+    gpu_type: str | None = None
 
     def predict(self, tokens: int | None = None) -> Prediction:
         """Predicts the memory use, for rows of ``tokens`` tokens. Default: ``microbatch``.
@@ -45,6 +46,13 @@ class Fit:
             ConfigError: ``parallel`` does not divide the ranks or the model's heads.
         """
         return predict(self.model, self.settings, self.gpus, self.nodes, tokens)
+
+    @property
+    def seconds_per_million_tokens(self) -> float | None:
+        """Estimated seconds of one forward and backward pass on all GPUs, without communication. ``None`` if the GPUs'
+        type is unknown, or they do not compute in bfloat16."""
+        speed = gpu_flops(self.gpu_type) if self.settings.dtype == "bfloat16" else None
+        return 1e6 * self.predict().token_flops / (self.nodes * self.gpus * speed) if speed and self.gpus else None
 
     @property
     def fits(self) -> bool | None:
@@ -119,7 +127,8 @@ def fit_of(config: CampaignConfig, name: str, model: Path, gpus: int | None = No
         )
     settings, memory = config.training.policies[name], gpu_memory(trainer.gpu_type)
     shape = ModelShape.read(model)
-    return Fit(name, shape, settings, nodes or trainer.nodes, trainer.gpus if gpus is None else gpus, memory)
+    gpus = trainer.gpus if gpus is None else gpus
+    return Fit(name, shape, settings, nodes or trainer.nodes, gpus, memory, trainer.gpu_type)
 
 
 def model_of(config: CampaignConfig, name: str, base: Path) -> Path:

@@ -34,12 +34,14 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "fit",
         _fit,
-        "predict the memory that a training needs",
+        "predict the memory and time that a training needs",
         examples=["training fit campaign.yaml", "training fit campaign.yaml --gpus 8 --gpu-memory 80 --json"],
         description="Predicts the peak memory of each GPU by its parts, the memory of a node, and the sizes of "
         "checkpoints and weight versions. Reads only the model's config.json and the headers of its safetensors, and "
         "needs neither torch nor a GPU. Assumes that all experts get the same number of tokens. Add some GB for the "
-        "CUDA context, NCCL and fragmentation. If the training does not fit, names changes that make it fit.",
+        "CUDA context, NCCL and fragmentation. If the training does not fit, names changes that make it fit. "
+        "The time is arithmetic: full rows of one sequence, GPUs at a quarter of their data sheet's peak in bfloat16, "
+        "which one H200 reached, and no communication. It is given if slurm.trainer.gpu_type names a known type.",
     )
     fit.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML) with a section training")
     fit.add_argument("--gpus", type=whole(1), metavar="N", help="GPUs on each node; default: slurm.trainer.gpus")
@@ -125,6 +127,8 @@ def _fit_facts(fit: Fit) -> dict[str, Any]:
         "node_bytes": {"load": prediction.load, "training": prediction.node},
         "checkpoint_bytes": prediction.checkpoint,
         "version_bytes": prediction.version,
+        "flops_per_token": prediction.token_flops,
+        "seconds_per_million_tokens": fit.seconds_per_million_tokens,
         "fits": fit.fits,
         "remedies": fit.remedies() if fit.fits is False else [],
     }
@@ -147,6 +151,8 @@ def _fit_page(fit: Fit) -> str:
         f"checkpoint: {prediction.checkpoint / 1e9:.1f} GB",
         f"version: {prediction.version / 1e9:.1f} GB",
     ]
+    if (seconds := fit.seconds_per_million_tokens) is not None:
+        lines.append(f"a million tokens, forward and backward, at a quarter of the peak: about {seconds:.2g} s")
     if fit.model.vision:
         lines.append(
             f"vision part: {fit.model.vision / 1e9:.2f} billion parameters, {fit.settings.vision}; its activations, "
