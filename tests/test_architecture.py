@@ -19,8 +19,8 @@ PACKAGE = Path(megaflow_hpc.__file__).parent
 
 BUDGETS = {
     "campaign keys": 238,
-    "environment variables": 30,
-    "modules": 480,
+    "environment variables": 29,
+    "modules": 478,
     "public class names that exist twice": 0,
     "hard phrases in 1,000 docstrings": 5,
     "thousand tokens of agents": 20,
@@ -31,15 +31,15 @@ BUDGETS = {
     "thousand tokens of environments": 98,
     "thousand tokens of host": 13,
     "thousand tokens of integrations": 5,
-    "thousand tokens of ledger": 20,
+    "thousand tokens of ledger": 18,
     "thousand tokens of model": 77,  # with the starters of sub-agents in the background
     "thousand tokens of monitor": 11,
-    "thousand tokens of pod": 38,
+    "thousand tokens of pod": 36,
     "thousand tokens of prove": 8,
     "thousand tokens of report": 26,
     "thousand tokens of rundir": 30,  # with weights for another site
     "thousand tokens of slurm": 15,
-    "thousand tokens of tasks": 55,
+    "thousand tokens of tasks": 58,  # with LiveCodeBench, NeMo Gym's problems, R2E-Gym, Aider's six languages
     "thousand tokens of training": 74,  # with the digests of imported modules, and the ranks of a user's trainer
     "thousand tokens of trajectories": 56,
 }

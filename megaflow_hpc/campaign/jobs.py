@@ -156,7 +156,7 @@ class Jobs(LiveJobs):
         for path in self._run.journal.glob("*.[jp]*"):  # journals and packs
             with contextlib.suppress(FileNotFoundError):  # a journal that was packed and removed in the meantime
                 size += path.stat().st_size
-        blocks, done = len(numbers(self._run)), len(self._ledger.marked_done())
+        blocks, done = len(numbers(self._run)), len(self._ledger.done())
         if not blocks:  # a trainer will add them
             return size + self._planned_rollouts * JOURNAL_BYTES
         of_block = size / done if done else self._planned_rollouts * JOURNAL_BYTES / blocks
@@ -417,7 +417,7 @@ class Jobs(LiveJobs):
             plan = replacements.read(self._run, self._config.slurm.pods.total)
             before = msgspec.to_builtins(plan)
             self._record_ends(plan, pods, live)
-            open_blocks = len(set(numbers(self._run)) - self._ledger.marked_done())
+            open_blocks = len(set(numbers(self._run)) - self._ledger.done())
             try:
                 self._replace_servers()
                 if plan.due(self._lasting_count(live), open_blocks, time.time()):

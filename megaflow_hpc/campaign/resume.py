@@ -75,7 +75,7 @@ def repeat(run: RunDir, ledger: Ledger, config: CampaignConfig, only: Sequence[s
 
     winners = index(run, ledger.seals()).winners
     again = {entry.id for entry in winners if entry.status in ("failed", "cancelled")}
-    done = ledger.marked_done()
+    done = ledger.done()
     blocks = read_blocks(run)
     # A pod that takes over an unfinished block repeats the block's failures.
     again -= {rollout.id for block in blocks if block.number not in done for rollout in block.rollouts}

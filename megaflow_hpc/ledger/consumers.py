@@ -24,7 +24,7 @@ from megaflow_hpc.ledger.blocks import TOKEN
 from megaflow_hpc.ledger.calls import Clock, Names, Publish, Read, Remove, Steps, There
 from megaflow_hpc.ledger.files import Files
 from megaflow_hpc.ledger.lease import TIMES, Lease
-from megaflow_hpc.ledger.names import DONE, FIRST_HANDED_OFF, TASKS, all_done, block_numbers, done_blocks
+from megaflow_hpc.ledger.names import DONE, TASKS, all_done, block_numbers, done_blocks
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import FINISHED, OPEN, Marks, counts
 
@@ -72,14 +72,13 @@ def finish(by: str, known: Iterable[int] = ()) -> Steps[bool]:
     while not (yield Names(OPEN)):
         done = done_blocks((yield Names(DONE)))
         blocks.update(done)
-        blocks.update(block_numbers((yield Names(TASKS))))  # after the marks, because a pod hands off before it marks
+        blocks.update(block_numbers((yield Names(TASKS))))
         if not all_done(done, blocks):
             return False
-        count = sum(block < FIRST_HANDED_OFF for block in blocks)
-        if counts((yield Read(FINISHED)), count):
-            return True
-        yield Publish(FINISHED, {"by": by, "blocks": count})
         before = len(blocks)
+        if counts((yield Read(FINISHED)), before):
+            return True
+        yield Publish(FINISHED, {"by": by, "blocks": before})
         blocks.update(block_numbers((yield Names(TASKS))))
         if len(blocks) == before:
             return True

@@ -1,6 +1,6 @@
 """Surveys and pruning of the ledger, done by one pod on behalf of all. This module does no I/O itself.
 
-A survey scans blocks, requests, consumers and all leases, so that the other pods do not have to.
+A survey scans blocks, consumers and all leases, so that the other pods do not have to.
 
 Pruning keeps the number of files from growing with time. The coordinator removes a file once all checks over more than
 :attr:`Times.lease_s` have found it unneeded. By then, caches no longer show a state in which the file was needed, and
@@ -16,7 +16,6 @@ file                                 is not needed once
                                      has ended or has no lease, so it cannot claim this name. Epoch 0 and the
                                      latest claim stay
 ``released/<block>.<epoch>``         the block has a later claim
-``hungry/<pod>.<start>.<n>.<slots>`` the pod has no lease, has ended or is gone
 ``partial/<pod>.<start>.json``       every block that the pod ever held is done
 ``claims/.<pod>.<start>.…``          the pod has no lease, has ended or is gone
 ``ended/<n>``                        there is a later record
@@ -43,7 +42,6 @@ from megaflow_hpc.ledger.accounts import (
     taken_over,
 )
 from megaflow_hpc.ledger.calls import Clock, Link, Names, Remove, Steps, Touch
-from megaflow_hpc.ledger.hand_offs import NotYet, all_work_requests
 from megaflow_hpc.ledger.leader import Survey
 from megaflow_hpc.ledger.names import (
     CLAIMS,
@@ -53,7 +51,6 @@ from megaflow_hpc.ledger.names import (
     LEASES,
     PARTIAL,
     RELEASED,
-    REQUESTS,
     TASKS,
     all_done,
     block_numbers,
@@ -65,7 +62,7 @@ from megaflow_hpc.ledger.names import (
     pairs,
     precedes,
 )
-from megaflow_hpc.ledger.rules import LedgerRules
+from megaflow_hpc.ledger.rules import LedgerRules, NotYet
 
 MAX_ORPHANS = 512
 """Maximum number of orphaned blocks in a survey, because every pod reads the survey. Later surveys list the remaining
@@ -87,7 +84,7 @@ class Surveyed:
 
 
 def survey(rules: LedgerRules) -> Steps[Surveyed]:
-    """Finds claimable blocks, pods that request work, and expired leases.
+    """Finds claimable blocks and expired leases.
 
     Marks pods with expired leases as gone, so that other pods do not have to read those leases. Reads the lease of an
     ended pod only once, and never reads the leases of superseded starts. Other operations of ``rules`` may run between
@@ -118,11 +115,11 @@ def survey(rules: LedgerRules) -> Steps[Surveyed]:
             claimable += 1
             continue
         try:
-            owner, handed_off = yield from rules.owner(block, epoch)
+            owner, ended = yield from rules.owner(block, epoch)
         except NotYet:
             continue
-        if handed_off is not None:
-            yield Touch(done_path(block, epoch, handed_off))  # the pod may have died before it wrote the mark
+        if ended:
+            yield Touch(done_path(block, epoch))  # the pod may have died before it wrote the mark
         else:
             held.append((block, epoch, owner))
     holders = {owner for _, _, owner in held}
@@ -138,11 +135,10 @@ def survey(rules: LedgerRules) -> Steps[Surveyed]:
     claimable += sum(owner in gone for _, _, owner in held)
     orphans = [claim for claim in held if claim[2] in gone | superseded]
     rules.forget(listed | holders, open_blocks)
-    requests = yield from all_work_requests()
     yield from rules.consumers.look()
     unfinished = 0 if all_done(done, blocks) else max(1, len(open_blocks))
     consumers = rules.consumers
-    shown = Survey(unfinished, claimable, orphans[:MAX_ORPHANS], requests, consumers.opened, consumers.awaited)
+    shown = Survey(unfinished, claimable, orphans[:MAX_ORPHANS], consumers.opened, consumers.awaited)
     return Surveyed(shown, leases, live, accounts(leases, record))
 
 
@@ -174,7 +170,6 @@ class Pruning:
         number, record = yield from read_record()
         gone = set((yield Names(GONE)))
         leases = set((yield Names(LEASES)))
-        requests = yield Names(REQUESTS)
         partial = yield Names(PARTIAL)
         # Read the claims last, because a pod that has ended or is gone makes no more claims.
         done = done_blocks((yield Names(DONE)))
@@ -199,7 +194,6 @@ class Pruning:
         paths += [f"{RELEASED}/{block:06d}.{epoch}" for block, epoch in released if epoch < newest.get(block, 0)]
         active = current - over - gone
         wanted |= active
-        paths += [f"{REQUESTS}/{name}" for name in requests if name.rsplit(".", 2)[0] not in active]
         paths += [
             f"{PARTIAL}/{name}"
             for name in partial
@@ -224,7 +218,7 @@ class Pruning:
             del self._since[path]
 
     def _owners(
-        self, newest: Mapping[int, int], done: Mapping[int, int], released: set[tuple[int, int]]
+        self, newest: Mapping[int, int], done: Collection[int], released: set[tuple[int, int]]
     ) -> Steps[tuple[set[str], set[str]]]:
         """Returns the current holders of open blocks, and all pods that ever held an open block.
 

@@ -113,8 +113,6 @@ class Survey:
     orphans: list[tuple[int, int, str]] = field(default_factory=list)
     """Blocks that can be taken over, because their holder is gone or has restarted, as (block, epoch, holder
     ``<pod>.<start>``). A pod that takes over a block does not have to read all claims."""
-    requests: dict[str, int] = field(default_factory=dict)
-    """Pending requests for work, as ``<pod>.<start>.<n>`` → number of slots."""
     opened: bool = False
     """True if any consumer may add blocks."""
     awaited: bool = False

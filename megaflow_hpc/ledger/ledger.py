@@ -5,12 +5,10 @@
     ledger/claims/<block>.<epoch>         the pod that holds the block. From epoch 1 on, also the seals of all
                                           earlier epochs, or the word *done* if the previous holder finished the block
     ledger/released/<block>.<epoch>       the pod of that epoch released the block: its seal, and the rollouts left
-    ledger/done/<block>.<epoch>.<n>       the claim ended the block: all its results are durable, except those
-                                          of n handed-off blocks
+    ledger/done/<block>.<epoch>           the claim ended the block: all its results are durable
     ledger/leases/<pod>.<start>           the pod's identity, progress, and a counter renewed for all its blocks
     ledger/gone/<pod>.<start>             Slurm (or this host's process table) reports that this pod is gone
     ledger/ended/<n>                      totals of ended pods whose leases were removed
-    ledger/hungry/<pod>.<start>.<n>.<s>   the pod has s idle slots and finds nothing to claim
     ledger/added/<token>.<n>              numbers of the blocks that are added while the campaign runs
     ledger/open/<consumer>                lease of a consumer that may add blocks, so the campaign is not finished
     ledger/finished                       all n blocks are done
@@ -20,7 +18,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megaflow_hpc.errors import LedgerError
@@ -36,9 +34,8 @@ from megaflow_hpc.ledger.rules import Claim, LedgerRules, Outlook
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.marks import Marks
 from megaflow_hpc.rundir.record import JOB_ID, array_of
-from megaflow_hpc.types import Rollout
 
-DIRECTORIES = ("claims", "released", "done", "leases", "gone", "hungry", "ended")
+DIRECTORIES = ("claims", "released", "done", "leases", "gone", "ended")
 MAX_LOOKS = 5
 """Maximum number of attempts to read a listed claim. An attempt fails only if a later claim has just replaced it."""
 Seals = dict[tuple[int, int], tuple[str, int]]
@@ -176,17 +173,6 @@ class Ledger:
         """
         self._files.carry_out(self._rules.release(claim, sealed, left))
 
-    def hand_off(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> bool:
-        """Moves unstarted rollouts of a held block to a new block, which any pod may claim.
-
-        Args:
-            token: Idempotency token, unique in this pod. After an error, repeat the call with the same token.
-
-        Returns:
-            False if nothing was handed off, because the fence is closed.
-        """
-        return self._files.carry_out(self._rules.hand_off(claim, rollouts, token))
-
     def mark_done(self, claim: Claim) -> None:
         """Marks a block done once all its rollouts are durable. Writes the finished mark after the last block.
 
@@ -213,18 +199,6 @@ class Ledger:
     def prefer(self, blocks: Iterable[int]) -> None:
         """Makes :meth:`claim` try these blocks first, in this order, if they are free."""
         self._rules.preferred = tuple(blocks)
-
-    # --- requests for work ---
-
-    def request_work(self, slots: int) -> None:
-        """Publishes a request for work: this pod has ``slots`` idle slots and found no block to claim. 0 withdraws the
-        request."""
-        self._files.carry_out(self._rules.hand_offs.request_work(slots))
-
-    def work_requests(self) -> dict[str, int]:
-        """Returns the pending requests of other pods, as ``<pod>.<start>.<n>`` → number of slots."""
-        surveyed = self._rules.surveyed
-        return self._files.carry_out(self._rules.hand_offs.work_requests(surveyed.requests if surveyed else None))
 
     # --- for all pods ---
 
@@ -261,16 +235,9 @@ class Ledger:
         rollouts = content.get("rollouts")
         return rollouts if isinstance(rollouts, int) and 0 <= rollouts < 1 << 53 else 0
 
-    def marked_done(self) -> set[int]:
-        """Returns the blocks with a done mark. Rollouts that were handed off from them may still be running."""
-        return set(names.done_blocks(self._names(names.DONE)))
-
     def done(self) -> set[int]:
-        """Returns the blocks whose rollouts are all durable, including any that were handed off."""
-        done = names.done_blocks(self._names(names.DONE))
-        handed_off = [n for n in names.block_numbers(self._names(names.TASKS)) if n >= names.FIRST_HANDED_OFF]
-        all_back = all(block in done for block in handed_off)
-        return {block for block, given in done.items() if all_back or not given}
+        """Returns the blocks whose rollouts are all durable."""
+        return names.done_blocks(self._names(names.DONE))
 
     def seals(self) -> Seals:
         """Returns the seals of all superseded epochs.
@@ -305,7 +272,7 @@ def all_seals() -> Steps[Seals]:
         LedgerError: A claim is listed but cannot be read.
     """
     listed = names.latest((yield Names(names.CLAIMS)))
-    ended = names.ends((yield Names(names.DONE)))
+    ended = names.pairs((yield Names(names.DONE)))
     # A block that ended in epoch 1 was never taken over, so its claims contain no seals.
     pending = {block for block, epoch in listed.items() if epoch > 0 and not (epoch == 1 and (block, 1) in ended)}
     seals: Seals = {}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 CLAIMS, RELEASED, DONE, LEASES = "ledger/claims", "ledger/released", "ledger/done", "ledger/leases"
-GONE, REQUESTS, TASKS, ADDED = "ledger/gone", "ledger/hungry", "tasks", "ledger/added"
+GONE, TASKS, ADDED = "ledger/gone", "tasks", "ledger/added"
 ENDED, UNSTARTED, PARTIAL = "ledger/ended", "ledger/unstarted", "partial"
-
-FIRST_HANDED_OFF = 1_000_000
-"""Number of the first handed-off block. Planned blocks have smaller numbers."""
 
 
 def claim_path(block: int, epoch: int) -> str:
@@ -52,9 +49,10 @@ def newest_starts(names: Iterable[str]) -> set[str]:
 
 
 def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
-    """Parses names like ``000012.3`` into (block, epoch)."""
+    """Parses names like ``000012.3`` into (block, epoch). Older runs have a third number: blocks
+    that pods handed to each other."""
     parts = (name.split(".") for name in names)
-    return {(int(block), int(epoch)) for block, epoch in parts}
+    return {(int(block), int(epoch)) for block, epoch, *_ in parts}
 
 
 def latest(names: Iterable[str]) -> dict[int, int]:
@@ -67,23 +65,15 @@ def latest(names: Iterable[str]) -> dict[int, int]:
     return epochs
 
 
-def done_path(block: int, epoch: int, given: int) -> str:
+def done_path(block: int, epoch: int) -> str:
     """Returns the path of a done mark, relative to the run directory. ``epoch`` is that of the claim that ended the
-    block, and ``given`` is the number of blocks handed off."""
-    return f"{DONE}/{block:06d}.{epoch}.{given}"
+    block."""
+    return f"{DONE}/{block:06d}.{epoch}"
 
 
-def done_blocks(names: Iterable[str]) -> dict[int, int]:
-    """Returns a mapping of done block to number of blocks handed off from it. If a block has several marks, the highest
-    epoch wins."""
-    marks = sorted(tuple(map(int, name.split("."))) for name in names)
-    return {block: given for block, _, given in marks}
-
-
-def ends(names: Iterable[str]) -> set[tuple[int, int]]:
-    """Parses the names of done marks. Returns the (block, epoch) of each claim that ended a block."""
-    marks = (name.split(".") for name in names)
-    return {(int(block), int(epoch)) for block, epoch, _ in marks}
+def done_blocks(names: Iterable[str]) -> set[int]:
+    """Parses the names of done marks. Returns the blocks that are done."""
+    return {block for block, _ in pairs(names)}
 
 
 def block_numbers(names: Iterable[str]) -> list[int]:
@@ -92,10 +82,9 @@ def block_numbers(names: Iterable[str]) -> list[int]:
     return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
-def all_done(done: Mapping[int, int], blocks: Collection[int]) -> bool:
-    """Returns True if all blocks are done, including every block handed off. List ``done`` before ``blocks``."""
-    given = sum(block >= FIRST_HANDED_OFF for block in blocks)
-    return bool(blocks) and done.keys() >= set(blocks) and given >= sum(done.values())
+def all_done(done: Collection[int], blocks: Collection[int]) -> bool:
+    """Returns True if there are blocks and all of them are done."""
+    return bool(blocks) and set(done) >= set(blocks)
 
 
 def added_path(token: str, turn: int) -> str:
@@ -111,14 +100,12 @@ class Seal(NamedTuple):
     """The pod start ``<pod>.<start>`` that held the block in that epoch."""
     sealed: int
     """Length in bytes of the valid part of the owner's journal."""
-    given: int | Sequence[int]
-    """Numbers of the blocks handed off, or only their count if the owner released the block."""
 
 
 def seals_in(content: Mapping[str, Any]) -> list[Seal]:
     """Returns the seals of all epochs before a claim, oldest first, from the claim's content. Each claim repeats the
     seals of the previous claim, so the latest claim of a block contains them all."""
-    seals = [Seal(str(owner), int(sealed), given) for owner, sealed, given in content.get("seals", ())]
+    seals = [Seal(str(owner), int(sealed)) for owner, sealed, *_ in content.get("seals", ())]
     if "predecessor" in content:  # missing in a claim that ended its block
-        seals.append(Seal(str(content["predecessor"]), int(content["sealed"]), content["given"]))
+        seals.append(Seal(str(content["predecessor"]), int(content["sealed"])))
     return seals

@@ -1,5 +1,4 @@
-"""The protocol for sharing blocks between pods: leases, claims, takeovers and hand-offs. This module does no I/O
-itself.
+"""The protocol for sharing blocks between pods: leases, claims and takeovers. This module does no I/O itself.
 
 *Fence.* A pod may commit results while its fence is open. The fence closes once the pod's lease is ``commit_s`` seconds
 old, measured from *before* the lease was written. A result is valid if the fence is still open *after* the result
@@ -10,15 +9,12 @@ its node lost, and the later start takes over its blocks.
 
 *Takeover.* If a block was released, or its pod is gone, another pod claims the next epoch. The claim contains the
 *seal*: how much of the predecessor's journal is valid. The predecessor writes the seal when it releases a block.
-Otherwise, the seal is the length of the journal after the predecessor was found to be gone. The new holder excludes
-rollouts that were handed off (:mod:`~megaflow_hpc.ledger.hand_offs`), and lists the handed-off blocks that it knows.
-Handed-off blocks that appear later are void, and pods mark them done without running them.
+Otherwise, the seal is the length of the journal after the predecessor was found to be gone.
 
 *End of a block.* The pod that finishes a block claims its next epoch with the word *done*. So a block is either done or
-taken over, no matter what its holder and its successor know about each other. The mark ``done/<block>.<epoch>.<n>``
-makes this visible in listings: the claim of that epoch ended the block, and n blocks were handed off from it. The
-campaign is finished when all visible blocks are done, all handed-off blocks that the marks count are visible, and no
-consumer may add blocks (:mod:`megaflow_hpc.ledger.consumers`).
+taken over, no matter what its holder and its successor know about each other. The mark ``done/<block>.<epoch>`` makes
+this visible in listings: the claim of that epoch ended the block. The campaign is finished when all visible blocks are
+done and no consumer may add blocks (:mod:`megaflow_hpc.ledger.consumers`).
 """
 
 from __future__ import annotations
@@ -35,13 +31,11 @@ from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger.accounts import counted, take_over
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Read, Remove, Steps, There, Touch
 from megaflow_hpc.ledger.consumers import Consumers, finish
-from megaflow_hpc.ledger.hand_offs import HandOffs, NotYet
 from megaflow_hpc.ledger.leader import Survey
 from megaflow_hpc.ledger.lease import TIMES, Lease, PodIdentity, Times
 from megaflow_hpc.ledger.names import (
     CLAIMS,
     DONE,
-    FIRST_HANDED_OFF,
     GONE,
     LEASES,
     RELEASED,
@@ -60,12 +54,15 @@ from megaflow_hpc.ledger.names import (
     precedes,
     seals_in,
 )
-from megaflow_hpc.types import Rollout
 
 T = TypeVar("T")
 
 MAX_REFUSALS = 3
 """The claims are listed again after this many refused ones."""
+
+
+class NotYet(Exception):
+    """A listed file cannot be read yet, because a cache hides it. A later poll will succeed."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,6 @@ class Claim:
     left: tuple[str, ...] | None = field(default=None, compare=False)
     """Ids of the rollouts still to run, from the predecessor's release. ``None`` means all rollouts that are not
     stored."""
-    without: frozenset[str] = field(default=frozenset(), compare=False)
-    """Ids of the block's rollouts that were handed off."""
     seals: tuple[Seal, ...] = field(default=(), compare=False)
     """Seals of all earlier epochs of the block, starting with epoch 0."""
 
@@ -114,8 +109,6 @@ class HeldBlock(NamedTuple):
     state: Holding
     owner: str = ""
     """``<pod>.<start>`` of the holder. Empty if a survey reports the holder as alive."""
-    handed_off: int = 0
-    """Number of blocks that were handed off from this block, if it has ended."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +117,6 @@ class Outlook:
 
     unsettled: bool = False
     """True if a block may become available soon, because a holder may be dead or other pods were faster."""
-    others: bool = False
-    """True if another pod that may be alive holds a block."""
     unfinished: bool = True
     """True if any block is not done."""
     opened: bool = False
@@ -167,16 +158,14 @@ class LedgerRules:
         """Claims that this pod no longer holds. A cache may still show them."""
         self.seen = Outlook()
         self.consumers = Consumers(times.open_s)
-        self.hand_offs = HandOffs(identity.name)
         self.free: list[int] = []
         """Blocks that were still free after the last :meth:`claim`."""
         self.preferred: tuple[int, ...] = ()
         """Blocks to claim first if they are free, in this order."""
         self._known: set[int] = set()
         """All blocks seen in any listing."""
-        self._owners: dict[tuple[int, int], tuple[str, int | None]] = {}
-        """(block, epoch) → (holder of that claim, number of blocks handed off). The number is ``None`` unless the claim
-        ended the block."""
+        self._owners: dict[tuple[int, int], tuple[str, bool]] = {}
+        """(block, epoch) → (holder of that claim, whether the claim ended the block)."""
         self._chains: dict[tuple[int, int], tuple[str, ...]] = {}
         """(block, epoch) → result of :meth:`owners`. Used only by the coordinator."""
         self._looked_at = -math.inf
@@ -302,8 +291,7 @@ class LedgerRules:
             return claim
         survey = self._usable_survey
         if survey and (survey.open or survey.opened) and not self._may_take(survey):
-            others = survey.open > len(self.held)
-            self.seen = Outlook(False, others, survey.open > 0, survey.opened, survey.awaited)
+            self.seen = Outlook(False, survey.open > 0, survey.opened, survey.awaited)
             return None
         claim = yield from self._look()
         if claim is not None:
@@ -327,12 +315,12 @@ class LedgerRules:
         """Scans the ledger and claims a block if one is available."""
         self._looked_at = yield Clock()
         done = done_blocks((yield Names(DONE)))
-        blocks = block_numbers((yield Names(TASKS)))  # after the marks, because a pod hands off before it marks
+        blocks = block_numbers((yield Names(TASKS)))
         self._known.update(blocks)
         if all_done(done, blocks):
-            self.seen = replace(self.seen, unfinished=False, unsettled=False, others=False)
+            self.seen = replace(self.seen, unfinished=False, unsettled=False)
             return None
-        self.seen = replace(self.seen, unfinished=True, unsettled=False, others=False)
+        self.seen = replace(self.seen, unfinished=True, unsettled=False)
         epochs = latest((yield Names(CLAIMS)))
         open_blocks = [block for block in blocks if block not in done]
         free = [block for block in open_blocks if block not in epochs]
@@ -359,18 +347,16 @@ class LedgerRules:
         blocks = yield from self._states([claim for claim in claimed.items() if claim not in released], survey)
         for held in blocks:
             if held.state is Holding.ENDED:
-                yield Touch(done_path(held.block, held.epoch, held.handed_off))
+                yield Touch(done_path(held.block, held.epoch))
         for held in blocks:
             if held.state is Holding.FORGOTTEN:
                 return self._hold((yield from self._remembered(held.block, held.epoch)))
         if survey is None:
             self._forget_answered(claimed, done)
-        others = any(held.state in (Holding.ALIVE, Holding.SILENT) for held in blocks)
-        unsettled = any(held.state is Holding.SILENT for held in blocks)
-        self.seen = replace(self.seen, others=others, unsettled=unsettled)
+        self.seen = replace(self.seen, unsettled=any(held.state is Holding.SILENT for held in blocks))
         for held in _from(self._place, blocks):
             if held.state is Holding.GONE:
-                seal = yield from self._seal(held.block, held.owner)
+                seal = {"sealed": (yield Length(held.owner)), "left": None}
                 claim = yield from self._succeed(held.block, held.epoch, held.owner, seal)
                 if claim is not None:
                     return claim
@@ -379,7 +365,7 @@ class LedgerRules:
     def _states(self, claimed: Iterable[tuple[int, int]], survey: Survey | None) -> Steps[list[HeldBlock]]:
         """Determines the states of claimed blocks. With a survey, the claims of live pods are not read."""
         orphans = {(block, epoch): owner for block, epoch, owner in survey.orphans} if survey else {}
-        self._owners.update({claim: (owner, None) for claim, owner in orphans.items()})
+        self._owners.update({claim: (owner, False) for claim, owner in orphans.items()})
         states: list[HeldBlock] = []
         of_others: list[HeldBlock] = []
         for block, epoch in claimed:
@@ -388,9 +374,9 @@ class LedgerRules:
             if survey is not None and (block, epoch) not in orphans:
                 states.append(HeldBlock(block, epoch, Holding.OURS if ours else Holding.ALIVE))
                 continue
-            owner, handed_off = yield from self.owner(block, epoch)
-            if handed_off is not None:
-                states.append(HeldBlock(block, epoch, Holding.ENDED, owner, handed_off))
+            owner, ended = yield from self.owner(block, epoch)
+            if ended:
+                states.append(HeldBlock(block, epoch, Holding.ENDED, owner))
             elif owner == self.identity.name:
                 states.append(HeldBlock(block, epoch, Holding.OURS if ours else Holding.FORGOTTEN, owner))
             else:
@@ -414,7 +400,7 @@ class LedgerRules:
             if release is None:
                 continue  # listed, but hidden by a cache
             owner, _ = yield from self.owner(block, epoch)
-            seal = {"sealed": release["sealed"], "left": release["left"], "given": release["given"]}
+            seal = {"sealed": release["sealed"], "left": release["left"]}
             claim = yield from self._succeed(block, epoch, owner, seal)
             if claim is not None:
                 return claim
@@ -432,8 +418,6 @@ class LedgerRules:
         while left:
             block = next((block for block in self.preferred if block in left), left[self._place % len(left)])
             left.remove(block)
-            if block >= FIRST_HANDED_OFF and not (yield from self._belongs(block)):
-                continue
             if (yield from self._link(block, 0, {"owner": self.identity.name}, "", keep=True)):
                 self.free = left
                 return self._hold(Claim(block, 0))
@@ -457,24 +441,13 @@ class LedgerRules:
             # Measuring the journal took long. So the name may have been free only because later claims replaced an
             # earlier claim of that name. Then this claim does not count. If it is the latest, the next scan finds it.
             return None
-        return self._hold((yield from self._claim_of(block, epoch + 1, content)))
-
-    def _seal(self, block: int, owner: str) -> Steps[dict[str, Any]]:
-        """Returns the seal for a pod that is gone: the valid length of its journal, and the blocks it handed off."""
-        blocks = block_numbers((yield Names(TASKS)))
-        given = yield from self.hand_offs.made_of(block, blocks)
-        return {"sealed": (yield Length(owner)), "left": None, "given": given}
+        return self._hold(_claim_of(block, epoch + 1, content))
 
     def _remembered(self, block: int, epoch: int) -> Steps[Claim]:
         """Restores a claim of this pod whose reply was lost."""
         if not epoch:
             return Claim(block, epoch)
-        return (yield from self._claim_of(block, epoch, (yield from self._read_claim(block, epoch))))
-
-    def _claim_of(self, block: int, epoch: int, content: Mapping[str, Any]) -> Steps[Claim]:
-        without = yield from self.hand_offs.take_over(block, content["given"])
-        left = content["left"]
-        return Claim(block, epoch, None if left is None else tuple(left), without, tuple(seals_in(content)))
+        return _claim_of(block, epoch, (yield from self._read_claim(block, epoch)))
 
     def _read_claim(self, block: int, epoch: int) -> Steps[dict[str, Any]]:
         """Reads a claim. Raises NotYet if it is not visible yet, or was removed after a later claim."""
@@ -483,33 +456,11 @@ class LedgerRules:
             raise NotYet
         return content
 
-    def _belongs(self, number: int) -> Steps[bool]:
-        """Returns True if a handed-off block is valid. If the next holder of its origin did not know the block, marks
-        it done and returns False."""
-        origin = yield from self.hand_offs.origin(number)
-        epoch = origin.epoch + 1
-        successor = yield Read(claim_path(origin.block, epoch))
-        if successor is None:
-            epoch = latest((yield Names(CLAIMS))).get(origin.block, 0)
-            if epoch <= origin.epoch:
-                return True
-            # The successor's claim was removed, because the latest claim repeats it.
-            successor = yield from self._read_claim(origin.block, epoch)
-        later = epoch - 1 - ("done" in successor) - origin.epoch
-        if later < 0:
-            return True  # the same pod handed off the block and finished the origin, so it counted the block
-        given = seals_in(successor)[-1 - later].given
-        if isinstance(given, int) or number in given:
-            return True
-        yield from self._end(number, 0, 0)
-        return False
-
-    def owner(self, block: int, epoch: int) -> Steps[tuple[str, int | None]]:
-        """Returns the holder of a claim, and the number of blocks handed off. The number is ``None`` unless the claim
-        ended its block. Raises NotYet."""
+    def owner(self, block: int, epoch: int) -> Steps[tuple[str, bool]]:
+        """Returns the holder of a claim, and whether the claim ended its block. Raises NotYet."""
         if (block, epoch) not in self._owners:
             content = yield from self._read_claim(block, epoch)
-            self._owners[block, epoch] = str(content["owner"]), content.get("done")
+            self._owners[block, epoch] = str(content["owner"]), "done" in content
         return self._owners[block, epoch]
 
     def owners(self, block: int, epoch: int) -> Steps[tuple[str, ...]]:
@@ -531,7 +482,7 @@ class LedgerRules:
         won: bool = yield Link(claim_path(block, epoch), content, name, keep)
         self._unanswered.discard((block, epoch))
         if won:
-            self._owners[block, epoch] = self.identity.name, content.get("done")
+            self._owners[block, epoch] = self.identity.name, "done" in content
         return won
 
     def _hold(self, claim: Claim) -> Claim:
@@ -550,20 +501,8 @@ class LedgerRules:
         self._drop(claim)
         if not (yield from self.may_commit()):
             return
-        content = {"sealed": sealed, "left": sorted(left), "given": self.hand_offs.count(claim.block)}
+        content = {"sealed": sealed, "left": sorted(left)}
         yield Publish(f"{RELEASED}/{claim.block:06d}.{claim.epoch}", content)
-
-    def hand_off(self, claim: Claim, rollouts: Sequence[Rollout], token: str) -> Steps[bool]:
-        """Hands off unstarted rollouts of a held block, which the caller must not start afterwards. Returns False if
-        the fence is closed.
-
-        Args:
-            token: Idempotency token. After an error, a call with the same token repeats the same hand-off.
-        """
-        if not (yield from self.may_commit()):
-            return False
-        yield from self.hand_offs.make(claim.block, claim.epoch, rollouts, token)
-        return True
 
     def mark_done(self, claim: Claim) -> Steps[None]:
         """Marks a block done once all its rollouts are durable. Writes the finished mark after the last block.
@@ -571,7 +510,7 @@ class LedgerRules:
         Raises:
             LedgerError: Another pod took over the block. Results stored after the takeover are not valid.
         """
-        if not (yield from self._end(claim.block, claim.epoch + 1, self.hand_offs.count(claim.block))):
+        if not (yield from self._end(claim.block, claim.epoch + 1)):
             raise LedgerError(
                 f"block {claim.block} was taken over from epoch {claim.epoch}; this pod was too slow to renew"
             )
@@ -579,23 +518,28 @@ class LedgerRules:
         if not self.held:
             yield from self._finish()
 
-    def _end(self, block: int, epoch: int, handed_off: int) -> Steps[bool]:
+    def _end(self, block: int, epoch: int) -> Steps[bool]:
         me = self.identity.name
-        claimed = self._owners.get((block, epoch)) == (me, handed_off)  # an earlier call failed to write the mark
+        claimed = self._owners.get((block, epoch)) == (me, True)  # an earlier call failed to write the mark
         if not claimed:
-            content = {"owner": me, "done": handed_off}
+            content = {"owner": me, "done": True}
             seals = next((claim.seals for claim in self.held if claim == Claim(block, epoch - 1)), ())
             if seals:
                 claimed = yield from self._link(block, epoch, {**content, "seals": seals}, f"done.{block}.{epoch}")
             else:
-                claimed = yield from self._link(block, epoch, content, f"done.{handed_off}", keep=True)
+                claimed = yield from self._link(block, epoch, content, "done", keep=True)
         if not claimed or (epoch and not (yield from self.may_commit())):
             return False  # after a long pause, the name may have been free only because later claims replaced one
-        yield Touch(done_path(block, epoch, handed_off))
+        yield Touch(done_path(block, epoch))
         return True
 
     def _finish(self) -> Steps[bool]:
         return (yield from finish(self.identity.name, self._known))
+
+
+def _claim_of(block: int, epoch: int, content: Mapping[str, Any]) -> Claim:
+    left = content["left"]
+    return Claim(block, epoch, None if left is None else tuple(left), tuple(seals_in(content)))
 
 
 def _from(start: int, items: Sequence[T]) -> list[T]:

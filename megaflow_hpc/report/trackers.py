@@ -158,8 +158,7 @@ class MlflowTracker:
         has = self._stored(new) if self._may_repeat else set()
         metrics = []
         for point in new:
-            for tag, value in point.named().items():
-                key = _mlflow_name(tag)
+            for key, value in _mlflow_values(point).items():
                 if (key, point.step) not in has:
                     metrics.append(Metric(key, value, int(point.at * 1000), point.step))
         self._may_repeat = True  # if a request fails, the tracker has the earlier ones
@@ -171,7 +170,7 @@ class MlflowTracker:
 
     def _stored(self, new: Sequence[Point]) -> set[tuple[str, int]]:
         """Returns (key, step) of the points that a killed process sent but did not count."""
-        keys = {_mlflow_name(tag) for point in new for tag in point.named()}
+        keys = {key for point in new for key in _mlflow_values(point)}
         known = self._client.get_run(self._run).data.metrics.keys() & keys
         return {(key, metric.step) for key in known for metric in self._client.get_metric_history(self._run, key)}
 
@@ -180,9 +179,13 @@ class MlflowTracker:
             self._client.set_terminated(self._run)
 
 
-def _mlflow_name(tag: str) -> str:
-    """Replaces the characters that MLflow refuses in the names of metrics."""
-    return re.sub(r"[^\w./ -]", "_", tag).replace("..", "__")
+def _mlflow_values(point: Point) -> dict[str, float]:
+    """Returns the values by names that MLflow takes.
+
+    Its file store keeps a file for each metric, so ``seconds`` and ``seconds/wait`` cannot both exist.
+    """
+    names = {f"{point.series}/{name.replace('/', '.')}": value for name, value in point.values.items()}
+    return {re.sub(r"[^\w./ -]", "_", name).replace("..", "__"): value for name, value in names.items()}
 
 
 class WandbTracker:

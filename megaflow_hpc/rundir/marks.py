@@ -42,7 +42,7 @@ FINISHED = "ledger/finished"
 OPEN = "ledger/open"
 """Directory of consumers' leases, relative to RUN."""
 _JOB = re.compile(r"[0-9]+(_[0-9]+)?(@[A-Za-z0-9_-]+)?\Z")
-_PLANNED = re.compile(r"\d{6}\.json\Z")
+_BLOCK = re.compile(r"\d{6,}\.json\Z")
 DRAIN = "drain"
 PREEMPTED = "preempted"
 WHY_DRAIN = {
@@ -137,7 +137,7 @@ class Marks:
             return False
         except ValueError:
             mark = {}
-        return not self.open and counts(mark, planned(os.listdir(self._tasks) if self._tasks.is_dir() else ()))
+        return not self.open and counts(mark, count_blocks(os.listdir(self._tasks) if self._tasks.is_dir() else ()))
 
     @property
     def open(self) -> list[str]:
@@ -221,18 +221,14 @@ class Marks:
             (self._refused / job).unlink(missing_ok=True)
 
 
-def planned(names: Iterable[str]) -> int:
-    """Counts the planned blocks among the file names in ``tasks/``. Excludes handed-off blocks, which have seven
-    digits."""
-    return sum(_PLANNED.match(name) is not None for name in names)
+def count_blocks(names: Iterable[str]) -> int:
+    """Counts the blocks among the file names in ``tasks/``."""
+    return sum(_BLOCK.match(name) is not None for name in names)
 
 
 def counts(mark: Mapping[str, object] | None, blocks: int) -> bool:
-    """Returns whether a finished mark covers all blocks. A mark that contains no number covers any number of blocks.
-
-    Args:
-        blocks: Number of blocks, excluding handed-off blocks.
-    """
+    """Returns whether a finished mark covers all ``blocks`` blocks. A mark that contains no number covers any number of
+    blocks."""
     return mark is not None and mark.get("blocks", blocks) == blocks
 
 

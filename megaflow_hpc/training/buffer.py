@@ -25,7 +25,6 @@ from megaflow_hpc.config.sections import Method
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import Ledger, read_block
 from megaflow_hpc.ledger.blocks import numbers
-from megaflow_hpc.ledger.names import FIRST_HANDED_OFF
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.training.algorithms.rewards import scored, scores
 from megaflow_hpc.training.algorithms.samples import Sample, SampleGroup, StoredRollout, TurnTokens
@@ -216,7 +215,7 @@ class Buffer:
 
     def _read_new_blocks(self) -> None:
         for number in numbers(self._run):
-            if number < self._first_block or number in self._blocks or number >= FIRST_HANDED_OFF:
+            if number < self._first_block or number in self._blocks:
                 continue
             rollouts = read_block(self._run, number).rollouts
             ours = [r for r in rollouts if self._is_ours(r)]

@@ -166,7 +166,6 @@ class Start:
         if now - self.listed_at >= LISTING_S:
             self.listed_at = now
             self.coordination.list_engines()
-            self.ledger.work_requests()
         self.events.flush()
         self.summary.tick()
 
@@ -382,7 +381,7 @@ def measure(world: Aged, day: int, seconds: float) -> dict[str, Any]:
     row["gather, s"], row["gather, MB"] = round(gathering["s"], 1), gathering["mb"]
     world.run.trajectories.unlink()
     own = {top: files.pop(top) for top in ("journal", "tasks", "ledger/done") if top in files}
-    done = Ledger(world.run).marked_done()
+    done = Ledger(world.run).done()
     claims = [path for path in (world.run.ledger / "claims").iterdir() if path.name[0] != "."]
     ended = [path.stat().st_size for path in claims if int(path.name[:6]) in done]
     own["claims of done blocks"] = len(ended), sum(ended)

@@ -89,7 +89,6 @@ class Pod:
         if now - self.listed_at >= LISTING_S:
             self.listed_at = now
             self.coordination.list_engines()
-            self.ledger.work_requests()
         if now - self.viewed_at >= VIEWERS_S:
             self.viewed_at = now
             self.coordination.asked()

@@ -1,6 +1,6 @@
 """How long new weights take from their publishing to the first token that they sample, with a real vLLM.
 
-    python -m tests.bench.weights MODEL [--python ENGINE_VENV/bin/python] [--poll-s 0.5] [--publishes 20]
+    python -m tests.bench.weights MODEL [--python ENGINE_VENV/bin/python] [--poll-s 0.2] [--publishes 20]
         [--readers 7 [--number 7] [--apart]]
 
 MODEL is a small model directory (``launchers/tiny_model.py`` makes one). One server with ``running: continue``; one
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.model.server.weight_updates import TRAINED_POLL_INTERVAL_S
 from megaflow_hpc.rundir import weights
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.record import PolicyRecord, RunRecord, ServerRecord, read_run, write_run
@@ -39,7 +40,7 @@ from tests.support.waiting import until
 from tests.support.weight_readers import opens
 
 TENSORS = "model.safetensors"
-GOAL_S = 1.5
+GOAL_S = 0.32
 """Seconds from publishing to the first token, p50."""
 
 
@@ -185,7 +186,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="model directory, as vLLM reads it")
     engines = Path(os.environ.get("MEGAFLOW_ENGINE_VENV", "engine"))
     parser.add_argument("--python", default=str(engines / "bin" / "python"), help="interpreter that has vLLM")
-    parser.add_argument("--poll-s", type=float, default=0.5, help="seconds between two polls for new weights")
+    parser.add_argument("--poll-s", type=float, default=TRAINED_POLL_INTERVAL_S, help="seconds between polls")
     parser.add_argument("--publishes", type=int, default=20)
     parser.add_argument("--readers", type=int, default=0, help="further servers, without engines")
     parser.add_argument("--number", type=int, default=0, help="number of the real server")

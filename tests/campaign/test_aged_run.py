@@ -65,7 +65,7 @@ def costs(run: RunDir) -> dict[str, int]:
 def others(run: RunDir) -> int:
     """Returns the number of files that are not results, blocks or histories of open blocks."""
     sizes = {top: count for top, (count, _) in aged.files_of(run).items()}
-    done, claims = Ledger(run).marked_done(), list((run.ledger / "claims").iterdir())
+    done, claims = Ledger(run).done(), list((run.ledger / "claims").iterdir())
     sizes["ledger/claims"] = sum(path.name[0] == "." or int(path.name[:6]) not in done for path in claims)
     return sum(count for top, count in sizes.items() if top not in ("journal", "tasks", "ledger/done", "partial"))
 
@@ -128,7 +128,7 @@ def test_numbers_and_costs_after_200_starts_are_those_after_eight(
     late_start.kill()
     world.__dict__["all"].append(late_start)
     claims = [path.name for path in (world.run.ledger / "claims").iterdir() if path.name[0] != "."]
-    held = latest(claims).keys() - Ledger(world.run).marked_done()
+    held = latest(claims).keys() - Ledger(world.run).done()
     world.resubmit()
     heirs = [start for start in world.start() if start.block]
     taken = {start.block.claim.block for start in heirs if start.block}

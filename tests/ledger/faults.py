@@ -156,9 +156,6 @@ def _one_start(
         elif claim.epoch:
             stored = {entry.id for entry in again(lambda: index(run, ledger.seals())).winners}
             todo = [rollout for rollout in todo if rollout.id not in stored]
-        todo = [rollout for rollout in todo if rollout.id not in claim.without]
-        if len(todo) > 2 and dice.random() < 0.5 and ledger.hand_off(claim, todo[-1:], f"gift.{claim.block}"):
-            todo.pop()
         try:
             if not _carry_out(ledger, journal, claim, todo, acknowledged, dice):
                 continue

@@ -23,7 +23,6 @@ from megaflow_hpc.ledger.lease import PodIdentity, Times
 from megaflow_hpc.ledger.ledger import Seals, all_seals
 from megaflow_hpc.ledger.names import (
     CLAIMS,
-    FIRST_HANDED_OFF,
     GONE,
     LEASES,
     RELEASED,
@@ -34,7 +33,7 @@ from megaflow_hpc.ledger.names import (
     task_path,
 )
 from megaflow_hpc.ledger.rules import LedgerRules
-from megaflow_hpc.rundir.marks import FINISHED, OPEN, planned
+from megaflow_hpc.rundir.marks import FINISHED, OPEN, count_blocks
 from megaflow_hpc.rundir.marks import counts as counts_all
 from megaflow_hpc.trajectories.journal.winners import RecordEntry, counts, decide
 from megaflow_hpc.types import Rollout
@@ -110,7 +109,6 @@ class Broken(AssertionError):
 def pod(
     name: str,
     make: Callable[..., LedgerRules] = LedgerRules,
-    gives: bool = False,
     drains: bool = False,
     times: Times = TIMES,
     lingers: int = 0,
@@ -118,7 +116,6 @@ def pod(
     """A pod that claims, commits one rollout at a time and marks done, as the I/O thread does.
 
     Args:
-        gives: it hands off the last rollout of each block before it begins.
         drains: it releases its block after one rollout.
         lingers: it releases its first block after one rollout, takes it back at once, and then waits so many units.
     """
@@ -143,11 +140,6 @@ def pod(
         elif claim.epoch:
             stored = yield Stored()
             todo = [each for each in todo if each not in stored]
-        todo = [each for each in todo if each not in claim.without]
-        if gives and len(todo) > 1:
-            rollout = next(r for r in (Rollout(**each) for each in content["rollouts"]) if r.id == todo[-1])
-            if (yield from mine.hand_off(claim, [rollout], f"gift.{claim.block}")):
-                todo.pop()
         for count, each in enumerate(todo):
             yield Here(repr((_memory(mine), claim.block, claim.epoch, todo, count)))
             if (drains or lingers) and count:
@@ -535,10 +527,10 @@ class Model:
             raise Broken(f"finished at {state.time} without {missing}: {sorted(state.files)}")
 
     def _rollouts(self, state: State) -> set[str]:
-        """Returns the rollouts of all planned blocks. Each must be in exactly one of them."""
+        """Returns the rollouts of all blocks. Each must be in exactly one of them."""
         found: list[str] = []
         for path, content in state.files:
-            if path.startswith(f"{TASKS}/") and int(path[6:-5]) < FIRST_HANDED_OFF:
+            if path.startswith(f"{TASKS}/"):
                 found += [Rollout(**each).id for each in json.loads(content)["rollouts"]]
         if len(found) > len(set(found)):
             raise Broken(f"blocks hold a rollout twice: {sorted(state.files)}")
@@ -567,7 +559,7 @@ class Model:
 def finished(files: Mapping[str, str]) -> bool:
     """Tells whether a finished mark exists and counts."""
     said = json.loads(files[FINISHED]) if FINISHED in files else None
-    return counts_all(said, planned(_look(files, Names(TASKS)))) and not _look(files, Names(OPEN))
+    return counts_all(said, count_blocks(_look(files, Names(TASKS)))) and not _look(files, Names(OPEN))
 
 
 def _look(files: Mapping[str, str], call: Names | Read | There) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_blocks, write_blocks
-from megaflow_hpc.ledger.blocks import deal, split
+from megaflow_hpc.ledger.blocks import MAX_BLOCK, RolloutGroups, count_blocks, deal, split
 from megaflow_hpc.ledger.lease import TIMES
 from megaflow_hpc.rundir.layout import RunDir
 from tests.support.ledgers import Clock, rollouts
@@ -72,10 +73,15 @@ def test_a_group_is_shared_out_where_there_are_fewer_groups_than_pods() -> None:
 def test_blocks_become_small_towards_the_end_and_leave_nothing_out(longest_first: bool) -> None:
     dealt = deal([1.0] * 100_000, 4, longest_first)
     assert sorted(n for block in dealt for n in block) == list(range(100_000))
-    assert max(map(len, dealt)) <= 256
+    assert max(map(len, dealt)) <= MAX_BLOCK
     assert [len(block) for block in dealt[-4:]] == [1, 1, 1, 1]
     assert [len(block) for block in deal([1.0] * 3, 4, longest_first)] == [1, 1, 1]
-    assert len(deal([1.0] * 1_000_000, 64, longest_first)) < 6000
+
+
+def test_blocks_have_at_most_64_rollouts_unless_they_would_be_too_many() -> None:
+    assert max(map(len, split(rollouts(10_000, samples=8), 2))) == 64
+    million = RolloutGroups((rollouts(1)[0], range(1000)) for _ in range(1000))
+    assert count_blocks(million, 64, whole=False) < 6000
 
 
 def test_the_longest_are_claimed_first_and_shared_among_the_pods() -> None:
@@ -194,7 +200,7 @@ def test_a_block_is_done_or_taken_over_though_neither_pod_knows_of_the_other(run
     assert swift.claim(meanwhile) == Claim(1, 1)
     with pytest.raises(LedgerError, match="taken over"):
         slow.mark_done(second)
-    assert Ledger(run).marked_done() == {0}
+    assert Ledger(run).done() == {0}
     assert Ledger(run).seals() == {(1, 0): ("slow.0", 0)}
     assert not swift.finished
     swift.mark_done(Claim(1, 1))
@@ -229,3 +235,14 @@ def test_a_start_ends_when_it_sees_a_later_one_of_its_element(run: RunDir) -> No
     earlier.renew(force=True)
     assert not earlier.may_commit
     assert earlier.claim(nothing) is None
+
+
+def test_the_ledger_of_an_older_run_whose_pods_handed_blocks_to_each_other_is_read(run: RunDir) -> None:
+    write_blocks(run, rollouts(2), size=1)
+    pod(run, "a")
+    (run.ledger / "done" / "000000.1.0").touch()
+    (run.ledger / "done" / "000001.2.3").touch()
+    claim = {"pod": "c", "start": "0", "predecessor": "b.0", "sealed": 7, "given": 3, "seals": [["a.0", 5, [1000000]]]}
+    (run.ledger / "claims" / "000001.2").write_text(json.dumps(claim))
+    assert Ledger(run).done() == {0, 1}
+    assert Ledger(run).seals() == {(1, 0): ("a.0", 5), (1, 1): ("b.0", 7)}

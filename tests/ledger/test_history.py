@@ -184,10 +184,8 @@ def comparisons(run: RunDir, ended: int) -> int:
     """Returns how often a coordinator compares and hashes names until it has removed what ended pods left."""
     clock = Clock()
     leave_leases(run, ended, ended)
-    for directory, suffix in (("gone", ""), ("hungry", ".0.1")):
-        for number in range(ended):
-            (run.ledger / directory / f"8_{number}.0{suffix}").touch()
     for number in range(ended):
+        (run.ledger / "gone" / f"8_{number}.0").touch()
         (run.partial / f"8_{number}.0.json").touch()
         (run.ledger / "claims" / f".8_{number}.0.x").touch()
     ledger = Ledger(run, PodIdentity("9_0", "0"), clock, files=NamedFiles(run, clock))
@@ -200,7 +198,7 @@ def comparisons(run: RunDir, ended: int) -> int:
         pruning = ledger.prune()
         while not pruning.advance():
             pass
-    assert sum(files(run)[each] for each in ("leases", "gone", "hungry", "partial", "claims")) == 0
+    assert sum(files(run)[each] for each in ("leases", "gone", "partial", "claims")) == 0
     return Name.counted
 
 
@@ -243,7 +241,6 @@ def test_files_of_the_ledger_follow_what_is_alive(run: RunDir) -> None:
                     break  # the next claim would take it back
                 if number % 3 == 1 and len(sealed) % 2:
                     pod.ledger.mark_done(claim)
-            pod.ledger.request_work(2)
         go_by(clock, 120, keeper, *alive)
         for number, pod in enumerate(alive):
             if number % 3 == 0:
@@ -257,11 +254,10 @@ def test_files_of_the_ledger_follow_what_is_alive(run: RunDir) -> None:
     assert sum(facts["stored"] for facts in found.values()) == 16 * pods * 2
     assert {array for facts in found.values() for array in facts["arrays"]} == {"8", "9", "10"}
     print(dict(most[5]), dict(most[-1]))
-    for kind in ("leases", "gone", "hungry", "partial", "ended", "released"):
+    for kind in ("leases", "gone", "partial", "ended", "released"):
         assert max(count[kind] for count in most) <= 6 * pods, kind
     go_by(clock, 2 * TIMES.lease_s + 3 * PRUNE_S, keeper)  # all others are dead
     go_by(clock, 3 * TIMES.lease_s + 3 * PRUNE_S, keeper)
-    assert files(run)["hungry"] == 0
     seals = Ledger(run).seals()
     assert {claim: owner for claim, (owner, _) in seals.items()} == sealed
     while (claim := keeper.claim(99)) is not None:
@@ -372,31 +368,6 @@ def test_blocks_of_a_start_without_a_lease_go_to_other_pods_in_the_end(run: RunD
     third = Pod(run, "8_0", 2, clock)
     go_by(clock, 20, other)
     assert third.claim() == Claim(0, 2)
-
-
-def test_a_block_handed_off_is_void_though_the_claim_that_tells_was_removed(run: RunDir) -> None:
-    clock = Clock()
-    (block,) = write_blocks(run, rollouts(4), size=4)
-    giver = Pod(run, "a", 0, clock)
-    claim = giver.claim()
-    assert claim is not None
-    assert giver.ledger.hand_off(claim, rollouts(1), "known")
-    heirs = []
-    for number, heir in enumerate("bcd"):
-        Ledger(run).mark_gone(f"{'abc'[number]}.0")
-        heirs.append(Pod(run, heir, 0, clock))
-        taken = next(claim for _ in range(3) if (claim := heirs[-1].claim(7)) and claim.block == block)
-        assert taken.epoch == number + 1
-    content: dict[str, Any] = {"from": [block, 0], "rollouts": [rollouts(2)[1].to_dict()]}
-    (run.tasks / "1000001.json").write_text(json.dumps(content))  # appears late
-    for epoch in (1, 2):
-        (run.ledger / "claims" / f"000000.{epoch}").unlink()
-    last = Pod(run, "e", 0, clock)
-    claims = [last.claim() for _ in range(3)]
-    assert [claim.block for claim in claims if claim] == [1000000], "the other is void"
-    assert [path.name for path in (run.ledger / "done").iterdir()] == ["1000001.0.0"]
-    seals = Ledger(run).seals()
-    assert [seals[block, epoch][0] for epoch in range(3)] == ["a.0", "b.0", "c.0"]
 
 
 def test_claims_stay_while_an_earlier_holder_lives_that_could_end_its_block_with_them(run: RunDir) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from megaflow_hpc.ledger.blocks import add
 from megaflow_hpc.ledger.calls import Clock, Do, Length, Link, Names, Publish, Remove, Steps, There, Touch
-from megaflow_hpc.ledger.hand_offs import HandOffs
 from megaflow_hpc.ledger.lease import Times
 from megaflow_hpc.ledger.names import (
     DONE,
@@ -57,17 +56,6 @@ def requeued(make: Make = LedgerRules) -> Model:
     return Model(programs, {0: 1}, units=0, may_crash=("a.0",), later={"a.1": "a.0"}, prompt=("a.1",))
 
 
-def giving(make: Make = LedgerRules, units: int = 0, times: Times = TIMES, blocks: int = 1) -> Model:
-    """A pod hands off one of two rollouts. It may die anywhere in this or, with ``units``, pause."""
-    programs = {
-        "a.0": partial(pod, "a.0", make, gives=True, times=times),
-        "b.0": partial(pod, "b.0", make, times=times),
-    }
-    fixed = (RELEASED,) if not units else (RELEASED, GONE)
-    crash: dict[str, Any] = {"prompt": ("b.0",)} if units else {"may_crash": ("a.0",), "told": True}
-    return Model(programs, {0: 2} | dict.fromkeys(range(1, blocks), 1), units, fixed=fixed, stale=0, **crash)
-
-
 def drained(make: Make = LedgerRules) -> Model:
     programs = {"a.0": partial(pod, "a.0", make, drains=True), "b.0": partial(pod, "b.0", make)}
     return Model(programs, {0: 2}, units=1, fixed=(GONE, TASKS), prompt=("b.0",))
@@ -94,7 +82,7 @@ def read() -> Model:
 Z = {claim_path(0, 0): {"owner": "z.0"}, f"{GONE}/z.0": {}}
 """A block whose holder is gone and has no lease any more."""
 Y = {
-    claim_path(0, 1): {"owner": "y.0", "predecessor": "z.0", "sealed": 0, "left": None, "given": []},
+    claim_path(0, 1): {"owner": "y.0", "predecessor": "z.0", "sealed": 0, "left": None},
     f"{GONE}/y.0": {},
 }
 """Another one that had taken it over and is gone, too."""
@@ -171,7 +159,6 @@ SCENES = {
         {"done", "taken over", "pruned"},
         {0, 1},
     ),
-    "giving back": (giving, {"done"}, {0, 1}),
     "draining": (drained, {"done", "drained"}, {0, 1}),
     "a reader": (read, {"done", "read"}, {0, 1}),
     "adding while the last pod finishes": (added, {"done", "added"}, {0}),
@@ -203,9 +190,9 @@ class SealsAtFirstSight(LedgerRules):
             self.__dict__.setdefault("measured", {}).setdefault(owner, (yield Length(owner)))
         return (yield from super()._look_after(owners))
 
-    def _seal(self, block: int, owner: str) -> Steps[dict[str, Any]]:
-        found = yield from super()._seal(block, owner)
-        return {**found, "sealed": self.__dict__["measured"][owner]}
+    def _succeed(self, block: int, epoch: int, owner: str, seal: Any) -> Steps[Any]:
+        measured = self.__dict__["measured"].get(owner, seal["sealed"])
+        return (yield from super()._succeed(block, epoch, owner, {**seal, "sealed": measured}))
 
 
 class CommitsWithoutLooking(LedgerRules):
@@ -247,51 +234,14 @@ class TakesOverAtOnce(LedgerRules):
         return set(owners) if self.identity.pod == "b" else set()
 
 
-class ForgetfulHandOffs(HandOffs):
-    def made_of(self, block: int, blocks: Any) -> Steps[list[int]]:
-        yield from ()
-        return []
-
-
-class ForgetsWhatWasGiven(LedgerRules):
-    """Takes a block over together with the rollouts that were handed off."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.hand_offs = ForgetfulHandOffs(self.identity.name)
-
-
-class RunsWhatNobodyKnew(LedgerRules):
-    """Runs a handed-off block that the successor of its origin had not seen."""
-
-    def _belongs(self, number: int) -> Steps[bool]:
-        yield from self.hand_offs.origin(number)
-        return True
-
-
-class RunsGivenTwice(RunsWhatNobodyKnew, ForgetsWhatWasGiven):
-    pass
-
-
 class MarksWithoutClaiming(LedgerRules):
     """Checks whether the block was taken over, then marks it done. It may be taken over in between."""
 
-    def _end(self, block: int, epoch: int, given: int) -> Steps[bool]:
+    def _end(self, block: int, epoch: int) -> Steps[bool]:
         if (yield There(claim_path(block, epoch))):
             return False
-        yield Touch(done_path(block, epoch, given))
+        yield Touch(done_path(block, epoch))
         return True
-
-
-class CountsBlocksFirst(LedgerRules):
-    """Lists the blocks before the marks, so it misses a block that is handed off in between."""
-
-    def mark_done(self, claim: Any) -> Steps[None]:
-        yield Touch(done_path(claim.block, claim.epoch + 1, 0))
-        self._drop(claim)
-        blocks = block_numbers((yield Names(TASKS)))
-        if set(done_blocks((yield Names(DONE)))) >= set(blocks):
-            yield Publish(FINISHED, {})
 
 
 class MarksForAllTime(LedgerRules):
@@ -332,8 +282,6 @@ def withdrawing(blocks: Any, token: str, private: str) -> Steps[list[int]]:
     return placed
 
 
-SHORT = Times(renew_s=1, commit_s=2, lease_s=3)
-"""For scenes in which nothing is cached."""
 EQUAL = Times(renew_s=1, commit_s=2, lease_s=2)
 
 MUTATIONS: dict[str, tuple[Callable[[], Model], str]] = {
@@ -349,14 +297,11 @@ MUTATIONS: dict[str, tuple[Callable[[], Model], str]] = {
     "a done mark that excludes no successor of a living start": (partial(living, MarksWithoutClaiming), "finished"),
     "a done mark that excludes no successor of a mistaken mark": (partial(mistaken, MarksWithoutClaiming), "finished"),
     "claims are removed at once": (partial(pruned, AT_ONCE, 1, 1), "taken over"),
-    "given rollouts are taken over": (partial(giving, RunsGivenTwice), "settled"),
-    "a block that nobody knows is run": (partial(giving, RunsWhatNobodyKnew, 5, SHORT), "settled"),
     "a finished mark without a number": (partial(added, MarksForAllTime), "finished"),
     "a finished mark is removed": (partial(added, LedgerRules, withdrawing), "left no mark"),
     "blocks are added without a record": (partial(adding, without_record), "twice"),
     "blocks are added without a record, by two": (partial(together, without_record), "twice"),
     "a pod leaves by an old look": (partial(consumed, LeavesBeforeItLooks), "left no mark"),
-    "blocks are listed before marks": (partial(giving, CountsBlocksFirst, blocks=2), "finished|left no mark"),
 }
 
 

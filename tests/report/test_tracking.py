@@ -217,6 +217,25 @@ def test_every_tracker_has_each_value_once_after_a_kill(tmp_path: Path, viewers_
         assert Counter(map(tuple, values)) == Counter(expected), tracker
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the environment may have to be made
+def test_every_tracker_takes_the_times_of_training_steps(tmp_path: Path, viewers_python: Path) -> None:
+    run = training_run(tmp_path / "run", {"steps": 20})
+    metrics = {"seconds": 3.0, "seconds/wait": 2.0, "reward": 0.5, "reward/part/first": 0.25}
+    files = TrainingFiles(run, "default")
+    files.create()
+    files.commit(Commit(step=1, metrics=metrics))
+    for _ in range(2):  # the second finds what it has sent
+        done = subprocess.run(
+            track(viewers_python, run, "--to", TRACKERS), env=environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    (stored,) = (run.path / "track" / "mlflow").glob("*/*/metrics/training/default")
+    assert sorted(path.name for path in stored.iterdir()) == [
+        *("reward", "reward.part.first", "seconds", "seconds.wait", "step")
+    ]
+
+
 class _Refusing(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))

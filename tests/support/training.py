@@ -247,7 +247,7 @@ class Pods:
         """Mark the blocks as done whose rollouts are all stored."""
         for block in read_blocks(self._run):
             if {rollout.id for rollout in block.rollouts} <= self._done:
-                (self._run.ledger / "done" / f"{block.number:06d}.0.0").touch()
+                (self._run.ledger / "done" / f"{block.number:06d}.0").touch()
 
     def close(self) -> None:
         """Close the journal."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import pickle
 import re
 import shutil
 import subprocess
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,8 +24,10 @@ from pyarrow import parquet
 from megaflow_hpc.cli import main
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.tasks.loading import load_tasks
-from megaflow_hpc.tasks.sets import download
-from megaflow_hpc.tasks.sets.registry import task_sets
+from megaflow_hpc.tasks.sets import competition, converters, download
+from megaflow_hpc.tasks.sets.download import task_sets
+from megaflow_hpc.types import Task
+from tests.support.places import ROOT
 from tests.support.set_mirror import SHA, Mirror, mirror
 
 LINES = [
@@ -111,7 +116,7 @@ def test_what_arrived_before_a_mirror_stopped_is_kept_for_the_next_call(
     assert "the connection ended early; repeat the command, or carry the files and use --from DIR" in (
         capsys.readouterr().err
     )
-    assert not list((tmp_path / "out").glob("*"))
+    assert not (tmp_path / "out").exists()
     assert imports("swe-gym", "-o", tmp_path / "out", "--mirror", gym.url) == 0
     assert gym.requests[-1][1] == "bytes=700-"
 
@@ -127,7 +132,9 @@ def test_what_arrived_before_a_mirror_stopped_is_kept_for_the_next_call(
         ("swe-bench-lite", 0, False, 2, "swe-bench-lite@main: .* 404"),
         ("swe-gum", 0, False, 2, "swe-gum: no task set of this name; did you mean swe-gym"),
         ("multi-swe-bench", 0, False, 2, r"its licence \(other\) must be accepted.*--accept-licence"),
-        ("livecodebench", 0, False, 2, "livecodebench: not read: its hidden tests are Python pickles"),
+        ("livecodebench@release_v7", 0, False, 2, "no such release of LiveCodeBench, .*; the newest is release_v6"),
+        ("livecodebench@v3_v2", 0, False, 2, "v3_v2: no such release"),
+        ("nemotron-swe-v3", 0, False, 2, "nemotron-swe-v3: not read: conversations"),
     ],
 )
 def test_a_set_that_cannot_be_had_is_explained(
@@ -144,7 +151,7 @@ def test_a_set_that_cannot_be_had_is_explained(
     assert imports(words, "-o", tmp_path / "out", "--mirror", gym.url) == exit_status
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "downloading" not in line]
     assert re.search(said, line), line
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_of_another_format_version_are_refused(
@@ -314,7 +321,11 @@ def test_a_set_without_a_valid_task_names_the_reasons(tmp_path: Path, capsys: py
     err = capsys.readouterr().err
     assert f"{tmp_path}/empty: has no aider-polyglot task" in err
     assert ".import-" not in err
-    assert not list((tmp_path / "out").iterdir())
+    (tmp_path / "kept").mkdir()
+    for output in (tmp_path / "out" / "below", tmp_path / "kept"):
+        assert imports(tmp_path / "missing.jsonl", "-o", output) == 2
+        assert "missing.jsonl: cannot be read" in capsys.readouterr().err
+    assert (not (tmp_path / "out").exists(), (tmp_path / "kept").exists()) == (True, True)
 
 
 def test_a_carried_directory_replaces_the_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -449,10 +460,7 @@ FIX = {
 def test_exercises_and_bugs_become_tasks_whose_tests_tell_right_from_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exercise = tmp_path / "polyglot" / "python" / "exercises" / "practice" / "add"
-    for name, text in POLYGLOT.items():
-        (exercise / name).parent.mkdir(parents=True, exist_ok=True)
-        (exercise / name).write_text(text)
+    exercises(tmp_path, {"python": POLYGLOT})
     (tmp_path / "fix").mkdir()
     (tmp_path / "fix" / "humanevalpack.jsonl").write_text(json.dumps(FIX) + '\n{"task_id": "Python/1"}\n')
     out = tmp_path / "out"
@@ -461,27 +469,308 @@ def test_exercises_and_bugs_become_tasks_whose_tests_tell_right_from_wrong(
     assert "Object missing required field `declaration`" in capsys.readouterr().err
     tasks = load_tasks([f"{out}/aider-polyglot/*", f"{out}/humanevalfix/*"], "/")
     assert [(task.id, task.image, task.workdir) for task in tasks] == [
-        ("add", "python", "/work"),
+        ("python-add", "python", "/work/add"),
         ("Python-0", "python", "/work"),
     ]
     assert "Add." in tasks[0].instruction
     assert "return a - b" in tasks[1].instruction
     for task in tasks:
-        rewards = []
-        for solved in (False, True):
-            box = tmp_path / f"{task.id}-{solved}"
-            for part in ("environment", "tests", "solution"):
-                (box / part).mkdir(parents=True)
-                for file in (Path(task.path) / part).iterdir():
-                    text = file.read_text()
-                    for place, real in (("/tests/", "tests/"), ("/solution/", "solution/"), ("/logs/", "logs/")):
-                        text = text.replace(f" {place}", f" {box}/{real}")
-                    (box / part / file.name).write_text(text.replace("/work", f"{box}/environment"))
-            if solved:
-                subprocess.run(["bash", box / "solution" / "solve.sh"], check=True)
-            subprocess.run(["bash", box / "tests" / "test.sh"], check=True, capture_output=True)
-            rewards.append((box / "logs" / "verifier" / "reward.txt").read_text())
-        assert rewards == ["0\n", "1\n"], task.id
+        assert [reward_of(task, tmp_path / f"{task.id}-{solved}", solved) for solved in (False, True)] == [0, 1]
+
+
+def reward_of(task: Task, box: Path, solved: bool | str) -> float:
+    """Returns the reward of a task in a box: untouched, solved, or with this ``solution.py``."""
+    for part in ("environment", "tests", "solution"):
+        for file in (path for path in Path(task.path, part).rglob("*") if path.is_file()):
+            data = file.read_bytes()
+            if file.parent.name == part and part != "environment":
+                data = re.sub(rb"(?<![\w./])/(?=(tests|solution|logs)/)", f"{box}/".encode(), data)
+                data = data.replace((task.workdir or "").encode(), f"{box}/environment".encode())
+            copy = box / part / file.relative_to(Path(task.path, part))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(data)
+    if isinstance(solved, str):
+        (box / "environment" / "solution.py").write_text(solved)
+    elif solved:
+        subprocess.run(["bash", box / "solution" / "solve.sh"], check=True)
+    subprocess.run(["bash", box / "tests" / "test.sh"], check=True, capture_output=True)
+    return float((box / "logs" / "verifier" / "reward.txt").read_text())
+
+
+JAVASCRIPT = {
+    ".meta/config.json": '{"files": {"solution": ["add.js"], "test": ["add.spec.js"], "example": [".meta/proof.js"]}}',
+    ".meta/proof.js": "module.exports = (a, b) => a + b\n",
+    ".docs/instructions.md": "Add.\n",
+    "add.js": "module.exports = () => 0\n",
+    "add.spec.js": "const test = check => check()\nconst xtest = () => 0\n"
+    "xtest(() => { if (require('./add')(1, 2) != 3) throw 'wrong' })\n",
+    "package.json": '{"scripts": {"test": "node add.spec.js"}}',
+}
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
+def test_exercises_in_javascript_run_all_their_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exercises(tmp_path, {"javascript": JAVASCRIPT})
+    assert imports("aider-polyglot", "-o", tmp_path / "out", "--from", tmp_path / "polyglot") == 0
+    (task,) = load_tasks([f"{tmp_path}/out/aider-polyglot/*"], "/")
+    assert (task.id, task.image, task.workdir) == ("javascript-add", "aider-polyglot", "/work/add")
+    assert [reward_of(task, tmp_path / f"box-{solved}", solved) for solved in (False, True)] == [0, 1]
+
+
+def exercises(directory: Path, by_language: Mapping[str, Mapping[str, str]]) -> None:
+    """Writes an exercise ``add`` of each language, as in Aider's repository."""
+    for language, files in by_language.items():
+        for name, text in files.items():
+            path = directory / "polyglot" / language / "exercises" / "practice" / "add" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+
+def test_exercises_of_every_language_hide_tests_and_solution(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exercise(solution: list[str], test: str, example: list[str], *others: str) -> dict[str, str]:
+        config = json.dumps({"files": {"solution": solution, "test": [test], "example": example}})
+        names = [*solution, test, *example, *others, ".docs/instructions.md"]
+        return {".meta/config.json": config, **{name: f"in {name}\n" for name in names}}
+
+    main, reference = "src/main/java", ".meta/src/reference/java"
+    java = exercise(
+        [f"{main}/Zoo.java"],
+        "src/test/java/ZooTest.java",
+        [f"{reference}/Ape.java", f"{reference}/Zoo.java"],
+        "gradlew",
+    )
+    java["src/test/java/ZooTest.java"] = '@Disabled("Remove to run test")\n@Test\n'
+    cpp = exercise(["add.cpp", "add.h"], "add_test.cpp", [".meta/example.h", ".meta/example.cpp"], "test/catch.hpp")
+    rust = exercise(["src/lib.rs", "Cargo.toml"], "tests/add.rs", [".meta/example.rs"], ".meta/Cargo-example.toml")
+    go = exercise(["add.go"], "add_test.go", [".meta/example.go"], "cases_test.go", "go.mod")
+    exercises(tmp_path, {"java": java, "cpp": cpp, "rust": rust, "go": go, "haskell": go})
+    lost = exercise(["lost.go"], "lost_test.go", [".meta/example.go"])
+    del lost["lost_test.go"]
+    exercises(tmp_path, {"python": lost})
+    assert imports("aider-polyglot", "-o", tmp_path / "out", "--from", tmp_path / "polyglot") == 0
+    left_out = json.loads((tmp_path / "out" / "aider-polyglot.source.json").read_text())["left_out"]
+    assert [line.partition("/practice/add: ")[2] for line in left_out] == [
+        "expected an exercise in cpp, go, java, javascript, python, rust",
+        "lost_test.go: missing",
+    ]
+    out = tmp_path / "out" / "aider-polyglot"
+    written = {
+        task.name: {str(path.relative_to(task)): path.read_text() for path in task.rglob("*") if path.is_file()}
+        for task in out.iterdir()
+    }
+    kept = {name: {path for path in files if path.startswith("environment/")} for name, files in written.items()}
+    assert kept == {
+        "java-add": {f"environment/{main}/Zoo.java", "environment/gradlew"},
+        "cpp-add": {"environment/add.cpp", "environment/add.h", "environment/test/catch.hpp"},
+        "rust-add": {"environment/src/lib.rs", "environment/Cargo.toml"},
+        "go-add": {"environment/add.go", "environment/cases_test.go", "environment/go.mod"},
+    }
+    solutions = {
+        f"{name}/{path.removeprefix('solution/files/')}": text.removeprefix("in .meta/").strip()
+        for name, files in written.items()
+        for path, text in files.items()
+        if path.startswith("solution/files/")
+    }
+    assert solutions == {
+        f"java-add/{main}/Zoo.java": "src/reference/java/Zoo.java",
+        f"java-add/{main}/Ape.java": "src/reference/java/Ape.java",
+        "cpp-add/add.cpp": "example.cpp",
+        "cpp-add/add.h": "example.h",
+        "rust-add/src/lib.rs": "example.rs",
+        "rust-add/Cargo.toml": "Cargo-example.toml",
+        "go-add/add.go": "example.go",
+    }
+    assert written["java-add"]["tests/files/src/test/java/ZooTest.java"] == "@Test\n"
+    assert "tests/files/add.go" not in written["go-add"]
+    assert "cd /work/add\n" in written["go-add"]["tests/test.sh"]
+
+
+def test_rows_of_r2e_gym_become_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe r2e-gym runs such tasks."""
+    rows = [json.loads(line) for line in (ROOT / "share/recipes/r2e-gym/slice/rows.jsonl").read_text().splitlines()]
+    damaged: list[dict[str, Any]] = [
+        {"parsed_commit_content": "{}"},
+        {"parsed_commit_content": '{"file_diffs": [{"header": null}]}'},
+        {"execution_result_content": '{"test_file_names": ["a.py"], "test_file_codes": []}'},
+        {"execution_result_content": '{"test_file_names": [".."], "test_file_codes": [""]}'},
+        {"expected_output_json": "{}"},
+        {"docker_image": None},
+    ]
+    rows += [rows[0] | {"commit_hash": f"{n}"} | change for n, change in enumerate(damaged)]
+    (tmp_path / "train-0.parquet").write_bytes(as_parquet(rows))
+    assert imports("r2e-gym", "-o", tmp_path / "out", "--from", tmp_path) == 0
+    left_out = json.loads((tmp_path / "out" / "r2e-gym.source.json").read_text())["left_out"]
+    assert [int(line.partition("parquet:")[2].partition(":")[0]) for line in left_out] == [*range(3, 9)]
+    tasks = load_tasks([f"{tmp_path}/out/r2e-gym/*"], "/")
+    assert [(task.id, task.image[:15], task.workdir) for task in tasks] == [
+        ("tornado-111111111111", "namanjain12/tin", "/testbed"),
+        ("tornado-222222222222", "namanjain12/tin", "/testbed"),
+    ]
+
+
+def packed(tests: Any, protocol: int = 4) -> str:
+    """Encodes hidden tests as LiveCodeBench does."""
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests), protocol))).decode()
+
+
+def contest(name: str, function: str = "", **changes: Any) -> dict[str, Any]:
+    """Returns a made-up line in the schema of LiveCodeBench: to add numbers."""
+    given, result = ("[1, 2]\n3", "6") if function else ("2\n1 2\n", "3\n")
+    test = {"input": given, "output": result, "testtype": "functional" if function else "stdin"}
+    return {
+        "question_title": "Add",
+        "question_content": "Add the numbers.",
+        "platform": "leetcode" if function else "atcoder",
+        "question_id": name,
+        "contest_id": "abc999",
+        "contest_date": "2024-01-01T00:00:00",
+        "starter_code": f"class Solution:\n    def {function}(self, a: List[int], b: int) -> int:\n        "
+        if function
+        else "",
+        "difficulty": "easy",
+        "public_test_cases": json.dumps([test]),
+        "private_test_cases": packed([test, test]),
+        "metadata": json.dumps({"func_name": function} if function else {}),
+    } | changes
+
+
+def as_lines(*rows: dict[str, Any]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Mirror]:
+    """A mirror of LiveCodeBench with its first two releases."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(download, "FIRST_PAUSE_S", 0.01)
+    files = {"test.jsonl": as_lines(contest("abc999_a")), "test2.jsonl": as_lines(contest("9999", "add"))}
+    with mirror("livecodebench/code_generation_lite", files | {"README.md": b""}) as server:
+        yield server
+
+
+def test_a_release_of_livecodebench_has_the_files_up_to_it(
+    problems: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for version, names in {"": {"abc999_a", "9999"}, "@release_v2": {"abc999_a", "9999"}, "@v2": {"9999"}}.items():
+        problems.break_after = [500]
+        assert imports(f"livecodebench{version}", "-o", out, "--mirror", problems.url) == 0
+        assert {path.name for path in (out / "livecodebench").iterdir()} == names
+        record = json.loads((out / "livecodebench.source.json").read_text())
+        assert (len(record["files"]), record["revision"]) == (len(names), SHA)
+    capsys.readouterr()
+    assert imports("livecodebench@v1_v3", "-o", tmp_path / "new", "--mirror", problems.url) == 2
+    assert "has no file test3.jsonl at this version" in capsys.readouterr().err
+    (tmp_path / "carried").mkdir()
+    (tmp_path / "carried" / "test.jsonl").write_bytes(problems.files["test.jsonl"])
+    assert imports("livecodebench@release_v1", "-o", out, "--from", tmp_path / "carried") == 0
+    assert imports("livecodebench@release_v2", "-o", tmp_path / "new", "--from", tmp_path / "carried") == 2
+    assert "this release of livecodebench also needs test2.jsonl" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    problems.break_after = [500] + [0] * download.MAX_TRIES
+    shutil.rmtree(tmp_path / "cache")
+    assert imports("livecodebench@release_v2", "-o", tmp_path / "new", "--mirror", problems.url) == 3
+    assert not (tmp_path / "new").exists()
+
+
+PROGRAM = "import sys\n\ndef solve():\n    input()\n    print(sum(map(int, input().split())))\n\n"
+
+
+@pytest.mark.parametrize(
+    ("function", "solution", "reward"),
+    [
+        ("", False, 0),
+        ("", PROGRAM + "if __name__ == '__main__':\n    solve()\n    sys.exit()\n", 1),
+        ("", "print(sum(map(Fraction, sys.stdin.read().split()[1:])))\n", 0),
+        ("", "a, b = list(map(int, sys.stdin.read().split()))[1:]\nprint(f'{a + b}.0 ')\n", 1),
+        ("", "print(4)\n", 0),
+        ("", "print(3)\nraise ValueError\n", 0),
+        ("", "print(3, open('/tests/tests.json.gz').read())\n", 0),
+        ("add", False, 0),
+        ("add", "class Solution:\n    def add(self, a: List[int], b: int) -> int:\n        return sum(a) + b\n", 1),
+        ("add", "def add(a, b):\n    print('6')\n    return reduce(operator.add, a, b)\n", 1),
+        ("add", "def add(a, b):\n    return str(sum(a) + b)\n", 0),
+        ("add", "def sub(a, b):\n    return 6\n", 0),
+        ("add", "def add(a, b):\n    sys.exit()\n", 0),
+    ],
+)
+def test_problems_are_graded_by_their_tests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, solution: bool | str, reward: float
+) -> None:
+    (tmp_path / "test.jsonl").write_bytes(as_lines(contest("a", function)))
+    assert imports("livecodebench", "-o", tmp_path / "out", "--from", tmp_path) == 0
+    (task,) = load_tasks([f"{tmp_path}/out/livecodebench/*"], "/")
+    assert (task.image, task.workdir) == ("python", "/work")
+    assert ("class Solution" in task.instruction) == bool(function)
+    assert reward_of(task, tmp_path / "box", solution) == reward
+
+
+def test_answers_are_compared_as_livecodebench_does(tmp_path: Path) -> None:
+    lines = [("a \n b", "a\nb\n", 1), ("1.0 2", "1 2.00", 1), ("a 1.0", "a 1", 0), ("1\n\n2", "1\n2", 0), ("", "", 1)]
+    for found, expected, same in lines:
+        assert competition.same_lines(found, expected) == bool(same), (found, expected)
+    values = [("(1, 2)", "[1, 2]", 1), ("[(1, 2)]", "[[1, 2]]", 0), ("1.0", "1", 1), ("None", "null", 1), ("x", "1", 0)]
+    for found, expected, same in values:
+        assert competition.same_value(found, expected) == bool(same), (found, expected)
+    (tmp_path / "slow.py").write_text("while True: pass\n")
+    slow = competition.first_failure(str(tmp_path / "slow.py"), "", 0.1, [["", ""]])
+    assert slow == "test 1: takes longer than 0.1 s"
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("harmed"),)
+
+
+def test_hidden_tests_are_read_from_pickles_of_one_text_and_from_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(converters, "MAX_TESTS_BYTES", 100_000)
+    test = {"input": "1", "output": "1", "testtype": "stdin"}
+    good = [packed([test], protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
+    good += [packed([test | {"input": "é" * 5000}]), json.dumps([test])]
+    raw = [pickle.dumps(each) for each in (Harmful(), [json.dumps([test])], b"[]", (Harmful(), "[]"))]
+    raw += [pickle.dumps("[]") + b"more", pickle.dumps("[]")[:-1], b"", b"\x80\x04" + b"\x94" * 50_000]
+    bad = [base64.b64encode(zlib.compress(data)).decode() for data in raw]
+    bad += [packed([test | {"input": "1" * 200_000}]), packed([test])[:-8], packed(test), packed([{"input": "1"}])]
+    bad += ["no base64", base64.b64encode(b"no zlib").decode(), ""]
+    rows = [contest(f"good-{n}", private_test_cases=text) for n, text in enumerate(good)]
+    rows += [contest(f"bad-{n}", private_test_cases=text) for n, text in enumerate(bad)]
+    rows += [contest("good-0"), contest(".."), contest("n" * 300), contest("none", question_content=" "), {"id": 1}]
+    rows += [contest("empty", public_test_cases="[]", private_test_cases="[]"), contest("meta", metadata="")]
+    (tmp_path / "test.jsonl").write_bytes(as_lines(*rows) + b'{"cut": \n[1]\n\n')
+    assert imports("livecodebench", "-o", tmp_path / "out", "--from", tmp_path) == 0
+    capsys.readouterr()
+    written = {path.name for path in (tmp_path / "out" / "livecodebench").iterdir()}
+    assert written == {f"good-{n}" for n in range(len(good))}
+    left_out = json.loads((tmp_path / "out" / "livecodebench.source.json").read_text())["left_out"]
+    places = [int(line.removeprefix(f"{tmp_path}/test.jsonl:").partition(":")[0]) for line in left_out]
+    assert places == [*range(len(good) + 1, len(rows) + 3)]
+    assert "expected a pickle of one text, not of PROTO FRAME SHORT_BINUNICODE MEMOIZE SHORT_BIN" in left_out[0]
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_problems_of_nemo_gym_become_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def row(name: str, **tests: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "Add the numbers."}]
+        return {
+            "responses_create_params": {"input": messages},
+            "verifier_metadata": {"unit_tests": {"inputs": ["1 2"], "outputs": ["3"]} | tests},
+            "hash_id": name,
+            "dataset": "taco",
+            "source": "codeforces",
+        }
+
+    (tmp_path / "train-0.parquet").write_bytes(as_parquet([row("one"), row("two", outputs=[]), row("one")]))
+    assert imports("nemotron-competitive-coding", "-o", tmp_path / "out", "--from", tmp_path) == 0
+    left_out = json.loads((tmp_path / "out" / "nemotron-competitive-coding.source.json").read_text())["left_out"]
+    assert [re.sub(".*parquet:", "", line)[:9] for line in left_out] == ["2: zip() ", "3: the ta"]
+    (task,) = load_tasks([f"{tmp_path}/out/nemotron-competitive-coding/*"], "/")
+    answer = "print(sum(map(int, input().split())))"
+    assert [reward_of(task, tmp_path / f"{n}", code) for n, code in enumerate(("print(4)", answer))] == [0, 1]
 
 
 def test_every_registered_set_has_facts_and_a_place(capsys: pytest.CaptureFixture[str]) -> None:

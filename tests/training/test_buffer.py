@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -178,20 +177,6 @@ def test_records_that_are_damaged_while_they_wait_cost_only_their_rollouts(
     monkeypatch.setattr(module, "LOST_AFTER_S", 0.0)
     assert later.poll() == 2
     assert [[s.error_kind for s in group.samples] for group in later.complete()] == [["", LOST, ""]] * 2
-
-
-def test_a_rollout_in_a_block_that_was_handed_off_is_not_lost_yet(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = write_blocks(run, rollouts(["a"], 3), size=3)
-    pods, seen = Pods(run, lambda r: 1.0), buffer(run)
-    monkeypatch.setattr(module, "LOST_AFTER_S", 0.0)
-    pods.work(most=2)
-    shutil.copy(run.block(block), run.block(1_000_000))
-    (run.ledger / "done" / f"{block:06d}.0.1").touch()
-    assert seen.poll() == 2
-    assert names(seen) == []
-    (run.ledger / "done" / "1000000.0.0").touch()
-    assert seen.poll() == 1
-    assert names(seen) == ["a/default"]
 
 
 def test_the_state_of_a_turn_is_the_message_that_it_answered() -> None:

@@ -189,8 +189,8 @@ def _add_import(verbs: Subparsers) -> None:
 def run_import(arguments: argparse.Namespace) -> int:
     """Imports task sets, or checks task files and writes them if requested. Returns the exit status."""
     from megaflow_hpc.tasks.loading import summarise
+    from megaflow_hpc.tasks.sets.download import task_sets
     from megaflow_hpc.tasks.sets.importing import import_set
-    from megaflow_hpc.tasks.sets.registry import task_sets
     from megaflow_hpc.tasks.swebench.format import import_file
 
     if arguments.list:
@@ -258,7 +258,7 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 def _refuse_unused(arguments: argparse.Namespace, source: str) -> None:
     """Raises ConfigError for an option that has no effect on a source. An unknown set is reported later."""
-    from megaflow_hpc.tasks.sets.registry import task_sets
+    from megaflow_hpc.tasks.sets.download import task_sets
 
     task_set = task_sets().get(source.partition("@")[0])
     unused: tuple[str, ...]
@@ -283,7 +283,7 @@ def _list_sets(as_json: bool) -> int:
     """Prints the sets that have a name, with the facts about them."""
     import msgspec
 
-    from megaflow_hpc.tasks.sets.registry import task_sets
+    from megaflow_hpc.tasks.sets.download import task_sets
 
     sets = task_sets()
     if as_json:

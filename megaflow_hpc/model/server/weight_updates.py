@@ -52,7 +52,7 @@ MAX_REFUSALS = 2
 """Number of servers whose refusals show that a version is at fault."""
 POLL_INTERVAL_S = 5.0
 """Seconds between polls of the weights pointer for a policy that the campaign does not train."""
-TRAINED_POLL_INTERVAL_S = 0.5
+TRAINED_POLL_INTERVAL_S = 0.2
 """Seconds between polls for a trained policy. On average, half of it adds to the delay of a new version."""
 MAX_POLLS_PER_S = 100
 """Maximum polls per second by all servers of a policy. Each poll opens a file on the shared file system."""

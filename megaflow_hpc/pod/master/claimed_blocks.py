@@ -6,10 +6,9 @@ Only the I/O thread uses this module (:mod:`~megaflow_hpc.pod.master.run_io`).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, read_block
@@ -32,7 +31,7 @@ class ClaimedBlock:
 
     claim: Claim
     rollouts: tuple[Rollout, ...]
-    """Rollouts of the block that are neither stored nor handed off."""
+    """Rollouts of the block that are not stored."""
     histories: dict[str, History]
     """Rollout id → its history in earlier pods. The receiver may modify the mapping."""
     tasks: dict[str, PlannedTask]
@@ -47,17 +46,8 @@ class _Held:
     missing: set[str]
 
 
-@dataclass(frozen=True)
-class _HandOff:
-    """Rollouts of one block that will become a new block."""
-
-    block: int
-    rollouts: tuple[Rollout, ...]
-    token: str
-
-
 class ClaimedBlocks:
-    """The blocks of one pod, from the claim until they are done, released or handed off.
+    """The blocks of one pod, from the claim until they are done or released.
 
     Args:
         stored: Reads the journals of a block's previous holders.
@@ -80,9 +70,6 @@ class ClaimedBlocks:
         self._stored = stored
         self._held: dict[int, _Held] = {}
         self._unread: Claim | None = None
-        self._hand_offs: list[_HandOff] = []
-        """Hand-offs that may still be missing in the ledger."""
-        self._hand_offs_made = 0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -103,7 +90,7 @@ class ClaimedBlocks:
         held = earlier if unknown else []
         size, todo = self._to_run(claim, held)
         tasks = planned(self._tasks, todo)
-        if claim.epoch:  # in epoch 0, no rollout has a history, not even in a handed-off block
+        if claim.epoch:  # in epoch 0, no rollout has a history
             self._histories.look(block.owner for block in earlier)
             self._histories.look_at_events({block.owner for block in held})
         self._unread = None
@@ -119,16 +106,14 @@ class ClaimedBlocks:
         return ClaimedBlock(claim, todo, histories, tasks, tuple(self._lookahead.tasks))
 
     def _to_run(self, claim: Claim, held: Sequence[StoredBlock]) -> tuple[int, tuple[Rollout, ...]]:
-        """Returns the number of rollouts in the claimed block, and the rollouts that are neither stored nor handed
-        off."""
+        """Returns the number of rollouts in the claimed block, and the rollouts that are not stored."""
         rollouts = read_block(self._run, claim.block).rollouts
         stored: set[str] = set()
         if claim.left is not None:
             rollouts = tuple(rollout for rollout in rollouts if rollout.id in claim.left)
         elif held:
             stored = self._stored.ids(claim.block, held)
-        todo = (rollout for rollout in rollouts if rollout.id not in stored and rollout.id not in claim.without)
-        return len(rollouts), tuple(todo)
+        return len(rollouts), tuple(rollout for rollout in rollouts if rollout.id not in stored)
 
     def settled(self, block: int, rollout_id: str) -> None:
         """Records that a rollout's result is durable. Marks the block done after its last rollout.
@@ -143,38 +128,6 @@ class ClaimedBlocks:
             if not held.missing:
                 self._finish(block)
 
-    def hand_off(self, rollouts: Iterable[tuple[int, Rollout]], each: int) -> None:
-        """Hands unstarted rollouts off to other pods, as new blocks.
-
-        Args:
-            rollouts: Pairs of block number and rollout.
-            each: Maximum number of rollouts in a new block. Rollouts of a group stay together.
-
-        Raises:
-            OSError: The run directory does not respond. :meth:`retry_hand_offs` completes the hand-off.
-        """
-        for block, of_block in groupby(sorted(rollouts, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
-            for part in _parts([rollout for _, rollout in of_block], each):
-                self._hand_offs_made += 1
-                self._hand_offs.append(_HandOff(block, tuple(part), f"hand-off.{self._hand_offs_made}"))
-        self.retry_hand_offs()
-
-    @property
-    def handing_off(self) -> bool:
-        """True if a hand-off may still be missing in the ledger."""
-        return bool(self._hand_offs)
-
-    def retry_hand_offs(self) -> None:
-        """Writes the hand-offs that may still be missing in the ledger. Raises OSError."""
-        while self._hand_offs:
-            hand_off = self._hand_offs[0]
-            held = self._held[hand_off.block]
-            if not self._ledger.hand_off(held.claim, hand_off.rollouts, hand_off.token):
-                return  # the fence is closed, so the pod that takes over runs these rollouts
-            self._hand_offs.pop(0)
-            for rollout in hand_off.rollouts:
-                self.settled(hand_off.block, rollout.id)
-
     def release(self, sealed: int) -> None:
         """Releases every block that is not done.
 
@@ -184,7 +137,6 @@ class ClaimedBlocks:
         Raises:
             OSError: The run directory does not respond.
         """
-        self.retry_hand_offs()
         for held in self._held.values():
             self._ledger.release(held.claim, sealed, held.missing)
         self._held.clear()
@@ -249,16 +201,3 @@ def planned(tasks: Mapping[str, PlannedTask], rollouts: Iterable[Rollout]) -> di
         return {name: tasks[name] for name in dict.fromkeys(rollout.task_id for rollout in rollouts)}
     except KeyError as error:
         raise LedgerError(f"a block names the task {error}, which the campaign does not have") from None
-
-
-def _parts(rollouts: list[Rollout], each: int) -> Iterator[list[Rollout]]:
-    """Splits rollouts at group boundaries into parts of at most ``each`` rollouts. A larger group is a part of its
-    own."""
-    part: list[Rollout] = []
-    for _, samples in groupby(rollouts, key=lambda rollout: rollout.group_id):
-        group = list(samples)
-        if part and len(part) + len(group) > each:
-            yield part
-            part = []
-        part += group
-    yield part

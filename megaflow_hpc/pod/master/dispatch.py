@@ -125,24 +125,23 @@ class Dispatch:
         if self._looked_at is None or time.monotonic() - self._looked_at >= self._look_s:
             self._io.claim()
 
-    def claimed(self, block: ClaimedBlock | None) -> bool:
-        """Queues the rollouts of a claimed block. Returns False if there was no block, or if the pod is draining."""
+    def claimed(self, block: ClaimedBlock | None) -> None:
+        """Queues the rollouts of a claimed block, unless there was no block or the pod is draining."""
         if block is None:
             if self._io.state.seen.awaited:  # a consumer is expected to add blocks
                 self._look_s = awaited_s(self._pod.pods)
             else:
                 self._look_s = min(SELDOM_S, 2 * self._look_s) if self.nothing_free else SOON_S
             self._looked_at = time.monotonic()
-            return False
+            return
         self._looked_at = None
         self._upcoming = block.upcoming
         if self._drain.active:
-            return False  # the block is released when the pod leaves
+            return  # the block is released when the pod leaves
         self._results.histories.update(block.histories)
         for _, group in groupby(block.rollouts, key=lambda rollout: rollout.group_id):
             self._scheduler.add(self._group(list(group), block))
         self._results.refuse()
-        return True
 
     def _group(self, rollouts: list[Rollout], block: ClaimedBlock) -> Iterator[Work]:
         """Yields the queue entries for the samples of one group, which share their task and estimates."""

@@ -150,8 +150,8 @@ class Situation:
     nothing_free: bool
     """True if the last claim found no free block."""
     holds_blocks: bool
-    may_get_work: bool
-    """True if another pod may hand off rollouts to this pod, or a block may become free."""
+    unsettled: bool
+    """True if a block may become free soon."""
     opened: bool
     """True if a consumer may add blocks."""
     awaited: bool
@@ -181,7 +181,7 @@ def end_of(now: Situation) -> End | None:
     why = TOO_LONG if now.too_long else ""
     if now.holds_blocks:
         return End("drained", why)
-    if now.may_get_work:
+    if now.unsettled:
         return None
     if now.opened:
         return None if now.awaited else End("drained", NOT_AWAITED)

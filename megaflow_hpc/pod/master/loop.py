@@ -29,10 +29,8 @@ from megaflow_hpc.pod.master.run_io import (
     PodProgress,
     RunIo,
     RunIoThread,
-    WorkRequested,
 )
 from megaflow_hpc.pod.master.storing import PendingResult
-from megaflow_hpc.pod.master.work_stealing import WorkStealing
 from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.scheduling.estimates import Estimates
 from megaflow_hpc.pod.scheduling.scheduler import Scheduler
@@ -82,7 +80,6 @@ class Master:
         self._drain = Drain(pod, self.scheduler, self._ranks)
         self._results = Results(pod, self.scheduler, self._io, self._ranks, self._estimates, self._drain)
         self._dispatch = Dispatch(pod, self.scheduler, self._io, self._results, self._estimates, self._drain)
-        self._work_stealing = WorkStealing(self._io, self.scheduler, self._results.groups)
         self._live = LiveStatuses(pod.comm, self.scheduler, self._io)
         self._cores, self._began = cores_of(), time.monotonic()
         self._last: dict[str, float] = {}
@@ -146,7 +143,7 @@ class Master:
             too_long=bool(scheduler.too_long),
             nothing_free=self._dispatch.nothing_free,
             holds_blocks=bool(io.state.held),
-            may_get_work=self._work_stealing.may_get_work or seen.unsettled,
+            unsettled=seen.unsettled,
             opened=seen.opened,
             awaited=seen.awaited,
         )
@@ -225,10 +222,7 @@ class Master:
                         self._dispatch.look_soon()
                 case Claimed(block):
                     busy = True
-                    if self._dispatch.claimed(block):
-                        self._work_stealing.claimed()
-                case WorkRequested(slots):
-                    self._work_stealing.requests.append(slots)
+                    self._dispatch.claimed(block)
         state = self._io.state
         if state.engines is not self._engines:
             self._pass_on_engines(state.engines)
@@ -255,7 +249,6 @@ class Master:
             self._io.requests.list_engines = True
         if self._due("images", AHEAD_S):
             self._announce_images()
-        self._work_stealing.tick(self._dispatch.nothing_free, self._drain.active)
         self._report_slow()
         self._dispatch.tick(TICK_S)
         self._live.tick()

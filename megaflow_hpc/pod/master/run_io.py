@@ -39,7 +39,6 @@ from megaflow_hpc.rundir.live import Asked, PodLiveStatus, Viewers
 from megaflow_hpc.rundir.pods.aggregator import SummaryWriter
 from megaflow_hpc.rundir.pods.condensing import condense
 from megaflow_hpc.trajectories.journal.writer import JournalWriter
-from megaflow_hpc.types import Rollout
 
 POLL_INTERVAL_S = 0.5
 """Maximum time between two turns of the thread, in seconds, so that it renews the lease in time."""
@@ -71,15 +70,6 @@ class PodProgress(NamedTuple):
     """Price of the model calls of this pod's rollouts so far, in US dollars."""
 
 
-class HandOff(NamedTuple):
-    """A request to hand unstarted rollouts off to other pods."""
-
-    rollouts: list[tuple[int, Rollout]]
-    """Pairs of block number and rollout."""
-    max_rollouts: int
-    """Maximum number of rollouts in a new block."""
-
-
 @dataclass
 class Stop:
     """Asks the thread to finish all earlier requests as far as possible, and then end."""
@@ -95,14 +85,9 @@ class Requests:
     """Pending requests of the loop. ``None`` and False mean that nothing is requested."""
 
     results: list[PendingResult] = field(default_factory=list)
-    hand_offs: list[HandOff] = field(default_factory=list)
     claim: bool = False
     """True to claim a block. The response is a :class:`Claimed` report."""
     list_engines: bool = False
-    find_work_requests: bool = False
-    """True to look for other pods' work requests. The thread reports each request once."""
-    request_work: int | None = None
-    """Number of idle slots for which to request work from other pods. 0 withdraws the request."""
     progress: PodProgress | None = None
     """Progress to publish in the lease, until it is replaced."""
     live: PodLiveStatus | None = None
@@ -112,12 +97,8 @@ class Requests:
     def add(self, more: Requests) -> None:
         """Merges later requests into these. Later values replace earlier ones."""
         self.results += more.results
-        self.hand_offs += more.hand_offs
         self.claim |= more.claim
         self.list_engines |= more.list_engines
-        self.find_work_requests |= more.find_work_requests
-        if more.request_work is not None:
-            self.request_work = more.request_work
         if more.progress is not None:
             self.progress = more.progress
         if more.live is not None:
@@ -146,13 +127,6 @@ class Claimed:
 
 
 @dataclass(frozen=True)
-class WorkRequested:
-    """Reports that another pod requests work for its idle slots."""
-
-    slots: int
-
-
-@dataclass(frozen=True)
 class Stopped:
     """Reports that the thread has ended."""
 
@@ -162,7 +136,7 @@ class Stopped:
     """True if every block of the campaign is done."""
 
 
-Report = Durable | Claimed | WorkRequested | Stopped
+Report = Durable | Claimed | Stopped
 
 
 class IoPhase(Enum):
@@ -197,10 +171,6 @@ class RunState:
     """Time when this pod's fence closes, on the ledger's clock."""
     seen: Outlook = field(default_factory=Outlook)
     """Result of this pod's last search for a block to claim."""
-    claimed_all: bool = False
-    """True if the last claim left no free block."""
-    hand_offs_done: int = 0
-    """Number of the loop's hand-off requests that are recorded in the ledger."""
     engines: Engines = field(default_factory=Engines)
     asked: Asked = field(default_factory=Asked)
     """Rollouts whose status viewers requested."""
@@ -214,8 +184,8 @@ class RunState:
 class RunIoThread(threading.Thread):
     """The thread that accesses the run directory. It has exclusive use of all its arguments except ``events``.
 
-    In each turn, the thread renews the lease, stores results, claims blocks and exchanges work with other pods. It also
-    coordinates with the other pods, lists engines, updates the status for viewers and flushes events. After an I/O
+    In each turn, the thread renews the lease, stores results and claims blocks. It also coordinates with the
+    other pods, lists engines, updates the status for viewers and flushes events. After an I/O
     error, it keeps the failed request and retries it in the next turn.
     """
 
@@ -242,9 +212,6 @@ class RunIoThread(threading.Thread):
         self._endpoints = endpoints
         self._viewers, self._summary = Viewers(run, self._name), SummaryWriter(run.events / f"{self._name}.jsonl")
         self._began_at = round(time.time(), 3)
-        self._hand_offs_begun = self._hand_offs_done = 0
-        self._known_requests: set[str] = set()
-        """Names of other pods' work requests that the thread has already reported."""
         self.state = RunState()
 
     def start(self) -> None:
@@ -294,7 +261,6 @@ class RunIoThread(threading.Thread):
             self._store()
             self._coordination.tick()
             self._claim()
-            self._exchange_work()
             self._list_engines()
             self._show_viewers()
             self._enter(IoPhase.WORKING)
@@ -356,27 +322,6 @@ class RunIoThread(threading.Thread):
             self._asked.claim = False
             self._post(Claimed(block, time.monotonic() - began))
 
-    def _exchange_work(self) -> None:
-        """Hands off rollouts, requests work, and reports new work requests of other pods."""
-        asked = self._asked
-        self._blocks.retry_hand_offs()
-        while asked.hand_offs:
-            hand_off = asked.hand_offs.pop(0)  # the claimed blocks now keep it until it succeeds
-            self._hand_offs_begun += 1
-            self._blocks.hand_off(hand_off.rollouts, hand_off.max_rollouts)
-        if not self._blocks.handing_off:
-            self._hand_offs_done = self._hand_offs_begun
-        if asked.request_work is not None:
-            self._ledger.request_work(asked.request_work)
-            asked.request_work = None
-        if asked.find_work_requests:
-            requests = self._ledger.work_requests()
-            asked.find_work_requests = False
-            for name, slots in requests.items():
-                if name not in self._known_requests:
-                    self._known_requests.add(name)
-                    self._post(WorkRequested(slots))
-
     def _list_engines(self) -> None:
         if self._asked.list_engines:
             self._asked.list_engines = False
@@ -396,7 +341,6 @@ class RunIoThread(threading.Thread):
             histories.write(self._run, self._name, stop.histories)
         except OSError as error:
             print(f"pod: {self._run.partial}: {error}; interrupted rollouts start over", file=sys.stderr)
-        self._ledger.request_work(0)
         self._blocks.release(self._journal.committed)
         self._viewers.leave()
         if self._ledger.finished:
@@ -419,8 +363,6 @@ class RunIoThread(threading.Thread):
             held=len(self._blocks),
             closes_at=self._ledger.closes_at,
             seen=self._ledger.seen,
-            claimed_all=not self._ledger.free,
-            hand_offs_done=self._hand_offs_done,
             engines=self._endpoints.engines,
             asked=self._viewers.asked,
             exceeded=self._coordination.report.exceeded,
@@ -446,7 +388,6 @@ class RunIo:
         self._thread, self._clock = thread, clock
         self.requests = Requests()
         """Requests that the loop has collected since the last :meth:`push`."""
-        self._hand_offs = 0
         self._pending_records = self._pending_bytes = 0
         self.claiming = False
         """True while a claim is pending."""
@@ -472,16 +413,6 @@ class RunIo:
         """Requests a block. Only one claim can be pending."""
         self.claiming = True
         self.requests.claim = True
-
-    def hand_off(self, rollouts: list[tuple[int, Rollout]], max_rollouts: int) -> None:
-        """Requests a hand-off of rollouts to other pods. The caller must have removed them from the queue.
-
-        Args:
-            rollouts: Pairs of block number and rollout.
-            max_rollouts: Maximum number of rollouts in a new block.
-        """
-        self._hand_offs += 1
-        self.requests.hand_offs.append(HandOff(rollouts, max_rollouts))
 
     def push(self) -> None:
         """Submits the collected requests. Called once per iteration, so that the thread wakes up only once."""
@@ -546,9 +477,8 @@ class RunIo:
 
     @property
     def idle(self) -> bool:
-        """True if no result, claim or hand-off is pending."""
-        hand_offs_pending = self._hand_offs - self.state.hand_offs_done
-        return not (self._pending_records or self.claiming or hand_offs_pending)
+        """True if no result or claim is pending."""
+        return not (self._pending_records or self.claiming)
 
     @property
     def stuck(self) -> bool:

@@ -12,7 +12,7 @@ Each sample is *waiting* (queued), running, or ended. This module does no I/O an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -51,8 +51,6 @@ class _Group:
     waiting: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     rewards: list[float] = field(default_factory=list)
-    incomplete: bool = False
-    """True if a sample has ended or belongs to another pod."""
     has_signal: bool = False
     """True if the group's rewards differ, so that all of its samples run."""
 
@@ -80,7 +78,6 @@ class Groups:
             return set()
         group = self._groups.setdefault(name, _Group())
         group.wanted = max(0, self._rules.wanted.get(policy, 0) - rewarded)
-        group.incomplete |= rewarded > 0
         group.waiting += rollouts
         first = self._rules.signal_after
         return set(group.waiting[first:]) & set(rollouts) if first else set()
@@ -91,22 +88,6 @@ class Groups:
         if group is not None and rollout in group.waiting:
             group.waiting.remove(rollout)
             group.running.add(rollout)
-
-    def hand_off(self, name: str, rollouts: Collection[str]) -> bool:
-        """Removes a group that is handed off to another pod. Returns False if this pod must keep it.
-
-        Args:
-            name: Id of the group.
-            rollouts: Ids of queued samples that were never started. They must be the whole group, because the other pod
-                counts missing samples as rewarded.
-        """
-        group = self._groups.get(name)
-        if group is None:
-            return self._rules.idle
-        if group.running or group.rewards or group.incomplete or set(group.waiting) != set(rollouts):
-            return False
-        del self._groups[name]
-        return True
 
     def requeued(self, name: str, rollout: str) -> None:
         """Records that a sample is queued for another attempt."""
@@ -130,7 +111,6 @@ class Groups:
         group.running.discard(rollout)
         if rollout in group.waiting:
             group.waiting.remove(rollout)
-        group.incomplete = True
         if reward is not None:
             group.rewards.append(reward)
         step = self._step(group)

@@ -1,4 +1,5 @@
-"""Downloads the files of a task set. Interrupted downloads continue, checksums are verified, and files appear whole.
+"""Finds task sets by name in ``registry.yaml``, and downloads their files. Interrupted downloads continue, checksums
+are verified, and files appear whole.
 
 The Hugging Face Hub states the size and SHA-256 of each large file. The token in ``HF_TOKEN`` is sent to the Hub, or to
 the server that ``HF_ENDPOINT`` names in its place. It is sent neither to other mirrors nor to the hosts to which a
@@ -19,15 +20,17 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+import yaml
+from msgspec import Struct, structs
 
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.host.atomic import fsync
 from megaflow_hpc.host.locks import locked_if_supported
-from megaflow_hpc.tasks.sets.registry import TaskSet
 from megaflow_hpc.texts import parse_json
 
 HUB = "https://huggingface.co"
@@ -42,6 +45,95 @@ MAX_PAGES = 1000
 """Maximum number of pages of the list of a dataset's files."""
 CHUNK = 1 << 20
 _NEXT_PAGE = re.compile(r'<([^<>]+)>;\s*rel="next"')
+FILE = Path(__file__).with_name("registry.yaml")
+
+
+class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A task set. Numbers are as its sources state them, or ``unknown``."""
+
+    title: str
+    licence: str
+    tasks: int | Literal["unknown"]
+    bytes: int | Literal["unknown"]
+    """Size of the download."""
+    images: str
+    image_bytes: int | Literal["unknown"]
+    sources: list[str]
+    """Addresses at which these facts were read."""
+    hub: str = ""
+    """Dataset on the Hugging Face Hub."""
+    files: list[str] = []
+    """Patterns of the dataset's files."""
+    releases: list[str] = []
+    """Files that the set's releases added, in order. Versions such as ``release_v2`` and ``v2_v4`` select from them."""
+    needed: list[str] = []
+    """Files that the selected release consists of."""
+    archive: str = ""
+    """Address of a tar.gz. ``{revision}`` is replaced by the version."""
+    home: str = ""
+    """Web page of a set that is part of an image."""
+    revision: str = "main"
+    format: Literal[
+        "",
+        "swebench",
+        "harbor",
+        "aider-polyglot",
+        "humanevalfix",
+        "miniwob",
+        "livecodebench",
+        "nemo-gym-code",
+        "r2e-gym",
+    ] = ""
+    unread: str = ""
+    """Reason why the set cannot be imported. Empty if it can."""
+    accept: bool = False
+    """True if the user must accept the licence."""
+    image: str = ""
+    runner: str = ""
+
+    @property
+    def page(self) -> str:
+        """Web page of the set."""
+        if self.hub:
+            return f"https://huggingface.co/datasets/{self.hub}"
+        return self.home or self.archive.partition("/archive/")[0]
+
+    def at(self, version: str) -> tuple[TaskSet, str]:
+        """Returns the set with the files of a version, and the revision that contains them.
+
+        Raises:
+            ConfigError: There is no such release.
+        """
+        match = re.fullmatch(r"release_v(\d+)|v(\d+)(?:_v(\d+))?", version) if self.releases else None
+        if match is None:
+            return self, version or self.revision
+        last = int(match[1] or match[3] or match[2])
+        files = self.releases[int(match[2] or 1) - 1 : last]
+        if not files or last > len(self.releases):
+            newest = len(self.releases)
+            raise ConfigError(f"{version}: no such release of {self.title}; the newest is release_v{newest}")
+        return structs.replace(self, files=files, needed=files), self.revision
+
+
+def task_sets() -> dict[str, TaskSet]:
+    """Returns all task sets by name."""
+    return msgspec.convert(yaml.safe_load(FILE.read_text(encoding="utf-8")), dict[str, TaskSet])
+
+
+def find(name: str) -> TaskSet:
+    """Returns the set of this name.
+
+    Raises:
+        ConfigError: The name is unknown, or the set is not read.
+    """
+    sets = task_sets()
+    if name not in sets:
+        near = get_close_matches(name, sets, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{name}: no task set of this name; {hint}see: megaflow-hpc tasks import --list")
+    if sets[name].unread:
+        raise ConfigError(f"{name}: not read: {sets[name].unread}; see {sets[name].page}")
+    return sets[name]
 
 
 class _Refused(Exception):
@@ -118,8 +210,9 @@ class SetSource:
             url = f"{hub}/datasets/{repo}/resolve/{quoted}/{urllib.parse.quote(path)}"
             digest = entry.lfs.oid if entry.lfs else ""
             found.append(Remote(url, path, entry.size, digest, _is_commit(revision), self._gets_token))
-        if not found:
-            wanted = ", ".join(self.task_set.files)
+        lacking = {*self.task_set.needed} - {remote.path for remote in found}
+        if not found or lacking:
+            wanted = ", ".join(sorted(lacking) or self.task_set.files)
             raise ConfigError(
                 f"{self.name}@{self.version}: {repo} has no file {wanted} at this version; name another one "
                 f"(NAME@VERSION, see {self.task_set.page}), or import files that you have with --from DIR"

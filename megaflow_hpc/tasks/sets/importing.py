@@ -6,7 +6,6 @@ import glob
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,10 +19,9 @@ from megaflow_hpc.resources import docs
 from megaflow_hpc.tasks.formats import refuse_into
 from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.releases.sdists import cache_directory
-from megaflow_hpc.tasks.sets.converters import DIRECTORIES, to_lines, unpack
-from megaflow_hpc.tasks.sets.download import SetSource, digest_of, fetch
-from megaflow_hpc.tasks.sets.registry import TaskSet, find
-from megaflow_hpc.tasks.swebench.format import import_file
+from megaflow_hpc.tasks.sets.converters import DIRECTORIES, ROWS, to_lines, unpack, write_rows
+from megaflow_hpc.tasks.sets.download import SetSource, TaskSet, digest_of, fetch, find
+from megaflow_hpc.tasks.swebench.format import import_file, scratch_in
 from megaflow_hpc.tasks.swebench.instances import IMAGE, Instance, image_name
 
 
@@ -85,8 +83,8 @@ def import_set(
     record = output / f"{base}.source.json"
     if os.path.lexists(target) and not record.exists():
         raise ConfigError(f"{target}: exists, and tasks import did not write it; delete it, or name another directory")
-    output.mkdir(parents=True, exist_ok=True)
-    revision, files = version or task_set.revision, list[tuple[Path, str]]()
+    task_set, revision = task_set.at(version)
+    files = list[tuple[Path, str]]()
     if task_set.format == "miniwob":
         origin = _image_of_pages(base, image, version, origin, mirror)
     elif origin is not None:
@@ -102,15 +100,15 @@ def import_set(
         root = cache_directory().with_name("sets") / base / re.sub(r"[^A-Za-z0-9_-]", "_", revision)
         files = [fetch(source, remote, root, say) for remote in remotes]
     read = [{"path": str(path.relative_to(root)), "sha256": digest} for path, digest in files]
-    with tempfile.TemporaryDirectory(prefix=".import-", dir=output) as scratch:
-        made, earlier = Path(scratch, target.name), Path(scratch, "earlier")
+    with scratch_in(output) as scratch:
+        made, earlier = scratch / target.name, scratch / "earlier"
         if task_set.format == "miniwob":
             assert origin is not None
             revision, rows, left_out = _episodes(origin, seeds, made, say)
         elif task_set.format == "swebench":
             rows, left_out = _instances(base, task_set, [path for path, _ in files], made, change)
         else:
-            rows, left_out = _directories(task_set, files[0][0], made)
+            rows, left_out = _directories(task_set, [path for path, _ in files], made)
         imported = ImportedSet(
             target,
             revision,
@@ -187,6 +185,10 @@ def _local(name: str, task_set: TaskSet, origin: Path) -> list[Path]:
     """Returns the files of a set in a directory: at their paths in the set, or all of them directly in it."""
     if not origin.is_dir():
         raise ConfigError(f"--from {origin}: no such directory")
+    if lacking := [file for file in task_set.needed if not (origin / file).is_file()]:
+        raise ConfigError(f"--from {origin}: this release of {name} also needs {', '.join(lacking)}")
+    if task_set.needed:
+        return [origin / file for file in task_set.needed]
     if task_set.archive:
         archives = sorted(origin.glob("*.tar.gz"))
         return [archives[0] if len(archives) == 1 else origin]
@@ -216,18 +218,20 @@ def _instances(
     return imported.rows, [line.replace(f"{lines}:", f"{name}:", 1) for line in imported.left_out]
 
 
-def _directories(task_set: TaskSet, file: Path, target: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    source, missing, left_out = file, list[Path](), list[str]()
+def _directories(task_set: TaskSet, files: list[Path], target: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    left_out = list[str]()
     target.mkdir()
     if task_set.archive:
-        source = target.with_name("unpacked")
-        if file.is_dir():
-            shutil.copytree(file, source, symlinks=True)
+        source, missing = target.with_name("unpacked"), list[Path]()
+        if files[0].is_dir():
+            shutil.copytree(files[0], source, symlinks=True)
         else:
-            source, missing = unpack(file, source)
-    DIRECTORIES[task_set.format](source, target, refuse_into(left_out), missing)
+            source, missing = unpack(files[0], source)
+        DIRECTORIES[task_set.format](source, target, refuse_into(left_out), missing)
+    else:
+        write_rows(files, target, refuse_into(left_out), ROWS[task_set.format])
     if not any(target.iterdir()):
-        raise Mistakes(left_out or [f"{file}: has no {task_set.format} task; name another version or directory"])
+        raise Mistakes(left_out or [f"{files[0]}: has no {task_set.format} task; name another version or directory"])
     return _read_back(target, left_out)
 
 

@@ -7,7 +7,8 @@ import glob
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,24 @@ class SwebenchFormat(OneStep):
 FORMAT: TaskFormat = SwebenchFormat()
 
 
+@contextmanager
+def scratch_in(folder: Path | None) -> Iterator[Path]:
+    """Yields a temporary directory in ``folder``, for files that are renamed into it. ``None`` is the system's own.
+
+    Creates the folder with its parents. If they stay empty, removes them again.
+    """
+    created = [each for each in (folder, *folder.parents) if not each.exists()] if folder else []
+    for each in reversed(created):
+        each.mkdir(exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".import-", dir=folder) as scratch:
+            yield Path(scratch)
+    finally:
+        with suppress(OSError):
+            for each in created:
+                each.rmdir()
+
+
 @dataclass
 class ImportedFile:
     """The instances of a file that can be tested, and the errors of the others."""
@@ -86,10 +105,8 @@ def import_file(
     refused: list[str] = []
     tasks: list[Task] = []
     counts: dict[str, tuple[str, int, int]] = {}
-    if target is not None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".import-", dir=target.parent if target else None) as scratch:
-        copy = Path(scratch, source.name)
+    with scratch_in(target.parent if target else None) as scratch:
+        copy = scratch / source.name
         with copy.open("wb") as stream:
             for line, instance in read_instances(source, refuse=refuse_into(refused)):
                 if change is not None or target is not None:  # check the instances in the form that is written

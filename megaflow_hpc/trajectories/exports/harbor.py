@@ -159,8 +159,8 @@ def _phases(row: Row) -> dict[str, dict[str, str]]:
         ("agent_execution", row.agent_s),
         ("verifier", row.verify_s),
     ):
-        if not math.isfinite(seconds):
-            break
+        if not math.isfinite(seconds):  # a task without a sandbox has no setup
+            continue
         phases[name] = {"started_at": iso_time(at), "finished_at": iso_time(at + seconds)}
         at += seconds
     return phases

@@ -168,7 +168,7 @@ def test_an_adapter_is_published_as_it_is_where_the_engine_takes_it(run: RunDir,
     assert updater.model(published) == model, "it lies on the campaign's own model"
 
 
-@pytest.mark.parametrize(("policy", "servers", "expected"), [("a", 1, 0.5), ("a", 200, 2.0), ("b", 1, 5.0)])
+@pytest.mark.parametrize(("policy", "servers", "expected"), [("a", 1, 0.2), ("a", 200, 2.0), ("b", 1, 5.0)])
 def test_servers_of_a_trained_policy_poll_often_and_not_too_often_together(
     policy: str, servers: int, expected: float
 ) -> None:

@@ -46,21 +46,6 @@ def test_a_closed_group_cancels_what_waits_and_what_runs() -> None:
     assert len(queue.groups) == 0
 
 
-def test_a_group_can_be_given_away_while_nothing_of_it_has_happened_and_all_of_it_is_here() -> None:
-    ids = ["t/p/0", "t/p/1", "t/p/2"]
-    for happened in ("nothing", "started", "retried", "ended elsewhere", "a sample is not in the queue"):
-        groups = Groups(GroupRules(signal_after=2))
-        groups.admit("t/p", "p", ids, rewarded=1 if happened == "ended elsewhere" else 0)
-        if happened in ("started", "retried"):
-            groups.started("t/p", "t/p/0")
-        if happened == "retried":
-            groups.requeued("t/p", "t/p/0")
-        queued = ids[1:] if happened != "nothing" and "elsewhere" not in happened else ids
-        assert groups.hand_off("t/p", queued) == (happened == "nothing"), happened
-        assert len(groups) == (happened != "nothing")
-    assert Groups(GroupRules()).hand_off("t/p", ids)
-
-
 def test_samples_that_a_group_has_elsewhere_count() -> None:
     groups = Groups(GroupRules(wanted={"p": 3}))
     groups.admit("t/p", "p", ["t/p/3", "t/p/4"], rewarded=2)

@@ -9,6 +9,7 @@ import random
 import subprocess
 import zipfile
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import h5py
@@ -54,7 +55,7 @@ def rollouts():
     found = [
         trajectory(n, messages=TALK, seed=n, setup_s=0.1 * n, cpu_s=n + 0.5, memory_peak_mb=10.0 * n) for n in range(12)
     ]
-    found += [trajectory(n, task="nul", messages=STRANGE, error="a \0 b \udcff") for n in range(3)]
+    found += [trajectory(n, task="nul", messages=STRANGE, error="a \0 b \udcff", agent_s=2.0) for n in range(3)]
     found += [trajectory(n, task="lost", status="failed", messages=[], sequences=[], turns=[]) for n in range(3)]
     add_images(found[SHOWING], random.Random(1), message=1)
     found[1].artifacts = [Artifact("notes.txt", b"x"), Artifact("fix.patch", b"--- a\n+++ b\n\xff")]
@@ -420,6 +421,14 @@ def test_harbors_viewer_reads_every_trial(run, tmp_path, harbor_python):
         assert rewards["task__default__1"]["reward"] == store["task/default/1"].reward
     notes = folder / "sample" / "task__default__1" / "artifacts"
     assert sorted(path.name for path in notes.iterdir()) == ["fix.patch", "notes.txt"]
+
+
+def test_a_trial_of_harbor_has_the_times_of_its_known_phases(run, tmp_path):
+    (folder,) = export(run, tmp_path, "harbor")["harbor"]
+    without_sandbox = json.loads((folder / "sample" / "nul__default__1" / "result.json").read_text())
+    assert "environment_setup" not in without_sandbox
+    began, ended = (datetime.fromisoformat(at) for at in without_sandbox["agent_execution"].values())
+    assert (began.isoformat(), (ended - began).total_seconds()) == (without_sandbox["started_at"][:-1] + "+00:00", 2.0)
 
 
 @pytest.mark.slow
