@@ -212,6 +212,9 @@ class Prediction:
     """Number of trained parameters."""
     token_flops: float
     """Floating-point operations per token of one forward and backward pass."""
+    seconds: float | None
+    """Estimated seconds in which all GPUs together pass a million tokens forward and backward, without communication.
+    ``None`` if the GPUs' type is unknown, or ``dtype`` is not bfloat16."""
 
     @property
     def moment(self) -> str:
@@ -230,9 +233,14 @@ class Prediction:
 
 
 def predict(
-    model: ModelShape, settings: PolicyTraining, gpus: int = 1, nodes: int = 1, tokens: int | None = None
+    model: ModelShape,
+    settings: PolicyTraining,
+    gpus: int = 1,
+    nodes: int = 1,
+    tokens: int | None = None,
+    gpu_type: str | None = None,
 ) -> Prediction:
-    """Predicts the memory that training needs.
+    """Predicts the memory that training needs, and estimates its time.
 
     Args:
         model: sizes of the model.
@@ -241,6 +249,7 @@ def predict(
         gpus: number of GPUs per node. 0 stands for a single process on CPUs.
         nodes: number of nodes.
         tokens: number of tokens in a row; by default, ``microbatch``.
+        gpu_type: Slurm's name for the type of the GPUs.
 
     Raises:
         ConfigError: ``parallel`` does not divide the ranks or the model's heads.
@@ -321,6 +330,8 @@ def predict(
     everything = adapters or model.total - model.vision * (not sees)
     version = adapters * size if adapters else model.stored_bytes
     load = ranks * (PROCESS_BYTES + size * (share + vision)) + size * model.largest
+    flops = _token_flops(model, settings, tokens or settings.microbatch)
+    speed = gpu_flops(gpu_type) if gpus and size == 2 else None
     node = ranks * (PROCESS_BYTES + 12 * trained + (16 * trained if settings.optimizer.offload else 0))
     return Prediction(
         moments={name: {part: round(value) for part, value in parts.items()} for name, parts in moments.items()},
@@ -329,7 +340,8 @@ def predict(
         checkpoint=12 * everything,
         version=version,
         trained=everything,
-        token_flops=_token_flops(model, settings, tokens or settings.microbatch),
+        token_flops=flops,
+        seconds=1e6 * flops / (layout.ranks * speed) if speed else None,
     )
 
 

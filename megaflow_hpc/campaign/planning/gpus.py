@@ -16,7 +16,7 @@ from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.errors import ConfigError, Mistakes
 from megaflow_hpc.slurm.script import option_name
 from megaflow_hpc.training.layout import Layout
-from megaflow_hpc.training.memory import ModelShape, Prediction, gpu_flops, gpu_memory, predict
+from megaflow_hpc.training.memory import ModelShape, Prediction, gpu_memory, predict
 
 SUSPICIOUS_GB = 80
 """If the GPU's memory is unknown, warn if the predicted peak exceeds this many GB."""
@@ -45,14 +45,7 @@ class Fit:
         Raises:
             ConfigError: ``parallel`` does not divide the ranks or the model's heads.
         """
-        return predict(self.model, self.settings, self.gpus, self.nodes, tokens)
-
-    @property
-    def seconds_per_million_tokens(self) -> float | None:
-        """Estimated seconds of one forward and backward pass on all GPUs, without communication. ``None`` if the GPUs'
-        type is unknown, or they do not compute in bfloat16."""
-        speed = gpu_flops(self.gpu_type) if self.settings.dtype == "bfloat16" else None
-        return 1e6 * self.predict().token_flops / (self.nodes * self.gpus * speed) if speed and self.gpus else None
+        return predict(self.model, self.settings, self.gpus, self.nodes, tokens, self.gpu_type)
 
     @property
     def fits(self) -> bool | None:
