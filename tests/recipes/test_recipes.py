@@ -16,6 +16,7 @@ import yaml
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.recipes import find_recipe, recipe_names
+from megaflow_hpc.resources import is_installed
 from tests.support.campaigns import cli
 from tests.support.recipe_environment import initialised, typed
 
@@ -120,6 +121,16 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path) -> None:
     checked = cli("check", tmp_path / "mine" / "campaign.yaml", "--no-site")
     assert checked.returncode == 2
     assert "test.jsonl: make it with: python " in checked.stdout + checked.stderr
+
+
+def test_a_directory_with_the_name_of_a_package_is_not_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reasoning_gym").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [package.name for package in find_recipe("reasoning").missing] == ["reasoning-gym"]
+    assert is_installed("json")
+    assert not is_installed("reasoning_gym_too")
 
 
 def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
