@@ -75,7 +75,7 @@ class CampaignConfig(Section):
     slurm: SlurmConfig = SlurmConfig()
     """Resources that jobs request from Slurm."""
     scheduling: SchedulingConfig = SchedulingConfig()
-    """Rules for the order and placement of rollouts."""
+    """Rules for the placement of rollouts and for their groups."""
     limits: LimitsConfig = LimitsConfig()
     """Limits on total resource use. The campaign stops when it reaches any of them."""
     quotas: QuotasConfig = QuotasConfig()

@@ -238,14 +238,8 @@ class EnvironmentConfig(Section):
 
 
 class SchedulingConfig(Section):
-    """Rules for the order and placement of rollouts."""
+    """Rules for the placement of rollouts and for their groups."""
 
-    order: Literal["fifo", "longest"] = "fifo"
-    """``fifo``: in planned order, in which the policies alternate. ``longest``: longest expected duration first, which
-    shortens the tail of a campaign. Default: ``fifo``."""
-    learn_from: tuple[str, ...] = ()
-    """Run directories or trajectories.h5 files of earlier campaigns from which to predict rollout durations.
-    Default: none; durations are learned during the run."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
     """Resources that a rank must have free before it starts a rollout, compared with the task's limits. Set it if
     tasks differ in memory or CPUs. Default: a free slot is enough."""

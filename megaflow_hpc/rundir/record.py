@@ -172,8 +172,6 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """Patterns of ``--only``, with which the run was planned. Empty for the whole campaign."""
     total: int = 0
     """Number of rollouts in the campaign."""
-    learned: list[list[Any]] = []
-    """Rollout durations learned from earlier campaigns."""
 
     @property
     def name(self) -> str:

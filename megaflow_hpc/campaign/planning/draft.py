@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments.images.build_progress import BuildProgress
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
-    from megaflow_hpc.trajectories.reading.durations import Durations
 
 MAX_ROLLOUTS = 10**7
 """Default maximum number of rollouts of a campaign. A larger number is assumed to be a typo."""
@@ -77,7 +75,6 @@ class Draft:
     held_out: tuple[str, ...] = ()
     """Ids of tasks that are used only for evaluation during training."""
     rollouts: RolloutGroups = field(default_factory=RolloutGroups)
-    durations: Durations | None = None
     own_code: tuple[str, ...] = ()
     """Files and directories in ``base`` that contain the campaign's own agents and functions."""
     digests: Digests = field(default_factory=dict)
@@ -172,8 +169,6 @@ def read(
             check(config, where)
     with draft.noting():
         draft.config = within_caps(draft.config, len(draft.servers), where)
-    with draft.noting():
-        draft.durations = learned(config, base, where)
     _open_images(draft, base, where)
     _read_tasks(draft, base, where, only, watch, most)
     return draft
@@ -308,19 +303,6 @@ def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:
     if networks:
         watch.step("trying a sandbox")
         require(networks, default_scratch(), provided=slurm and bool(draft.config.slurm.setup))
-
-
-def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
-    """Returns the durations learned from earlier campaigns. ``None`` if the campaign names none."""
-    from megaflow_hpc.trajectories.reading.durations import Durations
-
-    earlier = config.scheduling.learn_from
-    if not earlier:
-        return None
-    try:
-        return Durations(base / os.path.expanduser(os.path.expandvars(path)) for path in earlier)
-    except ConfigError as error:
-        raise ConfigError(f"{where('scheduling.learn_from')}: {error}") from None
 
 
 def expand(
