@@ -187,8 +187,6 @@ class SandboxLimits(Section):
     """Maximum total size in MB of the files written in a sandbox. Default: no limit."""
     processes: int | None = Field(None, ge=16)
     """Maximum number of processes and threads. Default: 512."""
-    wall_s: float | None = Field(None, gt=0)
-    """Maximum wall-clock time in seconds, applied to the agent and to the verifier separately. Default: no limit."""
 
 
 class EnvironmentConfig(Section):
@@ -264,5 +262,3 @@ class LimitsConfig(Section):
     usd: float | None = Field(None, gt=0)
     """Price of all model calls in US dollars, those of judges and of failed attempts included. Needs ``price`` of the
     models. Default: no limit."""
-    failures: int | None = Field(None, ge=1)
-    """Failed rollouts, after retries, in one start of a pod. Default: no limit."""

@@ -104,8 +104,6 @@ class PolicyRecord(msgspec.Struct):
     model: dict[str, Any] | None = None
     samples: int = 1
     """Number of samples per group, excluding spare samples."""
-    include: list[str] = []
-    """Shell patterns that select task ids. Empty selects every task."""
 
 
 class JobRecord(msgspec.Struct):

@@ -245,8 +245,8 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
     except ConfigError as error:
         draft.mistakes.append(f"{where('samples')}: {error}")
     if not draft.rollouts and len(draft.mistakes) == before and len(draft.policies) == len(config.policies()):
-        shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
-        draft.mistakes.append(f"{where('tasks')}: no rollout matches {shown}; ids look like <task>/<policy>/<sample>")
+        nothing = f"no rollout matches --only {' '.join(only)}; ids look like <task>/<policy>/<sample>"
+        draft.mistakes.append(f"{where('tasks')}: {nothing if only else 'no policy runs tasks; raise samples of one'}")
     used = {rollout.task_id for rollout in draft.rollouts.firsts()}
     draft.tasks = [task for task in tasks if task.id in used] + held_out
     draft.held_out = tuple(task.id for task in held_out)
@@ -264,7 +264,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
         )
     conversing = [task.id for task in draft.tasks if not task.image]
     if conversing:
-        theirs = [policy for policy in draft.policies.values() if _runs_any(policy, conversing)]
+        theirs = [policy for policy in draft.policies.values() if policy.samples]
         for name in dict.fromkeys(agent.name for policy in theirs for agent in policy.agents):
             if ":" not in name and name not in WITHOUT_MODEL:
                 draft.mistakes.append(
@@ -280,12 +280,6 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
         draft.requests = image_requests(draft.tasks)
         if draft.images and draft.mapping:
             draft.mistakes += draft.images.unmapped(draft.requests, draft.mapping)
-
-
-def _runs_any(policy: Policy, tasks: Sequence[str]) -> bool:
-    """Returns whether a policy runs any of these tasks."""
-    patterns = policy.include or ("*",)
-    return bool(policy.samples) and any(fnmatch.fnmatchcase(task, pattern) for task in tasks for pattern in patterns)
 
 
 def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:
@@ -319,7 +313,6 @@ def expand(
         for name, policy in policies.items()
         for agent in policy.agents
         if policy.samples
-        and (not policy.include or any(fnmatch.fnmatchcase(task.id, pattern) for pattern in policy.include))
     ]
     check_count(sum(samples for _, samples in groups), most)
     return RolloutGroups((first, range(samples)) for first, samples in groups)
@@ -422,7 +415,6 @@ def list_services(config: CampaignConfig, tasks: Sequence[Task], image_files: Ma
             "cpus": service.limits.cpus or default.cpus,
             "disk_mb": service.limits.disk_mb or default.disk_mb,
             "processes": section.limits.processes or default.processes or 512,
-            "wall_s": service.limits.wall_s,
             "nested": config.environment.nested,
         }
         fields = {**asdict(service), "image_file": image_files.get(service.image, ""), "sandbox": limits}
