@@ -10,7 +10,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -91,7 +91,7 @@ class Jobs(LiveJobs):
                 self._queue_gather([])
                 self.invalidate()
                 return
-            servers, started = self._queue_servers(allowed, self._groups)
+            started = self._queue_servers(allowed, self._groups)
             if self._config.is_pool:  # a pool consists only of servers, which run until it is cancelled
                 self.invalidate()
                 return
@@ -106,21 +106,19 @@ class Jobs(LiveJobs):
                 self.arrays.queue(job)
             for job in pod_jobs_elsewhere(self._config, self._run):
                 self.arrays.queue(job)
-            self._queue_gather(sorted({array_of(engine) for engine in servers}))
+            self._queue_gather(self.arrays.ids("servers"))
         except BaseException:
             self.cancel()  # a partial campaign would waste GPUs
             raise
         self.invalidate()
 
-    def _queue_servers(self, allowed: limits.Allowance, groups: Sequence[ServerGroup]) -> tuple[list[str], list[str]]:
-        """Submits engine arrays. Returns all of their elements, and the elements that are not held."""
-        servers: list[str] = []
+    def _queue_servers(self, allowed: limits.Allowance, groups: Sequence[ServerGroup]) -> list[str]:
+        """Submits engine arrays. Returns the elements that are not held."""
         started: list[str] = []
         for job in server_jobs(self._config, self._run, groups, allowed):
             queued = self.arrays.queue(job)
-            servers += queued
             started += [] if job.options.get("hold") else queued
-        return servers, started
+        return started
 
     def _fitting(self, allowed: limits.Allowance, wanted: int, others: int, total: int) -> int:
         """Returns how many of ``wanted`` pods can be queued in addition to ``others`` jobs.
@@ -273,28 +271,39 @@ class Jobs(LiveJobs):
             self._queue_servers(limits.allowance(pod_options(self._config)), missing)
             self.invalidate()
 
-    def _replace_servers(self) -> None:
-        """Replaces engine servers that ended because Slurm does not requeue them (Requeue=0). Raises SiteError."""
-        refused = [mark.job for mark in self._marks.refused() if mark.role == "server" and DISABLED in mark.words]
-        live = self.live() if refused else None
-        if live is not None and (ended := self._server_indices(job for job in refused if job not in live)):
-            self.restart_servers(set(ended.values()))
-            self._marks.forget_refused(ended)
+    def _replace_refused(self) -> None:
+        """Replaces engine servers and trainers that ended because Slurm does not requeue them (Requeue=0). Raises
+        SiteError."""
+        refused = {mark.job for mark in self._marks.refused() if DISABLED in mark.words}
+        if not refused or (live := self.live()) is None:
+            return
+        ended = refused - live.keys()
+        if servers := self._server_indices(ended):
+            self.restart_servers(set(servers.values()))
+        if trainers := {each.id: each.policy for each in self.arrays.records() if each.policy and each.id in ended}:
+            self.restart_trainers(trainers.values())
+        self._marks.forget_refused([*servers, *trainers])
 
-    def restart_trainers(self) -> None:
-        """Submits a trainer for each policy that has no queued or running trainer."""
+    def restart_trainers(self, policies: Iterable[str] = ()) -> None:
+        """Submits a trainer for each of ``policies``, or for all, unless it has a queued or running trainer."""
         states = self.trainer_states(0)
         if states is None:
             return
-        missing = {policy for policy in self.trainers() if policy not in states}
-        added = [
-            job for trainer in trainer_jobs(self._config, self._run, missing) for job in self.arrays.queue(trainer)
-        ]
-        live = self.live(0) or {}
-        for gather in self.arrays.ids("gather") if added else ():
-            if live.get(gather, JobState(gather, "")).waits:
-                site.ask("scontrol", "update", f"jobid={gather}", f"dependency={self._gather_dependency()}")
+        missing = set(policies or self.trainers()) - states.keys()
+        for trainer in trainer_jobs(self._config, self._run, missing):
+            self.arrays.queue(trainer)
+        if missing:
+            self._postpone(self._waiting_gathers())
         self.invalidate()
+
+    def _waiting_gathers(self) -> list[str]:
+        live = self.live(0) or {}
+        return [job for job in self.arrays.ids("gather") if live.get(job, JobState(job, "")).waits]
+
+    def _postpone(self, gathers: Iterable[str]) -> None:
+        """Makes gather jobs wait for the pods and trainers that were added, too."""
+        for gather in gathers:
+            site.ask("scontrol", "update", f"jobid={gather}", f"dependency={self._gather_dependency()}")
 
     def scale(self, pods: int) -> dict[str, list[str]]:
         """Adds or removes pods until ``pods`` are queued or running. Idempotent.
@@ -331,16 +340,14 @@ class Jobs(LiveJobs):
 
     def _add(self, count: int, total: int) -> list[str]:
         allowed = limits.allowance(pod_options(self._config))
-        live = self.live(0) or {}
-        gathers = [job for job in self.arrays.ids("gather") if live.get(job, JobState(job, "")).waits]
+        gathers = self._waiting_gathers()
         added: list[str] = []
         fitting = self._fitting(allowed, count, int(not gathers), total)
         for job in pod_jobs(self._config, self._run, allowed, fitting):
             added += self.arrays.queue(job)
-        if gathers:  # it must wait for the new pods too
-            site.ask("scontrol", "update", f"jobid={gathers[-1]}", f"dependency={self._gather_dependency()}")
-        else:
-            self._queue_gather(sorted({array_of(job) for job in self.arrays.ids("servers")}))
+        self._postpone(gathers)
+        if not gathers:
+            self._queue_gather(self.arrays.ids("servers"))
         self.invalidate()
         return added
 
@@ -419,7 +426,7 @@ class Jobs(LiveJobs):
             self._record_ends(plan, pods, live)
             open_blocks = len(set(numbers(self._run)) - self._ledger.done())
             try:
-                self._replace_servers()
+                self._replace_refused()
                 if plan.due(self._lasting_count(live), open_blocks, time.time()):
                     self.arrays.adopt(self._config.name, self._clusters)
                     live = self.live_pods(0) or live

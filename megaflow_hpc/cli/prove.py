@@ -134,13 +134,10 @@ def _guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
 
 def _preemption(place: ProofSite, report: ProofReport, options: list[str]) -> Iterator[Finding]:
     from megaflow_hpc.prove import trials
-    from megaflow_hpc.prove.report import Finding
 
     run = trials.start_preempted(place)
     note(f"waiting for {run.path.name}: {run.path}")
-    if message := trials.preempt(place, run, options):
-        yield Finding("preemption", "FAIL", message, "correct --preempt")
-    yield from trials.campaign_findings(place, run, report)
+    yield from trials.preemption_findings(place, run, options, report)
 
 
 def _nodes(place: ProofSite, report: ProofReport) -> Iterator[Finding]:

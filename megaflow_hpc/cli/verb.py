@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megaflow_hpc.cli.parser import HelpFormatter
@@ -107,6 +108,13 @@ def add_output(parser: argparse.ArgumentParser, what: str, required: bool = Fals
         what: The help text.
     """
     parser.add_argument("-o", "--output", metavar=metavar, required=required, help=what)
+
+
+def output_file(text: str) -> Path:
+    """Returns the path of a file to write. Makes its directory."""
+    path = Path(text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def run_path(text: str) -> str:

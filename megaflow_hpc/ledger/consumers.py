@@ -70,7 +70,10 @@ def finish(by: str, known: Iterable[int] = ()) -> Steps[bool]:
     """
     blocks = set(known)
     while not (yield Names(OPEN)):
-        done = done_blocks((yield Names(DONE)))
+        marks = yield Names(DONE)
+        if len(marks) < len(blocks):
+            return False
+        done = done_blocks(marks)
         blocks.update(done)
         blocks.update(block_numbers((yield Names(TASKS))))
         if not all_done(done, blocks):

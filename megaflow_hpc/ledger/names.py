@@ -49,9 +49,10 @@ def newest_starts(names: Iterable[str]) -> set[str]:
 
 
 def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
-    """Parses names like ``000012.3`` into (block, epoch)."""
+    """Parses names like ``000012.3`` into (block, epoch). Older runs have a third number: blocks
+    that pods handed to each other."""
     parts = (name.split(".") for name in names)
-    return {(int(block), int(epoch)) for block, epoch in parts}
+    return {(int(block), int(epoch)) for block, epoch, *_ in parts}
 
 
 def latest(names: Iterable[str]) -> dict[int, int]:
@@ -104,7 +105,7 @@ class Seal(NamedTuple):
 def seals_in(content: Mapping[str, Any]) -> list[Seal]:
     """Returns the seals of all epochs before a claim, oldest first, from the claim's content. Each claim repeats the
     seals of the previous claim, so the latest claim of a block contains them all."""
-    seals = [Seal(str(owner), int(sealed)) for owner, sealed in content.get("seals", ())]
+    seals = [Seal(str(owner), int(sealed)) for owner, sealed, *_ in content.get("seals", ())]
     if "predecessor" in content:  # missing in a claim that ended its block
         seals.append(Seal(str(content["predecessor"]), int(content["sealed"])))
     return seals

@@ -32,6 +32,8 @@ from megaflow_hpc.slurm.ids import scancel
 
 POLL_INTERVAL_S = 3.0
 """Seconds between two polls of Slurm or of a run's status."""
+PREEMPTION_S = 300.0
+"""Maximum seconds until Slurm preempts the pod of the preemption trial, after the preempting job was submitted."""
 GONE_S = 120.0
 """Timeout in seconds for ended or cancelled jobs to leave Slurm."""
 NODE_MINUTES = 8
@@ -382,24 +384,46 @@ def start_preempted(proof: ProofSite) -> Run:
     """Submits a campaign whose pod is to be preempted."""
     name = "preemption"
     fields = proof.fields(name, CAMPAIGN_MINUTES, slots=1)
-    agent = {"name": "megaflow_hpc.prove.work:Waits", "args": {"seconds": 20.0}}
+    agent = {
+        "name": "megaflow_hpc.prove.work:Waits",
+        "args": {"seconds": PREEMPTION_S, "mark": str(proof.folder / "waits")},
+    }
     return proof.start(name, fields | {"agent": agent})
 
 
-def preempt(proof: ProofSite, run: Run, options: list[str]) -> str:
-    """Waits until the run's pod is working, then submits a job that preempts it. Returns an error message, or "".
+def preemption_findings(proof: ProofSite, run: Run, options: list[str], report: ProofReport) -> Iterator[Finding]:
+    """Has the trial's pod preempted, waits for its campaign and evaluates the result."""
+    try:
+        _preempt(proof, run, options)
+    except TimeoutError as error:
+        yield Finding("preemption", "FAIL", f"{error}", QUEUED)
+    except SiteError as error:
+        yield Finding("preemption", "FAIL", f"{error}", "correct --preempt, then repeat this trial: --only preemption")
+    else:
+        yield from campaign_findings(proof, run, report)
+
+
+def _preempt(proof: ProofSite, run: Run, options: list[str]) -> None:
+    """Waits until the run's pod has a rollout that waits, then submits a job that preempts the pod.
 
     Args:
         options: sbatch options of the preempting job, such as ``--qos=high``.
+
+    Raises:
+        TimeoutError: The pod did not start in time.
+        SiteError: Slurm refused the job. The message includes Slurm's own.
     """
     end = time.monotonic() + proof.wait_s
     node = ""
     while not node:
         if time.monotonic() > end:
-            return "its pod did not start in time"
-        status = run.status()
-        node = next((pod["node"] for pod in status["pods"] if pod["running"]), "")
+            raise TimeoutError("its pod did not start in time")
         time.sleep(POLL_INTERVAL_S)
+        status = run.status()
+        if run.over(status):  # its pod failed, which the trial's findings explain
+            return
+        if (proof.folder / "waits").exists():
+            node = next((pod["node"] for pod in status["pods"] if pod["running"]), "")
     write_atomic(proof.folder / "preempt.sh", "#!/bin/bash\nsleep 20\n")
     wanted = [
         f"--nodelist={node}",
@@ -408,11 +432,7 @@ def preempt(proof: ProofSite, run: Run, options: list[str]) -> str:
         "--job-name=prove-preempt",
         f"--output={proof.folder}/%j",
     ]
-    try:
-        proof.submit(*wanted, *options, str(proof.folder / "preempt.sh"))
-    except SiteError as error:
-        return str(error)
-    return ""
+    proof.submit(*wanted, *options, str(proof.folder / "preempt.sh"))
 
 
 REQUEUE = (

@@ -67,13 +67,15 @@ class Waits:
 
     Args:
         seconds: Waiting time in seconds.
+        mark: If given, only the first attempt at one of the tasks waits. It creates this file before.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, mark: str = "") -> None:
+        self.seconds, self.mark = seconds, mark
 
     async def run(self, task: Task, sandbox: Sandbox, model: ModelEndpoint | None) -> AgentResult:
-        await asyncio.sleep(self.seconds)
+        if not self.mark or (task.id == "work3" and first(self.mark)):
+            await asyncio.sleep(self.seconds)
         done = await sandbox.exec(SOLUTION)
         return AgentResult(error="" if done.exit_code == 0 else f"exit code {done.exit_code}")
 

@@ -125,6 +125,7 @@ class Marks:
         self._leaving: Path = run.ledger / "leaving"
         self._unstarted: Path = run.ledger / "unstarted"
         self._refused: Path = run.ledger / "refused"
+        self._logs: Path = run.logs
         self._leases: Path = run.ledger / "leases"
 
     @property
@@ -214,9 +215,12 @@ class Marks:
         return jobs
 
     def forget_refused(self, jobs: Iterable[str] | None = None) -> None:
-        """Removes the ``refused`` marks of the given jobs. ``None`` means all jobs."""
+        """Removes the ``refused`` marks of the given jobs. ``None`` means all jobs, and removes the counts of
+        consecutive failures of engine servers and trainers, too."""
         if jobs is None:
             jobs = [path.name for path in self._refused.glob("*")]
+            for count in self._logs.glob("[st]*.requeues"):
+                count.unlink(missing_ok=True)
         for job in jobs:
             (self._refused / job).unlink(missing_ok=True)
 

@@ -106,6 +106,7 @@ def script(job: Job) -> str:
         "@POOL@": pool if job.pool is None else f".{job.pool}",
         "@POLICY@": shlex.quote(job.policy) if job.policy else "${2:-default}",
         " @INDEX@": f' --index "$(({job.base} + SLURM_ARRAY_TASK_ID))"' if job.base else "",
+        "@BASE@": str(job.base),
         " @ENGINES@": "".join(_engine_part(n) for n in range(len(job.engines))),
         "@ARGUMENTS@": shlex.join(job.arguments),
         "@SECTION@": job.section,

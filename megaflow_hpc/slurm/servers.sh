@@ -29,8 +29,8 @@ fi
 # 2: an error in the campaign or the installation, which would occur on any node.
 [ "$status" -eq 2 ] && exit 2
 if { [ "$status" -ne 0 ] || [ "$drained" = yes ]; } && [ "$requeues" = yes ]; then
-    count="$RUN/logs/server-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}.requeues"
-    # Count consecutive failures. A start that the walltime ended or that served for an hour resets the count.
+    count="$RUN/logs/server-$((@BASE@ + ${SLURM_ARRAY_TASK_ID:-0})).requeues"
+    # Count consecutive failures of this server, whichever job it was in. A start that the walltime ended or that served for an hour resets the count.
     if { [ "$status" -eq 0 ] && [ "$drained" = yes ]; } || [ "$SECONDS" -ge 3600 ]; then rm -f "$count"; else printf . >>"$count"; fi
     vain=$(wc -c 2>/dev/null <"$count" || echo 0)
     if [ "$vain" -le "$MEGAFLOW_REQUEUES" ]; then

@@ -196,8 +196,8 @@ if [ "$requeues" = no ]; then
     last left
     exit 1
 fi
-# Count consecutive starts that committed no step, whatever ended them.
-count="$RUN/logs/trainer-$job.requeues"
+# Count consecutive starts of the policy that committed no step, whatever ended them and whichever job they were in.
+count="$RUN/logs/trainer-$policy.requeues"
 if [ "$(newest commits)" != "$commit" ]; then rm -f "$count"; else printf . >>"$count"; fi
 vain=$(wc -c 2>/dev/null <"$count" || echo 0)
 if [ "$vain" -gt "$MEGAFLOW_TRAINER_REQUEUES" ]; then

@@ -21,10 +21,9 @@ DISABLED = "Requested operation is presently disabled for job 7_1"
 class Around:
     """Jobs of a run with four pods, of which Slurm has some."""
 
-    def __init__(self, run: RunDir, monkeypatch: pytest.MonkeyPatch, *live: str) -> None:
-        record = RunRecord(
-            campaign={"name": "x", "tasks": "t", "agent": "nop", "slurm": {"pods": {"count": 4}}}, total=1
-        )
+    def __init__(self, run: RunDir, monkeypatch: pytest.MonkeyPatch, *live: str, **campaign: object) -> None:
+        campaign = {"name": "x", "tasks": "t", "agent": "nop", "slurm": {"pods": {"count": 4}}, **campaign}
+        record = RunRecord(campaign=campaign, total=1)
         run.jobs.mkdir(parents=True, exist_ok=True)
         (run.jobs / "7.json").write_text('{"role": "pods", "id": "7", "elements": 4}')
         (run.jobs / "9.json").write_text('{"role": "gather", "id": "9", "elements": null}')
@@ -55,7 +54,7 @@ class Around:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
-    for folder in (run.ledger, run.tasks):
+    for folder in (run.ledger, run.tasks, run.logs):
         folder.mkdir(parents=True)
     return run
 
@@ -147,9 +146,9 @@ def engines(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> tuple[Around, list[
     around.jobs._servers = [ServerRecord("p", {})] * 3 + [ServerRecord("q", {}, held=True)]
     submitted = list[list[tuple[int, int, bool]]]()
 
-    def queue(_: Allowance, groups: list[ServerGroup]) -> tuple[list[str], list[str]]:
+    def queue(_: Allowance, groups: list[ServerGroup]) -> list[str]:
         submitted.append([(group.first, group.count, group.held) for group in groups])
-        return [], []
+        return []
 
     monkeypatch.setattr(around.jobs, "_queue_servers", queue)
     monkeypatch.setattr(jobs_module.limits, "allowance", lambda options: Allowance())
@@ -174,8 +173,36 @@ def test_an_engine_that_slurm_does_not_requeue_is_replaced(
 
 
 def test_resume_starts_the_engines_that_are_missing_beside_pods_that_wait_for_them(
+    run: RunDir,
     engines: tuple[Around, list[list[tuple[int, int, bool]]]],
 ) -> None:
     around, submitted = engines
+    for name in ("server-0", "trainer-p", "pod-7_0"):
+        (run.logs / f"{name}.requeues").write_text("....")
     around.jobs.revive()
+    assert [path.name for path in run.logs.iterdir()] == ["pod-7_0.requeues"], "the others are tried again as often"
     assert submitted == [[(0, 1, False), (3, 1, True)]]
+
+
+def test_a_trainer_that_slurm_does_not_requeue_is_replaced_and_no_other(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = {"policies": {"p": {}, "q": {}}, "batch": 2, "steps": 3}
+    models = {policy: {"engine": "scripted", "script": "answers.yaml"} for policy in "pq"}
+    live = ("7_0", "7_1", "7_2", "7_3", "4")
+    around = Around(run, monkeypatch, *live, models=models, training=training, samples=2)
+    (run.jobs / "3.json").write_text('{"role": "trainer", "id": "3", "policy": "p"}')
+    (run.jobs / "4.json").write_text('{"role": "trainer", "id": "4", "policy": "q"}')
+    queued = list[str]()
+    monkeypatch.setattr(around.jobs.arrays, "queue", lambda job: queued.append(job.policy) or ["6"])
+    around.refuse("3", "Unable to contact slurm controller", "trainer")
+    around.jobs.top_up()
+    assert queued == [], "Slurm has requeued it"
+    del around.states["3"]
+    for job in ("3", "4"):
+        around.refuse(job, DISABLED, "trainer")
+    around.jobs.top_up()
+    assert queued == ["p"], "the other has not ended yet"
+    assert {mark.job for mark in Marks(run).refused()} == {"4"}
+    around.jobs.top_up()
+    assert queued == ["p"]

@@ -11,7 +11,7 @@ import pytest
 
 from megaflow_hpc.host.atomic import write_json
 from megaflow_hpc.rundir.marks import FINISHED
-from megaflow_hpc.trajectories import gather, open_trajectories
+from megaflow_hpc.trajectories import exports, gather, open_trajectories
 from megaflow_hpc.trajectories.hdf5.schema import COLUMNS, OFFSETS
 from megaflow_hpc.trajectory import Attempt
 from megaflow_hpc.types import Artifact
@@ -129,6 +129,25 @@ def test_compact_counts_what_it_drops(megaflow, run, tmp_path):
     printed = megaflow("compact", run)
     assert (printed.returncode, printed.stderr) == (0, "")
     assert ["attempts", "dropped", "1"] in [line.split() for line in printed.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("compact", "{run}", "-o", "{out}"),
+        ("anonymise", "{run}", "-o", "{out}"),
+        ("show", "{run}", "task/default/1", "--artifact", "agent.log", "-o", "{out}"),
+        ("import", "{lines}", "-o", "{out}"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_the_directory_of_an_output_file_is_made(megaflow, run, tmp_path, words):
+    with open_trajectories(run.path) as store:
+        (lines,) = exports.export(store, ("jsonl",), tmp_path / "exported")["jsonl"]
+    out = tmp_path / "new" / "deep" / "out"
+    result = megaflow(*(word.format(run=run.path, lines=lines, out=out) for word in words))
+    assert result.returncode == 0, result.stderr
+    assert out.is_file()
 
 
 def test_journals_are_dropped_of_a_finished_run_only(refused, run):

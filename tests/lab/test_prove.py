@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from megaflow_hpc.slurm import site
 from tests.support.campaigns import cli
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 
@@ -62,6 +64,7 @@ def prove(path: Path, *options: str, **environment: str) -> Proved:
     return done.returncode, findings, folder
 
 
+PREEMPT = ("--only", "preemption")
 LEAD_S = 45
 """With it, a pod of the walltime trial gets two minutes, and Slurm signals it after 15 to 45 seconds."""
 
@@ -157,3 +160,21 @@ def test_a_site_that_does_not_requeue_is_named(proved: dict[str, Future[Proved]]
     assert (status, findings["walltime"]["level"]) == (3, "FAIL")
     assert "Requested operation is presently disabled" in findings["walltime"]["found"]
     assert "JobRequeue" in findings["walltime"]["remedy"]
+
+
+def test_a_pod_that_is_preempted_comes_back(proved: dict[str, Future[Proved]], campaign: Any) -> None:
+    for other in proved.values():  # whose jobs the preempting job would wait for, because it needs a whole node
+        other.result()
+    path = campaign(pods={"partition": "preempt", "mem_gb": 1})
+    status, findings, _ = prove(path, *PREEMPT, "--preempt=--partition=cpu")
+    assert status == 0, findings
+    assert {check: finding["level"] for check, finding in findings.items()} == {"preemption": "ok", "clean": "ok"}
+    assert re.match(r"6 rollouts in [2-6] starts of a pod, each stored once", findings["preemption"]["found"])
+
+
+def test_a_preempting_job_that_slurm_refuses_is_named_and_its_pod_is_cancelled(campaign: Any) -> None:
+    status, findings, _ = prove(campaign(), *PREEMPT, "--preempt=--partition=none")
+    assert (status, findings["preemption"]["level"]) == (3, "FAIL")
+    assert "invalid partition" in findings["preemption"]["found"]
+    assert "--preempt" in findings["preemption"]["remedy"]
+    until(lambda: not site.ask("squeue", "-h", "--me", "--name=prove-preemption"), "its pod has left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from typing import Any
 
@@ -10,8 +11,12 @@ import pytest
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Claim, Ledger, PodIdentity, read_blocks, write_blocks
 from megaflow_hpc.ledger.blocks import MAX_BLOCK, RolloutGroups, count_blocks, deal, split
+from megaflow_hpc.ledger.calls import Names
+from megaflow_hpc.ledger.consumers import finish
 from megaflow_hpc.ledger.lease import TIMES
+from megaflow_hpc.ledger.names import DONE
 from megaflow_hpc.rundir.layout import RunDir
+from megaflow_hpc.rundir.marks import OPEN
 from tests.support.ledgers import Clock, rollouts
 
 COMMIT_S, LEASE_S = TIMES.commit_s, TIMES.lease_s
@@ -226,3 +231,24 @@ def test_a_start_ends_when_it_sees_a_later_one_of_its_element(run: RunDir) -> No
     earlier.renew(force=True)
     assert not earlier.may_commit
     assert earlier.claim(nothing) is None
+
+
+def test_an_ended_block_costs_one_listing_while_marks_are_missing() -> None:
+    """A pod asks whether all is done after each block that it ends with nothing else in hand."""
+    steps = finish("7_0.0", {0, 1, 2})
+    assert steps.send(None) == Names(OPEN)
+    assert steps.send(()) == Names(DONE)
+    with pytest.raises(StopIteration) as ended:
+        steps.send(("000000.1", "000002.1"))
+    assert ended.value.value is False
+
+
+def test_the_ledger_of_an_older_run_whose_pods_handed_blocks_to_each_other_is_read(run: RunDir) -> None:
+    write_blocks(run, rollouts(2), size=1)
+    pod(run, "a")
+    (run.ledger / "done" / "000000.1.0").touch()
+    (run.ledger / "done" / "000001.2.3").touch()
+    claim = {"pod": "c", "start": "0", "predecessor": "b.0", "sealed": 7, "given": 3, "seals": [["a.0", 5, [1000000]]]}
+    (run.ledger / "claims" / "000001.2").write_text(json.dumps(claim))
+    assert Ledger(run).done() == {0, 1}
+    assert Ledger(run).seals() == {(1, 0): ("a.0", 5), (1, 1): ("b.0", 7)}

@@ -156,6 +156,16 @@ def test_after_sigterm_slurm_decides(here: Site) -> None:
     assert here.said("scontrol") == ["requeue 7_0"]
 
 
+def failing_trainer(here: Site, python: Path) -> str:
+    """A trainer's script, whose step fails."""
+    (here.run.path / "training" / "default").mkdir(parents=True)
+    (here.run.path / "training" / ".package").mkdir()
+    with (here.run.path / "env.sh").open("a") as file:
+        file.write(f"\nMEGAFLOW_TRAINER_PYTHON={python} MEGAFLOW_TRAINER_REQUEUES=3\n")
+    here.command("srun", "exit 1")
+    return script.script(script.Job("trainer", {}, run=str(here.run), policy="default"))
+
+
 def test_engines_and_trainers_repeat_their_requests_too(here: Site) -> None:
     python = here.notes.parent / "python"
     python.write_text("#!/bin/sh\ncase $* in *model.server*) exit 75;; *marks*) exit 1;; *-c*) echo True;; esac\n")
@@ -163,17 +173,25 @@ def test_engines_and_trainers_repeat_their_requests_too(here: Site) -> None:
     assert here.play("servers").returncode == 0
     assert here.said("scontrol") == ["requeuehold 7_0"] * 2
     (here.notes / "scontrol").unlink()
-    (here.run.path / "training" / "default").mkdir(parents=True)
-    (here.run.path / "training" / ".package").mkdir()
-    with (here.run.path / "env.sh").open("a") as file:
-        file.write(f"\nMEGAFLOW_TRAINER_PYTHON={python} MEGAFLOW_TRAINER_REQUEUES=3\n")
-    here.command("srun", "exit 1")
     here.scontrol("Unable to contact slurm controller", "Requested operation is presently disabled")
-    text = script.script(script.Job("trainer", {}, run=str(here.run), policy="default"))
-    assert here.play(text=text).returncode == 1
+    assert here.play(text=failing_trainer(here, python)).returncode == 1
     assert here.said("scontrol") == ["requeue 7"] * 2
     assert [(one.job, one.role) for one in Marks(here.run).refused()] == [("7", "trainer")]
     assert (here.run.path / "training" / "default" / "last").read_text().startswith("lost ")
+
+
+def test_failures_are_counted_through_all_jobs_that_replace_each_other(here: Site) -> None:
+    """Jobs with Requeue=0 are replaced by new ones. An engine or trainer that always fails is given up nevertheless."""
+    python = here.notes.parent / "python"
+    python.write_text("#!/bin/sh\ncase $* in *model.server*|*marks*) exit 1;; *-c*) echo True;; esac\n")
+    here.scontrol(*["Requested operation is presently disabled"] * 99)
+    engine = script.script(script.Job("servers", {}, run=str(here.run), base=8))
+    trainer = failing_trainer(here, python)
+    for text, asked in ((engine, "{}_0"), (trainer, "{}")):
+        (here.notes / "scontrol").unlink(missing_ok=True)
+        for job in range(11, 16):
+            here.play(text=text, SLURM_JOB_ID=str(job), SLURM_ARRAY_JOB_ID=str(job))
+        assert here.said("scontrol") == [f"requeue {asked.format(job)}" for job in (11, 12, 13)]
 
 
 def test_a_gather_job_whose_walltime_ends_repeats_its_request(here: Site) -> None:

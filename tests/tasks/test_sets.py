@@ -27,6 +27,7 @@ from megaflow_hpc.tasks.loading import load_tasks
 from megaflow_hpc.tasks.sets import competition, converters, download
 from megaflow_hpc.tasks.sets.download import task_sets
 from megaflow_hpc.types import Task
+from tests.support.places import ROOT
 from tests.support.set_mirror import SHA, Mirror, mirror
 
 LINES = [
@@ -459,10 +460,7 @@ FIX = {
 def test_exercises_and_bugs_become_tasks_whose_tests_tell_right_from_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exercise = tmp_path / "polyglot" / "python" / "exercises" / "practice" / "add"
-    for name, text in POLYGLOT.items():
-        (exercise / name).parent.mkdir(parents=True, exist_ok=True)
-        (exercise / name).write_text(text)
+    exercises(tmp_path, {"python": POLYGLOT})
     (tmp_path / "fix").mkdir()
     (tmp_path / "fix" / "humanevalpack.jsonl").write_text(json.dumps(FIX) + '\n{"task_id": "Python/1"}\n')
     out = tmp_path / "out"
@@ -471,7 +469,7 @@ def test_exercises_and_bugs_become_tasks_whose_tests_tell_right_from_wrong(
     assert "Object missing required field `declaration`" in capsys.readouterr().err
     tasks = load_tasks([f"{out}/aider-polyglot/*", f"{out}/humanevalfix/*"], "/")
     assert [(task.id, task.image, task.workdir) for task in tasks] == [
-        ("add", "python", "/work"),
+        ("python-add", "python", "/work/add"),
         ("Python-0", "python", "/work"),
     ]
     assert "Add." in tasks[0].instruction
@@ -483,20 +481,133 @@ def test_exercises_and_bugs_become_tasks_whose_tests_tell_right_from_wrong(
 def reward_of(task: Task, box: Path, solved: bool | str) -> float:
     """Returns the reward of a task in a box: untouched, solved, or with this ``solution.py``."""
     for part in ("environment", "tests", "solution"):
-        (box / part).mkdir(parents=True)
-        for file in Path(task.path, part).glob("*"):
+        for file in (path for path in Path(task.path, part).rglob("*") if path.is_file()):
             data = file.read_bytes()
-            if file.suffix in (".sh", ".py"):
-                for name in ("tests", "solution", "logs"):
-                    data = data.replace(f" /{name}/".encode(), f" {box}/{name}/".encode())
-                data = data.replace(b"/work", f"{box}/environment".encode())
-            (box / part / file.name).write_bytes(data)
+            if file.parent.name == part and part != "environment":
+                data = re.sub(rb"(?<![\w./])/(?=(tests|solution|logs)/)", f"{box}/".encode(), data)
+                data = data.replace((task.workdir or "").encode(), f"{box}/environment".encode())
+            copy = box / part / file.relative_to(Path(task.path, part))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(data)
     if isinstance(solved, str):
         (box / "environment" / "solution.py").write_text(solved)
     elif solved:
         subprocess.run(["bash", box / "solution" / "solve.sh"], check=True)
     subprocess.run(["bash", box / "tests" / "test.sh"], check=True, capture_output=True)
     return float((box / "logs" / "verifier" / "reward.txt").read_text())
+
+
+JAVASCRIPT = {
+    ".meta/config.json": '{"files": {"solution": ["add.js"], "test": ["add.spec.js"], "example": [".meta/proof.js"]}}',
+    ".meta/proof.js": "module.exports = (a, b) => a + b\n",
+    ".docs/instructions.md": "Add.\n",
+    "add.js": "module.exports = () => 0\n",
+    "add.spec.js": "const test = check => check()\nconst xtest = () => 0\n"
+    "xtest(() => { if (require('./add')(1, 2) != 3) throw 'wrong' })\n",
+    "package.json": '{"scripts": {"test": "node add.spec.js"}}',
+}
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
+def test_exercises_in_javascript_run_all_their_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exercises(tmp_path, {"javascript": JAVASCRIPT})
+    assert imports("aider-polyglot", "-o", tmp_path / "out", "--from", tmp_path / "polyglot") == 0
+    (task,) = load_tasks([f"{tmp_path}/out/aider-polyglot/*"], "/")
+    assert (task.id, task.image, task.workdir) == ("javascript-add", "aider-polyglot", "/work/add")
+    assert [reward_of(task, tmp_path / f"box-{solved}", solved) for solved in (False, True)] == [0, 1]
+
+
+def exercises(directory: Path, by_language: Mapping[str, Mapping[str, str]]) -> None:
+    """Writes an exercise ``add`` of each language, as in Aider's repository."""
+    for language, files in by_language.items():
+        for name, text in files.items():
+            path = directory / "polyglot" / language / "exercises" / "practice" / "add" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+
+def test_exercises_of_every_language_hide_tests_and_solution(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exercise(solution: list[str], test: str, example: list[str], *others: str) -> dict[str, str]:
+        config = json.dumps({"files": {"solution": solution, "test": [test], "example": example}})
+        names = [*solution, test, *example, *others, ".docs/instructions.md"]
+        return {".meta/config.json": config, **{name: f"in {name}\n" for name in names}}
+
+    main, reference = "src/main/java", ".meta/src/reference/java"
+    java = exercise(
+        [f"{main}/Zoo.java"],
+        "src/test/java/ZooTest.java",
+        [f"{reference}/Ape.java", f"{reference}/Zoo.java"],
+        "gradlew",
+    )
+    java["src/test/java/ZooTest.java"] = '@Disabled("Remove to run test")\n@Test\n'
+    cpp = exercise(["add.cpp", "add.h"], "add_test.cpp", [".meta/example.h", ".meta/example.cpp"], "test/catch.hpp")
+    rust = exercise(["src/lib.rs", "Cargo.toml"], "tests/add.rs", [".meta/example.rs"], ".meta/Cargo-example.toml")
+    go = exercise(["add.go"], "add_test.go", [".meta/example.go"], "cases_test.go", "go.mod")
+    exercises(tmp_path, {"java": java, "cpp": cpp, "rust": rust, "go": go, "haskell": go})
+    lost = exercise(["lost.go"], "lost_test.go", [".meta/example.go"])
+    del lost["lost_test.go"]
+    exercises(tmp_path, {"python": lost})
+    assert imports("aider-polyglot", "-o", tmp_path / "out", "--from", tmp_path / "polyglot") == 0
+    left_out = json.loads((tmp_path / "out" / "aider-polyglot.source.json").read_text())["left_out"]
+    assert [line.partition("/practice/add: ")[2] for line in left_out] == [
+        "expected an exercise in cpp, go, java, javascript, python, rust",
+        "lost_test.go: missing",
+    ]
+    out = tmp_path / "out" / "aider-polyglot"
+    written = {
+        task.name: {str(path.relative_to(task)): path.read_text() for path in task.rglob("*") if path.is_file()}
+        for task in out.iterdir()
+    }
+    kept = {name: {path for path in files if path.startswith("environment/")} for name, files in written.items()}
+    assert kept == {
+        "java-add": {f"environment/{main}/Zoo.java", "environment/gradlew"},
+        "cpp-add": {"environment/add.cpp", "environment/add.h", "environment/test/catch.hpp"},
+        "rust-add": {"environment/src/lib.rs", "environment/Cargo.toml"},
+        "go-add": {"environment/add.go", "environment/cases_test.go", "environment/go.mod"},
+    }
+    solutions = {
+        f"{name}/{path.removeprefix('solution/files/')}": text.removeprefix("in .meta/").strip()
+        for name, files in written.items()
+        for path, text in files.items()
+        if path.startswith("solution/files/")
+    }
+    assert solutions == {
+        f"java-add/{main}/Zoo.java": "src/reference/java/Zoo.java",
+        f"java-add/{main}/Ape.java": "src/reference/java/Ape.java",
+        "cpp-add/add.cpp": "example.cpp",
+        "cpp-add/add.h": "example.h",
+        "rust-add/src/lib.rs": "example.rs",
+        "rust-add/Cargo.toml": "Cargo-example.toml",
+        "go-add/add.go": "example.go",
+    }
+    assert written["java-add"]["tests/files/src/test/java/ZooTest.java"] == "@Test\n"
+    assert "tests/files/add.go" not in written["go-add"]
+    assert "cd /work/add\n" in written["go-add"]["tests/test.sh"]
+
+
+def test_rows_of_r2e_gym_become_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe r2e-gym runs such tasks."""
+    rows = [json.loads(line) for line in (ROOT / "share/recipes/r2e-gym/slice/rows.jsonl").read_text().splitlines()]
+    damaged: list[dict[str, Any]] = [
+        {"parsed_commit_content": "{}"},
+        {"parsed_commit_content": '{"file_diffs": [{"header": null}]}'},
+        {"execution_result_content": '{"test_file_names": ["a.py"], "test_file_codes": []}'},
+        {"execution_result_content": '{"test_file_names": [".."], "test_file_codes": [""]}'},
+        {"expected_output_json": "{}"},
+        {"docker_image": None},
+    ]
+    rows += [rows[0] | {"commit_hash": f"{n}"} | change for n, change in enumerate(damaged)]
+    (tmp_path / "train-0.parquet").write_bytes(as_parquet(rows))
+    assert imports("r2e-gym", "-o", tmp_path / "out", "--from", tmp_path) == 0
+    left_out = json.loads((tmp_path / "out" / "r2e-gym.source.json").read_text())["left_out"]
+    assert [int(line.partition("parquet:")[2].partition(":")[0]) for line in left_out] == [*range(3, 9)]
+    tasks = load_tasks([f"{tmp_path}/out/r2e-gym/*"], "/")
+    assert [(task.id, task.image[:15], task.workdir) for task in tasks] == [
+        ("tornado-111111111111", "namanjain12/tin", "/testbed"),
+        ("tornado-222222222222", "namanjain12/tin", "/testbed"),
+    ]
 
 
 def packed(tests: Any, protocol: int = 4) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megaflow_hpc.cli.output import note, print_json, say
 from megaflow_hpc.cli.progress import under_way
-from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
+from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb, output_file
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import in_one_line
 
@@ -97,7 +97,7 @@ def _export(arguments: argparse.Namespace) -> int:
         files = {name: list(map(str, paths)) for name, paths in written.items()}
         print_json({"trajectories": count, "files": files, "warnings": warnings})
     else:
-        note(f"{count} trajectories" + (f", {len(warnings)} of them incomplete" if warnings else ""))
+        note(f"{count} trajectories" + (f", warnings: {len(warnings)}" if warnings else ""))
         for paths in written.values():
             say("\n".join(map(str, paths)))
     return 0
@@ -112,7 +112,7 @@ def _import(arguments: argparse.Namespace) -> int:
     with under_way(f"importing {arguments.file}") as watch:
         count = import_jsonl(
             Path(arguments.file),
-            target,
+            output_file(arguments.output),
             arguments.campaign,
             lambda done: watch.detail(f"{done} trajectories"),
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import note, print_json, say, table
 from megaflow_hpc.cli.progress import PlanProgress
-from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, share, zero_or_more
+from megaflow_hpc.cli.verb import Subparsers, add_group, add_output, add_verb, output_file, share, zero_or_more
 from megaflow_hpc.errors import ConfigError, SiteError
 from megaflow_hpc.resources import docs
 
@@ -456,7 +456,7 @@ def _manifest(arguments: argparse.Namespace) -> int:
     content = manifest(images)
     lacking = missing(content)
     if arguments.output:
-        write_manifest(Path(arguments.output), content)
+        write_manifest(output_file(arguments.output), content)
     if arguments.json:
         print_json({**content, "missing": lacking})
     else:
@@ -472,7 +472,7 @@ def _manifest(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.builds.builder import Builder
 
-    target = Path(arguments.output).absolute()
+    target = output_file(arguments.output).absolute()
     image = _stored_image(_images(arguments.store).store, arguments.image)
     if target.exists() and not arguments.force:
         raise ConfigError(f"{target}: exists already; name another file, or replace it with --force")

@@ -209,8 +209,8 @@ def run_import(arguments: argparse.Namespace) -> int:
     change = None
     if arguments.image or any(options.values()):
         change = lambda instance: instance.fill_in(arguments.image, **options)  # noqa: E731
-    rows: list[dict[str, Any]] = []
-    left_out: list[str] = []
+    rows = list[dict[str, Any]]()
+    left_out = list[str]()
     for argument in arguments.sources:
         _refuse_unused(arguments, argument)
     for argument in arguments.sources:
@@ -248,7 +248,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         print_json(rows)
     else:
         head = ("id", "repo", "tested by", "fail", "pass", "image")
-        if arguments.sources and all("tested_by" in row for row in rows):
+        if all("tested_by" in row for row in rows):
             say(table(head, [tuple(row.values())[:6] for row in rows]))
         counts = Counter(row.get("tested_by", "test.sh") for row in rows)
         less = f"; {len(left_out)} left out" if left_out else ""
@@ -389,7 +389,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     registries = Registries(environment.mirrors, environment.air_gapped)
     images = Images(ImageStore(named=environment.image_store), registries, Builder(environment.network_of_builds))
     services = campaign.services if campaign else {}
-    left_out: list[str] = []
+    left_out = list[str]()
     tasks = load_tasks([source], Path.cwd(), images.dockerfiles, services, left_out)
     if arguments.only:
         known = [task.id for task in tasks]
@@ -486,7 +486,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     """Prints the valid tasks of a source. Returns 2 if it also contains invalid tasks."""
     from megaflow_hpc.tasks.loading import load_tasks
 
-    left_out: list[str] = []
+    left_out = list[str]()
     tasks = load_tasks([_source(arguments.source)], Path.cwd(), left_out=left_out)
     status = ConfigError.exit_status if left_out else 0
     for line in left_out:

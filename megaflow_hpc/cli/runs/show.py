@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow_hpc.cli.output import ROLE_COLOURS, note, print_json, say, used
-from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
+from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb, output_file
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.host.atomic import write_atomic
 from megaflow_hpc.texts import content_of, printable
@@ -282,7 +282,7 @@ def hand_out(row: Row, name: str, output: str | None, as_json: bool) -> None:
     """Writes an artifact to ``output`` or stdout. Output is escaped on a terminal and unchanged in a pipe or file."""
     data = artifact(row, name)
     if output is not None:
-        write_atomic(Path(output), data)
+        write_atomic(output_file(output), data)
     if as_json:
         record = {"id": row.id, "name": name, "bytes": len(data)}
         print_json(record | ({"base64": base64.b64encode(data).decode()} if output is None else {"path": output}))

@@ -271,13 +271,12 @@ class Master:
 
     def _report_slow(self) -> None:
         """Reports on stderr and in the events when the run directory stops responding, and when it recovers."""
-        stuck_s = self._io.stuck_s
-        slow = stuck_s > SLOW_S
+        slow = self._io.stuck_s > SLOW_S
         if slow == self._reported_slow:
             return
         self._reported_slow = slow
         problem = self._io.state.error or "no answer"
-        why = f"{problem} for {stuck_s:.0f} s; results wait in memory" if slow else "answers again"
+        why = f"{problem}; results wait in memory" if slow else "answers again"
         print(printable(f"pod: {self.pod.run}: {why}"), file=sys.stderr, flush=True)
         self.pod.events.write(PodEvent(state="started", why=f"the run directory: {why}"))
 

@@ -8,7 +8,6 @@ import json
 import os
 import pickletools
 import re
-import shlex
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -142,8 +141,12 @@ timeout_sec = {verifier_s}
 docker_image = {image}
 workdir = {workdir}
 """
+HEALTHCHECK = """
+[environment.healthcheck]
+command = {first}
+"""
 MAX_NAME = 200
-"""Maximum length of the name of a task's directory."""
+"""Maximum length of the name of a directory or file."""
 
 
 class NewTask(msgspec.Struct):
@@ -156,23 +159,29 @@ class NewTask(msgspec.Struct):
     workdir: str = "/work"
     agent_s: float = 900.0
     verifier_s: float = 300.0
+    first: str = ""
+    """Command that runs before the agent."""
 
     def write(self, directory: Path) -> None:
         """Writes the task below ``directory``.
 
         Raises:
-            ValueError: Its name is invalid, or another task has it.
+            ValueError: Its name or that of a file is invalid, or another task has its name.
         """
         if not TASK_ID.fullmatch(self.name) or self.name.startswith(".") or len(self.name) > MAX_NAME:
             raise ValueError(f"the task's name {self.name[:80]!r}: expected at most {MAX_NAME} letters and digits")
         if (directory / self.name).exists():
             raise ValueError(f"the task's name {self.name!r}: an earlier task has it")
+        for name in self.files:
+            if {"..", ""} & {*name.split("/")} or len(PurePosixPath(name).name) > MAX_NAME or "\0" in name:
+                raise ValueError(f"{name[:80]!r}: not the name of a file in the task")
         values = {key: json.dumps(getattr(self, key)) for key in self.__struct_fields__ if key not in ("name", "files")}
-        for name, content in {"task.toml": TOML.format(**values), **self.files}.items():
+        toml = TOML.format(**values) + (HEALTHCHECK.format(**values) if self.first else "")
+        for name, content in {"task.toml": toml, **self.files}.items():
             path = directory / self.name / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
-            if path.suffix == ".sh":
+            if path.suffix == ".sh" or path.name == "gradlew":
                 path.chmod(0o755)
 
 
@@ -191,10 +200,10 @@ class _Exercise(msgspec.Struct):
 POLYGLOT_TEST = """\
 #!/bin/bash
 mkdir -p /logs/verifier
-cp /tests/*.py /work/
-cd /work
+cp -r /tests/files/. {workdir}/
+cd {workdir}
 reward=0
-python3 -m unittest *_test.py && reward=1
+{{ {command}; }} && reward=1
 echo $reward > /logs/verifier/reward.txt
 """
 POLYGLOT_TASK = """
@@ -204,37 +213,84 @@ POLYGLOT_TASK = """
 Change {names} in `{workdir}` so that the tests of this exercise pass. Keep the names of the functions and classes. Use
 only the standard library. The tests are not in the directory.
 """
+POLYGLOT_COMMANDS: Mapping[str, str] = {
+    "cpp": "cmake -DEXERCISM_RUN_ALL_TESTS=1 -G 'Unix Makefiles' -S . -B /tmp/build && make -C /tmp/build",
+    "go": "go test ./...",
+    "java": "sh gradlew test",
+    "javascript": "rm -rf node_modules && ln -s /npm-install/node_modules . && npm run test",
+    "python": "python3 -m unittest *_test.py",
+    "rust": "cargo test -- --include-ignored",
+}
+"""Commands that test an exercise, by language. Python needs an image of Python only, the others that of Aider."""
+_SKIPPED = re.compile(rb"\bx(?=test\()|@Disabled\([^)]*\)\s*\n")
+"""Marks of Exercism's tests that wait until the user enables them."""
 
 
 def aider_polyglot(source: Path, target: Path, refuse: Refuse, missing: Sequence[Path] = ()) -> None:
-    """Writes the Python exercises of Aider's polyglot benchmark as Harbor tasks."""
-    for config in sorted(source.glob("python/exercises/practice/*/.meta/config.json")):
+    """Writes the exercises of Aider's polyglot benchmark as Harbor tasks."""
+    for config in sorted(source.glob("*/exercises/practice/*/.meta/config.json")):
         exercise = config.parent.parent
         try:
-            files = msgspec.json.decode(_read(exercise, ".meta/config.json"), type=_Exercise).files
-            documents = [".docs/introduction.md", ".docs/instructions.md", ".docs/instructions.append.md"]
-            text = "\n\n".join(_read(exercise, name) for name in documents if (exercise / name).is_file())
-            names = ", ".join(f"`{PurePosixPath(name).name}`" for name in files.solution)
-            written = {"instruction.md": text + POLYGLOT_TASK.format(names=names, workdir="/work")}
-            written |= {f"environment/{PurePosixPath(name).name}": _read(exercise, name) for name in files.solution}
-            written |= {f"tests/{PurePosixPath(name).name}": _read(exercise, name) for name in files.test}
-            solve = ["#!/bin/bash"]
-            for name, example in zip(files.solution, files.example, strict=True):
-                written[f"solution/{PurePosixPath(name).name}"] = _read(exercise, example)
-                solve.append(f"cp {shlex.quote(f'/solution/{PurePosixPath(name).name}')} /work/")
-            written |= {"solution/solve.sh": "\n".join(solve) + "\n", "tests/test.sh": POLYGLOT_TEST}
-            NewTask(exercise.name, written, f"aider-polyglot python/{exercise.name}").write(target)
+            _exercise(exercise, exercise.parents[2].name).write(target)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             refuse(ConfigError(f"{exercise.relative_to(source)}: {error}"))
 
 
-def _read(directory: Path, name: str) -> str:
+def _exercise(exercise: Path, language: str) -> NewTask:
+    if language not in POLYGLOT_COMMANDS:
+        raise ValueError(f"expected an exercise in {', '.join(POLYGLOT_COMMANDS)}")
+    files = msgspec.json.decode(_read(exercise, ".meta/config.json"), type=_Exercise).files
+    documents = [".docs/introduction.md", ".docs/instructions.md", ".docs/instructions.append.md"]
+    text = "\n\n".join(_read(exercise, name).decode() for name in documents if (exercise / name).is_file())
+    paths = (str(path.relative_to(exercise)) for path in sorted(exercise.rglob("*")) if path.is_file())
+    given = {path: _read(exercise, path) for path in paths if not path.startswith((".meta/", ".docs/"))}
+    if absent := sorted({*files.solution, *files.test} - given.keys()):
+        raise ValueError(f"{', '.join(absent)}: missing")
+    # CMake names the program after the directory.
+    place = {"workdir": f"/work/{exercise.name}", "command": POLYGLOT_COMMANDS[language]}
+    names = ", ".join(f"`{name}`" for name in files.solution)
+    written: dict[str, str | bytes] = {"instruction.md": text + POLYGLOT_TASK.format(names=names, **place)}
+    for path, data in given.items():
+        if path not in files.test:
+            written[f"environment/{path}"] = data
+        if path not in files.solution:
+            written[f"tests/files/{path}"] = _SKIPPED.sub(b"", data) if path in files.test else data
+    for example, path in _solutions(exercise, files).items():
+        written[f"solution/files/{path}"] = _read(exercise, example)
+    written["solution/solve.sh"] = f"#!/bin/bash\ncp -r /solution/files/. {place['workdir']}/\n"
+    written["tests/test.sh"] = POLYGLOT_TEST.format(**place)
+    image = "python" if language == "python" else "aider-polyglot"
+    source = f"aider-polyglot {language}/{exercise.name}"
+    return NewTask(f"{language}-{exercise.name}", written, source, image, place["workdir"])
+
+
+def _solutions(exercise: Path, files: _Files) -> dict[str, str]:
+    """Maps each example file to the file of the solution with its name, else its suffix. Other examples are helpers
+    next to the solution.
+    """
+    free, placed = list(files.solution), dict[str, str]()
+    for same in (lambda path: path.name, lambda path: path.suffix):
+        for example in (each for each in files.example if each not in placed):
+            for path in free:
+                if same(PurePosixPath(path)) == same(PurePosixPath(example)):
+                    placed[example] = path
+                    free.remove(path)
+                    break
+    for example in files.example:
+        placed.setdefault(example, str(PurePosixPath(files.solution[0]).with_name(PurePosixPath(example).name)))
+    manifest = ".meta/Cargo-example.toml"  # Rust's examples may need crates
+    if "Cargo.toml" in free and (exercise / manifest).is_file():
+        placed[manifest] = "Cargo.toml"
+    return placed
+
+
+def _read(directory: Path, name: str) -> bytes:
     path = directory / name
     if not path.resolve().is_relative_to(directory.resolve()):
         raise ValueError(f"{name} is outside the exercise")
     if path.stat().st_size > MAX_TEXT_BYTES:
         raise ValueError(f"{name} has more than {MAX_TEXT_BYTES:,} bytes")
-    return path.read_text(encoding="utf-8")
+    return path.read_bytes()
 
 
 HUMANEVAL_TEST = """\
@@ -355,9 +411,8 @@ class _Contest(msgspec.Struct):
 def _livecodebench(row: Any) -> NewTask:
     line = msgspec.convert(row, _Contest)
     texts = line.public_test_cases, _hidden_tests(line.private_test_cases)
-    tests = [test for text in texts for test in msgspec.json.decode(text, type=list[_CodeTest])]
+    pairs = [(test.input, test.output) for text in texts for test in msgspec.json.decode(text, type=list[_CodeTest])]
     function = msgspec.json.decode(line.metadata, type=_Metadata).func_name or ""
-    pairs = [(test.input, test.output) for test in tests]
     return _problem(line.question_id, line.question_content, line.starter_code, function, 6, pairs, "livecodebench")
 
 
@@ -382,44 +437,131 @@ def _hidden_tests(text: str) -> str:
     return next(value for _, value, _ in operations if isinstance(value, str))
 
 
-class _Message(msgspec.Struct):
-    content: str
-
-
-class _Input(msgspec.Struct):
-    input: list[_Message]
-
-
 class _UnitTests(msgspec.Struct):
     inputs: list[str]
     outputs: list[str]
     fn_name: str | None = None
 
 
-class _Verifier(msgspec.Struct):
-    unit_tests: _UnitTests
-
-
-class _GymRow(msgspec.Struct):
-    """A row of NeMo Gym's ``code_gen`` server."""
-
-    responses_create_params: _Input
-    verifier_metadata: _Verifier
-    hash_id: str
-
-
 def _nemo_gym_code(row: Any) -> NewTask:
-    line = msgspec.convert(row, _GymRow)
-    text = "\n\n".join(message.content for message in line.responses_create_params.input)
-    tests = line.verifier_metadata.unit_tests
+    """Converts a row of NeMo Gym's ``code_gen`` server."""
+    text = "\n\n".join(message["content"] for message in row["responses_create_params"]["input"])
+    tests = msgspec.convert(row["verifier_metadata"]["unit_tests"], _UnitTests)
     pairs = zip(tests.inputs, tests.outputs, strict=True)
-    return _problem(line.hash_id, text, "", tests.fn_name or "", 10, pairs, "nemotron")
+    return _problem(row["hash_id"], text, "", tests.fn_name or "", 10, pairs, "nemotron")
+
+
+R2E_TEST = """\
+#!/bin/bash
+cd /testbed
+rm -rf r2e_tests
+if [ -d /r2e_tests ]; then cp -r /r2e_tests r2e_tests; else mkdir r2e_tests; fi
+cp /tests/r2e_tests/* r2e_tests/
+{command} > /logs/verifier/output.txt 2>&1
+"$(command -v python3 || echo .venv/bin/python)" /tests/grade.py
+"""
+R2E_GRADE = """\
+import json
+import re
+
+output = re.sub(r"\\x1b\\[[0-9;]*m", "", open("/logs/verifier/output.txt", errors="replace").read())
+found = {}
+for line in output.partition("short test summary info")[2].splitlines():
+    match = re.match(r"(PASSED|FAILED|ERROR) (.+)", line)
+    if match:
+        found[".".join(match[2].split("::")[1:]).split(" - ")[0]] = match[1]
+expected = {name.split(" - ")[0]: outcome for name, outcome in json.load(open("/tests/expected.json")).items()}
+found.pop("", None), expected.pop("", None)
+for name in sorted(found.keys() | expected.keys()):
+    if found.get(name) != expected.get(name):
+        print(f"{name}: {found.get(name)}, expected {expected.get(name)}")
+with open("/logs/verifier/reward.txt", "w") as reward:
+    reward.write(str(int(found == expected)))
+"""
+R2E_SOLVE = "#!/bin/bash\ncd /testbed && git -c safe.directory='*' apply --whitespace=nowarn /solution/fix.patch\n"
+R2E_FIRST = "rm -rf /r2e_tests /root/r2e_tests /testbed/r2e_tests /testbed/run_tests.sh"
+R2E_MARKS: Mapping[str, str] = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
+
+
+class _Commit(msgspec.Struct):
+    """A row of R2E-Gym."""
+
+    repo_name: str
+    docker_image: str
+    commit_hash: str
+    parsed_commit_content: str
+    execution_result_content: str
+    problem_statement: str
+    expected_output_json: str
+
+
+class _Execution(msgspec.Struct):
+    test_file_names: list[str]
+    test_file_codes: list[str]
+
+
+def _r2e_gym(row: Any) -> NewTask:
+    """Converts a row of R2E-Gym. Its tests come from the row, and their helpers from the image, where the agent does
+    not see them. Every test must have exactly the expected outcome.
+    """
+    line = msgspec.convert(row, _Commit)
+    tests = msgspec.json.decode(line.execution_result_content, type=_Execution)
+    if not msgspec.json.decode(line.expected_output_json, type=dict[str, str]):
+        raise ValueError("expected_output_json: has no test")
+    files: dict[str, str | bytes] = {
+        f"tests/r2e_tests/{PurePosixPath(name).name}": code
+        for name, code in zip(tests.test_file_names, tests.test_file_codes, strict=True)
+    }
+    files |= {
+        "instruction.md": f"Repair the code in /testbed, so that this issue is solved:\n\n{line.problem_statement}",
+        "tests/test.sh": R2E_TEST.format(command=_r2e_command(line.repo_name, tests.test_file_codes)),
+        "tests/grade.py": R2E_GRADE,
+        "tests/expected.json": line.expected_output_json,
+        "solution/solve.sh": R2E_SOLVE,
+        "solution/fix.patch": _r2e_fix(parse_json(line.parsed_commit_content)),
+    }
+    name, source = f"{line.repo_name}-{line.commit_hash[:12]}", f"r2e-gym {line.repo_name} {line.commit_hash}"
+    return NewTask(_task_name(name), files, source, line.docker_image, "/testbed", 3600.0, 1200.0, R2E_FIRST)
+
+
+def _r2e_command(repository: str, codes: list[str]) -> str:
+    """Returns the command that runs the tests of a repository, as R2E-Gym does."""
+    before, program = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning'", "-m pytest -rA r2e_tests"
+    if repository == "tornado":
+        program = "r2e_tests/tornado_unittest_runner.py"
+    elif repository == "pillow" and any("unittest" in code for code in codes):
+        program = "r2e_tests/unittest_custom_runner.py"
+    elif repository == "orange3":
+        before += " QT_QPA_PLATFORM=minimal xvfb-run --auto-servernum"
+    return f"{before} .venv/bin/python -W ignore {program}"
+
+
+def _r2e_fix(commit: Any) -> str:
+    """Returns the fix: the differences of a commit in Python files that are no tests."""
+    lines = []
+    for file in commit["file_diffs"]:
+        path = file["header"]["file"]["path"]
+        names = path.lower().split("/")
+        if not path.endswith(".py") or {"test", "tests"} & {*names} or names[-1].startswith("test_"):
+            continue
+        if not file["minus_file"] or not file["plus_file"]:
+            continue
+        lines += [f"diff --git a/{path} b/{path}"]
+        lines += [file["header"]["misc_line"]] if file["header"].get("misc_line") else []
+        lines += [f"--- {file['minus_file']['path']}", f"+++ {file['plus_file']['path']}"]
+        for hunk in file["hunks"]:
+            ranges = [hunk["descriptor"][side] for side in ("old_range", "new_range")]
+            old, new = (f"{r['start']},{1 if r.get('length') is None else r['length']}" for r in ranges)
+            lines.append(f"@@ -{old} +{new} @@")
+            lines += [R2E_MARKS[line["type"]] + line["content"] for line in hunk["line_group"]["all_lines"]]
+    return "\n".join(lines) + "\n"
 
 
 ROWS: Mapping[str, Callable[[Any], NewTask]] = {
     "humanevalfix": _humanevalfix,
     "livecodebench": _livecodebench,
     "nemo-gym-code": _nemo_gym_code,
+    "r2e-gym": _r2e_gym,
 }
 """Functions that convert a row to a task, by format."""
 
@@ -435,6 +577,8 @@ def write_rows(files: Sequence[Path], target: Path, refuse: Refuse, convert: Cal
                 convert(parse_json(row) if isinstance(row, bytes) else row).write(target)
             except (ValueError, zlib.error, msgspec.MsgspecError) as error:
                 refuse(ConfigError(f"{file}:{number}: {error}"))
+            except (LookupError, TypeError, AttributeError) as error:  # a nested field is missing or of another type
+                refuse(ConfigError(f"{file}:{number}: not in the format of this set ({error!r:.200})"))
 
 
 def _lines(file: Path) -> Iterator[bytes]:

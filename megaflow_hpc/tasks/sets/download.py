@@ -74,7 +74,15 @@ class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Web page of a set that is part of an image."""
     revision: str = "main"
     format: Literal[
-        "", "swebench", "harbor", "aider-polyglot", "humanevalfix", "miniwob", "livecodebench", "nemo-gym-code"
+        "",
+        "swebench",
+        "harbor",
+        "aider-polyglot",
+        "humanevalfix",
+        "miniwob",
+        "livecodebench",
+        "nemo-gym-code",
+        "r2e-gym",
     ] = ""
     unread: str = ""
     """Reason why the set cannot be imported. Empty if it can."""

@@ -65,6 +65,13 @@ def main(argv: list[str] | None = None) -> int:
 def _train(arguments: argparse.Namespace) -> None:
     if arguments.out.exists():
         raise ConfigError(f"{arguments.out}: exists already; choose another name")
+    folder = arguments.out.absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; choose another place for OUT") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{folder}: you may not write there; choose another place for OUT")
     # Import after the check: torch takes seconds to load.
     import torch  # type: ignore[import-not-found]
 

@@ -66,17 +66,21 @@ def test_a_model_learns_demonstrations(tmp_path: Path) -> None:
     assert "empty.jsonl: has no message of an assistant" in empty
     assert "bad.jsonl:1: KeyError('messages'); expected" in bad
     done = warm_start(
-        tmp_path, "demonstrations.jsonl", "out", "--epochs=8", "--batch=4", "--lr=3e-3", "--dtype=float32",
+        tmp_path, "demonstrations.jsonl", "models/out", "--epochs=8", "--batch=4", "--lr=3e-3", "--dtype=float32",
         "--microbatch=100",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(losses) == 8
     assert losses[-1] < losses[0] / 2
-    names = {path.name for path in (tmp_path / "out").iterdir()}
+    names = {path.name for path in (tmp_path / "models" / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
-    assert [path.name for path in tmp_path.glob(".out*")] == []
-    assert "out: exists already" in warm_start(tmp_path, "demonstrations.jsonl", "out").stderr
+    assert [path.name for path in tmp_path.glob("models/.out*")] == []
+    assert "out: exists already" in warm_start(tmp_path, "demonstrations.jsonl", "models/out").stderr
+    misplaced = warm_start(tmp_path, "demonstrations.jsonl", "demonstrations.jsonl/out")
+    assert misplaced.returncode == 2
+    assert "demonstrations.jsonl: " in misplaced.stderr
+    assert "choose another place for OUT" in misplaced.stderr
     spoiled = warm_start(tmp_path, "demonstrations.jsonl", "spoiled", "--epochs=4", "--lr=1e30", "--dtype=float32")
     assert spoiled.returncode == 2
     assert "the gradient is not finite; use a lower --lr; nothing was written" in spoiled.stderr
@@ -125,9 +129,9 @@ def test_an_image_text_model_learns_demonstrations_with_images(tmp_path: Path) -
     with (tmp_path / "demonstrations.jsonl").open("a") as file:
         file.write(json.dumps({"messages": messages}) + "\n")
     done = warm_start(
-        tmp_path, "demonstrations.jsonl", "out", "--epochs=8", "--batch=2", "--lr=3e-3", "--dtype=float32"
+        tmp_path, "demonstrations.jsonl", "models/out", "--epochs=8", "--batch=2", "--lr=3e-3", "--dtype=float32"
     )
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in done.stdout.splitlines() if line.startswith("{")]
     assert losses[-1] < losses[0] / 2
-    assert (tmp_path / "out" / "processor_config.json").exists()
+    assert (tmp_path / "models" / "out" / "processor_config.json").exists()
