@@ -7,7 +7,6 @@ Each folder in ``share/recipes`` is a recipe. ``recipe.toml`` describes it, ``ca
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import tomllib
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.resources import resource
+from megaflow_hpc.resources import is_installed, resource
 
 DESCRIPTION = "recipe.toml"
 _FOLDER = "share/recipes"
@@ -95,7 +94,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def missing(self) -> list[RecipePackage]:
         """Required packages that this interpreter lacks."""
-        return [package for package in self.needs.packages if importlib.util.find_spec(package.module) is None]
+        return [package for package in self.needs.packages if not is_installed(package.module)]
 
     @property
     def commands(self) -> list[str]:

@@ -68,13 +68,18 @@ def docs(page: str) -> str:
     return f"{PROJECT}/blob/main/docs/{page}"
 
 
+def is_installed(module: str) -> bool:
+    """Returns whether this interpreter has a module. A mere directory of its name on Python's path does not count."""
+    return getattr(importlib.util.find_spec(module), "origin", None) is not None
+
+
 def require_running(what: str) -> None:
     """Raises :class:`SiteError` if this interpreter cannot run rollouts. Jobs use the same interpreter.
 
     Args:
         what: The requested action, such as ``run``, or a campaign's name. The error message starts with it.
     """
-    missing = [name for name in RUNNING if importlib.util.find_spec(name) is None]
+    missing = [name for name in RUNNING if not is_installed(name)]
     if missing:
         raise SiteError(
             f"{what}: {sys.executable} lacks {', '.join(missing)}; rollouts need them: "

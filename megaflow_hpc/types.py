@@ -48,8 +48,7 @@ class Limits:
     disk_mb: int | None = None
     processes: int | None = 512
     cpu_s: float | None = None
-    """Limit on CPU seconds. Time limits apply to the agent and to the verifier separately."""
-    wall_s: float | None = None
+    """Limit on CPU seconds, applied to the agent and to the verifier separately."""
 
 
 @dataclass(frozen=True)

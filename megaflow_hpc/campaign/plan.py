@@ -176,9 +176,7 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s
     write_atomic(run.env_sh, environment_script(draft.config, mpi, window_s))
     code.keep(draft.own_code, draft.base, run.code)
     keep_tokenizers(run, draft.policies)
-    earlier = draft.durations
-    expected_s = earlier.expected_s if earlier and draft.config.scheduling.order == "longest" else None
-    write_blocks(run, planned, draft.config.slurm.pods.total, expected_s=expected_s, whole=whole_groups(draft.config))
+    write_blocks(run, planned, draft.config.slurm.pods.total, whole=whole_groups(draft.config))
     write_scripts(run)
     if draft.config.pool is not None:
         EnginePool(run.path).create(Counter(server.policy for server in draft.servers), draft.config.share)
@@ -211,7 +209,6 @@ def _fill(draft: Draft, run: RunDir, mpi: str, profile: Profile | None, window_s
             server_groups=draft.server_groups,
             pools={name: pool.about()[theirs[name]] for name, pool in pools.items()},
             total=len(planned),
-            learned=[list(row) for row in earlier.learned(draft.rollouts.firsts())] if earlier else [],
         ),
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -22,7 +21,7 @@ from megaflow_hpc.cli.output import print_json, say
 from megaflow_hpc.cli.verb import Subparsers, add_verb
 from megaflow_hpc.errors import MegaflowError, SiteError
 from megaflow_hpc.prove.report import Finding
-from megaflow_hpc.resources import INSTALL, RUNNING, install
+from megaflow_hpc.resources import INSTALL, RUNNING, install, is_installed
 
 if TYPE_CHECKING:
     from megaflow_hpc.slurm.health import AbsentNodes
@@ -115,7 +114,7 @@ def _python() -> Iterator[Finding]:
         yield Finding("agents", "warn", made.error.partition("; install")[0], install("agents"))
     else:
         yield Finding("agents", "ok", f"mini-swe-agent {importlib.metadata.version('mini-swe-agent')}")
-    if lacking := [name for name in ("jinja2", "vl_convert") if importlib.util.find_spec(name) is None]:
+    if lacking := [name for name in ("jinja2", "vl_convert") if not is_installed(name)]:
         yield Finding("report", "warn", f"{', '.join(lacking)}: not installed; reports need it", install("report"))
 
 
@@ -389,11 +388,10 @@ def _trainer() -> Iterator[Finding]:
         remedy = "point MEGAFLOW_TRAINER_PYTHON at an environment with torch and transformers"
         yield Finding("trainer", "warn", f"{python}: no interpreter there", remedy)
         return
-    needed = [*TRAINED_WITH]
-    code = f"import importlib.util as u; print(*(n for n in {needed!r} if u.find_spec(n) is None))"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=ASK_S, check=False)
-    missing = done.stdout.split() if done.returncode == 0 else [done.stderr.strip()[-200:]]
-    if missing:
+    ask = "import importlib.util as u,sys; [print(n) for n in sys.argv[1:] if not getattr(u.find_spec(n), 'origin', 0)]"
+    asked = [python, "-c", ask, *TRAINED_WITH]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_S, check=False)
+    if missing := [done.stderr.strip()[-200:]] if done.returncode else done.stdout.split():
         remedy = f"if you train: set MEGAFLOW_TRAINER_PYTHON, or there: {install('train')}"
         yield Finding("trainer", "warn", f"{python} lacks {' '.join(missing)}", remedy)
     else:

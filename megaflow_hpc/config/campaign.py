@@ -75,7 +75,7 @@ class CampaignConfig(Section):
     slurm: SlurmConfig = SlurmConfig()
     """Resources that jobs request from Slurm."""
     scheduling: SchedulingConfig = SchedulingConfig()
-    """Rules for the order and placement of rollouts."""
+    """Rules for the placement of rollouts and for their groups."""
     limits: LimitsConfig = LimitsConfig()
     """Limits on total resource use. The campaign stops when it reaches any of them."""
     quotas: QuotasConfig = QuotasConfig()
@@ -259,7 +259,6 @@ class CampaignConfig(Section):
                 agents=() if model.judge else model.agent or self.agent or _NO_AGENTS,
                 model=trained_model(model) if name in trained else model,
                 samples=self._samples(name, model),
-                include=model.include,
             )
         return policies
 
@@ -289,7 +288,6 @@ class Policy(Section):
     agents: tuple[AgentConfig, ...]
     model: ModelConfig | None = None
     samples: int = 1
-    include: tuple[str, ...] = ()
 
     def agent(self, title: str) -> AgentConfig:
         """Returns the agent with this title, as stored in :attr:`.Rollout.agent`."""

@@ -167,8 +167,6 @@ class ModelConfig(Section):
     also: tuple[dict[str, Any], ...] = ()
     """More kinds of servers for this policy. Each entry sets only the keys that differ, such as ``gpus``,
     ``servers`` or ``weight``."""
-    include: tuple[str, ...] = ()
-    """Shell patterns of task ids. The policy runs only matching tasks. Default: every task."""
 
     @field_validator("servers", mode="before")
     @classmethod
@@ -220,8 +218,8 @@ class ModelConfig(Section):
             raise ValueError(f"engine {self.engine} needs {field!r}; add model.{field}")
         if self.nodes > 1 and self.engine not in ("vllm", "scripted"):
             raise ValueError(f"nodes: engine {self.engine} is started on one node; vllm runs over several")
-        if self.judge and (self.samples or self.agent or self.include):
-            raise ValueError("judge: a judge runs no tasks; leave samples, agent and include out")
+        if self.judge and (self.samples or self.agent):
+            raise ValueError("judge: a judge runs no tasks; leave samples and agent out")
         if self.judge == "reward" and self.engine != "vllm":
             raise ValueError(f"judge: reward: engine {self.engine} serves no reward models; use vllm")
         if self.judge and self.engine == "replay":

@@ -187,8 +187,6 @@ class SandboxLimits(Section):
     """Maximum total size in MB of the files written in a sandbox. Default: no limit."""
     processes: int | None = Field(None, ge=16)
     """Maximum number of processes and threads. Default: 512."""
-    wall_s: float | None = Field(None, gt=0)
-    """Maximum wall-clock time in seconds, applied to the agent and to the verifier separately. Default: no limit."""
 
 
 class EnvironmentConfig(Section):
@@ -238,14 +236,8 @@ class EnvironmentConfig(Section):
 
 
 class SchedulingConfig(Section):
-    """Rules for the order and placement of rollouts."""
+    """Rules for the placement of rollouts and for their groups."""
 
-    order: Literal["fifo", "longest"] = "fifo"
-    """``fifo``: in planned order, in which the policies alternate. ``longest``: longest expected duration first, which
-    shortens the tail of a campaign. Default: ``fifo``."""
-    learn_from: tuple[str, ...] = ()
-    """Run directories or trajectories.h5 files of earlier campaigns from which to predict rollout durations.
-    Default: none; durations are learned during the run."""
     pack: tuple[Literal["cpus", "memory"], ...] = ()
     """Resources that a rank must have free before it starts a rollout, compared with the task's limits. Set it if
     tasks differ in memory or CPUs. Default: a free slot is enough."""
@@ -270,5 +262,3 @@ class LimitsConfig(Section):
     usd: float | None = Field(None, gt=0)
     """Price of all model calls in US dollars, those of judges and of failed attempts included. Needs ``price`` of the
     models. Default: no limit."""
-    failures: int | None = Field(None, ge=1)
-    """Failed rollouts, after retries, in one start of a pod. Default: no limit."""

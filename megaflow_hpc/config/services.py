@@ -30,8 +30,6 @@ class HealthConfig(Section):
     command: tuple[Word, ...] = ()
     """Command that is run in the service's sandbox and exits with 0 if the service is ready: a list of words, or a
     text for the shell. Default: none; every port must accept connections."""
-    timeout_s: float = Field(10.0, gt=0)
-    """Maximum duration of a check in seconds. Default: 10."""
     ready_s: float = Field(60.0, gt=0)
     """Seconds within which a started service must become ready. After that, the rollout is tried again. Default:
     60."""
@@ -62,7 +60,7 @@ class ServiceConfig(Section):
     health: HealthConfig = HealthConfig()
     """Checks whether the service is ready."""
     limits: SandboxLimits = SandboxLimits()
-    """Limits of the service's sandbox. Default: those of ``environment.limits``, except ``wall_s``."""
+    """Limits of the service's sandbox. Default: those of ``environment.limits``."""
 
     _words = field_validator("command", mode="before")(words_of)
 
@@ -88,7 +86,7 @@ class ServiceConfig(Section):
             health=HealthCheck(**self.health.model_dump()),
             after=self.after,
             per=self.per,
-            limits=Limits(limits.memory_mb, limits.cpus, limits.disk_mb, limits.processes, None, limits.wall_s),
+            limits=Limits(limits.memory_mb, limits.cpus, limits.disk_mb, limits.processes),
         )
 
 

@@ -115,8 +115,7 @@ def check_team(team: TeamConfig, models: Mapping[str, ModelConfig | None]) -> No
             raise ValueError(
                 f"models.{name}.samples: only role {team.owner!r} runs rollouts (team.owner); leave samples out"
             )
-        if model.agent or model.include:
-            key = "agent" if model.agent else "include"
+        if model.agent:
             raise ValueError(
-                f"models.{name}.{key}: only role {team.owner!r} runs rollouts (team.owner); leave {key} out"
+                f"models.{name}.agent: only role {team.owner!r} runs rollouts (team.owner); leave agent out"
             )

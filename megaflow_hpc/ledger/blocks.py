@@ -110,33 +110,26 @@ class _BlockFile(msgspec.Struct):
 # --- splitting ---
 
 
-def deal(work: Sequence[float], pods: int, longest_first: bool = False, most: int = MAX_BLOCK) -> list[list[int]]:
+def deal(work: Sequence[int], pods: int, most: int = MAX_BLOCK) -> list[range]:
     """Distributes items over blocks. Returns the item indices of each block, in claim order.
 
     Blocks come in waves. Each wave contains about 1/:data:`WAVE_SHARE` of the remaining work.
 
     Args:
-        work: Expected cost of each item, in any unit. Use 1 for each item if the costs are unknown.
-        longest_first: Start with the most expensive items and deal them round-robin over the blocks of a wave.
-            Otherwise the first pods would get more expensive items than they have slots.
+        work: Cost of each item, in any unit.
         most: Maximum number of items in a block.
     """
-    order = sorted(range(len(work)), key=lambda n: -work[n]) if longest_first else list(range(len(work)))
-    blocks: list[list[int]] = []
+    pods = max(1, pods)
+    blocks: list[range] = []
     left, first = sum(work), 0
-    while first < len(order):
-        wave, cost, end = left / WAVE_SHARE, 0.0, first
-        while end < len(order) and (end == first or cost + work[order[end]] <= wave or end - first < pods):
-            cost += work[order[end]]
+    while first < len(work):
+        wave, cost, end = left / WAVE_SHARE, 0, first
+        while end < len(work) and (end == first or cost + work[end] <= wave or end - first < pods):
+            cost += work[end]
             end += 1
         size = end - first
-        blocks_in_wave = max(1, pods) * math.ceil(size / max(1, pods) / most)
-        blocks_in_wave = min(size, blocks_in_wave)
-        if longest_first:
-            blocks += [order[first + n : end : blocks_in_wave] for n in range(blocks_in_wave)]
-        else:
-            cuts = [first + size * n // blocks_in_wave for n in range(blocks_in_wave + 1)]
-            blocks += [order[a:b] for a, b in pairwise(cuts)]
+        count = min(size, pods * math.ceil(size / pods / most))
+        blocks += [range(a, b) for a, b in pairwise(first + size * n // count for n in range(count + 1))]
         left, first = left - cost, end
     return blocks
 
@@ -145,7 +138,6 @@ def split(
     rollouts: Sequence[Rollout],
     pods: int,
     size: int | None = None,
-    expected_s: Callable[[Rollout], float] | None = None,
     whole: bool = True,
 ) -> Iterator[list[Rollout]]:
     """Splits rollouts into blocks. Samples of a group stay together.
@@ -155,27 +147,24 @@ def split(
     Args:
         pods: Number of pods to split for.
         size: Approximate number of rollouts in a block. ``None`` derives it from ``pods``.
-        expected_s: Function that returns the expected duration of a rollout in seconds. If given, groups are sorted by
-            their total duration, longest first.
         whole: True to keep groups whole even if there are fewer groups than pods.
     """
-    groups, dealt = _deal_groups(rollouts, pods, size, expected_s, whole)
+    groups, dealt = _deal_groups(rollouts, pods, size, whole)
     for block in dealt:
         yield [rollouts[n] for number in block for n in groups[number]]
 
 
 def count_blocks(rollouts: Sequence[Rollout], pods: int, whole: bool = True) -> int:
     """Returns the number of blocks that :func:`split` would yield."""
-    return len(_deal_groups(rollouts, pods, None, None, whole)[1])
+    return len(_deal_groups(rollouts, pods, None, whole)[1])
 
 
 def _deal_groups(
     rollouts: Sequence[Rollout],
     pods: int,
     size: int | None,
-    expected_s: Callable[[Rollout], float] | None,
     whole: bool,
-) -> tuple[list[range], list[list[int]]]:
+) -> tuple[list[range], list[range]]:
     """Returns the rollout indices of each group (or part of a group), and the group indices of each block."""
     groups = _spans(rollouts)
     if not whole:
@@ -190,12 +179,9 @@ def _deal_groups(
     rollouts_in_block = size or max(MAX_BLOCK, len(rollouts) // MANY_BLOCKS)
     most = max(1, rollouts_in_block * len(groups) // max(1, len(rollouts)))
     if size:
-        dealt = [list(range(n, min(n + most, len(groups)))) for n in range(0, len(groups), most)]
-    elif expected_s is None:
-        dealt = deal([len(group) for group in groups], pods, most=most)
+        dealt = [range(n, min(n + most, len(groups))) for n in range(0, len(groups), most)]
     else:
-        work = [sum(expected_s(rollouts[n]) for n in group) for group in groups]
-        dealt = deal(work, pods, longest_first=True, most=most)
+        dealt = deal([len(group) for group in groups], pods, most)
     return groups, dealt
 
 
@@ -214,14 +200,13 @@ def write_blocks(
     rollouts: Sequence[Rollout],
     pods: int = 1,
     size: int | None = None,
-    expected_s: Callable[[Rollout], float] | None = None,
     whole: bool = True,
 ) -> list[int]:
     """Splits rollouts as :func:`split` does, writes the blocks, and returns their numbers."""
     files = Files(run)
     number = max(numbers(run), default=-1) + 1
     written = []
-    for block in split(rollouts, pods, size, expected_s, whole):
+    for block in split(rollouts, pods, size, whole):
         content = {"rollouts": [rollout.to_dict() for rollout in block]}
         while not files.answer(Link(task_path(number), content, f"new.{secrets.token_hex(8)}")):
             number += 1  # another process is also adding blocks

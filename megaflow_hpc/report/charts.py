@@ -277,9 +277,10 @@ def training(runs: Named) -> Iterator[Chart]:
                     for step, value in zip(curve.steps, curve.values, strict=True):
                         values.append({"series": series, "step": step, "value": value})
         if values:
+            tiny: dict[str, Any] = {"axis": {"format": "~e"}} if metric == "mismatch" else {}
             encoding = {
                 "x": channel("step"),
-                "y": channel("value", title=metric),
+                "y": channel("value", title=metric, **tiny),
                 "color": by_series(),
                 "tooltip": tooltip(series="N", step="", value=".4g"),
             }

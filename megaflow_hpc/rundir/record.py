@@ -104,8 +104,6 @@ class PolicyRecord(msgspec.Struct):
     model: dict[str, Any] | None = None
     samples: int = 1
     """Number of samples per group, excluding spare samples."""
-    include: list[str] = []
-    """Shell patterns that select task ids. Empty selects every task."""
 
 
 class JobRecord(msgspec.Struct):
@@ -172,8 +170,6 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     """Patterns of ``--only``, with which the run was planned. Empty for the whole campaign."""
     total: int = 0
     """Number of rollouts in the campaign."""
-    learned: list[list[Any]] = []
-    """Rollout durations learned from earlier campaigns."""
 
     @property
     def name(self) -> str:

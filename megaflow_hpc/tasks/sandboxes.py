@@ -35,7 +35,6 @@ def sandbox_spec(task: Task, images: Mapping[str, str], environment: Environment
         disk_mb=limits.disk_mb or default.disk_mb,
         processes=default.processes or limits.processes or 512,
         cpu_s=limits.cpu_s,
-        wall_s=limits.wall_s or default.wall_s,
         nested=environment.nested,
     )
 

@@ -116,7 +116,6 @@ def services_of(
             cpus=limits.cpus or default.cpus,
             disk_mb=limits.disk_mb or default.disk_mb,
             processes=limits.processes or default.processes or 512,
-            wall_s=limits.wall_s,
             nested=environment.nested,
         )
         planned.append(PlannedService(service, spec))

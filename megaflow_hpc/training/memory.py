@@ -1,4 +1,5 @@
-"""Predicts the memory that training needs from a model's ``config.json`` and the headers of its safetensors files.
+"""Predicts the memory that training needs, and its operations, from a model's ``config.json`` and the headers of its
+safetensors files.
 
 The peak of a GPU is the largest of these phases of a step. Each includes the parameters, master weights, optimizer
 moments and gradients, which stay allocated:
@@ -46,6 +47,14 @@ GPU_GB = {
     "a40": 48, "b200": 180, "h100": 80, "h200": 141, "l4": 24, "l40": 48, "l40s": 48, "mi300x": 192, "t4": 16,
 }  # fmt: skip
 """Memory in GB (10^9 bytes) of GPU types that are sold with one memory size only, from the data sheets."""
+GPU_TFLOPS = {
+    "a100": 312, "a40": 150, "b200": 2250, "h100": 989, "h200": 989, "l4": 121, "l40": 181, "l40s": 362, "mi300x": 1307,
+}  # fmt: skip
+"""Peak of dense products of matrices in bfloat16, in 10^12 operations per second, from the data sheets. Types with
+several forms have that of the fastest."""
+SHARE_OF_PEAK = 0.25
+"""Assumed share of :data:`GPU_TFLOPS`. A model of 1.7 billion parameters reached 24 to 29 % on one H200. Communication
+between GPUs lowers it."""
 
 
 VISION = re.compile(r"(^|\.)(visual|vision_\w+|\w*_?projector|mlp_AR|connector|aligner|embed_vision)\.")
@@ -201,6 +210,11 @@ class Prediction:
     """Size of a published version in bytes."""
     trained: int
     """Number of trained parameters."""
+    token_flops: float
+    """Floating-point operations per token of one forward and backward pass."""
+    seconds: float | None
+    """Estimated seconds in which all GPUs together pass a million tokens forward and backward, without communication.
+    ``None`` if the GPUs' type is unknown, or ``dtype`` is not bfloat16."""
 
     @property
     def moment(self) -> str:
@@ -219,9 +233,14 @@ class Prediction:
 
 
 def predict(
-    model: ModelShape, settings: PolicyTraining, gpus: int = 1, nodes: int = 1, tokens: int | None = None
+    model: ModelShape,
+    settings: PolicyTraining,
+    gpus: int = 1,
+    nodes: int = 1,
+    tokens: int | None = None,
+    gpu_type: str | None = None,
 ) -> Prediction:
-    """Predicts the memory that training needs.
+    """Predicts the memory that training needs, and estimates its time.
 
     Args:
         model: sizes of the model.
@@ -230,6 +249,7 @@ def predict(
         gpus: number of GPUs per node. 0 stands for a single process on CPUs.
         nodes: number of nodes.
         tokens: number of tokens in a row; by default, ``microbatch``.
+        gpu_type: Slurm's name for the type of the GPUs.
 
     Raises:
         ConfigError: ``parallel`` does not divide the ranks or the model's heads.
@@ -310,6 +330,8 @@ def predict(
     everything = adapters or model.total - model.vision * (not sees)
     version = adapters * size if adapters else model.stored_bytes
     load = ranks * (PROCESS_BYTES + size * (share + vision)) + size * model.largest
+    flops = _token_flops(model, settings, tokens or settings.microbatch)
+    speed = gpu_flops(gpu_type) if gpus and size == 2 else None
     node = ranks * (PROCESS_BYTES + 12 * trained + (16 * trained if settings.optimizer.offload else 0))
     return Prediction(
         moments={name: {part: round(value) for part, value in parts.items()} for name, parts in moments.items()},
@@ -318,6 +340,8 @@ def predict(
         checkpoint=12 * everything,
         version=version,
         trained=everything,
+        token_flops=flops,
+        seconds=1e6 * flops / (layout.ranks * speed) if speed else None,
     )
 
 
@@ -355,6 +379,21 @@ def _in_flight(model: ModelShape, layout: Layout, size: int) -> float:
     return flight + 2 * size * model.intermediate / layout.tensor
 
 
+def _token_flops(model: ModelShape, settings: PolicyTraining, tokens: int) -> float:
+    """Returns the floating-point operations per token of one forward and backward pass over one sequence.
+
+    A matrix takes 2 operations per parameter in the forward pass,
+    2 for the gradient of its input, and 2 for its own gradient unless only adapters are trained. The backward pass
+    always recomputes the logits, and with ``recompute`` the layers. The vision part is not counted.
+    """
+    layers = model.total - model.all_experts - model.ends - model.vision
+    layers += model.all_experts * model.chosen // max(model.experts, 1)
+    attention = 2 * model.layers * model.heads * model.head * tokens  # causal, forward
+    passes = 2 if settings.lora else 3
+    again = int(settings.recompute)
+    return 2 * layers * (passes + again) + 2 * model.output * (passes + 1) + attention * (3.5 + again)
+
+
 def _adapters(model: ModelShape, lora: LoraConfig) -> int:
     """Returns the number of parameters of all LoRA adapters."""
     every = lora.targets == "all-linear"
@@ -366,13 +405,23 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
     return next((config[name] for name in names if config.get(name)), None)
 
 
+def gpu_flops(gpu_type: str | None) -> float | None:
+    """Returns the assumed operations per second of a GPU in bfloat16, or ``None`` if its type is unknown."""
+    peak = _of_type(gpu_type, GPU_TFLOPS)
+    return None if peak is None else SHARE_OF_PEAK * peak * 1e12
+
+
 def gpu_memory(gpu_type: str | None) -> float | None:
     """Returns a GPU's memory in GB (10^9 bytes), or ``None`` if its type does not determine it.
 
     Args:
         gpu_type: Slurm's name for the type, such as ``a100_80gb`` or ``h100``.
     """
-    name = (gpu_type or "").lower()
-    if stated := re.search(r"(\d+)\s*gb", name):
+    if stated := re.search(r"(\d+)\s*gb", (gpu_type or "").lower()):
         return float(stated[1])
-    return next((float(GPU_GB[word]) for word in re.split(r"[^a-z0-9]+", name) if word in GPU_GB), None)
+    return _of_type(gpu_type, GPU_GB)
+
+
+def _of_type(gpu_type: str | None, values: Mapping[str, int]) -> float | None:
+    words = re.split(r"[^a-z0-9]+", (gpu_type or "").lower())
+    return next((float(values[word]) for word in words if word in values), None)

@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -128,11 +127,8 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
     own = record.policies.get(name)
     model = (own.model if own else None) or {}
     planned = record.policies.get(runs)
-    include = planned.include if planned else []
     held_out = frozenset(record.held_out)
     tasks = [task for task in planned_tasks(run, record) if task not in held_out]
-    if include:
-        tasks = [task for task in tasks if any(fnmatch.fnmatchcase(task, pattern) for pattern in include)]
     samples = planned.samples if planned else 1
     if team:
         askers = [asker]

@@ -1,4 +1,4 @@
-"""Measures how fast one pod dispatches and journals rollouts, and how the order of a campaign affects its makespan.
+"""Measures how fast one pod dispatches and journals rollouts, and how long campaigns take in virtual time.
 
 Without --simulate the pod is real (MPI ranks, ledger, journal with fsync) and its rollouts are empty: the ranks answer
 at once. With --simulate a campaign of the given shape runs in virtual time through the real scheduler, so that pods and
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figu
 
 def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> list[Figure]:
     """Returns makespans, busy slots and memory of campaigns in virtual time."""
-    from tests.bench.simulation import LEARNED, pareto
+    from tests.bench.simulation import pareto
 
     count = arguments.rollouts
     shapes: dict[str, list[list[float]]] = {}
@@ -75,20 +75,13 @@ def simulated(arguments: argparse.Namespace, note: Callable[[str], None]) -> lis
         shapes["Pareto 1.5 cut at 900 s"] = [[min(900.0, s) for s in durations] for durations in drawn]
     figures = []
     for name, campaigns in shapes.items():
-        for order, sigma, label in (("fifo", None, "fifo"), ("longest", LEARNED, "longest, learned estimates"),
-                                    ("longest", 0.0, "longest, exact durations")):  # fmt: skip
-            note(f"{name}, {label}: {len(campaigns)} campaigns of {count} rollouts on {arguments.slots} slots")
-            jobs = [(d, order, sigma, arguments.pods, arguments.slots, seed) for seed, d in enumerate(campaigns)]
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(len(jobs), len(os.sched_getaffinity(0))), mp_context=context) as pool:
-                outcomes = list(pool.map(_one, jobs))
-            goal = 1.03 if order == "longest" and name == "Pareto 1.5" else None
-            figures.append(
-                simulated_figure(f"makespan over ideal, {name}, {label}", "ratio", [o[0] for o in outcomes], goal)
-            )
-            figures.append(
-                simulated_figure(f"slots busy, {name}, {label}", "%", [o[1] for o in outcomes], 98.0, "higher")
-            )
+        note(f"{name}: {len(campaigns)} campaigns of {count} rollouts on {arguments.slots} slots")
+        jobs = [(durations, arguments.pods, arguments.slots) for durations in campaigns]
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(len(jobs), len(os.sched_getaffinity(0))), mp_context=context) as pool:
+            outcomes = list(pool.map(_one, jobs))
+        figures.append(simulated_figure(f"makespan over ideal, {name}", "ratio", [o[0] for o in outcomes]))
+        figures.append(simulated_figure(f"slots busy, {name}", "%", [o[1] for o in outcomes], 98.0, "higher"))
     megabytes = max(outcome[2] for outcome in outcomes)
     size = f"{arguments.slots} slots, {arguments.pods} pods, {count} rollouts"
     figures.append(simulated_figure(f"peak memory, {size}", "MB", [megabytes], 2000.0))
@@ -125,7 +118,7 @@ def _flat() -> Figure:
     from tests.bench.simulation import Shape, simulate
 
     counts = (1, 10, 100, 1000, 10_000)
-    spans = [simulate(Shape([60.0] * n, [0.0] * n, 1, n, dispatch_s=DECISION_S)).makespan_s for n in counts]
+    spans = [simulate(Shape([60.0] * n, 1, n, dispatch_s=DECISION_S)).makespan_s for n in counts]
     name = "longest over shortest makespan of 1, 10, 100, 1,000 and 10,000 tasks of 60 s on as many slots"
     return simulated_figure(name, "ratio", [max(spans) / min(spans)], 1.05)
 
@@ -138,13 +131,12 @@ def simulated_figure(
     return Figure(**{**figure.__dict__, "simulated": True})
 
 
-def _one(job: tuple[list[float], str, float | None, int, int, int]) -> tuple[float, float, float]:
+def _one(job: tuple[list[float], int, int]) -> tuple[float, float, float]:
     """Returns makespan over ideal, per cent busy, and peak MB of this process."""
-    from tests.bench.simulation import Shape, estimated, simulate
+    from tests.bench.simulation import Shape, simulate
 
-    durations, order, sigma, pods, slots, seed = job
-    expected = [0.0] * len(durations) if sigma is None else estimated(durations, sigma, seed)
-    outcome = simulate(Shape(durations, expected, pods, slots, order))  # type: ignore[arg-type]
+    durations, pods, slots = job
+    outcome = simulate(Shape(durations, pods, slots))
     return outcome.ratio, 100 * outcome.busy, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 
 

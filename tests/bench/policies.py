@@ -18,7 +18,7 @@ from dataclasses import replace
 from megaflow_hpc.pod.scheduling.groups import GroupRules
 from tests.bench.dispatch import simulated_figure
 from tests.bench.figures import Figure
-from tests.bench.simulation import LEARNED, Shape, SimulationResult, estimated, simulate
+from tests.bench.simulation import Shape, SimulationResult, simulate
 
 TASKS, SAMPLES, SLOTS, PODS = 1250, 8, 1000, 8
 TYPICAL_S, LIMIT_S, HANGING = 600.0, 7200.0, 0.02
@@ -35,11 +35,11 @@ def _campaign(seed: int, samples: int) -> Shape:
             lasts_s = min(LIMIT_S, typical_s * math.exp(draw.gauss(0.0, 0.6)))
             durations.append(LIMIT_S if draw.random() < HANGING else lasts_s)
             rewards.append(float(draw.random() < solved))
-    return Shape(durations, [0.0] * len(durations), PODS, SLOTS, samples=samples, rewards=rewards)
+    return Shape(durations, PODS, SLOTS, samples=samples, rewards=rewards)
 
 
 def compare(seed: int) -> dict[str, float]:
-    """Policy → its makespan over that of ``fifo`` without any."""
+    """Policy → its makespan over that without any."""
     plain = _campaign(seed, SAMPLES)
     base = simulate(plain)
 
@@ -48,11 +48,7 @@ def compare(seed: int) -> dict[str, float]:
 
     spare = replace(_campaign(seed, SAMPLES + 2), rules=GroupRules(wanted={"p": SAMPLES}))
     dropped = replace(plain, rules=GroupRules(signal_after=4))
-    known = replace(plain, order="longest", expected_s=plain.durations_s)
-    learned = replace(plain, order="longest", expected_s=estimated(plain.durations_s, LEARNED, seed))
     return {
-        "order: longest, estimates off by a factor e^±0.5": over(simulate(learned)),
-        "order: longest, exact durations": over(simulate(known)),
         "spare: 2": over(simulate(spare)),
         "signal_after: 4": over(simulate(dropped)),
     }
@@ -65,6 +61,6 @@ def figures(seeds: int, note: Callable[[str], None]) -> list[Figure]:
     with ProcessPoolExecutor(min(seeds, len(os.sched_getaffinity(0))), mp_context=context) as pool:
         compared = list(pool.map(compare, range(seeds)))
     return [
-        simulated_figure(f"makespan over fifo without policies, {policy}", "ratio", [one[policy] for one in compared])
+        simulated_figure(f"makespan over that without policies, {policy}", "ratio", [one[policy] for one in compared])
         for policy in compared[0]
     ]

@@ -28,8 +28,8 @@ import yaml
 
 from megaflow_hpc import Campaign, open_trajectories
 from tests.bench.learning import interval
-from tests.recipes.test_recipes import initialised
 from tests.support.places import ROOT
+from tests.support.recipe_environment import initialised
 from tests.support.requirements import required
 
 CONTEXT = 4096

@@ -1,4 +1,4 @@
-"""Simulates a whole campaign in virtual time, to compare orders and rules of scheduling before anything runs.
+"""Simulates a whole campaign in virtual time, to compare rules of scheduling before anything runs.
 
 The scheduler, the group rules, the block sizes (:func:`megaflow_hpc.ledger.blocks.deal`) and the rule for claiming the
 next block are those of a real pod. Durations and rewards are given. A start costs ``dispatch_s`` of its pod's only
@@ -15,16 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from megaflow_hpc.ledger.blocks import deal
+from megaflow_hpc.ledger.blocks import MAX_BLOCK, deal
 from megaflow_hpc.pod.scheduling.groups import GroupRules, Groups
-from megaflow_hpc.pod.scheduling.scheduler import Order, Scheduler, Work
+from megaflow_hpc.pod.scheduling.scheduler import Scheduler, Work
 from megaflow_hpc.types import Rollout
 
 RANK_SLOTS = 32
 """Slots of a simulated worker rank."""
-
-LEARNED = 0.5
-"""Standard deviation of the logarithm of the error of estimates that were learned."""
 
 NO_RULES = GroupRules()
 
@@ -35,7 +32,6 @@ class Shape:
 
     Args:
         durations_s: seconds of every rollout, in the order in which they were planned.
-        expected_s: seconds that the scheduler expects of each; 0: it knows nothing.
         slots: of all pods together.
         dispatch_s: seconds of rank 0 that one start takes, journalling included.
         samples: rollouts of a group; they follow one another.
@@ -44,10 +40,8 @@ class Shape:
     """
 
     durations_s: Sequence[float]
-    expected_s: Sequence[float]
     pods: int
     slots: int
-    order: Order = "fifo"
     dispatch_s: float = 0.0
     samples: int = 1
     rules: GroupRules = NO_RULES
@@ -60,7 +54,7 @@ class SimulationResult:
 
     makespan_s: float
     ideal_s: float
-    """The longer of total work over slots and the longest rollout: no order could be faster."""
+    """The longer of total work over slots and the longest rollout: no schedule could be faster."""
     busy: float
     """Share of slot time in use until the last rollout started."""
     rollouts: int
@@ -80,18 +74,12 @@ def pareto(count: int, alpha: float, seed: int) -> list[float]:
     return [60.0 * draw.paretovariate(alpha) for _ in range(count)]
 
 
-def estimated(durations_s: Sequence[float], sigma: float, seed: int) -> list[float]:
-    """Returns durations as estimates give them: off by a log-normal factor; exact with ``sigma`` 0."""
-    draw = random.Random(seed + 1_000_003)
-    return [duration * math.exp(draw.gauss(0.0, sigma)) for duration in durations_s]
-
-
 class _Pod:
     """One pod: its scheduler and rules, and when its rank 0 has time again."""
 
     def __init__(self, shape: Shape, slots: int) -> None:
         self.shape = shape
-        self.scheduler = Scheduler(shape.order)
+        self.scheduler = Scheduler()
         for rank in range(math.ceil(slots / RANK_SLOTS)):
             self.scheduler.workers.join(rank, min(RANK_SLOTS, slots - rank * RANK_SLOTS))
         self.groups = Groups(shape.rules)
@@ -197,14 +185,8 @@ def simulate(shape: Shape) -> SimulationResult:
 
 
 def _blocks(shape: Shape) -> Iterator[list[Work]]:
-    """Yields blocks as they are planned: the longest expected first where the order asks for it; groups stay whole."""
-    longest, each = shape.order == "longest", shape.samples
-    expected_s = shape.expected_s
-    firsts = range(0, len(shape.durations_s), each)
-    work = [sum(expected_s[n : n + each]) for n in firsts] if longest else [float(each)] * len(firsts)
-    for number, block in enumerate(deal(work, shape.pods, longest)):
-        yield [
-            Work(Rollout(str(g * each), "p", sample, "a"), number, 0, expected_s=expected_s[g * each + sample])
-            for g in block
-            for sample in range(each)
-        ]
+    """Yields blocks as they are planned. Groups stay whole."""
+    each = shape.samples
+    groups = len(shape.durations_s) // each
+    for number, block in enumerate(deal([each] * groups, shape.pods, max(1, MAX_BLOCK // each))):
+        yield [Work(Rollout(str(g * each), "p", sample, "a"), number, 0) for g in block for sample in range(each)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -43,9 +44,11 @@ def test_without_json_the_files_are_printed_and_the_count_is_said_on_stderr(mega
     result = megaflow("export", run, "--format", "jsonl, preds")
     files = [run.path / "export" / name for name in ("trajectories.jsonl", "preds-default-0.json")]
     *warnings, count = result.stderr.splitlines()
-    assert (result.returncode, count) == (0, f"18 trajectories, {len(warnings)} of them incomplete")
-    assert all(" is not UTF-8 (byte 0x" in warning for warning in warnings)
-    assert warnings
+    assert (result.returncode, count) == (0, f"18 trajectories, warnings: {len(warnings)}")
+    *damaged, lacking = warnings
+    assert all(" is not UTF-8 (byte 0x" in warning for warning in damaged)
+    assert damaged
+    assert re.fullmatch(r"no patch in \d+ of 18 trajectories, such as .*: their predictions are empty", lacking)
     assert result.stdout.splitlines()[:2] == list(map(str, files))
     assert all(file.is_file() for file in files)
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,22 @@ def test_fit_prints_parts_and_what_would_fit(training: Callable[..., Path], mega
     unknown = training("parallel: {context: 4}", "gpus: 8")
     assert "its memory is unknown (--gpu-memory)" in megaflow("training", "fit", unknown).stdout
     assert "fits 200 GB" in megaflow("training", "fit", unknown, "--gpu-memory", "200").stdout
+
+
+def test_fit_estimates_seconds_for_known_gpus(training: Callable[..., Path], megaflow: Megaflow) -> None:
+    def found(trainer: str, policy: str = "parallel: {context: 4}") -> dict[str, Any]:
+        (facts,) = json.loads(megaflow("training", "fit", training(policy, trainer), "--json").stdout)
+        return facts  # type: ignore[no-any-return]
+
+    known = found("gpus: 8, gpu_type: h100")
+    dense = 8 * known["parameters"] * 1e6 / (8 * 989e12 / 4)
+    assert dense < known["seconds_per_million_tokens"] < 1.5 * dense
+    more = found("gpus: 8, nodes: 2, gpu_type: h100")
+    assert more["seconds_per_million_tokens"] == pytest.approx(known["seconds_per_million_tokens"] / 2)
+    assert found("gpus: 8")["seconds_per_million_tokens"] is None
+    assert found("gpus: 8, gpu_type: h100", "dtype: float32")["seconds_per_million_tokens"] is None
+    page = megaflow("training", "fit", training("parallel: {context: 4}")).stdout
+    assert "a million tokens, forward and backward: about 1" in page
 
 
 def test_every_named_remedy_is_one(training: Callable[..., Path], megaflow: Megaflow) -> None:

@@ -1,13 +1,6 @@
 """Two pods and a reader share a run directory that misbehaves like a network file system.
 
-:class:`Faulty` injects faults between the ledger and a real directory, separately for each pod:
-
-* listings, leases and the existence of files may be up to ``stale_s`` old;
-* a successful link is answered with EEXIST, as if a lost reply had made the client repeat the request;
-* opening fails with ESTALE, or the file system is away for a moment (EIO);
-* a call takes longer than a lease, before or after it is carried out.
-
-With ``--fuse`` each process has a FUSE mount of its own instead, which misbehaves (:mod:`tests.ledger.passthrough`).
+Each process has a FUSE mount of its own, which misbehaves (:mod:`tests.ledger.passthrough`).
 
 ``python -m tests.ledger.faults DIRECTORY --scale 30`` uses the real leases, and pauses of a minute and more.
 """
@@ -15,7 +8,6 @@ With ``--fuse`` each process has a FUSE mount of its own instead, which misbehav
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import multiprocessing
 import os
@@ -29,10 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from megaflow_hpc.errors import LedgerError
 from megaflow_hpc.ledger import Ledger, PodIdentity, read_block, write_blocks
-from megaflow_hpc.ledger.calls import Call, Names, Read, There
-from megaflow_hpc.ledger.files import Files, passing
+from megaflow_hpc.ledger.files import passing
 from megaflow_hpc.ledger.lease import Times
-from megaflow_hpc.ledger.names import LEASES
 from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.trajectories.journal.frames import pack_record
 from megaflow_hpc.trajectories.journal.winners import StoredRollouts, counts, index
@@ -60,83 +50,24 @@ class Acknowledged(NamedTuple):
     end: int
 
 
-class Faulty(Files):
-    """Files with faults, drawn from a seed."""
-
-    def __init__(self, run: RunDir, seed: int, scale: float = 1.0, faults: bool = True) -> None:
-        super().__init__(run)
-        self._random, self._scale, self._faults = random.Random(seed), scale, faults
-        self._old: dict[Call, list[tuple[float, Any]]] = {}
-        self.met = {"stale": 0, "replayed": 0, "ESTALE": 0, "EIO": 0, "pauses": 0}
-
-    def answer(self, call: Call) -> Any:
-        self._pause()
-        found = super().answer(call)
-        self._pause()
-        return found
-
-    def _pause(self) -> None:
-        if self._faults and self._random.random() < 0.004:
-            self.met["pauses"] += 1
-            time.sleep(self._random.uniform(0.3, 1.0) * PAUSE_S * self._scale)
-
-    def _fail(self) -> None:
-        for name, chance in (("ESTALE", 0.06), ("EIO", 0.002)):  # so that they happen in 100 calls
-            if self._faults and self._random.random() < chance:
-                self.met[name] += 1
-                raise OSError(getattr(errno, name), "as the test has it")
-
-    def _cached(self, call: Names | Read | There, found: Any) -> Any:
-        """Returns the current answer, or one from a moment ago."""
-        now = time.monotonic()
-        known = [(then, old) for then, old in self._old.get(call, []) if now - then < STALE_S * self._scale]
-        self._old[call] = [*known, (now, found)]
-        if not self._faults or not known or self._random.random() < 0.5:
-            return found
-        self.met["stale"] += known[0][1] != found
-        return known[0][1]
-
-    def _names(self, call: Names) -> tuple[str, ...]:
-        self._fail()
-        return self._cached(call, super()._names(call))  # type: ignore[no-any-return]
-
-    def _there(self, call: There) -> bool:
-        self._fail()
-        return self._cached(call, super()._there(call))  # type: ignore[no-any-return]
-
-    def _read(self, call: Read) -> dict[str, Any] | None:
-        self._fail()
-        found = super()._read(call)
-        return self._cached(call, found) if call.path.startswith(LEASES) else found  # type: ignore[no-any-return]
-
-    def _hard_link(self, private: Path, target: Path) -> None:
-        super()._hard_link(private, target)
-        if self._faults and self._random.random() < 0.2:
-            self.met["replayed"] += 1
-            raise FileExistsError(errno.EEXIST, "as the test has it")
-
-
 def rollouts(count: int) -> list[Rollout]:
     return [Rollout(f"t{n:03d}", "oracle", 0, "oracle") for n in range(count)]
 
 
-def work(path: str, name: str, seed: int, scale: float, injected: bool, said: Any) -> None:
+def work(path: str, name: str, seed: int, scale: float, said: Any) -> None:
     """Runs one element, which restarts whenever its pod was fenced, until the campaign is finished."""
-    run, met = RunDir(path), []
+    run = RunDir(path)
     acknowledged: list[Acknowledged] = []
     for start in range(STARTS):
         ending = "fenced"
-        files = Faulty(run, seed * 1000 + start, scale, injected)
         times = Times(*(each * scale for each in (TIMES.renew_s, TIMES.commit_s, TIMES.lease_s)))
-        ledger = Ledger(run, PodIdentity(name, str(start)), times=times, files=files)
+        ledger = Ledger(run, PodIdentity(name, str(start)), times=times)
         ledger.register()
         with JournalWriter(run.journal_file(name, str(start))) as journal:
             ending = _one_start(run, ledger, journal, acknowledged, random.Random(seed))
-        if injected:
-            met.append(files.met)
         if ending == "done":
             break
-    said.put({"ending": ending, "starts": start + 1, "acknowledged": acknowledged, "met": met})
+    said.put({"ending": ending, "starts": start + 1, "acknowledged": acknowledged})
 
 
 def _one_start(
@@ -208,9 +139,7 @@ def again(read: Callable[[], T]) -> T:
             time.sleep(0.1)
 
 
-def campaign(
-    paths: list[Path], real: Path, seed: int, count: int = 40, scale: float = 1.0, injected: bool = True
-) -> list[dict[str, Any]]:
+def campaign(paths: list[Path], real: Path, seed: int, count: int, scale: float) -> list[dict[str, Any]]:
     """Runs two elements and a reader on one run directory, each with its own path. Returns the elements' reports.
 
     Raises:
@@ -223,7 +152,7 @@ def campaign(
     queue = context.Queue()
     *pods, reader = [
         *(
-            context.Process(target=work, args=(str(path), f"{n}_0", seed + n, scale, injected, queue))
+            context.Process(target=work, args=(str(path), f"{n}_0", seed + n, scale, queue))
             for n, path in enumerate(paths[:2])
         ),
         context.Process(target=read, args=(str(paths[2]), queue)),
@@ -257,19 +186,15 @@ def campaign(
     return elements
 
 
-def prepare(real: Path) -> None:
+def on_fuse(real: Path, seed: int, scale: float, count: int) -> dict[str, Any]:
+    """Runs the campaign with a mount for each process. The caller needs its own user and mount namespace."""
     run = RunDir(real)
     run.create()
     Ledger(run).create()
-
-
-def on_fuse(real: Path, seed: int, scale: float, count: int) -> dict[str, Any]:
-    """Runs the campaign with a mount for each process. The caller needs its own user and mount namespace."""
-    prepare(real)
     places = [real.parent / f"{real.name}.{name}" for name in ("first", "second", "reader")]
     with mounted(real, places, seed, STALE_S * scale, PAUSE_S * scale) as met:
         seen = attributes_are_old(real, places[0], STALE_S * scale)
-        said = campaign(places, real, seed, count, scale, injected=False)
+        said = campaign(places, real, seed, count, scale)
         faults = {place: dict(zip(KINDS, counts, strict=True)) for place, counts in met.items()}
     return {"old attributes": seen, "faults": faults, "elements": summary(said)}
 
@@ -293,24 +218,18 @@ def summary(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--fuse", action="store_true", help="through FUSE mounts")
     parser.add_argument("--scale", type=float, default=1.0, help="of all times; 30: those of the product")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=40, help="rollouts")
     arguments = parser.parse_args()
     real, seed, scale, count = arguments.directory.absolute(), arguments.seed, arguments.scale, arguments.count
-    if arguments.fuse and "MEGAFLOW_APART" not in os.environ:
+    if "MEGAFLOW_APART" not in os.environ:
         if not device():
             sys.exit(f"error: no FUSE device that {os.getlogin()} may open: name one by {DEVICE}, or open /dev/fuse")
         again = [sys.executable, "-m", "tests.ledger.faults", *sys.argv[1:]]
         apart = ["unshare", "-Urm", "--pid", "--fork", "--kill-child", *again]  # whatever happens ends with us
         os.execvpe(apart[0], apart, {**os.environ, "MEGAFLOW_APART": "1"})
-    if arguments.fuse:
-        found: Any = on_fuse(real, seed, scale, count)
-    else:
-        prepare(real)
-        found = summary(campaign([real] * 3, real, seed, count, scale))
-    json.dump(found, sys.stdout, indent=1)
+    json.dump(on_fuse(real, seed, scale, count), sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

@@ -73,26 +73,18 @@ def test_a_group_is_shared_out_where_there_are_fewer_groups_than_pods() -> None:
     assert list(split(rollouts(2, samples=4), 2, whole=False)) == list(split(rollouts(2, samples=4), 2))
 
 
-@pytest.mark.parametrize("longest_first", [False, True])
-def test_blocks_become_small_towards_the_end_and_leave_nothing_out(longest_first: bool) -> None:
-    dealt = deal([1.0] * 100_000, 4, longest_first)
+def test_blocks_become_small_towards_the_end_and_leave_nothing_out() -> None:
+    dealt = deal([1] * 100_000, 4)
     assert sorted(n for block in dealt for n in block) == list(range(100_000))
     assert max(map(len, dealt)) <= MAX_BLOCK
     assert [len(block) for block in dealt[-4:]] == [1, 1, 1, 1]
-    assert [len(block) for block in deal([1.0] * 3, 4, longest_first)] == [1, 1, 1]
+    assert [len(block) for block in deal([1] * 3, 4)] == [1, 1, 1]
 
 
 def test_blocks_have_at_most_64_rollouts_unless_they_would_be_too_many() -> None:
     assert max(map(len, split(rollouts(10_000, samples=8), 2))) == 64
     million = RolloutGroups((rollouts(1)[0], range(1000)) for _ in range(1000))
     assert count_blocks(million, 64, whole=False) < 6000
-
-
-def test_the_longest_are_claimed_first_and_shared_among_the_pods() -> None:
-    work = [1.0] * 1000 + [100.0] * 40
-    first = deal(work, 4, longest_first=True)[:4]
-    assert {sum(work[n] == 100 for n in block) for block in first} <= {3, 4}
-    assert all(work[n] == 100 for block in first for n in block)
 
 
 def test_blocks_come_back_as_written(run: RunDir) -> None:

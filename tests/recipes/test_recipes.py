@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -17,8 +16,9 @@ import yaml
 
 from megaflow_hpc import open_trajectories
 from megaflow_hpc.recipes import find_recipe, recipe_names
+from megaflow_hpc.resources import is_installed
 from tests.support.campaigns import cli
-from tests.support.places import ROOT
+from tests.support.recipe_environment import initialised, typed
 
 
 @pytest.fixture
@@ -28,33 +28,6 @@ def made(recipes_python: Path, base_sif: Path, tmp_path: Path, request: pytest.F
     for name in ("base.sif", "desktop.sif"):
         (tmp_path / "images" / name).symlink_to(base_sif.with_name(name))
     return initialised(request.param, tmp_path, recipes_python)
-
-
-def initialised(name: str, directory: Path, python: Path) -> Path:
-    done = typed(python, directory, f"megaflow-hpc init --recipe {name} --json .")
-    for command in json.loads(done.stdout)["commands"]:
-        recipe = find_recipe(name)
-        if not command.startswith("megaflow-hpc run") and command not in (recipe.fetch, *recipe.after):
-            typed(python, directory, command)
-    return directory
-
-
-def typed(python: Path, directory: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """Type a command of a recipe into a shell in its directory, with the environment of recipes active."""
-    first, *words = shlex.split(command)
-    program = {"megaflow-hpc": [str(python), "-m", "megaflow_hpc"], "python": [str(python)]}[first]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [*program, *words],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 @pytest.mark.slow
@@ -148,6 +121,16 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path) -> None:
     checked = cli("check", tmp_path / "mine" / "campaign.yaml", "--no-site")
     assert checked.returncode == 2
     assert "test.jsonl: make it with: python " in checked.stdout + checked.stderr
+
+
+def test_a_directory_with_the_name_of_a_package_is_not_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reasoning_gym").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [package.name for package in find_recipe("reasoning").missing] == ["reasoning-gym"]
+    assert is_installed("json")
+    assert not is_installed("reasoning_gym_too")
 
 
 def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:

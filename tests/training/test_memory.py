@@ -10,7 +10,7 @@ import pytest
 
 from megaflow_hpc.config.training import PolicyTraining
 from megaflow_hpc.errors import ConfigError
-from megaflow_hpc.training.memory import ModelShape, gpu_memory, predict
+from megaflow_hpc.training.memory import ModelShape, gpu_flops, gpu_memory, predict
 from tests.support.tensors import headers, model_without_weights
 
 HIDDEN, INSIDE, LAYERS, WORDS = 64, 192, 3, 1000
@@ -144,3 +144,24 @@ def test_peaks_that_were_measured_on_a_gpu_are_predicted(
     headers(folder / "norms.safetensors", names)
     found = predict(ModelShape.read(folder), settings(microbatch=tokens, recompute=recompute))
     assert (found.peak - found.parts["moments"]) / 1e9 == pytest.approx(measured, rel=0.1)
+
+
+def test_flops_are_those_of_matrices_and_attention(tmp_path: Path) -> None:
+    shape = ModelShape.read(model(tmp_path / "dense"))
+    layers = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INSIDE + 2 * HIDDEN)
+    output, attention = WORDS * HIDDEN, 2 * LAYERS * HIDDEN * 1024
+    found = predict(shape, settings(recompute=False)).token_flops
+    assert found == pytest.approx(6 * layers + 8 * output + 3.5 * attention, rel=1e-3)
+    again = predict(shape, settings()).token_flops
+    assert again - found == pytest.approx(2 * layers + attention, rel=1e-3)
+    adapters = predict(shape, settings(lora={"rank": 2})).token_flops
+    assert again - adapters == pytest.approx(2 * layers + 2 * output, rel=1e-3)
+    assert predict(shape, settings(), gpus=8).token_flops == again
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tflops"), [("h100", 247.25), ("nvidia_a100_80gb", 78), ("L40S", 90.5), ("tesla", None), (None, None)]
+)
+def test_assumed_speeds_of_gpus(gpu: str | None, tflops: float | None) -> None:
+    speed = gpu_flops(gpu)
+    assert speed == (None if tflops is None else pytest.approx(tflops * 1e12))

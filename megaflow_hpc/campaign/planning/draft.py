@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from megaflow_hpc.environments.images.build_progress import BuildProgress
     from megaflow_hpc.environments.images.resolve import Images
     from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest
-    from megaflow_hpc.trajectories.reading.durations import Durations
 
 MAX_ROLLOUTS = 10**7
 """Default maximum number of rollouts of a campaign. A larger number is assumed to be a typo."""
@@ -77,7 +75,6 @@ class Draft:
     held_out: tuple[str, ...] = ()
     """Ids of tasks that are used only for evaluation during training."""
     rollouts: RolloutGroups = field(default_factory=RolloutGroups)
-    durations: Durations | None = None
     own_code: tuple[str, ...] = ()
     """Files and directories in ``base`` that contain the campaign's own agents and functions."""
     digests: Digests = field(default_factory=dict)
@@ -172,8 +169,6 @@ def read(
             check(config, where)
     with draft.noting():
         draft.config = within_caps(draft.config, len(draft.servers), where)
-    with draft.noting():
-        draft.durations = learned(config, base, where)
     _open_images(draft, base, where)
     _read_tasks(draft, base, where, only, watch, most)
     return draft
@@ -250,8 +245,8 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
     except ConfigError as error:
         draft.mistakes.append(f"{where('samples')}: {error}")
     if not draft.rollouts and len(draft.mistakes) == before and len(draft.policies) == len(config.policies()):
-        shown = f"--only {' '.join(only)}" if only else "the policies' include patterns"
-        draft.mistakes.append(f"{where('tasks')}: no rollout matches {shown}; ids look like <task>/<policy>/<sample>")
+        nothing = f"no rollout matches --only {' '.join(only)}; ids look like <task>/<policy>/<sample>"
+        draft.mistakes.append(f"{where('tasks')}: {nothing if only else 'no policy runs tasks; raise samples of one'}")
     used = {rollout.task_id for rollout in draft.rollouts.firsts()}
     draft.tasks = [task for task in tasks if task.id in used] + held_out
     draft.held_out = tuple(task.id for task in held_out)
@@ -269,7 +264,7 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
         )
     conversing = [task.id for task in draft.tasks if not task.image]
     if conversing:
-        theirs = [policy for policy in draft.policies.values() if _runs_any(policy, conversing)]
+        theirs = [policy for policy in draft.policies.values() if policy.samples]
         for name in dict.fromkeys(agent.name for policy in theirs for agent in policy.agents):
             if ":" not in name and name not in WITHOUT_MODEL:
                 draft.mistakes.append(
@@ -285,12 +280,6 @@ def _read_tasks(draft: Draft, base: Path, where: Where, only: Sequence[str], wat
         draft.requests = image_requests(draft.tasks)
         if draft.images and draft.mapping:
             draft.mistakes += draft.images.unmapped(draft.requests, draft.mapping)
-
-
-def _runs_any(policy: Policy, tasks: Sequence[str]) -> bool:
-    """Returns whether a policy runs any of these tasks."""
-    patterns = policy.include or ("*",)
-    return bool(policy.samples) and any(fnmatch.fnmatchcase(task, pattern) for task in tasks for pattern in patterns)
 
 
 def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:
@@ -310,19 +299,6 @@ def try_sandboxes(draft: Draft, watch: PlanWatch, slurm: bool) -> None:
         require(networks, default_scratch(), provided=slurm and bool(draft.config.slurm.setup))
 
 
-def learned(config: CampaignConfig, base: Path, where: Where) -> Durations | None:
-    """Returns the durations learned from earlier campaigns. ``None`` if the campaign names none."""
-    from megaflow_hpc.trajectories.reading.durations import Durations
-
-    earlier = config.scheduling.learn_from
-    if not earlier:
-        return None
-    try:
-        return Durations(base / os.path.expanduser(os.path.expandvars(path)) for path in earlier)
-    except ConfigError as error:
-        raise ConfigError(f"{where('scheduling.learn_from')}: {error}") from None
-
-
 def expand(
     tasks: Sequence[Task], policies: dict[str, Policy], spare: int = 0, most: int = MAX_ROLLOUTS
 ) -> RolloutGroups:
@@ -337,7 +313,6 @@ def expand(
         for name, policy in policies.items()
         for agent in policy.agents
         if policy.samples
-        and (not policy.include or any(fnmatch.fnmatchcase(task.id, pattern) for pattern in policy.include))
     ]
     check_count(sum(samples for _, samples in groups), most)
     return RolloutGroups((first, range(samples)) for first, samples in groups)
@@ -440,7 +415,6 @@ def list_services(config: CampaignConfig, tasks: Sequence[Task], image_files: Ma
             "cpus": service.limits.cpus or default.cpus,
             "disk_mb": service.limits.disk_mb or default.disk_mb,
             "processes": section.limits.processes or default.processes or 512,
-            "wall_s": service.limits.wall_s,
             "nested": config.environment.nested,
         }
         fields = {**asdict(service), "image_file": image_files.get(service.image, ""), "sandbox": limits}

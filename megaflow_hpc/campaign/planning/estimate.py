@@ -1,9 +1,9 @@
 """Estimates a campaign's jobs, hours, duration and disk space before anything is queued.
 
 Slots run rollouts in waves, so the duration is the number of waves times the mean rollout duration, or the longest
-rollout if that is longer. Durations come from the user (``--rollout-seconds``), from an earlier run (``--like``, or the
-campaign's ``scheduling.learn_from``), or from the timeouts, which are upper bounds. The estimate assumes that engines
-keep up and that jobs start immediately, because only Slurm knows its queue.
+rollout if that is longer. Durations come from the user (``--rollout-seconds``), from an earlier run (``--like``), or
+from the timeouts, which are upper bounds. The estimate assumes that engines keep up and that jobs start immediately,
+because only Slurm knows its queue.
 """
 
 from __future__ import annotations
@@ -127,7 +127,6 @@ def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path 
     """
     from megaflow_hpc.trajectories.reading.durations import Durations as Earlier
 
-    earlier, basis = draft.durations, "as in the runs of scheduling.learn_from"
     if rollout_seconds is not None:
         return DurationEstimates(
             rollout_seconds, rollout_seconds, f"every rollout takes {rollout_seconds:g} s, as given"
@@ -135,10 +134,9 @@ def durations_of(draft: Draft, rollout_seconds: float | None = None, like: Path 
     if like is not None:
         basis = f"as rollouts took in {like}"
         try:
-            earlier = Earlier([like])
+            earlier = Earlier(like)
         except ConfigError as error:
             raise ConfigError(f"--like {error}") from None
-    if earlier is not None:
         each = [earlier.expected_s(first) for first in draft.rollouts.firsts()]
     else:
         basis = (

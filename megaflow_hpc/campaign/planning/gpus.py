@@ -37,6 +37,7 @@ class Fit:
     """Number of GPUs on each node. 0: a single process on CPUs."""
     gpu_gb: float | None
     """Memory per GPU in GB (10^9 bytes). ``None`` if unknown."""
+    gpu_type: str | None = None
 
     def predict(self, tokens: int | None = None) -> Prediction:
         """Predicts the memory use, for rows of ``tokens`` tokens. Default: ``microbatch``.
@@ -44,7 +45,7 @@ class Fit:
         Raises:
             ConfigError: ``parallel`` does not divide the ranks or the model's heads.
         """
-        return predict(self.model, self.settings, self.gpus, self.nodes, tokens)
+        return predict(self.model, self.settings, self.gpus, self.nodes, tokens, self.gpu_type)
 
     @property
     def fits(self) -> bool | None:
@@ -119,7 +120,8 @@ def fit_of(config: CampaignConfig, name: str, model: Path, gpus: int | None = No
         )
     settings, memory = config.training.policies[name], gpu_memory(trainer.gpu_type)
     shape = ModelShape.read(model)
-    return Fit(name, shape, settings, nodes or trainer.nodes, trainer.gpus if gpus is None else gpus, memory)
+    gpus = trainer.gpus if gpus is None else gpus
+    return Fit(name, shape, settings, nodes or trainer.nodes, gpus, memory, trainer.gpu_type)
 
 
 def model_of(config: CampaignConfig, name: str, base: Path) -> Path:

@@ -249,7 +249,7 @@ def why_no_engine(model: Mapping[str, Any]) -> str:
         python = interpreter(model)
     except ConfigError as error:
         return f"{error}; {remedy}"
-    code = f"import importlib.util as u; print(u.find_spec({module!r}) is not None)"
+    code = f"import importlib.util as u; print(getattr(u.find_spec({module!r}), 'origin', None) is not None)"
     try:
         done = subprocess.run(
             [python, "-c", code], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S, check=False

@@ -6,7 +6,6 @@ Slurm partitions, accounts and walltimes. All other keys are commented out.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from megaflow_hpc.config import site_profile
 from megaflow_hpc.config.sections import NAME
 from megaflow_hpc.config.site_profile import Profile
 from megaflow_hpc.errors import ConfigError, SiteError
-from megaflow_hpc.resources import docs, install
+from megaflow_hpc.resources import docs, install, is_installed
 from megaflow_hpc.slurm import fits, site
 from megaflow_hpc.slurm.site import Partition
 from megaflow_hpc.tasks.harbor.format import BASE
@@ -70,7 +69,7 @@ class Starter:
             starter.base = "images/base.sif"
         starter.model = next(iter(cached_models()), "")
         starter.engine = not why_no_engine({"engine": "vllm"})
-        starter.agent = importlib.util.find_spec("minisweagent") is not None
+        starter.agent = is_installed("minisweagent")
         if site.has_slurm():
             try:
                 starter.partitions = [partition for partition in site.partitions(hidden=False).values() if partition.up]

@@ -97,7 +97,7 @@ def _export(arguments: argparse.Namespace) -> int:
         files = {name: list(map(str, paths)) for name, paths in written.items()}
         print_json({"trajectories": count, "files": files, "warnings": warnings})
     else:
-        note(f"{count} trajectories" + (f", {len(warnings)} of them incomplete" if warnings else ""))
+        note(f"{count} trajectories" + (f", warnings: {len(warnings)}" if warnings else ""))
         for paths in written.values():
             say("\n".join(map(str, paths)))
     return 0

@@ -209,8 +209,8 @@ def run_import(arguments: argparse.Namespace) -> int:
     change = None
     if arguments.image or any(options.values()):
         change = lambda instance: instance.fill_in(arguments.image, **options)  # noqa: E731
-    rows: list[dict[str, Any]] = []
-    left_out: list[str] = []
+    rows = list[dict[str, Any]]()
+    left_out = list[str]()
     for argument in arguments.sources:
         _refuse_unused(arguments, argument)
     for argument in arguments.sources:
@@ -247,12 +247,12 @@ def run_import(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
     else:
-        head = ("id", "repo", "tested by", "fail", "pass", "image")
-        if arguments.sources and all("tested_by" in row for row in rows):
-            say(table(head, [tuple(row.values())[:6] for row in rows]))
+        if all("tested_by" in row for row in rows):
+            cells = [tuple(row.values())[:6] for row in rows]
+            say(table(("id", "repo", "tested by", "fail", "pass", "image"), cells))
         counts = Counter(row.get("tested_by", "test.sh") for row in rows)
-        less = f"; {len(left_out)} left out" if left_out else ""
-        say(f"{len(rows)} instances, tested by " + ", ".join(f"{n}: {count}" for n, count in counts.items()) + less)
+        tested = ", ".join(f"{n}: {counts[n]}" for n in counts)
+        say(f"{len(rows)} instances, tested by {tested}" + (f"; {len(left_out)} left out" if left_out else ""))
     return 0
 
 
@@ -272,7 +272,7 @@ def _refuse_unused(arguments: argparse.Namespace, source: str) -> None:
         kind, unused = "its tasks bring their tests", ("--workdir", "--test-cmd", "--log-parser", "--runner")
         if task_set.format != "miniwob":
             kind, unused = "its tasks are Harbor directories", ("--image", *unused, "--seeds")
-    given = {"--from": arguments.origin, "--seeds": arguments.seeds > 1, "--test-cmd": arguments.test_cmd}
+    given = {"--from": arguments.origin, "--seeds": arguments.seeds > 1}
     for option in unused:
         if given[option] if option in given else getattr(arguments, option[2:].replace("-", "_")):
             hint = ", and map its images in environment.images of the campaign" if option == "--image" else ""
@@ -389,7 +389,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
     registries = Registries(environment.mirrors, environment.air_gapped)
     images = Images(ImageStore(named=environment.image_store), registries, Builder(environment.network_of_builds))
     services = campaign.services if campaign else {}
-    left_out: list[str] = []
+    left_out = list[str]()
     tasks = load_tasks([source], Path.cwd(), images.dockerfiles, services, left_out)
     if arguments.only:
         known = [task.id for task in tasks]
@@ -486,7 +486,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     """Prints the valid tasks of a source. Returns 2 if it also contains invalid tasks."""
     from megaflow_hpc.tasks.loading import load_tasks
 
-    left_out: list[str] = []
+    left_out = list[str]()
     tasks = load_tasks([_source(arguments.source)], Path.cwd(), left_out=left_out)
     status = ConfigError.exit_status if left_out else 0
     for line in left_out:

@@ -34,12 +34,13 @@ def register(subparsers: Subparsers) -> None:
         verbs,
         "fit",
         _fit,
-        "predict the memory that a training needs",
+        "predict the memory and time that a training needs",
         examples=["training fit campaign.yaml", "training fit campaign.yaml --gpus 8 --gpu-memory 80 --json"],
         description="Predicts the peak memory of each GPU by its parts, the memory of a node, and the sizes of "
         "checkpoints and weight versions. Reads only the model's config.json and the headers of its safetensors, and "
         "needs neither torch nor a GPU. Assumes that all experts get the same number of tokens. Add some GB for the "
-        "CUDA context, NCCL and fragmentation. If the training does not fit, names changes that make it fit.",
+        "CUDA context, NCCL and fragmentation. If the training does not fit, names changes that make it fit. "
+        "The time of a million tokens assumes a quarter of the peak of slurm.trainer.gpu_type, and no communication.",
     )
     fit.add_argument("campaign", metavar="CAMPAIGN", help="campaign file (YAML) with a section training")
     fit.add_argument("--gpus", type=whole(1), metavar="N", help="GPUs on each node; default: slurm.trainer.gpus")
@@ -125,6 +126,7 @@ def _fit_facts(fit: Fit) -> dict[str, Any]:
         "node_bytes": {"load": prediction.load, "training": prediction.node},
         "checkpoint_bytes": prediction.checkpoint,
         "version_bytes": prediction.version,
+        "seconds_per_million_tokens": prediction.seconds,
         "fits": fit.fits,
         "remedies": fit.remedies() if fit.fits is False else [],
     }
@@ -132,21 +134,21 @@ def _fit_facts(fit: Fit) -> dict[str, Any]:
 
 def _fit_page(fit: Fit) -> str:
     prediction = fit.predict()
-    names = list(prediction.moments)
-    parts = dict.fromkeys(part for moment in prediction.moments.values() for part in moment if moment[part])
-    rows = [(part, *(f"{prediction.moments[name].get(part, 0) / 1e9:.1f}" for name in names)) for part in parts]
-    rows.append(("together", *(f"{sum(prediction.moments[name].values()) / 1e9:.1f}" for name in names)))
+    moments = prediction.moments.values()
+    parts = dict.fromkeys(part for moment in moments for part in moment if moment[part])
+    rows = [(part, *(f"{moment.get(part, 0) / 1e9:.1f}" for moment in moments)) for part in parts]
+    rows.append(("together", *(f"{sum(moment.values()) / 1e9:.1f}" for moment in moments)))
     where = f"{fit.nodes} × {fit.gpus} GPUs" if fit.gpus else "a CPU"
     lines = [
         f"{fit.policy}: {fit.model.name}, {fit.model.total / 1e9:.2f} billion parameters, rows of "
-        f"{fit.settings.microbatch} tokens, {where}",
-        "",
-        table(("GB of a GPU" if fit.gpus else "GB", *names), rows),
+        f"{fit.settings.microbatch} tokens, {where}\n",
+        table(("GB of a GPU" if fit.gpus else "GB", *prediction.moments), rows),
         "",
         f"node while loading: {prediction.load / 1e9:.1f} GB; while training: {prediction.node / 1e9:.1f} GB",
-        f"checkpoint: {prediction.checkpoint / 1e9:.1f} GB",
-        f"version: {prediction.version / 1e9:.1f} GB",
+        f"checkpoint: {prediction.checkpoint / 1e9:.1f} GB; version: {prediction.version / 1e9:.1f} GB",
     ]
+    if prediction.seconds:
+        lines.append(f"a million tokens, forward and backward: about {prediction.seconds:.2g} s")
     if fit.model.vision:
         lines.append(
             f"vision part: {fit.model.vision / 1e9:.2f} billion parameters, {fit.settings.vision}; its activations, "
@@ -154,13 +156,13 @@ def _fit_page(fit: Fit) -> str:
         )
     peak = f"peak of a GPU: {prediction.peak / 1e9:.1f} GB ({prediction.moment})"
     if fit.fits is None:
-        lines.append(f"{peak}; its memory is unknown (--gpu-memory)")
+        verdict = "; its memory is unknown (--gpu-memory)"
     elif fit.fits:
-        lines.append(f"{peak}: fits {fit.gpu_gb:g} GB")
+        verdict = f": fits {fit.gpu_gb:g} GB"
     else:
         enough = "; ".join(fit.remedies()) or "more GPUs, or larger ones"
-        lines.append(f"{peak}: does not fit {fit.gpu_gb:g} GB; any one of these is enough: {enough}")
-    return "\n".join(lines)
+        verdict = f": does not fit {fit.gpu_gb:g} GB; any one of these is enough: {enough}"
+    return "\n".join([*lines, peak + verdict])
 
 
 def _skip(arguments: argparse.Namespace) -> int:

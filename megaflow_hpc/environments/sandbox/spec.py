@@ -67,8 +67,6 @@ class SandboxSpec:
     processes: int | None = 512
     cpu_s: float | None = None
     """CPU time limit in seconds, applied to the agent and to the verifier separately."""
-    wall_s: float | None = None
-    """Wall-clock limit in seconds, applied to the agent and to the verifier separately."""
     nested: bool = False
     """Allow commands to create user namespaces (bubblewrap, containers). In-memory file systems there are not
     counted by any limit."""

@@ -148,7 +148,6 @@ def _pod(run: RunDir, planned: RunRecord, comm: Comm, who: PodIdentity, journal:
         judges=frozenset(planned.config.judges()) | {server.policy for server in planned.servers if server.service},
         job_id=who.job_id or os.environ.get("SLURM_JOB_ID", ""),
         scheduling=config.scheduling,
-        learned=planned.learned,
         room=room_per_rank(config.slurm.pods),
         walltime=Walltime.of_job(config.slurm.lead_s),
         drain_s=config.slurm.lead_s - STOP_S,

@@ -144,9 +144,8 @@ class Dispatch:
         self._results.refuse()
 
     def _group(self, rollouts: list[Rollout], block: ClaimedBlock) -> Iterator[Work]:
-        """Yields the queue entries for the samples of one group, which share their task and estimates."""
+        """Yields the queue entries for the samples of one group, which share their task."""
         first = rollouts[0]
-        expected_s = self._estimates.expect(first.task_id, first.arm) or 0.0
         planned = block.tasks[first.task_id]
         demand = self._pod.demand(planned)
         # The group's other samples run in other pods. They count as rewarded.
@@ -164,7 +163,6 @@ class Dispatch:
                 block.claim.epoch,
                 history.next_attempt if history else 0,
                 causes=tuple(history.causes) if history else (),
-                expected_s=expected_s,
                 demand=demand,
                 deferred=rollout.id in deferred,
                 planned=planned,

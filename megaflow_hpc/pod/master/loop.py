@@ -69,9 +69,7 @@ class Master:
     def __init__(self, pod: Pod) -> None:
         self.pod = pod
         self._estimates = Estimates()
-        self._estimates.learn(pod.learned)
         self.scheduler = Scheduler(
-            pod.scheduling.order,
             lambda work: self._estimates.expect(work.rollout.task_id, work.rollout.arm, EXPECTED_QUANTILE) or 0.0,
         )
         self.scheduler.waiting, self.scheduler.judges = set(pod.servers), pod.judges

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megaflow_hpc.config.sections import LimitsConfig, SchedulingConfig
 from megaflow_hpc.host.wire import Message
@@ -78,8 +77,6 @@ class Pod:
     """Monotonic time when Slurm signalled the tasks of the step. Infinite before that."""
     job_id: str = ""
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
-    learned: Sequence[Sequence[Any]] = ()
-    """Durations of rollouts in earlier campaigns, as rows for :meth:`Estimates.learn`."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     samples: Mapping[str, int] = field(default_factory=dict)
     """Policy → number of samples per group, without spare samples."""

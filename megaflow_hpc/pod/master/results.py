@@ -60,7 +60,6 @@ class Results:
         self.began: dict[str, float] = {}
         """Rollout id → monotonic time of its latest start."""
         self.stored = 0
-        self._failed = 0
 
     # --- ended attempts ---
 
@@ -244,14 +243,10 @@ class Results:
     # --- durable results ---
 
     def count(self, durable: Sequence[PendingResult]) -> None:
-        """Counts durable results. Pauses the pod if failures are systematic or reach the campaign's limit."""
+        """Counts durable results. Pauses the pod if failures are systematic."""
         for result in durable:
             outcome = result.outcome
             failed = outcome.status == "failed"
             self.stored += 1
-            self._failed += failed
             self._pattern.add(outcome.cause if failed else "")
-        limit = self._pod.limits.failures
-        if limit is not None and self._failed >= limit:
-            self._drain.pause(f"{self._failed} rollouts failed, limits.failures is {limit}")
         self._drain.pause(self._pattern.systematic)

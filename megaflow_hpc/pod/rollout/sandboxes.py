@@ -85,7 +85,7 @@ async def recreated(
     spec = sandbox_spec(task, images, environment)
     if own_code or agent.name in NAMES:
         spec = replace(spec, binds=_binds(agent))
-    spec = replace(spec, network=network, cpu_s=None, wall_s=None)
+    spec = replace(spec, network=network, cpu_s=None)
     async with await provider.start(spec) as sandbox:
         await prepare(task, sandbox)
         await begin(format_of(task).steps(task)[0], sandbox)

@@ -4,14 +4,10 @@ Work waits in *lanes*, one for each combination of policy and resource demand. I
 nothing else in the lane can. So the scheduler only looks at the heads, and a decision takes the same time for ten
 waiting rollouts as for a million.
 
-The campaign file chooses the order:
-
-``fifo``     in the order in which the blocks were claimed.
-``longest``  the rollout with the longest expected duration first, so that no long rollout is left for the end.
-
-A rollout starts on the worker with the most free slots among those with enough CPUs and memory. If it fits on no
-worker, smaller rollouts may overtake it a limited number of times. To prevent starvation, a worker is then reserved for
-it. Retries start before any other work, on another worker if possible. Each cause of failure has its own retry limit.
+Rollouts start in the order in which their blocks were claimed, on the worker with the most free slots among those with
+enough CPUs and memory. If a rollout fits on no worker, smaller ones may overtake it a limited number of times. To
+prevent starvation, a worker is then reserved for it. Retries start before any other work, on another worker if
+possible. Each cause of failure has its own retry limit.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from megaflow_hpc.pod.scheduling.failures import may_retry
 from megaflow_hpc.types import Rollout
@@ -49,8 +45,6 @@ class Work:
     attempt: int = 0
     avoid: int | None = None
     """Rank of the worker on which the previous attempt failed, or ``None``."""
-    expected_s: float = 0.0
-    """Expected duration in seconds. 0 if unknown."""
     demand: Demand = NOTHING
     causes: tuple[str, ...] = ()
     """Failure causes of the earlier attempts, in order."""
@@ -276,26 +270,18 @@ class Workers:
 # --- the scheduler ---
 
 
-Order = Literal["fifo", "longest"]
-
-DEFERRED_PENALTY = 1e15
-"""Priority offset for rollouts that run only when nothing else is ready. Exceeds any expected duration."""
+DEFERRED = 1.0
+"""Priority of rollouts that run only when nothing else is ready. That of the other rollouts is 0."""
 
 
 class Scheduler:
     """The queue of one pod, and the slots of its workers.
 
     Args:
-        order: Scheduling order, described in the module's docstring.
         surely_s: Function that returns a duration in seconds that the work is very unlikely to exceed, or 0 if unknown.
     """
 
-    def __init__(
-        self,
-        order: Order = "fifo",
-        surely_s: Callable[[Work], float] = lambda work: work.expected_s,
-    ) -> None:
-        self.order = order
+    def __init__(self, surely_s: Callable[[Work], float] = lambda work: 0.0) -> None:
         self._surely_s = surely_s
         self._lanes: dict[tuple[str, Demand], Lane] = {}
         self._queued: dict[str, tuple[Lane, Entry]] = {}
@@ -348,10 +334,7 @@ class Scheduler:
     def add(self, works: Iterable[Work]) -> None:
         """Queues work in the given order."""
         for work in works:
-            priority = -work.expected_s if self.order == "longest" else 0.0
-            if work.deferred:
-                priority += DEFERRED_PENALTY
-            self._push(Entry(priority, next(self._number), work))
+            self._push(Entry(DEFERRED if work.deferred else 0.0, next(self._number), work))
 
     def retry(self, work: Work, cause: str, worker: int | None) -> bool:
         """Queues another attempt after a failure with this cause. Returns False if no retries are left."""

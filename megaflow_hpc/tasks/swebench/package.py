@@ -71,7 +71,7 @@ class _Finder:
 def prepare_import() -> None:
     """Makes ``swebench.harness.…`` importable without running the packages' own ``__init__``."""
     spec = importlib.util.find_spec("swebench")
-    if spec is None or not spec.submodule_search_locations:
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("swebench")
     root = next(iter(spec.submodule_search_locations))
     sys.meta_path.insert(0, _Finder)

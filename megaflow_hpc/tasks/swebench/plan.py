@@ -15,7 +15,6 @@ rollouts.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -29,7 +28,7 @@ import msgspec
 from msgspec import Struct
 
 from megaflow_hpc.errors import ConfigError, SandboxError
-from megaflow_hpc.resources import install
+from megaflow_hpc.resources import install, is_installed
 from megaflow_hpc.tasks.formats import Refuse, raise_error
 from megaflow_hpc.tasks.swebench import package
 from megaflow_hpc.tasks.swebench.instances import Instance, Line, parse, read_instances
@@ -86,7 +85,7 @@ def settle(tasks: Sequence[Task], refuse: Refuse = raise_error) -> list[Task]:
 
 def _settle(tasks: Sequence[Task], refuse: Refuse) -> list[Task]:
     for_package = [(task, instance) for task in tasks if (instance := load(task)).runner != "named"]
-    if for_package and importlib.util.find_spec("swebench") is None:
+    if for_package and not is_installed("swebench"):
         task, instance = for_package[0]
         raise ConfigError(
             f"{_where(task)}: {instance.instance_id}: its tests are run and graded by the Python package 'swebench', "

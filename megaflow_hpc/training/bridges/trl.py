@@ -214,8 +214,10 @@ class DataflowTrainer(GRPOTrainer):
         """Computes the gradients of one optimizer step, micro-batch by micro-batch."""
         item: _Item = inputs["item"]
         self._item = item
-        losses = [super(DataflowTrainer, self).training_step(model, rows, None) for rows in self._micro_batches(item)]
-        return torch.stack(losses).sum()
+        total = torch.zeros((), device=self.accelerator.device)  # stays 0 if every rollout is left out
+        for rows in self._micro_batches(item):
+            total += super().training_step(model, rows, None)
+        return total
 
     def _prepare_inputs(self, rows: dict[str, Any]) -> dict[str, Any]:
         return {name: v.to(self.accelerator.device) if torch.is_tensor(v) else v for name, v in rows.items()}

@@ -204,7 +204,11 @@ class Meeting:
             self._store.set(key, json.dumps(value))
         while not self._store.check([key]):  # ``get`` would keep the watch from using the store
             time.sleep(AGREE_POLL_S)
-        return json.loads(self._store.get(key))
+        text = self._store.get(key)
+        if self._store.add(f"{key}.readers", 1) == self.count:  # the last reader
+            self._store.delete_key(key)
+            self._store.delete_key(f"{key}.readers")
+        return json.loads(text)
 
     def end(self, status: int) -> NoReturn:
         """Ends the processes of all ranks at once. See :meth:`ProcessGroup.end`."""

@@ -45,7 +45,7 @@ class ExportJob:
     progress: Callable[[int, int], None]
     """Called with (finished rows, total rows)."""
     warn: Callable[[str], None]
-    """Called for each trajectory that cannot be exported completely, with a message that has its id and the reason."""
+    """Called with the id and the reason if a trajectory, or many of a kind, cannot be exported completely."""
 
     def rows(self) -> Iterator[Row]:
         """Yields the selected rows in order."""
@@ -86,7 +86,7 @@ def export(
         where: Selection expression; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
         compress: Compression of JSON Lines files: ``none``, ``gz`` or ``zst``.
         progress: Called with (format, finished rows, total rows).
-        warn: Called with a message for each trajectory that cannot be exported completely.
+        warn: Called with a message for each trajectory that cannot be exported completely, or for many of a kind.
 
     Returns:
         The paths written, by format.

@@ -5,7 +5,8 @@ only one prediction per instance in a file, campaigns with several policies or s
 ``preds-<policy>-<sample>.json``, and ``preds-<policy>-<sample>@<round>.json`` for later rounds.
 
 The patch is the artifact ``model.patch``, ``patch.diff`` or ``patch``, else the patch of the last step, else the first
-artifact whose name ends in ``.patch`` or ``.diff``. If there is no patch, the prediction is empty.
+artifact whose name ends in ``.patch`` or ``.diff``. If there is no patch, the prediction is empty, and a warning
+counts such rollouts.
 
 A patch that is not valid UTF-8 cannot be stored in JSON, and replacing bytes would change it. Its prediction is left
 empty, with a warning. Patches created by this package are always valid.
@@ -39,7 +40,8 @@ def write(job: ExportJob) -> list[Path]:
         policy = group.rpartition("/")[2]  # followed by the agent if it has several
         by_file.setdefault((policy, sample, round_of(task, group)), []).append(row)
     paths = []
-    done = 0
+    done = lacking = 0
+    example = ""
     for (policy, sample, round_number), rows in sorted(by_file.items()):
         suffix = f"@{round_number}" if round_number else ""
         file = f"preds-{safe_name(policy)}-{sample}{suffix}.json" if len(by_file) > 1 else "preds.json"
@@ -50,6 +52,9 @@ def write(job: ExportJob) -> list[Path]:
                 patch, warning = patch_of(row)
                 if warning:
                     job.warn(f"{row.id}: {warning}")
+                elif not patch:
+                    example = example if lacking else row.id
+                    lacking += 1
                 prediction = {
                     "instance_id": row.task_id,
                     "model_name_or_path": policy,
@@ -60,6 +65,8 @@ def write(job: ExportJob) -> list[Path]:
                 done += 1
                 job.progress(done, len(job.numbers))
             out.write("\n}\n")
+    if lacking:
+        job.warn(f"no patch in {lacking} of {done} trajectories, such as {example}: their predictions are empty")
     return paths
 
 

@@ -1,11 +1,9 @@
-"""Reads rollout durations from earlier campaigns. Planning and pods use them for estimates."""
+"""Reads rollout durations from earlier campaigns, for estimates."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean, pvariance
+from statistics import mean
 
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import VERIFIED, Rollout, RolloutName
@@ -43,25 +41,23 @@ def durations(path: Path) -> list[tuple[str, str, float]]:
 
 
 class Durations:
-    """Rollout durations from earlier campaigns, by task and arm (:attr:`.Rollout.arm`).
+    """Rollout durations from an earlier campaign, by task and arm (:attr:`.Rollout.arm`).
 
     Args:
-        paths: Gathered run directories, or campaign files.
+        path: A gathered run directory, or a ``trajectories.h5``.
 
     Raises:
-        ConfigError: A file cannot be read, or no file has a rollout that ran to verification.
+        ConfigError: The file cannot be read, or no rollout ran to verification.
     """
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._seconds: dict[tuple[str, ...], list[float]] = {}
-        paths = list(paths)
-        for path in paths:
-            for task, arm, seconds in durations(path):
-                for key in _keys(task, arm):
-                    self._seconds.setdefault(key, []).append(seconds)
-        if not self._seconds:
-            raise ConfigError(f"{', '.join(map(str, paths))}: no rollout ran there; leave learn_from out")
-        self._means = {key: mean(seconds) for key, seconds in self._seconds.items()}
+    def __init__(self, path: Path) -> None:
+        seconds: dict[tuple[str, ...], list[float]] = {}
+        for task, arm, duration in durations(path):
+            for key in _keys(task, arm):
+                seconds.setdefault(key, []).append(duration)
+        if not seconds:
+            raise ConfigError(f"{path}: no rollout ran there; give another run")
+        self._means = {key: mean(durations) for key, durations in seconds.items()}
 
     def expected_s(self, rollout: Rollout) -> float:
         """Returns the mean duration, in seconds, of rollouts with the same task and arm.
@@ -69,23 +65,6 @@ class Durations:
         Falls back to rollouts of the same task, then of the same arm, then to all rollouts.
         """
         return next(self._means[key] for key in _keys(rollout.task_id, rollout.arm) if key in self._means)
-
-    def learned(self, rollouts: Iterable[Rollout]) -> list[tuple[str, str, int, float, float]]:
-        """Returns the known durations of the given rollouts, which pods use as initial estimates.
-
-        Returns:
-            (task, arm, count, mean, variance) per task and arm. Mean and variance are of the logarithm of the duration
-            in seconds. If a task has no durations with its arm, those with other arms are used. Tasks without any
-            durations are omitted.
-        """
-        estimates = []
-        for task, arm in dict.fromkeys((rollout.task_id, rollout.arm) for rollout in rollouts):
-            of_both, of_task, *_ = _keys(task, arm)
-            seconds = self._seconds.get(of_both) or self._seconds.get(of_task)
-            if seconds:
-                logs = [math.log(duration) for duration in seconds]
-                estimates.append((task, arm, len(logs), round(mean(logs), 4), round(pvariance(logs), 4)))
-        return estimates
 
 
 def _keys(task: str, arm: str) -> tuple[tuple[str, ...], ...]:

@@ -182,14 +182,6 @@ def test_failures_that_look_systematic_pause_the_pod_and_give_the_rest_back(tmp_
     assert list((played.run.ledger / "released").iterdir())
 
 
-def test_a_pod_pauses_at_its_limit_of_failures(tmp_path: Path) -> None:
-    tasks = [f"{'fails_user' if n % 4 == 0 else 'mixed'}_{n}" for n in range(200)]
-    played = play(tmp_path, tasks, limits={"failures": 5})
-    assert played.state == "paused"
-    assert len(played.stored) < 200
-    assert "rollouts failed, limits.failures is 5" in played.whys[0]
-
-
 def test_a_group_is_closed_at_its_rewards_and_the_rest_cancelled_also_where_it_runs(tmp_path: Path) -> None:
     played = play(
         tmp_path, [f"late_{n}" for n in range(20)], each=5, scheduling={"spare": 3},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from statistics import mean, pvariance
 
 from megaflow_hpc.pod.scheduling.estimates import MAX_TASKS, Estimates
 
@@ -35,40 +34,11 @@ def test_the_95_percent_quantile_covers_19_of_20_later_durations() -> None:
     assert 0.92 < inside < 0.975
 
 
-def test_what_was_learned_says_the_same_as_having_seen_it() -> None:
-    draw = random.Random(5)
-    seconds = [[math.exp(draw.gauss(task + 3.0, 0.4)) for _ in range(3)] for task in range(2)]
-    seen, told = Estimates(), Estimates()
-    rows = []
-    for task, each in enumerate(seconds):
-        logs = [math.log(one) for one in each]
-        rows.append((f"t{task}", "p", len(logs), mean(logs), pvariance(logs)))
-        for one in each:
-            seen.observe(f"t{task}", "p", one)
-    told.learn(rows)
-    for task in ("t0", "t1", "new"):
-        for quantile in (0.5, 0.9):
-            assert math.isclose(seen.expect(task, "p", quantile) or 0, told.expect(task, "p", quantile) or 1)
-
-
-def test_an_earlier_campaign_of_thousands_is_outweighed_by_some_rollouts_of_this_one() -> None:
-    estimates = Estimates()
-    estimates.learn([(f"t{n}", "p", 1000, math.log(1000.0), 0.1) for n in range(100)])
-    assert math.isclose(estimates.expect("t3", "p") or 0, 1000.0, rel_tol=0.01)
-    for _ in range(16):
-        estimates.observe("t3", "p", 100.0)
-        estimates.observe("t4", "p", 100.0)
-    assert (estimates.expect("t3", "p") or 0) < 250
-    assert (estimates.expect("new", "p") or 0) < 250
-
-
 def test_a_pod_that_runs_ever_new_tasks_forgets_those_it_saw_first() -> None:
     estimates = Estimates()
-    estimates.learn([("learned", "p", 9, math.log(500.0), 0.01)])
     for n in range(MAX_TASKS + 1):
         estimates.observe(f"t{n}", "p", 10.0)
     estimates.observe("late", "p", 300.0)
     assert (estimates.expect("late", "p") or 0) > 25
-    assert (estimates.expect("learned", "p") or 0) > 100, "what earlier campaigns tell stays"
     assert estimates.expect("t0", "p") == estimates.expect("never", "p")
     assert len(estimates._tasks) == MAX_TASKS

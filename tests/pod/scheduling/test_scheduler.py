@@ -1,9 +1,10 @@
-"""The scheduler: its orders, bounded retries, packing, no slot idle while work fits, no rollout lost or starved."""
+"""The scheduler: its order, bounded retries, packing, no slot idle while work fits, no rollout lost or starved."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megaflow_hpc.pod.scheduling.failures import MAX_FAILURES, RULES
-from megaflow_hpc.pod.scheduling.scheduler import MAX_OVERTAKEN, Demand, Order, Scheduler, Work
+from megaflow_hpc.pod.scheduling.scheduler import MAX_OVERTAKEN, Demand, Scheduler, Work
 from megaflow_hpc.types import Rollout
-
-ORDERS: tuple[Order, ...] = ("fifo", "longest")
 
 
 def one(name: str, policy: str = "p", **fields: object) -> Work:
@@ -25,9 +24,13 @@ def work(n: int, first: int = 0) -> list[Work]:
     return [one(f"t{i}") for i in range(first, first + n)]
 
 
-def scheduler_of(*slots: int, order: Order = "fifo") -> Scheduler:
-    """A scheduler with a worker, numbered from 1, for each number of slots."""
-    scheduler = Scheduler(order)
+def scheduler_of(*slots: int, surely_s: Mapping[str, float] | None = None) -> Scheduler:
+    """A scheduler with a worker, numbered from 1, for each number of slots.
+
+    Args:
+        surely_s: task → seconds that it is expected to take at most.
+    """
+    scheduler = Scheduler(lambda work: (surely_s or {}).get(work.rollout.task_id, 0.0))
     for rank, number in enumerate(slots, 1):
         scheduler.workers.join(rank, number)
     return scheduler
@@ -72,12 +75,9 @@ def test_a_policy_without_an_engine_waits_and_holds_up_no_other() -> None:
     assert scheduler.next() is not None
 
 
-@pytest.mark.parametrize("order", ["fifo", "longest"])
-def test_coming_tasks_are_in_the_order_in_which_they_start(order: Order) -> None:
-    scheduler = scheduler_of(1, order=order)
-    scheduler.add(
-        replace(item, expected_s=float(i * 7 % 11), planned=item.rollout.task_id) for i, item in enumerate(work(40))
-    )
+def test_coming_tasks_are_in_the_order_in_which_they_start() -> None:
+    scheduler = scheduler_of(1)
+    scheduler.add(replace(item, planned=item.rollout.task_id, deferred=i % 3 == 0) for i, item in enumerate(work(40)))
     (started,) = start_all(scheduler)
     coming = scheduler.coming(15)
     assert len(coming) == 16
@@ -166,19 +166,17 @@ def test_every_rollout_is_accounted_for_and_no_slot_idles(data: st.DataObject) -
     assert len(done) + scheduler.workers.running + scheduler.queued == len(added)
 
 
-def test_longest_expected_first_and_retries_before_all() -> None:
-    scheduler = scheduler_of(1, order="longest")
-    scheduler.add(
-        [one("short", expected_s=1.0), one("long", expected_s=100.0), one("unknown"), one("mid", expected_s=9)]
-    )
+def test_retries_start_before_all() -> None:
+    scheduler = scheduler_of(1)
+    scheduler.add(work(3))
     first = run_one(scheduler)
     assert scheduler.retry(first, "node", 1)
-    assert names([first, *(run_one(scheduler) for _ in range(4))]) == ["long", "long", "mid", "short", "unknown"]
+    assert names([first, *(run_one(scheduler) for _ in range(3))]) == ["t0", "t0", "t1", "t2"]
 
 
 def test_what_cannot_end_in_time_is_put_aside_and_given_back() -> None:
-    scheduler = scheduler_of(4)
-    scheduler.add([one("long", expected_s=500.0), one("short", expected_s=50.0), one("unknown")])
+    scheduler = scheduler_of(4, surely_s={"long": 500.0, "short": 50.0})
+    scheduler.add([one("long"), one("short"), one("unknown")])
     started = [item for _, item in iter(lambda: scheduler.next(remaining_s=100.0), None)]
     assert names(started) == ["short", "unknown"]
     assert (scheduler.too_long, scheduler.queued) == (1, 0)
@@ -186,8 +184,8 @@ def test_what_cannot_end_in_time_is_put_aside_and_given_back() -> None:
 
 
 def test_what_is_too_long_for_every_pod_starts_all_the_same() -> None:
-    scheduler = scheduler_of(1)
-    scheduler.add([one("endless", expected_s=5000.0)])
+    scheduler = scheduler_of(1, surely_s={"endless": 5000.0})
+    scheduler.add([one("endless")])
     assert scheduler.next(remaining_s=100.0, whole_s=3600.0) is not None
 
 
@@ -223,13 +221,12 @@ def test_a_large_rollout_is_overtaken_a_limited_number_of_times() -> None:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_with_demands_limits_hold_and_all_work_ends(data: st.DataObject) -> None:
-    scheduler = Scheduler(data.draw(st.sampled_from(ORDERS)))
+    scheduler = Scheduler()
     limits = {rank: (data.draw(st.integers(1, 4)), data.draw(st.integers(2, 8))) for rank in (1, 2)}
     for rank, (slots, cpus) in limits.items():
         scheduler.workers.join(rank, slots, cpus=cpus)
     items = [
-        one(f"t{n}", data.draw(st.sampled_from("xy")), demand=Demand(cpus=data.draw(st.integers(0, 2))),
-            expected_s=data.draw(st.integers(0, 9)))
+        one(f"t{n}", data.draw(st.sampled_from("xy")), demand=Demand(cpus=data.draw(st.integers(0, 2))))
         for n in range(data.draw(st.integers(1, 30)))
     ]  # fmt: skip
     scheduler.add(items)
@@ -260,10 +257,9 @@ def test_what_is_dropped_never_starts_and_the_rest_keeps_its_order() -> None:
     assert scheduler.queued == 0
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_deferred_work_starts_when_nothing_else_is_ready(order: Order) -> None:
-    scheduler = scheduler_of(1, order=order)
-    scheduler.add([one("deferred", "x", deferred=True, expected_s=1e6), one("now", "y", expected_s=1.0)])
+def test_deferred_work_starts_when_nothing_else_is_ready() -> None:
+    scheduler = scheduler_of(1)
+    scheduler.add([one("deferred", "x", deferred=True), one("now", "y")])
     assert names([run_one(scheduler), run_one(scheduler)]) == ["now", "deferred"]
     assert scheduler.deferred == 0
 

@@ -1,7 +1,9 @@
-"""TRL's trainer on the steps of a dataflow: its loss equals ours, and it continues after a restart."""
+"""TRL's trainer on the steps of a dataflow: its loss equals ours, it continues after a restart, and it runs on two
+ranks."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.slow  # all of them wait for one run of torch and TRL
 
-SCRIPT = r'''
-import json, sys, warnings
+SHARED = r'''
+import json, os, sys, time, warnings
+from datetime import timedelta
 from pathlib import Path
 
 warnings.simplefilter("ignore")
@@ -20,6 +23,8 @@ from launchers.tiny_model import make
 from megaflow_hpc.config.training import TrainingConfig
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import write_blocks
+from megaflow_hpc.rundir import amendments
+from megaflow_hpc.rundir.layout import RunDir
 from megaflow_hpc.rundir.weights import versions
 from megaflow_hpc.training.bridges import trl
 from megaflow_hpc.training.dataflow import Dataflow
@@ -29,25 +34,51 @@ from tests.support.training import Pods, rollouts, training_run
 
 torch.set_num_threads(1)
 root, model = Path(sys.argv[1]), sys.argv[2]
-make(Path(model), layers=1)
+rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def flow_of(name, steps=1, tasks=4, **policy):
     """A dataflow over a run whose rollouts are all there."""
-    run = training_run(root / name, {}, tasks=tasks, model=model)
-    if not list(run.journal.iterdir()):
+    run = RunDir(root / name)
+    if not rank:
+        training_run(run.path, {}, tasks=tasks, model=model)
+    if not rank and not list(run.journal.iterdir()):
         write_blocks(run, rollouts([f"task-{n}" for n in range(tasks)], 4))
         pods = Pods(run, lambda rollout: rollout.sample_index / 3)
         pods.work()
         pods.close()
+    if ranks > 1:
+        torch.distributed.barrier()
     policy = {"dtype": "float32", "recompute": False, "microbatch": 150, **policy}
     config = {"policies": {"default": policy}, "batch": tasks // steps, "steps": steps,
               "checkpoint_every": 2}
-    return Dataflow(run, training=TrainingConfig.model_validate(config))
+    return Dataflow(run, training=TrainingConfig.model_validate(config), rank=rank, ranks=ranks)
 
 
 def trainer_of(flow, **others):
     return trl.DataflowTrainer(flow, model, trl.arguments(flow, flow.run.path / "out", disable_tqdm=True, **others))
+
+
+def parameters(folder):
+    from safetensors.torch import load_file
+    return load_file(folder / "model.safetensors")
+
+
+def learned(name, stops, watched=lambda flow: None, **others):
+    """Trains three steps of two minibatches each, twice over, in as many starts as there are stops."""
+    for stop in stops:
+        flow = flow_of(name, steps=3, tasks=6, loss={"kind": "grpo", "minibatch": 1, "epochs": 2},
+                       optimizer={"lr": 1e-3})
+        trainer = trainer_of(flow, **others, **({"max_steps": stop} if stop else {}))
+        watched(flow)
+        trainer.train()
+    made = versions(flow.run, "default")
+    lines = [json.loads(line) for line in flow.files.metrics.read_text().splitlines()]
+    return flow, made, lines
+'''
+
+SCRIPT = r'''
+make(Path(model), layers=1)
 
 
 def moved(module):
@@ -95,22 +126,6 @@ def losses(kind, importance):
     return {"theirs": theirs, "ours": ours, "apart": apart, "largest": largest, "parts": parts}
 
 
-def parameters(folder):
-    from safetensors.torch import load_file
-    return load_file(folder / "model.safetensors")
-
-
-def learned(name, stops):
-    """Trains three steps of two minibatches each, twice over, in as many starts as there are stops."""
-    for stop in stops:
-        flow = flow_of(name, steps=3, tasks=6, loss={"kind": "grpo", "minibatch": 1, "epochs": 2},
-                       optimizer={"lr": 1e-3})
-        trainer_of(flow, **({"max_steps": stop} if stop else {})).train()
-    made = versions(flow.run, "default")
-    lines = [json.loads(line) for line in flow.files.metrics.read_text().splitlines()]
-    return flow, made, lines
-
-
 result = {"losses": {}}
 for kind in trl.LOSSES:
     result["losses"][f"{kind} none"] = losses(kind, "none")
@@ -131,6 +146,13 @@ result["train"] = {
     "pickles": [str(path) for path in flow.run.weights.rglob("*.bin")],
     "checkpoints": [flow.files.committed(with_checkpoint=True).checkpoint,
                     sorted(p.name for p in (flow.run.path / "out").glob("checkpoint-*"))],
+}
+
+flow, made, lines = learned("skipping", [None], lambda flow: amendments.skip(flow.run, "default", 2))
+one, two, three = (parameters(flow.run.weights / str(version.version)) for version in made)
+result["skipped"] = {
+    "steps": [line["step"] for line in lines],
+    "moved": [any(not torch.equal(a[name], b[name]) for name in a) for a, b in ((one, two), (two, three))],
 }
 
 
@@ -169,11 +191,70 @@ except ConfigError as error:
 print(json.dumps(result))
 '''
 
+RANKS = r'''
+torch.distributed.init_process_group(
+    "gloo", os.environ["MEGAFLOW_TRAINER_STORE"], rank=rank, world_size=ranks, timeout=timedelta(seconds=40)
+)
+taken, skipped = [], root / "skipped"
+
+
+def watched(flow):
+    """Notes each step that this rank takes. Step 2 is skipped after rank 0 has read its amendments, and before rank 1
+    does."""
+    step_of, amend, agree = flow._step, flow._amend, flow.agree
+
+    def noted(*given):
+        step = step_of(*given)
+        taken.append([step.number, step.amendments, sum(rollout.weight for rollout in step.plan.rollouts)])
+        return step
+
+    def late(step):
+        while rank and started.count(2) == 1 and not skipped.exists():
+            time.sleep(0.01)
+        started.append(step)
+        return amend(step)
+
+    def agreed(value):
+        if not rank and started.count(2) == 2 and not skipped.exists():
+            amendments.skip(flow.run, "default", 2)
+            skipped.touch()
+        return agree(value)
+
+    started = []
+    flow._step, flow._amend, flow.agree = noted, late, agreed
+
+
+flow, made, lines = learned("ranks", [8, None], use_cpu=True)
+one, two = (parameters(root / name / "weights" / str(made[-1].version)) for name in ("whole", "ranks"))
+learned("amended", [None], watched, use_cpu=True)
+everywhere = [None] * ranks
+torch.distributed.all_gather_object(everywhere, taken)
+torch.distributed.barrier()
+if not rank:
+    print(json.dumps({
+        "apart": max((one[name] - two[name]).abs().max().item() for name in one),
+        "ordinals": [version.ordinal for version in made],
+        "steps": [line["step"] for line in lines],
+        "taken": everywhere,
+    }))
+torch.distributed.destroy_process_group()
+'''
+
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("trl")
-    found: dict[str, Any] = run_ranks(SCRIPT, folder, folder, folder / "tiny")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trl")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(SHARED + SCRIPT, folder, folder, folder / "tiny")
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(SHARED + RANKS, folder, folder, folder / "tiny", ranks=2)
     return found
 
 
@@ -207,6 +288,22 @@ def test_the_campaign_stays_open_until_its_last_step(results: dict[str, Any]) ->
     assert results["leases"] == [[["default"], 2], [[], 3]]
 
 
+def test_a_skipped_step_changes_nothing(results: dict[str, Any]) -> None:
+    assert results["skipped"] == {"steps": [1, 2, 3], "moved": [False, True]}
+
+
 def test_what_trl_cannot_do_is_refused_by_name(results: dict[str, Any]) -> None:
     names = ["'m2po'", "beta 0.1", "gradient_accumulation_steps", "TRL 1.17.0"]
     assert [name in text for name, text in zip(names, results["refused"], strict=True)] == [True] * 4
+
+
+def test_two_ranks_learn_what_one_learns_and_continue_after_a_restart(on_two_ranks: dict[str, Any]) -> None:
+    assert on_two_ranks["apart"] < 1e-5
+    assert on_two_ranks["steps"] == on_two_ranks["ordinals"] == [1, 2, 3]
+
+
+def test_ranks_take_the_same_step_if_it_is_amended_between_their_looks(on_two_ranks: dict[str, Any]) -> None:
+    first, second = on_two_ranks["taken"]
+    assert first == second
+    assert [number for number, _, _ in first] == [1, 2, 3]
+    assert first[1][1:] == [0, first[0][2]]  # rank 0 had read step 2's amendments before it was skipped

@@ -58,6 +58,42 @@ found = predict(ModelShape.read(Path("model")), PolicyTraining(microbatch=TOKENS
 print(json.dumps({"measured": resident("VmHWM") - before, "predicted": found.peak}))
 """
 
+COUNTED = """
+import json
+from pathlib import Path
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from tests.bench.memory import MODELS, save_headers
+from megaflow_hpc.config.training import PolicyTraining
+from megaflow_hpc.training.memory import ModelShape, predict
+
+TOKENS = 512
+found = {}
+for name in ("Qwen3-0.6B", "Qwen3-8B"):
+    folder = save_headers(Path(name), MODELS[name] | {"num_hidden_layers": 3})
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+        ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+        mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=torch.bfloat16)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, attention_mask=mask, use_cache=False).logits.sum().backward()
+    counted = counter.get_total_flops() / TOKENS
+    sizes = ModelShape.read(folder)
+    attention = 2 * sizes.layers * sizes.heads * sizes.head * TOKENS
+    # Attention over all pairs, with a backward pass of two products each; logits that are not recomputed.
+    counted += 3.5 * attention - 6 * attention + 2 * sizes.output
+    given = PolicyTraining(microbatch=TOKENS, recompute=False)
+    found[name] = predict(sizes, given).token_flops / counted
+print(json.dumps(found))
+"""
+
+
+def test_flops_are_what_torch_counts(tmp_path: Path) -> None:
+    found = run_apart(COUNTED, tmp_path)
+    assert found == {name: pytest.approx(1, abs=0.01) for name in ("Qwen3-0.6B", "Qwen3-8B")}
+
 
 def test_predicted_memory_is_within_a_tenth_of_what_torch_counts() -> None:
     """``python -m tests.bench.memory`` compares whole models; here they have two layers and short rows."""

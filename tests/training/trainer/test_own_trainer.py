@@ -29,6 +29,12 @@ def train(flow, how):
         amended.touch()
     weights = [rollout.weight for rollout in step.plan.rollouts]
     Path(f"taken-{flow.rank}").write_text(f"{step.amendments} {sum(weights)} {flow.agree(flow.rank + 7)}")
+    if how == "done":
+        for number in range(30):
+            assert flow.agree(number) == number
+        while not flow.rank and not Path("kept-1").exists():  # until rank 1 has read them too
+            time.sleep(0.01)
+        Path(f"kept-{flow.rank}").write_text(str(flow.agree.__self__._store.num_keys()))
     if how == "stopped":  # by a signal that rank 0 gets in this step and rank 1 in the next one
         assert flow.agree(flow.rank == 0)
         time.sleep(2.5 * (not flow.rank))
@@ -102,6 +108,7 @@ def scene(how):
         "status": [found.get(0), found.get(1)],
         "taken": [read("taken-0"), read("taken-1")],
         "stopped": [read("stopped-0"), read("stopped-1")],
+        "kept": [read("kept-0"), read("kept-1")],
         "log": [read("log-0"), read("log-1")],
     }
     os.chdir(folder.parent)
@@ -144,3 +151,7 @@ def test_ranks_that_are_done_or_stopped_end_by_themselves(found: dict[str, Any])
     assert found["done"]["status"] == [0, 0], found["done"]["log"]
     assert found["stopped"]["status"] == [75, 75], found["stopped"]["log"]
     assert found["stopped"]["stopped"] == ["", ""]
+
+
+def test_agreed_values_are_deleted_once_all_ranks_have_read_them(found: dict[str, Any]) -> None:
+    assert all(int(kept) <= 4 for kept in found["done"]["kept"]), found["done"]

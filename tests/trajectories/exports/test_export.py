@@ -543,7 +543,8 @@ def test_predictions_are_one_file_per_policy_and_sample(run, tmp_path):
     assert [path.name for path in paths] == ["preds-default-1.json", "preds-default-2.json"]
     found = {"instance_id": "task", "model_name_or_path": "default", "model_patch": ""}
     assert [line.partition(" which")[0] for line in said] == [
-        "task/default/1: fix.patch is not UTF-8 (byte 0xff at 12),"
+        "task/default/1: fix.patch is not UTF-8 (byte 0xff at 12),",
+        "no patch in 1 of 2 trajectories, such as task/default/2: their predictions are empty",
     ]
     assert json.loads(paths[0].read_text()) == {"task": found}
     assert json.loads(paths[1].read_text())["task"]["model_patch"] == ""

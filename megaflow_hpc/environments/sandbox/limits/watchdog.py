@@ -111,8 +111,7 @@ class ContainerState:
 class SandboxWatch:
     """Watches one sandbox.
 
-    Call ``attach`` and ``detach`` when its containers start and end, and ``renew`` to restart CPU and wall time from
-    zero.
+    Call ``attach`` and ``detach`` when its containers start and end, and ``renew`` to restart CPU time from zero.
 
     Args:
         layer: The writable layer.
@@ -131,7 +130,6 @@ class SandboxWatch:
         self._poked = False
         self._last_poll = 0.0
         self._last_node = Node(0, Free(0, 0), 0)
-        self._renewed = time.monotonic()
         self._cpu = CpuTime()
         self._cpu_lock = threading.Lock()
         """Guards the CPU time. The watchdog's thread and the thread that ends a container both update it."""
@@ -189,10 +187,9 @@ class SandboxWatch:
             self._cpu.add(pid, sample, self._processors, time.monotonic())
 
     def renew(self) -> None:
-        """Restarts CPU and wall time from zero, and stops counting existing files against later commands."""
+        """Restarts CPU time from zero, and stops counting existing files against later commands."""
         self._cpu.renew()
         self.disk.excuse()
-        self._renewed = time.monotonic()
 
     # --- in the watchdog's thread -------------------------------------------------------------------------------
 
@@ -257,7 +254,7 @@ class SandboxWatch:
 
     def _time_breach(self, now: float) -> Breach | None:
         spec = self.spec
-        cpu_s, wall_s = self._cpu.seconds, now - self._renewed
+        cpu_s = self._cpu.seconds
         if spec.cpu_s:
             if cpu_s > spec.cpu_s:
                 return Breach("cpu time", cpu_s, spec.cpu_s, final=True)
@@ -266,10 +263,6 @@ class SandboxWatch:
             self.next_poll = min(self.next_poll, now + max(NODE_POLL_INTERVAL_S, left_s))
             if self._cpu.leaks:
                 self.next_poll = now
-        if spec.wall_s:
-            if wall_s > spec.wall_s:
-                return Breach("wall time", wall_s, spec.wall_s, final=True)
-            self.next_poll = min(self.next_poll, self._renewed + spec.wall_s + NODE_POLL_INTERVAL_S)
         return None
 
     @property
