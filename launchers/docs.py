@@ -2,10 +2,10 @@
 
 usage: python launchers/docs.py pages [--check] | site [DIRECTORY]
 
-``pages`` writes campaign-file.md, commands.md, python.md, request-options.md and variables.md in docs/reference,
-recipes.md in docs/how-to, and the man page in share/man. With ``--check`` it lists stale pages instead. ``site`` builds
-the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into DIRECTORY, build/site by default, and fails at a
-broken link.
+``pages`` writes campaign-file.md, commands.md, python.md, request-options.md, task-sets.md and variables.md in
+docs/reference, recipes.md in docs/how-to, and the man page in share/man. With ``--check`` it lists stale pages instead.
+``site`` builds the whole site with MkDocs (``pip install 'megaflow-hpc[docs]'``) into DIRECTORY, build/site by default,
+and fails at a broken link.
 """
 
 from __future__ import annotations
@@ -89,6 +89,17 @@ gets 0. Then set `model.path` in `campaign.yaml`. The files are yours to change.
 
 """
 
+SETS = """\
+# Task sets by name
+
+What `megaflow-hpc tasks import NAME` reads ([how](../how-to/swebench.md#import-a-set-by-name)). Numbers are as each
+set's own pages state them; a cell is empty if none does.
+
+The MegaFlow paper (arXiv 2601.07526, section D.1) trains on ten sources, 58,771 tasks. No copy of its list could be
+read when this table was made, so no row claims to be one of them. Sets that are not public have no row.
+
+"""
+
 OPTIONS = """\
 # Options of a model call
 
@@ -140,6 +151,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield ROOT / "docs/reference/python.md", python_reference.page()
     yield ROOT / "docs/reference/request-options.md", OPTIONS + "\n".join(options())
     yield ROOT / "docs/reference/variables.md", VARIABLES + variables.markdown()
+    yield ROOT / "docs/reference/task-sets.md", SETS + "\n".join(sets())
     yield ROOT / "docs/how-to/recipes.md", RECIPES + "\n".join(recipes())
     yield ROOT / "share/man/man1/megaflow-hpc.1", manpage.page()
 
@@ -168,6 +180,21 @@ def recipes() -> Iterator[str]:
             groups += [(m.figure, f"{m.on}, {m.date}", m.took) for m in measured] or [(none, "", "")]
             name = f"`{recipe.name}`" if not number else ""
             yield f"| {' | '.join([name, *(cell for group in groups for cell in group)])} |"
+    yield ""
+
+
+def sets() -> Iterator[str]:
+    """Yields the lines of the page on task sets."""
+    from megaflow_hpc.tasks.sets.download import task_sets
+
+    head = ("name", "set", "tasks", "download, bytes", "images", "all images, bytes", "licence", "read as")
+    yield from (f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}")
+    for name, each in sorted(task_sets().items()):
+        numbers = [f"{n:,}" if isinstance(n, int) else "" for n in (each.tasks, each.bytes, each.image_bytes)]
+        licence, images = (text.replace("unknown", "") for text in (each.licence, each.images))
+        read = each.format or f"not read: {each.unread}"
+        cells = (f"`{name}`", f"[{each.title}]({each.page})", numbers[0], numbers[1], images, numbers[2], licence, read)
+        yield f"| {' | '.join(cells)} |"
     yield ""
 
 

@@ -587,6 +587,23 @@ def test_exercises_of_every_language_hide_tests_and_solution(
     assert "cd /work/add\n" in written["go-add"]["tests/test.sh"]
 
 
+def test_rows_of_nemo_gym_contain_lines_of_other_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def row(inner: Any) -> dict[str, Any]:
+        return {"responses_create_params": {"input": [], "metadata": {"instance_id": "x", "instance_dict": inner}}}
+
+    good = json.dumps(LINES[1] | {"version": "1"}), LINES[2]
+    bad: list[dict[str, Any]] = [row("{"), row(row(LINES[1])), row(["x"]), row(None), row({"repo_name": "aiohttp"})]
+    bad += [{"responses_create_params": {"input": []}}, {"responses_create_params": None}]
+    (tmp_path / "blend.jsonl").write_bytes(as_lines(*map(row, good), *bad))
+    assert imports(tmp_path / "blend.jsonl", "-o", tmp_path / "out", "--runner", "named", "--json") == 0
+    out, err = capsys.readouterr()
+    assert [each["id"] for each in json.loads(out)] == ["org__lib-1", "org__lib-2"]
+    assert "blend.jsonl:3: " in err
+    left_out: list[str] = []
+    tasks = load_tasks([{"path": str(tmp_path / "blend.jsonl"), "include": ["org*"]}], "/", left_out=left_out)
+    assert (len(tasks), left_out) == (2, [])
+
+
 def test_rows_of_r2e_gym_become_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The recipe r2e-gym runs such tasks."""
     rows = [json.loads(line) for line in (ROOT / "share/recipes/r2e-gym/slice/rows.jsonl").read_text().splitlines()]

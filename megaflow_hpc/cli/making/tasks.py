@@ -247,12 +247,12 @@ def run_import(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
     else:
-        head = ("id", "repo", "tested by", "fail", "pass", "image")
         if all("tested_by" in row for row in rows):
-            say(table(head, [tuple(row.values())[:6] for row in rows]))
+            cells = [tuple(row.values())[:6] for row in rows]
+            say(table(("id", "repo", "tested by", "fail", "pass", "image"), cells))
         counts = Counter(row.get("tested_by", "test.sh") for row in rows)
-        less = f"; {len(left_out)} left out" if left_out else ""
-        say(f"{len(rows)} instances, tested by " + ", ".join(f"{n}: {count}" for n, count in counts.items()) + less)
+        tested = ", ".join(f"{n}: {counts[n]}" for n in counts)
+        say(f"{len(rows)} instances, tested by {tested}" + (f"; {len(left_out)} left out" if left_out else ""))
     return 0
 
 
@@ -272,7 +272,7 @@ def _refuse_unused(arguments: argparse.Namespace, source: str) -> None:
         kind, unused = "its tasks bring their tests", ("--workdir", "--test-cmd", "--log-parser", "--runner")
         if task_set.format != "miniwob":
             kind, unused = "its tasks are Harbor directories", ("--image", *unused, "--seeds")
-    given = {"--from": arguments.origin, "--seeds": arguments.seeds > 1, "--test-cmd": arguments.test_cmd}
+    given = {"--from": arguments.origin, "--seeds": arguments.seeds > 1}
     for option in unused:
         if given[option] if option in given else getattr(arguments, option[2:].replace("-", "_")):
             hint = ", and map its images in environment.images of the campaign" if option == "--image" else ""

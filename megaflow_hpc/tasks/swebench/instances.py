@@ -431,7 +431,39 @@ class MultiSweBench(SweBench):
         return "\n\n".join(map(_title_and_body, issues)) or _title_and_body(raw)
 
 
-DATASETS: tuple[type[SweBench], ...] = (MultiSweBench, SweRebench, SweSmith, SweBench)
+class NemoGym(SweBench):
+    """NeMo Gym's ``swe_agents``: ``instance_dict`` in the metadata of a row is a line of another dataset, as JSON."""
+
+    @classmethod
+    def recognises(cls, raw: Mapping[str, Any]) -> bool:
+        """Returns whether a line belongs to this dataset."""
+        return "responses_create_params" in raw
+
+    @classmethod
+    def id_of(cls, raw: Mapping[str, Any]) -> Any:
+        """Returns the id of a line, which may be invalid."""
+        try:
+            inner = cls._inner(raw)
+            return dataset_of(inner).id_of(inner)
+        except (LookupError, TypeError, ValueError):
+            return None
+
+    @classmethod
+    def convert(cls, line: Line, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Converts a line to the fields of an instance, like :meth:`SweBench.convert`."""
+        inner = cls._inner(raw)
+        return dataset_of(inner).convert(line, inner)
+
+    @staticmethod
+    def _inner(raw: Mapping[str, Any]) -> dict[str, Any]:
+        inner = raw["responses_create_params"]["metadata"]["instance_dict"]
+        inner = parse_json(inner) if isinstance(inner, str) else inner
+        if not isinstance(inner, dict) or "responses_create_params" in inner:
+            raise ValueError("instance_dict: expected the line of a data set")
+        return inner
+
+
+DATASETS: tuple[type[SweBench], ...] = (NemoGym, MultiSweBench, SweRebench, SweSmith, SweBench)
 
 
 def dataset_of(raw: Mapping[str, Any]) -> type[SweBench]:
