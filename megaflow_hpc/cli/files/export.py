@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megaflow_hpc.cli.output import note, print_json, say
 from megaflow_hpc.cli.progress import under_way
-from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb, output_file
+from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.texts import in_one_line
 
@@ -112,7 +112,7 @@ def _import(arguments: argparse.Namespace) -> int:
     with under_way(f"importing {arguments.file}") as watch:
         count = import_jsonl(
             Path(arguments.file),
-            output_file(arguments.output),
+            target,
             arguments.campaign,
             lambda done: watch.detail(f"{done} trajectories"),
         )

@@ -150,7 +150,7 @@ def import_jsonl(
 
     Args:
         source: The JSON Lines file.
-        target: The file to write. An existing file is replaced once the import has succeeded.
+        target: The file to write. Its directory is made. An existing file is replaced once the import has succeeded.
         campaign: Name of the campaign. Default: the name of ``source`` up to its first dot.
         progress: Called with the number of finished trajectories.
 
@@ -163,6 +163,7 @@ def import_jsonl(
     """
     if not source.is_file():
         raise ConfigError(f"{source}: cannot be read; expected JSON lines of megaflow-hpc export")
+    target.parent.mkdir(parents=True, exist_ok=True)
     ids: set[str] = set()
     with published(target) as temporary:
         name = campaign or source.name.split(".")[0]
