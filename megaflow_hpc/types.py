@@ -33,7 +33,7 @@ def _names(cls: type) -> frozenset[str]:
 
 
 def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of ``data`` that are fields of a dataclass. Drops entries that a later version of the package
+    """Returns the entries of ``data`` that are fields of a dataclass. Drops entries that another version of the package
     wrote."""
     names = _names(cls)
     return {key: value for key, value in data.items() if key in names}
@@ -94,7 +94,7 @@ class Service:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Service:
-        """Restores a service from :func:`dataclasses.asdict`. Ignores keys of a later version."""
+        """Restores a service from :func:`dataclasses.asdict`. Ignores keys of another version."""
         values = known_fields(cls, data)
         for name in ("command", "entrypoint", "ports", "after"):
             values[name] = tuple(values.get(name, ()))
@@ -147,9 +147,9 @@ class Task:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Task:
-        """Restores a task from :meth:`to_dict`. Ignores keys of a later version."""
+        """Restores a task from :meth:`to_dict`. Ignores keys of another version."""
         values = known_fields(cls, data)
-        values["limits"] = Limits(**data.get("limits", {}))
+        values["limits"] = Limits(**known_fields(Limits, data.get("limits", {})))
         values["services"] = tuple(map(Service.from_dict, data.get("services", ())))
         servers = [known_fields(McpServer, server) for server in data.get("mcp_servers", ())]
         values["mcp_servers"] = tuple(McpServer(**{**s, "command": tuple(s.get("command", ()))}) for s in servers)

@@ -316,3 +316,13 @@ def test_list_and_status_agree_on_a_run_that_was_copied_or_moved(tmp_path: Path,
     assert cli("resume", home / "moved", "--launcher", "local").returncode == 0
     assert told(home / "moved") == ("finished", 20)
     assert told(home / "copied") == (state, done)
+
+
+def test_a_run_planned_by_another_version_whose_limits_have_another_key_runs(make_campaign: Make) -> None:
+    run = planned(make_campaign(2, agent="oracle"))
+    tasks = run.path / "tasks.jsonl"
+    content = tasks.read_bytes()
+    assert content.count(b'"cpu_s"') == 2
+    tasks.write_bytes(content.replace(b'"cpu_s"', b'"cpu_h"'))
+    done = cli("resume", run.path, "--launcher", "local")
+    assert (done.returncode, {reward for _, reward in rows(run.path).values()}) == (0, {1.0}), done.stderr

@@ -158,13 +158,13 @@ class Runner:
         self._services.preemption.owner = f"{start['job_id'] or 0}.{start['rank']}"
         attempts = [Attempt(**attempt) for attempt in start["attempts"]]
         try:
-            task = Task.from_dict(start["task"])
-            ended = await run_attempt(self._services, rollout, task, start["attempt"], start["checkpoint"])
             try:
+                task = Task.from_dict(start["task"])
+                ended = await run_attempt(self._services, rollout, task, start["attempt"], start["checkpoint"])
                 outcome = self._outcome(ended, start, attempts)
-            except (TypeError, ValueError, OverflowError) as error:
+            except Exception as error:  # rank 0 waits for a result, whatever the task and the agent return
                 failed = blank(rollout, start["attempt"])
-                failed.error_kind, failed.error = "user", f"the result cannot be sent: {error!r}"
+                failed.error_kind, failed.error = "user", f"the task cannot be read, or the result not sent: {error!r}"
                 outcome = self._outcome(AttemptResult(failed), start, attempts)
             await self._send_activity(self._services.gateway)  # the price of a rollout is known when it ends
             await self._send(outcome.to_message())

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import aiohttp
 import pytest
@@ -19,7 +20,9 @@ from megaflow_hpc.environments import ApptainerProvider
 from megaflow_hpc.model.engines.scripted.engine import ScriptedEngine
 from megaflow_hpc.model.engines.scripted.script import Script, ScriptedAnswer, ScriptedTask
 from megaflow_hpc.model.gateway.server import ModelGateway
+from megaflow_hpc.pod.outcome import Outcome
 from megaflow_hpc.pod.rollout.rollout import run_attempt
+from megaflow_hpc.pod.rollout.runner import Runner
 from megaflow_hpc.pod.rollout.services import Services
 from megaflow_hpc.tasks.harbor.reader import read_harbor_task
 from megaflow_hpc.trajectory import Trajectory
@@ -212,3 +215,23 @@ def test_a_step_in_the_sandbox_that_fails_after_an_answer_is_the_agents_failure(
     found = run(tmp_path, scratch, rootfs, DownloadsNothing, "up", steps=steps)
     assert (found.status, found.error_kind, found.reward) == outcome, found.error
     assert "nothing to download" in found.error
+
+
+def test_a_task_that_cannot_be_read_fails_instead_of_running_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, sent = Runner(asyncio.StreamReader(), Mock()), list[dict[str, Any]]()
+    gateway = Mock(tokens=0, usd=0.0, activity=dict)
+    monkeypatch.setattr(runner, "_opened", Mock(gateway=gateway))
+    monkeypatch.setattr(runner, "_send", AsyncMock(side_effect=sent.append))
+    rollout = Rollout("t", "p", 0, "nop")
+    start = {
+        "task": {"services": 17},
+        "attempts": [],
+        "attempt": 0,
+        "epoch": 0,
+        "job_id": "1",
+        "rank": 1,
+        "checkpoint": "",
+    }
+    asyncio.run(runner._run(rollout, start))
+    (outcome,) = (Outcome.from_message(message) for message in sent if message["op"] == "result")
+    assert (outcome.status, outcome.error_kind) == ("failed", "user")
