@@ -326,3 +326,10 @@ def test_a_run_planned_by_another_version_whose_limits_have_another_key_runs(mak
     tasks.write_bytes(content.replace(b'"cpu_s"', b'"cpu_h"'))
     done = cli("resume", run.path, "--launcher", "local")
     assert (done.returncode, {reward for _, reward in rows(run.path).values()}) == (0, {1.0}), done.stderr
+
+
+def test_usage_of_a_run_without_slurm_says_that_no_job_was_accounted(make_campaign: Make) -> None:
+    run = planned(make_campaign(1))
+    done = cli("usage", run.path)
+    assert done.returncode == 0, done.stderr
+    assert f"{run.path}: Slurm's accounting has no started job of it; report shows" in done.stderr

@@ -255,6 +255,8 @@ def _usage(arguments: argparse.Namespace) -> int:
     for run in arguments.run_dir:
         with under_way(f"accounting for {run}"):
             totals[run] = Run(run).usage()
+        if not totals[run]["core_seconds"]:
+            note(f"{run}: Slurm's accounting has no started job of it; report shows what its pods recorded themselves")
     total = added(totals.values())
     if arguments.json:
         print_json(
