@@ -110,9 +110,9 @@ def add_output(parser: argparse.ArgumentParser, what: str, required: bool = Fals
     parser.add_argument("-o", "--output", metavar=metavar, required=required, help=what)
 
 
-def output_file(text: str) -> Path:
-    """Returns the path of a file to write. Makes its directory."""
-    path = Path(text)
+def output_file(path: str | Path) -> Path:
+    """Returns the path of a file to write. Makes its directory. Call it when the rest of the command is valid."""
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megaflow_hpc.cli.output import confirmed, note, print_json, say, table
 from megaflow_hpc.cli.progress import under_way
-from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb, output_file
+from megaflow_hpc.cli.verb import Subparsers, add_output, add_run, add_verb
 from megaflow_hpc.errors import ConfigError
 
 
@@ -146,9 +146,8 @@ def _compact(arguments: argparse.Namespace) -> int:
         return _drop_journals(path, arguments)
     if arguments.dry_run or arguments.yes:
         raise ConfigError("compact: --dry-run and --yes need --drop-journals")
-    output = output_file(arguments.output) if arguments.output else None
     with under_way(f"compacting {path}"):
-        counts = compact(gathered(path), output, arguments.drop_artifacts)
+        counts = compact(gathered(path), arguments.output or None, arguments.drop_artifacts)
     _print_counts(counts, arguments.json)
     return 0
 
@@ -186,7 +185,7 @@ def _anonymise(arguments: argparse.Namespace) -> int:
     with under_way(f"copying {arguments.run_dir}"):
         path = gathered(arguments.run_dir)
         keep = {"keep_tokens": arguments.keep_tokens, "keep_images": arguments.keep_images}
-        result = anonymise(path, output_file(arguments.output), arguments.name, **keep)
+        result = anonymise(path, arguments.output, arguments.name, **keep)
     _print_counts(result, arguments.json)
     note("names that were neither listed nor found in a path are still there: read a few trajectories before sharing")
     return 0

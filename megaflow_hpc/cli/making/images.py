@@ -472,12 +472,12 @@ def _manifest(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from megaflow_hpc.environments.builds.builder import Builder
 
-    target = output_file(arguments.output).absolute()
+    target = Path(arguments.output).absolute()
     image = _stored_image(_images(arguments.store).store, arguments.image)
     if target.exists() and not arguments.force:
         raise ConfigError(f"{target}: exists already; name another file, or replace it with --force")
     note(f"{image.stem[:12]}: writing {target}")
-    Builder().export(image, target)
+    Builder().export(image, output_file(target))
     size = target.stat().st_size
     if arguments.json:
         print_json({"image": str(image), "file": str(target), "bytes": size})

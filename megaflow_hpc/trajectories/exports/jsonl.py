@@ -163,7 +163,6 @@ def import_jsonl(
     """
     if not source.is_file():
         raise ConfigError(f"{source}: cannot be read; expected JSON lines of megaflow-hpc export")
-    target.parent.mkdir(parents=True, exist_ok=True)
     ids: set[str] = set()
     with published(target) as temporary:
         name = campaign or source.name.split(".")[0]

@@ -34,13 +34,15 @@ class Unfinished(MegaflowError):
 
 @contextmanager
 def published(target: Path) -> Iterator[Path]:
-    """Yields a temporary path, which is renamed to ``target`` on success and removed after an error.
+    """Yields a temporary path, which is renamed to ``target`` on success and removed after an error. Makes the
+    directory of ``target``.
 
     After :class:`Unfinished`, the file is kept at :func:`unfinished`.
 
     Raises:
         OSError: The file cannot be synced or renamed.
     """
+    target.parent.mkdir(parents=True, exist_ok=True)
     clean_up(target)
     identity = Identity.of(os.getpid())
     temporary = target.with_name(f".{target.name}.{_host()}.{identity}.{secrets.token_hex(2)}")
