@@ -419,6 +419,7 @@ def test_a_model_that_no_node_could_load_is_said_when_it_is_planned(
     directory.mkdir()
     packages = campaign.parent / "packages"
     (packages / "vllm").mkdir(parents=True)
+    (packages / "vllm" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", f"{packages}:{os.environ.get('PYTHONPATH', '')}")
     for file, missing in (
         ("config.json", "no config.json there"),

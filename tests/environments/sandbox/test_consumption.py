@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 
 import pytest
 
 from megaflow_hpc.environments import ApptainerSandbox
+from megaflow_hpc.environments.sandbox.limits import usage
 from megaflow_hpc.environments.sandbox.limits.usage import MemoryPeak
 from tests.support.sandboxes import Start
 from tests.support.waiting import until_async
@@ -83,3 +85,19 @@ def test_memory_is_measured_exactly_only_where_it_may_be_a_new_peak() -> None:
     peak.add(80_000_000, holds(20_000_000))  # shared pages raise the upper bound
     peak.add(60_000_000, holds(55_000_000))
     assert (measured[1:], peak.bytes) == ([20_000_000, 55_000_000], 55_000_000)
+
+
+def test_descriptors_are_counted_while_measuring_them_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring 130,000 descriptors on a busy node took seconds, so the next measurement was due after minutes."""
+    descriptors, sample = usage.Descriptors(), usage.UsageSample(pids=[os.getpid()], cpu_s=1.0)
+    monkeypatch.setattr(usage, "MAX_SHARE_OF_TIME", 1e-9)
+    descriptors.poll(os.getpid(), sample, 100.0, urgent=False)
+    before = descriptors.held.count
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(50)]
+    sample.cpu_s = 2.0
+    descriptors.poll(os.getpid(), sample, 101.0, urgent=False)
+    assert descriptors.held.count == before, "not yet"
+    descriptors.poll(os.getpid(), sample, 105.0, urgent=False)
+    for descriptor in opened:
+        os.close(descriptor)
+    assert descriptors.held.count >= before + 50

@@ -217,7 +217,7 @@ def test_a_step_in_the_sandbox_that_fails_after_an_answer_is_the_agents_failure(
     assert "nothing to download" in found.error
 
 
-def test_a_task_that_cannot_be_read_fails_instead_of_running_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_that_cannot_be_read_fails_instead_of_running_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, sent = Runner(asyncio.StreamReader(), Mock()), list[dict[str, Any]]()
     gateway = Mock(tokens=0, usd=0.0, activity=dict)
     monkeypatch.setattr(runner, "_opened", Mock(gateway=gateway))
@@ -232,6 +232,6 @@ def test_a_task_that_cannot_be_read_fails_instead_of_running_for_ever(monkeypatc
         "rank": 1,
         "checkpoint": "",
     }
-    asyncio.run(runner._run(rollout, start))
+    await runner._run(rollout, start)
     (outcome,) = (Outcome.from_message(message) for message in sent if message["op"] == "result")
     assert (outcome.status, outcome.error_kind) == ("failed", "user")

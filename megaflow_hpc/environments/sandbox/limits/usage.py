@@ -341,11 +341,12 @@ class Held:
     """Maps each process to the bytes of memory held by its descriptors. A shared file counts for each process."""
 
 
-def measure_descriptors(init: int, pids: Iterable[int]) -> Held:
+def measure_descriptors(init: int, pids: Iterable[int], whole: bool = True) -> Held:
     """Measures the descriptors of ``pids``, or only counts them if there are more than :data:`MAX_DESCRIPTORS`.
 
     Args:
         init: The container's first process.
+        whole: False to only count them, which takes a small part of the time.
     """
     held = Held()
     listed: dict[int, list[str]] = {}
@@ -356,7 +357,7 @@ def measure_descriptors(init: int, pids: Iterable[int]) -> Held:
             continue
         held.count_of[pid] = len(listed[pid])
         held.count += len(listed[pid])
-    if held.count <= MAX_DESCRIPTORS:
+    if whole and held.count <= MAX_DESCRIPTORS:
         _measure_each(held, listed, set(memory_devices(init)))
     return held
 
@@ -445,24 +446,32 @@ class Descriptors:
 
     def __init__(self) -> None:
         self.held = Held()
+        self._next_count = 0.0
         self._next_poll = 0.0
         self._next_urgent_poll = 0.0
         self._cpu_s = -1.0
 
     def poll(self, init: int, sample: UsageSample, now: float, urgent: bool) -> None:
-        """Measures the descriptors if a poll is due. Urgent polls are more frequent and also cover idle sandboxes.
+        """Measures the descriptors if a poll is due, or counts them if measuring them takes too long for that. Urgent
+        polls are more frequent and also cover idle sandboxes.
 
         Args:
             urgent: True if the node is losing memory or descriptors.
         """
+        is_due = now >= (self._next_urgent_poll if urgent else self._next_poll)
         is_idle = sample.cpu_s == self._cpu_s
-        if now < (self._next_urgent_poll if urgent else self._next_poll) or (is_idle and not urgent):
+        if not (is_due or now >= self._next_count) or (is_idle and not urgent):
             return
         began = time.monotonic()
-        self.held = measure_descriptors(init, sample.pids)
+        held = measure_descriptors(init, sample.pids, is_due)
         took_s = time.monotonic() - began
-        self._cpu_s = sample.cpu_s
-        self._next_poll = now + max(DESCRIPTORS_INTERVAL_S, took_s / MAX_SHARE_OF_TIME)
+        pause_s = max(DESCRIPTORS_INTERVAL_S, took_s / MAX_SHARE_OF_TIME)
+        if not is_due:
+            self.held.count, self.held.count_of = held.count, held.count_of
+            self._next_count = now + pause_s
+            return
+        self.held, self._cpu_s = held, sample.cpu_s
+        self._next_count, self._next_poll = now + DESCRIPTORS_INTERVAL_S, now + pause_s
         self._next_urgent_poll = now + 4 * took_s
 
 
