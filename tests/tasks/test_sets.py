@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import pickle
 import re
 import shutil
@@ -28,6 +29,7 @@ from megaflow_hpc.tasks.sets import competition, converters, download
 from megaflow_hpc.tasks.sets.download import task_sets
 from megaflow_hpc.types import Task
 from tests.support.places import ROOT
+from tests.support.requirements import required
 from tests.support.set_mirror import SHA, Mirror, mirror
 
 LINES = [
@@ -508,8 +510,15 @@ JAVASCRIPT = {
 }
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
-def test_exercises_in_javascript_run_all_their_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exercises_in_javascript_run_all_their_tests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Path(required("MEGAFLOW_AGENTS"), "node")
+    npm = tmp_path / "bin" / "npm"
+    npm.parent.mkdir()
+    npm.write_text(f'#!/bin/sh\nexec node {node}/lib/node_modules/npm/bin/npm-cli.js "$@"\n')
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{npm.parent}:{node}/bin:{os.environ['PATH']}")
     exercises(tmp_path, {"javascript": JAVASCRIPT})
     assert imports("aider-polyglot", "-o", tmp_path / "out", "--from", tmp_path / "polyglot") == 0
     (task,) = load_tasks([f"{tmp_path}/out/aider-polyglot/*"], "/")
