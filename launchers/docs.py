@@ -92,8 +92,8 @@ gets 0. Then set `model.path` in `campaign.yaml`. The files are yours to change.
 SETS = """\
 # Task sets by name
 
-What `megaflow-hpc tasks import NAME` reads ([how](../how-to/swebench.md#import-a-set-by-name)). Numbers are as each
-set's own pages state them; a cell is empty if none does.
+`megaflow-hpc tasks import NAME` reads these sets ([how](../how-to/swebench.md#import-a-set-by-name)). The numbers come
+from each set's own pages. A cell is empty if no page states its value.
 
 The MegaFlow paper (arXiv 2601.07526, section D.1) trains on ten sources, 58,771 tasks. No copy of its list could be
 read when this table was made, so no row claims to be one of them. Sets that are not public have no row.

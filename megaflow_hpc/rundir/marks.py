@@ -138,7 +138,7 @@ class Marks:
             return False
         except ValueError:
             mark = {}
-        return not self.open and counts(mark, count_blocks(os.listdir(self._tasks) if self._tasks.is_dir() else ()))
+        return not self.open and counts(mark, blocks_listed(os.listdir(self._tasks) if self._tasks.is_dir() else ()))
 
     @property
     def open(self) -> list[str]:
@@ -225,7 +225,7 @@ class Marks:
             (self._refused / job).unlink(missing_ok=True)
 
 
-def count_blocks(names: Iterable[str]) -> int:
+def blocks_listed(names: Iterable[str]) -> int:
     """Counts the blocks among the file names in ``tasks/``."""
     return sum(_BLOCK.match(name) is not None for name in names)
 

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,11 @@ def measure(name: str, folder: Path, model: Path, asked: argparse.Namespace, fil
         low, high = interval(rewards)
     print(
         f"{name}, {file}, {model.name}: mean reward {rewards.mean():.3f} ({low:.3f} – {high:.3f}) of {len(rewards)} "
-        f"rollouts, above 0: {(rewards > 0).sum()}, {dict(zip(*_counts(statuses), strict=True))}, "
+        f"rollouts, above 0: {(rewards > 0).sum()}, {dict(Counter(map(str, statuses)))}, "
         f"{time.monotonic() - began:.0f} s, {run.path}",
         flush=True,
     )
     return run.path
-
-
-def _counts(values: Any) -> tuple[list[str], list[int]]:
-    names = sorted(set(map(str, values)))
-    return names, [sum(str(value) == name for value in values) for name in names]
 
 
 def main() -> None:
@@ -108,10 +104,10 @@ def _synthesis(at: Path, asked: argparse.Namespace) -> None:
     """A small model leaves out the form of an answer: it first learns that from a few right answers of each kind."""
     os.chdir(at)
     form = runpy.run_path("puzzles.py")["FORMAT"]
-    start, tuned, seen = at / "models" / "start", at / "models" / "tuned", dict[str, int]()
+    start, tuned, seen = at / "models" / "start", at / "models" / "tuned", Counter[str]()
     with Path("shown.jsonl").open("w") as file:
         for entry in map(json.loads, Path("train.jsonl").read_text().splitlines()):
-            seen[entry["kind"]] = seen.get(entry["kind"], 0) + 1
+            seen[entry["kind"]] += 1
             if seen[entry["kind"]] <= SHOWN:
                 answer = f"<answer>{entry['answer']}</answer>"
                 asks = {"role": "user", "content": entry["question"] + form}

@@ -33,7 +33,7 @@ from megaflow_hpc.ledger.names import (
     task_path,
 )
 from megaflow_hpc.ledger.rules import LedgerRules
-from megaflow_hpc.rundir.marks import FINISHED, OPEN, count_blocks
+from megaflow_hpc.rundir.marks import FINISHED, OPEN, blocks_listed
 from megaflow_hpc.rundir.marks import counts as counts_all
 from megaflow_hpc.trajectories.journal.winners import RecordEntry, counts, decide
 from megaflow_hpc.types import Rollout
@@ -559,7 +559,7 @@ class Model:
 def finished(files: Mapping[str, str]) -> bool:
     """Tells whether a finished mark exists and counts."""
     said = json.loads(files[FINISHED]) if FINISHED in files else None
-    return counts_all(said, count_blocks(_look(files, Names(TASKS)))) and not _look(files, Names(OPEN))
+    return counts_all(said, blocks_listed(_look(files, Names(TASKS)))) and not _look(files, Names(OPEN))
 
 
 def _look(files: Mapping[str, str], call: Names | Read | There) -> Any:

@@ -4,9 +4,8 @@ process.
 Each poll reads only the bytes appended to the journals since the last poll. Apart from those bytes, it costs one
 listing of ``RUN/journal`` and one stat for the journal of each pod's latest start. Journals of earlier starts, to
 which only a delayed writer can still append, and those that have not grown for :data:`QUIET_S`, are checked every
-:data:`ENDED_INTERVAL_S`. A rollout is yielded at
-its first valid record. If that record failed or was cancelled and a later attempt succeeds, the rollout is yielded a
-second time, and never again.
+:data:`FULL_INTERVAL_S`. A rollout is yielded at its first valid record. If that record failed or was cancelled and a
+later attempt succeeds, the rollout is yielded a second time, and never again.
 
 A follower's *cursor* allows a later process to continue: it contains the number of bytes read from each journal, and
 the ids yielded without success. Successful ids are omitted, because the ledger lets only unsuccessful rollouts run
@@ -51,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
 """Seconds between polls while there are no new records."""
-ENDED_INTERVAL_S = 30.0
-"""Seconds between checks of the journals of earlier starts of pods, and of journals that do not grow."""
+FULL_INTERVAL_S = 30.0
+"""Seconds between checks of all journals, including those of earlier starts and those that do not grow."""
 QUIET_S = 600.0
 """A journal that has not grown for this many seconds is checked less often: its pod may have ended, and if Slurm does
 not requeue pods, the run has many such journals."""
@@ -81,11 +80,11 @@ class Follower:
         self._run = run if isinstance(run, RunDir) else RunDir(run)
         self._read: dict[str, int] = {}
         """Maps each journal's file name to the number of bytes read."""
-        self._ended: set[str] = set()
+        self._skipped: set[str] = set()
         """Names of journals that are skipped until the next check of all journals."""
         self._grew_at: dict[str, float] = {}
         """Maps each journal's file name to the time at which it was first seen or last grew."""
-        self._ended_at = -math.inf
+        self._full_at = -math.inf
         """Time of the latest check of all journals."""
         self._failed: set[str] = set()
         """Ids of rollouts yielded without success."""
@@ -115,9 +114,9 @@ class Follower:
             OSError: As for :meth:`poll`.
         """
         now = time.monotonic()
-        if now >= self._ended_at + ENDED_INTERVAL_S:
-            self._ended_at, self._ended = now, set()
-        sizes = sizes_of(self._run, skip=self._ended)
+        if now >= self._full_at + FULL_INTERVAL_S:
+            self._full_at, self._skipped = now, set()
+        sizes = sizes_of(self._run, skip=self._skipped)
         grown = {name: size for name, size in sizes.items() if size > self._read.get(name, 0)}
         valid: list[RecordEntry] = []
         if grown:
@@ -129,7 +128,7 @@ class Follower:
             self._read = read
         self._grew_at |= {name: now for name in sizes if name in grown or name not in self._grew_at}
         quiet = {name for name in sizes if now - self._grew_at[name] >= QUIET_S}
-        self._ended |= _of_earlier_starts(sizes) | quiet
+        self._skipped |= _of_earlier_starts(sizes) | quiet
         best, _ = decide(valid)
         return [entry for entry in in_commit_order(best.values()) if self._take(entry)]
 

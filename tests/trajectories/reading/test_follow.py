@@ -14,7 +14,7 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.ledger import write_blocks
 from megaflow_hpc.trajectories import JournalWriter, follow, gather, open_trajectories
 from megaflow_hpc.trajectories.reading import follow as follow_module
-from megaflow_hpc.trajectories.reading.follow import ENDED_INTERVAL_S, QUIET_S, Follower
+from megaflow_hpc.trajectories.reading.follow import FULL_INTERVAL_S, QUIET_S, Follower
 from megaflow_hpc.types import Rollout
 from tests.support.operations import counted
 from tests.support.samples import commit, run_dir, trajectory
@@ -76,11 +76,11 @@ def test_a_poll_costs_what_runs_and_not_what_has_ended(run, monkeypatch):
             assert ids(follower.poll()) == [f"task/default/{number}"]
             commit(run, "late", (52 + number, 0, trajectory(100 + number)), start=str(number))
             assert ids(follower.poll()) == [f"task/default/{100 + number}"]
-            now[0] += ENDED_INTERVAL_S if number == 50 else 0
+            now[0] += FULL_INTERVAL_S if number == 50 else 0
         late.append(record(60))
         late.commit()
         assert follower.poll() == []
-        now[0] += ENDED_INTERVAL_S
+        now[0] += FULL_INTERVAL_S
         assert ids(follower.poll()) == ["task/default/60"]
 
 
@@ -108,7 +108,7 @@ def test_pods_that_were_replaced_cost_a_poll_nothing(run, monkeypatch):
         slow.append(record(60))
         slow.commit()
         assert follower.poll() == []
-        now[0] += ENDED_INTERVAL_S
+        now[0] += FULL_INTERVAL_S
         assert ids(follower.poll()) == ["task/default/60"]
         slow.append(record(61))
         slow.commit()
