@@ -26,25 +26,24 @@ WIDTH = 100
 CAMPAIGN = """\
 # The campaign file
 
-Every key, as the code has it: unknown keys are errors, and every key but `name`, `tasks` and `agent` has a default.
-Sections have a table of their own, under the path by which the file reaches them; `[]` stands for each entry of a list,
-`NAME` for a name of your own. `megaflow-hpc check FILE` says what is wrong with a file.
+`megaflow-hpc check FILE` reports every error in a file. Unknown keys are errors. A key is optional unless it is
+required; without a default it is unset. Each section has a heading: `[]` stands for an entry of a list, `NAME` for a
+name that you choose.
 
 """
 
 COMMANDS = """\
 # Commands
 
-This page shows what `megaflow-hpc VERB --help` prints. It says these only once:
+This page shows what `megaflow-hpc VERB --help` prints, without its examples. A heading is how a verb is called, without
+options. `CAMPAIGN` is a campaign file. `RUN` is a run directory, or `latest`: the newest one here. `show`, `diff`,
+`export`, `report`, `validate`, `verify`, `compact`, `anonymise` and `du` also take a `trajectories.h5`.
 
-- `RUN` is a run directory, or `latest`: the newest one here. Verbs that read trajectories (`show`, `diff`, `export`,
-  `report`, `validate`, `verify`, `compact`, `anonymise`, `du`) also take a `trajectories.h5`.
-- `CAMPAIGN` is a campaign file.
-- Every verb takes `-h` and `--debug`, which shows the traceback of an error. All but `completion` and `help` take
-  `--json`: stdout holds JSON and nothing else, errors are text on stderr. Both may also precede the verb.
-- `--help` also shows examples of each verb.
-- Exit status: 0 every rollout was carried out, whatever its reward; 1 some could not be carried out; 2 a bad file or
-  argument; 3 the site refused; 130 interrupted.
+Every verb takes `-h` and `--debug`, which shows the traceback of an error. All but `completion` and `help` take
+`--json`: stdout then holds only JSON; errors are text on stderr. Both may precede the verb.
+
+Exit status: 0 every rollout was carried out, whatever its reward; 1 some could not be carried out; 2 a bad file or
+argument; 3 the site refused; 130 interrupted.
 
 """
 
@@ -55,7 +54,7 @@ COMMON_ARGUMENTS = {
     "campaign file (YAML)",
 }
 """Help texts of arguments that the top of the page explains."""
-LONG_HELP = 8
+LONG_HELP = 5
 """If an option is repeated with the same help of at least so many words, later verbs refer to the first one."""
 
 VARIABLES = """\
@@ -255,31 +254,38 @@ def _helps(parser: argparse.ArgumentParser, level: int, seen: dict[str, str]) ->
     Args:
         parser: the verb's.
         level: of its heading.
-        seen: long help texts that were printed, and the verb that has each.
+        seen: help texts that were printed, and the verb that has each.
     """
     name = parser.prog.partition(" ")[2]
-    shown = [action for action in parser._actions if action.dest not in COMMON_OPTIONS]
-    usage = parser._get_formatter()
-    usage.add_usage(None, [action for action in shown if action.required or not action.option_strings], [], "")
-    optional = any(action.option_strings and not action.required for action in shown)
-    parser.usage = usage.format_help().strip()
-    if optional:
-        parser.usage = parser.usage.replace(parser.prog, f"{parser.prog} [options]")
-    for action in parser._actions:
-        text = action.help or ""
-        if action.dest in COMMON_OPTIONS or text in COMMON_ARGUMENTS:
-            action.help = argparse.SUPPRESS
-        elif len(text.split()) >= LONG_HELP:
-            first = seen.setdefault(text, name)
-            action.help = text if first == name else f"as for {first}"
     verbs = _verbs(parser)
     if verbs:
         yield from (f"{'#' * level} `{name}`", "", parser.description or "", "")
-    else:
-        parser.epilog = None if (parser.epilog or "").startswith("example") else parser.epilog
-        yield from (f"{'#' * level} `{name}`", "", "```text", parser.format_help().rstrip(), "```", "")
-    for verb in verbs:
-        yield from _helps(verb, level + 1, seen)
+        for verb in verbs:
+            yield from _helps(verb, level + 1, seen)
+        return
+    usage = parser._get_formatter()
+    required = [action for action in parser._actions if action.required or not action.option_strings]
+    usage.add_usage(None, required, [], "")
+    heading = " ".join(usage.format_help().split()).removeprefix(f"{parser.prog} ")
+    heading = name if heading == parser.prog else f"{name} {heading}"
+    arguments, repeated = [], dict[str, list[str]]()
+    for action in parser._actions:
+        text = action.help or ""
+        if action.dest in COMMON_OPTIONS or text in COMMON_ARGUMENTS or text == argparse.SUPPRESS:
+            continue
+        if len(text.split()) >= LONG_HELP and seen.setdefault(text, name) != name:
+            shown = action.option_strings[-1:] or [str(action.metavar or action.dest)]
+            repeated.setdefault(seen[text], []).extend(shown)
+        else:
+            arguments.append(action)
+    formatter = parser._get_formatter()
+    formatter.add_text(parser.description)
+    formatter.start_section(None)
+    formatter.add_arguments(arguments)
+    formatter.end_section()
+    formatter.add_text("; ".join(f"as for {verb}: {', '.join(options)}" for verb, options in repeated.items()))
+    formatter.add_text(None if (parser.epilog or "").startswith("example") else parser.epilog)
+    yield from (f"{'#' * level} `{heading}`", "", "```text", formatter.format_help().strip(), "```", "")
 
 
 def _verbs(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

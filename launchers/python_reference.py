@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "megaflow_hpc"
 INTRODUCTION = """\
 # Python
 
-This page shows the docstrings of the public API. Other modules may change in any release.
+This page shows the docstrings of the public API: parameters and attributes as `name: type = default`, then what is
+raised. Other modules may change in any release.
 
 ```text
 from megaflow_hpc import Campaign, Run, open_trajectories      # plan, submit, follow, read
@@ -64,14 +65,21 @@ SECTIONS: dict[str, tuple[tuple[str, str], ...]] = {
 """Title of a section → (source file, names) in the order of the page."""
 
 HIDDEN = {
+    "ApptainerProvider": "terminal",
     "Campaign": "where site_mistakes start",
-    "Run": "jobs live_jobs tended job_uses pods_live over follow conclude stored_rollouts",
-    "Dataflow": "amend again check try_plan committed ordinal sequences",
-    "Trajectory": "to_record from_record",
+    "Dataflow": "amend again check try_plan committed ordinal sequences leave_out add_checkpoint request images",
+    "Difference": "label",
+    "Run": "jobs live_jobs tended job_uses pods_live over follow conclude stored_rollouts job_ids check_stopped",
+    "SandboxSpec": "check parsed_binds as_root",
+    "Trajectory": "begin to_record from_record",
+    "TokenSequence": "expert_row first to_record from_record",
+    "Task": "to_dict from_dict",
 }
 """Class → methods that only this package calls."""
+FROM_METHODS = {"MicroBatch", "Minibatch", "Row", "Step", "TrajectoryStore"}
+"""Classes whose objects come from methods, so that the page omits how they are constructed."""
 HEADINGS = ("Args", "Returns", "Yields", "Raises", "Attributes")
-NOT_RUN = "<!-- not run: an example of a docstring; the pages of tutorials and how-tos are run -->"
+NOT_RUN = "<!-- not run: example of a docstring -->"
 
 
 def page() -> str:
@@ -85,6 +93,7 @@ def page() -> str:
             for name in names.split():
                 lines += _entry(found[name], module)
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+    text = re.sub(r"(?<=\n)((?:- |  ).*\n)\n(?=- )", r"\1", text)
     return INTRODUCTION + text.rstrip() + "\n"
 
 
@@ -93,41 +102,57 @@ def _entry(node: ast.AST, module: str) -> Iterator[str]:
         yield from (f"### `{node.name}`", "", f"`{module}.{_signature(node)}`", "", *_document(node), "")
         return
     assert isinstance(node, ast.ClassDef)
+    if module.endswith(".errors"):
+        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        text = _inline(" ".join((ast.get_docstring(node) or "").split()))
+        yield f"- `{node.name}({bases})`: {text}"
+        return
     init = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
-    bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
-    kind = f" ({', '.join(bases)})" if bases and module.endswith(".errors") else ""
-    made = _signature(init, node.name) if init and not module.endswith(".errors") else node.name
-    yield from (f"### `{node.name}`", "", f"`{module}.{made}`{kind}", "", *_document(node), "")
-    yield from _fields(node)
+    made = _signature(init, node.name) if init and node.name not in FROM_METHODS else node.name
+    yield from (f"### `{node.name}`", "", f"`{module}.{made}`", "", *_document(node), "")
+    attributes = list(_attributes(node))
+    yield from (["Attributes:", "", *attributes] if made != node.name and attributes[1:] else attributes)
+    hidden = HIDDEN.get(node.name, "").split()
     for one in node.body:
-        hidden = HIDDEN.get(node.name, "").split()
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and one.name[0] != "_" and one.name not in hidden:
-            marks = {ast.unparse(mark).rpartition(".")[2] for mark in one.decorator_list}
-            if marks & {"property", "cached_property"}:
-                kind = f": {_type(one.returns)}" if one.returns else ""
-                yield from (f"#### `{node.name}.{one.name}`{kind}", "", *_document(one), "")
-            else:
-                yield from (f"#### `{node.name}.{one.name}`", "", f"`{_signature(one)}`", "", *_document(one), "")
+        if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) or one.name[0] == "_" or one.name in hidden:
+            continue
+        if not _is_property(one):
+            yield from (f"**`{_signature(one)}`**", "", *_document(one), "")
 
 
-def _fields(node: ast.ClassDef) -> Iterator[str]:
-    """Yields a table of the attributes of a class that have a type in its body."""
-    rows = []
+def _attributes(node: ast.ClassDef) -> Iterator[str]:
+    """Yields a list of the attributes that have a type in the class, and of its properties.
+
+    Those without a docstring come last, on one line.
+    """
+    hidden = HIDDEN.get(node.name, "").split()
+    unexplained = []
     for place, one in enumerate(node.body):
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and not one.target.id.startswith("_"):
+        text = ""
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            name, kind = one.target.id, ast.unparse(one.annotation)
+            kind += f" = {ast.unparse(one.value)}" if one.value and not isinstance(one.value, ast.Call) else ""
             after = node.body[place + 1] if place + 1 < len(node.body) else None
-            text = ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 text = _inline(" ".join(str(after.value.value).split()))
-            default = ast.unparse(one.value) if one.value and not isinstance(one.value, ast.Call) else ""
-            cells = (f"`{one.target.id}`", _type(one.annotation), f"`{default}`" if default else "", text)
-            rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    if rows:
-        yield from ("| attribute | type | default | meaning |", "| --- | --- | --- | --- |", *rows, "")
+        elif isinstance(one, ast.FunctionDef) and _is_property(one) and one.returns:
+            name, kind = one.name, ast.unparse(one.returns)
+            text = " ".join(" ".join(line.replace("- raises", "Raises") for line in _document(one)).split())
+        else:
+            continue
+        if name[0] == "_" or name in hidden:
+            continue
+        if text:
+            yield f"- `{name}: {kind}`: {text}"
+        else:
+            unexplained.append(f"`{name}: {kind}`")
+    if unexplained:
+        yield f"- {', '.join(unexplained)}"
+    yield ""
 
 
-def _type(node: ast.expr) -> str:
-    return f"`{ast.unparse(node)}`"
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(mark).endswith("property") for mark in node.decorator_list)
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str = "") -> str:
@@ -144,14 +169,14 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str = "") -> 
 def _document(node: ast.AST) -> Iterator[str]:
     """Yields a docstring as Markdown: sections as lists, examples and literal blocks as code."""
     lines = (ast.get_docstring(node) or "").splitlines()  # type: ignore[arg-type]
-    listed = prose = False
+    listed = prose = raised = False
     place = 0
     while place < len(lines):
         line = lines[place]
         place += 1
         if line.rstrip(":") in HEADINGS and line.endswith(":"):
-            yield from ("", f"{line.rstrip(':')}:", "")
-            listed, prose = True, line in ("Returns:", "Yields:")
+            listed, prose, raised = True, line in ("Returns:", "Yields:"), line == "Raises:"
+            yield from ("", *(["Returns:", ""] if prose else []))
         elif prose and line.startswith("    "):
             yield _inline(line.strip())
         elif line.startswith(">>>"):
@@ -176,7 +201,8 @@ def _document(node: ast.AST) -> Iterator[str]:
         elif listed and line.startswith("    ") and not line.startswith("     "):
             name, colon, rest = line.strip().partition(": ")
             named = colon and re.fullmatch(r"[\w, *]+", name)
-            yield f"- `{name}`: {_inline(rest)}" if named else f"- {_inline(line.strip())}"
+            first = f"{'raises ' if raised else ''}`{name}`: {_inline(rest)}" if named else _inline(line.strip())
+            yield f"- {first}"
         elif listed and line.strip():
             yield f"  {_inline(line.strip())}"
         else:

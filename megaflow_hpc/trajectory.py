@@ -202,7 +202,8 @@ class Recording:
 
 @dataclass
 class Trajectory:
-    """All stored data of one rollout. It is one record of a journal and one row of ``trajectories.h5``."""
+    """All stored data of one rollout. It is one record of a journal and one row of ``trajectories.h5``. ``None`` means
+    unknown."""
 
     id: str
     task_id: str
@@ -227,17 +228,17 @@ class Trajectory:
     started_at: float = 0.0
     finished_at: float = 0.0
     setup_s: float | None = None
-    """Seconds until the agent started, or ``None`` if unknown."""
+    """Seconds until the agent started."""
     agent_s: float | None = None
-    """Seconds spent in the agent, including its model calls and commands, or ``None`` if unknown."""
+    """Seconds spent in the agent, including its model calls and commands."""
     verify_s: float | None = None
-    """Seconds spent in the verifier, or ``None`` if unknown."""
+    """Seconds spent in the verifier."""
     cpu_s: float | None = None
-    """CPU seconds of all processes in the rollout's sandboxes, including verification, or ``None`` if unknown."""
+    """CPU seconds of all processes in the rollout's sandboxes, including verification."""
     memory_peak_mb: float | None = None
-    """Highest memory usage of any of the rollout's sandboxes in MB (10^6 bytes), or ``None`` if unknown."""
+    """Highest memory usage of any of the rollout's sandboxes in MB (10^6 bytes)."""
     disk_peak_mb: float | None = None
-    """Highest measured disk usage of any of the rollout's sandboxes in MB, or ``None`` if unknown."""
+    """Highest measured disk usage of any of the rollout's sandboxes in MB."""
     constrained: int = 0
     """Number of model calls whose tokens have loss mask 0; see :attr:`Recording.constrained`."""
     inexact: int = 0

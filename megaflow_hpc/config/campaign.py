@@ -39,27 +39,26 @@ class CampaignConfig(Section):
     """A validated campaign file."""
 
     name: str
-    """Name of the campaign. Slurm shows it as the name of every job."""
+    """Name of the campaign, and of its Slurm jobs."""
     site: str | None = None
     """Name of the site profile that supplies omitted keys, such as partitions and accounts. Default: none."""
     run_dir: str = "runs"
-    """Parent directory of the run directories. All nodes must be able to access it. Default: ``runs``."""
+    """Parent directory of the run directories, on a file system that all nodes mount. Default: ``runs``."""
     share: Literal["user", "group"] = "user"
     """Access to the run directory: ``user`` for its owner only, ``group`` for the owner's group too. Files that
     contain keys are never shared. For an engine pool: access to its servers. Default: ``user``."""
     tasks: tuple[TaskSource, ...] = ()
     """Sources of tasks. A campaign with neither tasks nor agents is an engine pool."""
     agent: tuple[AgentConfig, ...] = ()
-    """Agent that works on the tasks, or a list of agents that each run every task. Without a model, each agent
-    becomes a policy with the agent's name. If the policy is trained, each group is assigned to one of the agents, in
-    proportion to ``share``."""
+    """Agent that works on the tasks, or a list of agents that each run every task. Without a model, each agent becomes
+    a policy of its name. If the policy is trained, each group gets one agent, in proportion to ``share``."""
     samples: int = Field(1, ge=1)
-    """Number of rollouts of each task under each policy. Raise it to measure pass@k or to train. Default: 1."""
+    """Rollouts of each task under each policy. Raise it to measure pass@k or to train. Default: 1."""
     pass_threshold: float = 1.0
-    """Minimum reward at which a rollout counts as passed, in pass@k, reports and training. Default: 1."""
+    """Minimum reward of a passed rollout, in pass@k, reports and training. Default: 1."""
     seed: int | None = Field(None, ge=0, lt=2**31)
-    """Random seed for sampling and for the trainer. Set it to make runs repeatable. Default: none; engines then
-    sample without a seed, which is faster, and the trainer uses 0."""
+    """Random seed of sampling and trainer, for repeatable runs. Default: none for sampling, which is faster, and 0 for
+    the trainer."""
     model: ModelConfig | None = None
     """Model of a campaign with one policy. The policy's name is ``default``."""
     models: dict[str, ModelConfig] = Field(default_factory=dict)
@@ -71,13 +70,14 @@ class CampaignConfig(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     """Sandboxes: images, network, limits."""
     services: dict[str, ServiceConfig] = Field(default_factory=dict)
-    """Programs that run next to the sandboxes of each rollout, by the host name under which sandboxes reach them."""
+    """Programs that run next to the sandboxes of each rollout. ``NAME`` is the host name by which sandboxes reach
+    one."""
     slurm: SlurmConfig = SlurmConfig()
     """Resources that jobs request from Slurm."""
     scheduling: SchedulingConfig = SchedulingConfig()
     """Rules for the placement of rollouts and for their groups."""
     limits: LimitsConfig = LimitsConfig()
-    """Limits on total resource use. The campaign stops when it reaches any of them."""
+    """Limits on total resource use."""
     quotas: QuotasConfig = QuotasConfig()
     """Rate and concurrency limits of model calls."""
     training: TrainingConfig | None = None

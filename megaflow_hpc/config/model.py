@@ -40,14 +40,13 @@ class WeightsConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling settings of a policy. The gateway adds them to model calls that omit them. It answers calls with
-    other values too, but gives their tokens loss mask 0."""
+    """Sampling settings of a policy. The gateway adds the settings to model calls that omit them. Tokens of calls with
+    other values get loss mask 0."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     """Divisor of the logits. 0 selects greedy decoding. Default: 1."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample only from the smallest set of most likely tokens whose probabilities sum to this value. Default: 1, all
-    tokens."""
+    """Sample only from the most likely tokens whose probabilities sum to this value. Default: 1, all tokens."""
     top_k: int = Field(-1, ge=-1)
     """Sample only from the k most likely tokens. -1 or 0: no limit. Default: -1."""
     min_p: float = Field(0.0, ge=0, le=1)
@@ -76,9 +75,9 @@ class TokenPrice(Section):
     """Price of a model's tokens, in US dollars per million."""
 
     input: float = Field(0.0, ge=0)
-    """Price of a million prompt tokens. Default: 0."""
+    """US dollars for a million prompt tokens. Default: 0."""
     output: float = Field(0.0, ge=0)
-    """Price of a million sampled tokens. Default: 0."""
+    """US dollars for a million sampled tokens. Default: 0."""
 
     def of(self, prompt_tokens: int, sampled_tokens: int) -> float:
         """Returns the price of some tokens in US dollars."""
@@ -106,17 +105,16 @@ class ModelConfig(Section):
     servers: Annotated[ServerCount, WithJsonSchema(SERVER_COUNT_SCHEMA)] = Field(
         ServerCount(), json_schema_extra={"default": 1}
     )
-    """Number of engine servers, or ``[min, max]``. ``min`` servers start with the campaign. More servers start while
-    requests wait, and stop when idle. Default: 1."""
+    """Number of engine servers, or ``[min, max]``: ``min`` start with the campaign, more start while requests wait and
+    stop when idle. Default: 1."""
     gpus: int = Field(1, ge=0)
-    """Number of GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for
-    ``scripted`` and ``replay``, else 1."""
+    """GPUs of each server on each node, for tensor parallelism. Always 0 for ``external``. Default: 0 for ``scripted``
+    and ``replay``, else 1."""
     gpu_type: GpuType | None = None
     """Slurm's name for the type of these GPUs, such as ``a100``. ``sinfo -o %G`` prints the names. Default: any
     type."""
     nodes: int = Field(1, ge=1)
-    """Number of nodes of each server, for pipeline parallelism (``vllm`` only). Raise it for models that do not fit
-    on one node. Default: 1."""
+    """Nodes of each server, for models that need pipeline parallelism (``vllm`` only). Default: 1."""
     weights: WeightsConfig = WeightsConfig()
     """Settings for loading published weights."""
     sampling: SamplingConfig = SamplingConfig()
@@ -124,9 +122,9 @@ class ModelConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Command-line options of the engine, without leading dashes."""
     thoughts: Literal["template", "keep"] = "template"
-    """Handling of earlier answers in a prompt. ``template``: render them with the chat template. If it drops
-    thoughts, a new sequence starts. ``keep``: insert them as sampled, so that a conversation stays one sequence
-    (``vllm`` only). Default: ``template``."""
+    """Earlier answers in a prompt. ``template``: rendered with the chat template; if it drops thoughts, a new sequence
+    starts. ``keep``: inserted as sampled, so that a conversation stays one sequence (``vllm`` only). Default:
+    ``template``."""
     media_domains: tuple[str, ...] = ()
     """Hosts from which engines may download images that agents reference by URL. Default: none; agents must send
     images inline."""
@@ -153,17 +151,15 @@ class ModelConfig(Section):
     agent: tuple[AgentConfig, ...] = ()
     """Agent or list of agents of this policy. Default: the campaign's ``agent``."""
     samples: int | None = Field(None, ge=0)
-    """Number of rollouts of each task under this policy. With 0, the policy runs no tasks and only serves calls that
-    name it. If such a policy is trained, it learns from the groups in the other trained policies' steps. Default:
-    the campaign's ``samples``."""
+    """Rollouts of each task under this policy. With 0, the policy only serves calls that name it; if it is trained, it
+    learns from the groups of the other trained policies' steps. Default: the campaign's ``samples``."""
     price: TokenPrice | None = None
     """Price of the tokens, used for costs in reports and for ``limits.usd``. Default: none."""
     judge: bool | Literal["reward"] = False
-    """Reserve the model for verifiers that judge rollouts. Agents cannot call it. ``reward``: the same, for a reward
+    """Reserve the model for verifiers that judge rollouts; agents cannot call it. ``reward``: the same, for a reward
     model with one class (``vllm`` only), which rates conversations by a number. Default: false."""
     weight: float = Field(1.0, gt=0)
-    """Relative share of requests that each of these servers receives, compared with the policy's other servers.
-    Default: 1."""
+    """Share of requests of each of these servers, relative to the policy's other servers. Default: 1."""
     also: tuple[dict[str, Any], ...] = ()
     """More kinds of servers for this policy. Each entry sets only the keys that differ, such as ``gpus``,
     ``servers`` or ``weight``."""
@@ -259,10 +255,9 @@ class ModelConfig(Section):
 
 
 class EnginePoolConfig(Section):
-    """Rules for sharing an engine pool's servers. The top-level key ``share`` sets who may use them."""
+    """Rules for sharing an engine pool's servers. The top-level key ``share`` sets who may use the servers."""
 
     in_flight: int | None = Field(None, ge=1)
-    """Maximum number of concurrent requests per user at each server. Further requests wait. Default: no limit."""
+    """Concurrent requests per user at each server. Further requests wait. Default: no limit."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Relative share of engine time of each user, by login name. Shares matter only while requests are queued.
-    Default: 1 for everyone."""
+    """Relative share of engine time by login name, while requests are queued. Default: 1 for everyone."""

@@ -30,8 +30,7 @@ SITE_FILE = Path("/etc/megaflow-hpc/site.yaml")
 
 
 class QuotasConfig(Section):
-    """Limits on the campaign's model calls, for endpoints or sites that restrict them. Calls above a limit wait. No
-    limits by default."""
+    """Limits on the campaign's model calls, for endpoints or sites that restrict them. Calls above a limit wait."""
 
     requests_per_s: float | None = Field(None, gt=0)
     """Maximum number of model calls per second."""

@@ -51,7 +51,7 @@ def tables() -> list[Table]:
         for name, value in section["properties"].items():
             path = f"{table.path}.{name}".lstrip(".")
             for reference, place in _sections(value, path):
-                if reference not in paths and "properties" in definitions[reference]:
+                if reference not in paths and definitions[reference].get("properties"):
                     paths[reference] = place
                     result.append(Table(place, _plain(definitions[reference].get("description", ""))))
                     waiting.append((result[-1], definitions[reference]))
@@ -62,23 +62,35 @@ def tables() -> list[Table]:
 
 
 def markdown() -> str:
-    """Returns all tables as Markdown, each under a heading."""
+    """Returns all tables as Markdown lists, each under a heading."""
     lines: list[str] = []
+    seen: dict[str, str] = {}
     for table in tables():
-        lines += [f"## `{table.path}`" if table.path else "## The file", "", *([table.text, ""] if table.text else [])]
-        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        lines += [f"## `{table.path}`" if table.path else "## The file", ""]
+        if details := _without_summary(table.text):
+            lines += [details, ""]
         for key in table.keys:
-            cells = (f"`{key.name}`", key.type, *_default_and_meaning(key))
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            default, text = _default_and_meaning(key)
+            kind = f"{key.type}, required" if default == "required" else key.type
+            kind += f"; default: {default}" if default not in ("", "required", *_UNSET) else ""
+            path = f"{table.path}.{key.name}".lstrip(".")
+            first = seen.setdefault(text, path) if len(text.split()) > 5 else path
+            lines.append(f"- **`{key.name}`** ({kind}): {text if first == path else f'as `{first}`.'}")
         lines.append("")
     return "\n".join(lines)
 
 
+_UNSET = ("none", "`null`", "`{}`", "`[]`")
 _DEFAULT_SENTENCE = re.compile(r" *\bDefault: (.+?)\.$")
 
 
+def _without_summary(text: str) -> str:
+    """Returns the description of a section without its first sentence, which the section's key says too."""
+    return "".join(re.split(r"(?<=[.)])\s+(?=[A-Z])", text, maxsplit=1)[1:])
+
+
 def _default_and_meaning(key: Key) -> tuple[str, str]:
-    """Returns the cells "default" and "meaning" of a key. A trailing sentence "Default: …" moves to the first cell."""
+    """Returns default and meaning of a key. A trailing sentence "Default: …" becomes the default."""
     default = f"`{key.default}`" if key.default not in ("", "required") else key.default
     sentence = _DEFAULT_SENTENCE.search(key.text)
     if not sentence:

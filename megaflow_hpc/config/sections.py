@@ -70,8 +70,8 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 class Method(Section):
-    """A function that replaces a built-in method, called with ``args`` as keyword arguments. Users may write only
-    the name."""
+    """A function that replaces a built-in method, called with ``args`` as keyword arguments. The short form is only the
+    name."""
 
     name: str
     """Function, ``package.module:function``. The module may be in the campaign file's directory."""
@@ -100,7 +100,7 @@ def as_list(value: Any) -> Any:
 
 
 class TaskSource(Section):
-    """A source of tasks. Instead of a mapping, users may write only the path."""
+    """A source of tasks. The short form is only the path."""
 
     path: str
     """Harbor task directories or ``*.jsonl`` files (a glob), or a Python class ``package.module:Class``."""
@@ -109,10 +109,9 @@ class TaskSource(Section):
     exclude: tuple[str, ...] = ()
     """Shell patterns of the task ids to exclude, applied after ``include``. Default: none."""
     limit: int | None = Field(None, ge=1)
-    """Maximum number of tasks, in id order. Useful for a trial run. Default: no limit."""
+    """Maximum number of tasks, in id order, for a trial run. Default: no limit."""
     strict: bool = False
-    """Refuse the campaign if one of these tasks cannot be read or tested. By default, such tasks are left out and
-    counted."""
+    """Refuse the campaign if a task cannot be read or tested, instead of leaving the task out."""
 
     @model_validator(mode="before")
     @classmethod
@@ -121,31 +120,27 @@ class TaskSource(Section):
 
 
 class AgentConfig(Section):
-    """The agent that works on the tasks, and its limits. Instead of a mapping, users may write only the name."""
+    """The agent that works on the tasks, and its limits. The short form is only the name. A rollout that reaches a
+    limit is truncated and verified."""
 
     name: str
-    """Built-in agent (``mini-swe-agent``, ``oracle``, ``nop``, ``command``, ``replay``, …) or a Python class
-    ``package.module:Class``."""
+    """Built-in agent (``megaflow-hpc agents list``) or a Python class ``package.module:Class``."""
     max_turns: int | None = Field(None, ge=1)
-    """Maximum number of model calls per rollout. A rollout that reaches the limit is truncated and verified.
-    Default: no limit."""
+    """Maximum number of model calls per rollout. Default: no limit."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum number of sampled tokens per rollout. A rollout that reaches the limit is truncated and verified.
-    Default: no limit."""
+    """Maximum number of sampled tokens per rollout. Default: no limit."""
     max_image_mb: float = Field(100.0, gt=0, le=400)
-    """Maximum size of a rollout's distinct images in MB (10^6 bytes), which its record keeps. A rollout that reaches
-    the limit is truncated and verified. Default: 100, at most 400."""
+    """Maximum size of a rollout's distinct images in MB (10^6 bytes), which its record keeps. Default: 100, at most
+    400."""
     timeout_s: float | None = Field(None, gt=0)
-    """Maximum run time of the agent in seconds. A rollout that reaches the limit is truncated and verified. Default:
-    the task's timeout."""
+    """Maximum run time of the agent in seconds. Default: the task's timeout."""
     args: dict[str, Any] = {}
-    """Arguments of the agent, passed unchanged. Only paths of built-in agents (``config``, ``messages_file``,
-    ``toolbox``) become absolute: they are relative to the campaign file."""
+    """Arguments of the agent, passed unchanged. Paths of built-in agents (``config``, ``messages_file``, ``toolbox``)
+    are relative to the campaign file."""
     label: str | None = Field(None, alias="as")
-    """Name of this agent in results. Distinguishes two configurations of the same agent. Default: ``name``."""
+    """Name of this agent in results, to distinguish two configurations of one agent. Default: ``name``."""
     share: float = Field(1.0, gt=0)
-    """Share of a trained policy's groups that this agent works on, relative to the policy's other agents. Default:
-    1."""
+    """Share of a trained policy's groups, relative to the policy's other agents. Default: 1."""
 
     @model_validator(mode="before")
     @classmethod
@@ -176,15 +171,15 @@ def scaffold(agent: AgentConfig, agents: Sequence[AgentConfig]) -> str:
 
 
 class SandboxLimits(Section):
-    """Limits of each sandbox. A task's own limits take precedence. 1 MB is 10^6 bytes."""
+    """Limits of each sandbox. 1 MB is 10^6 bytes."""
 
     memory_mb: int | None = Field(None, ge=1)
-    """Maximum memory in MB of all processes, including tmpfs files. At the limit, the command that uses most memory
-    is killed. Default: no limit."""
+    """Memory in MB of all processes, including tmpfs files. At the limit, the command that uses most is killed.
+    Default: no limit."""
     cpus: float | None = Field(None, gt=0)
-    """Number of CPUs available to processes, rounded up. Default: no limit."""
+    """CPUs available to processes, rounded up. Default: no limit."""
     disk_mb: int | None = Field(None, ge=1)
-    """Maximum total size in MB of the files written in a sandbox. Default: no limit."""
+    """Total size in MB of the files written in a sandbox. Default: no limit."""
     processes: int | None = Field(None, ge=16)
     """Maximum number of processes and threads. Default: 512."""
 
@@ -204,10 +199,10 @@ class EnvironmentConfig(Section):
     mirrors: dict[str, str] = {}
     """Registry → mirror to use instead, such as ``docker.io: registry.site.edu/hub``."""
     air_gapped: bool = False
-    """Never download from registries. An image missing from the store is then an error. Default: false."""
+    """Never download from registries. A missing image is then an error. Default: false."""
     build_network: Literal["none", "host"] | None = None
-    """Network access of build steps in Dockerfiles. With ``host`` they can install packages and reach everything
-    that the planning node can reach. Default: ``host`` if ``network`` is ``host``, else ``none``."""
+    """Network access of build steps in Dockerfiles. ``host``: all that the planning node can reach, such as package
+    indexes. Default: ``host`` if ``network`` is ``host``, else ``none``."""
     limits: SandboxLimits = SandboxLimits()
     """Limits of each sandbox. A task's own limits take precedence."""
     nested: bool = False
@@ -239,11 +234,11 @@ class SchedulingConfig(Section):
     """Rules for the placement of rollouts and for their groups."""
 
     pack: tuple[Literal["cpus", "memory"], ...] = ()
-    """Resources that a rank must have free before it starts a rollout, compared with the task's limits. Set it if
-    tasks differ in memory or CPUs. Default: a free slot is enough."""
+    """Resources of the task's limits that a rank must have free before it starts a rollout. Set it if tasks differ in
+    them. Default: a free slot is enough."""
     spare: int = Field(0, ge=0)
-    """Number of extra samples in each group. Once ``samples`` rollouts of a group have a reward, the rest are
-    cancelled. Use it if some rollouts hang or fail. Default: 0."""
+    """Extra samples in each group, for rollouts that hang or fail. Once ``samples`` rollouts of a group have a reward,
+    the rest are cancelled. Default: 0."""
     signal_after: int | None = Field(None, ge=2)
     """Cancel the remaining samples of a group once it has this many rewards and all are equal. Saves time on tasks
     that always or never pass. Default: never."""
@@ -260,5 +255,5 @@ class LimitsConfig(Section):
     wall: float | None = Field(None, gt=0)
     """Hours since the first pod started. Default: no limit."""
     usd: float | None = Field(None, gt=0)
-    """Price of all model calls in US dollars, those of judges and of failed attempts included. Needs ``price`` of the
-    models. Default: no limit."""
+    """US dollars for all model calls, including those of judges and failed attempts. Needs ``price`` of the models.
+    Default: no limit."""

@@ -25,14 +25,13 @@ def words_of(value: Any) -> Any:
 
 
 class HealthConfig(Section):
-    """Checks whether a service is ready. By default, every port must accept connections."""
+    """Checks whether a service is ready."""
 
     command: tuple[Word, ...] = ()
-    """Command that is run in the service's sandbox and exits with 0 if the service is ready: a list of words, or a
-    text for the shell. Default: none; every port must accept connections."""
+    """Command, run in the service's sandbox, that exits with 0 once the service is ready: a list of words, or a text
+    for the shell. Default: none; every port must accept connections."""
     ready_s: float = Field(60.0, gt=0)
-    """Seconds within which a started service must become ready. After that, the rollout is tried again. Default:
-    60."""
+    """Seconds in which a started service must become ready. Otherwise the rollout is tried again. Default: 60."""
 
     _words = field_validator("command", mode="before")(words_of)
 

@@ -103,14 +103,14 @@ class PodsConfig(Section):
     partition: str | None = None
     """CPU partition, or a comma-separated list from which Slurm chooses. Default: the site's."""
     count: int = Field(1, ge=1, le=MAX_PODS)
-    """Number of pods. All pods work on the same rollouts, so more pods finish sooner. Default: 1."""
+    """Number of pods. All work on the same rollouts, so more pods finish sooner. Default: 1."""
     nodes: int = Field(1, ge=1)
     """Number of nodes of each pod. Default: 1."""
     ranks_per_node: Annotated[int, Field(ge=1)] | Literal["fill"] = DEFAULT_RANKS
-    """Number of MPI ranks on each node. Rank 0 of a pod schedules, and the other ranks run rollouts. ``fill`` uses
-    all CPUs of a node, ``cpus_per_rank`` for each rank. Set it for partitions that allocate whole nodes. Default: 2."""
+    """MPI ranks on each node. Rank 0 of a pod schedules; the others run rollouts. ``fill``: as many as the node's CPUs
+    allow, for partitions that allocate whole nodes. Default: 2."""
     slots_per_rank: int | None = Field(None, ge=1)
-    """Number of concurrent rollouts of each worker rank. Raise it if rollouts mostly wait for the model. Default:
+    """Concurrent rollouts of each worker rank. Raise it if rollouts mostly wait for the model. Default:
     ``cpus_per_rank``."""
     cpus_per_rank: int | None = Field(None, ge=1)
     """Number of CPUs of each rank. Default: 2."""
@@ -169,12 +169,11 @@ class ServersConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The trainer's job, one for each trained policy. Slurm requeues it automatically, and it continues from its
-    last commit."""
+    """The trainer's job. Slurm requeues it, and it continues from its last commit."""
 
     kind: Literal["own", "veomni"] = "own"
-    """Training backend. ``own``: transformers and this package. ``veomni``: VeOmni with its kernels, which must be
-    installed in the trainer's environment. Both use the same checkpoint format. Default: ``own``."""
+    """Training backend. ``own``: transformers and this package. ``veomni``: VeOmni with its kernels, installed in the
+    trainer's environment. Both use the same checkpoints. Default: ``own``."""
     partition: str | None = None
     """GPU partition. Default: ``servers.partition``."""
     nodes: int = Field(1, ge=1)
@@ -212,17 +211,17 @@ class SlurmConfig(Section):
     """Shell lines that every job runs first, such as ``module load apptainer``. Exported variables override values
     of the planning machine, such as ``MEGAFLOW_SCRATCH``."""
     check: bool = True
-    """Treat resources that this site seems to lack or refuse as errors. With false, they are warnings and the jobs
-    are submitted. Use false if QOS, constraints or a submit plugin select partitions, or if login nodes lack
-    software of the compute nodes. Default: true."""
+    """Refuse campaigns whose resources this site seems to lack. With false, print warnings and submit. Use false if
+    QOS, constraints or a submit plugin select partitions, or if login nodes lack software of the compute nodes.
+    Default: true."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Additional sbatch options for every job, by name."""
     together: bool = False
-    """Run the engines and one pod in a single heterogeneous job instead of two arrays, so that they start at the
-    same time. Default: false."""
+    """Run the engines and one pod in one heterogeneous job instead of two arrays, so that they start together. Default:
+    false."""
     requeues: int = Field(3, ge=0)
-    """Maximum number of consecutive starts of an array element that make no progress. After that, the element is not
-    requeued. Raise it on unreliable nodes. Default: 3."""
+    """Consecutive starts without progress after which an array element is not requeued. Raise it on unreliable nodes.
+    Default: 3."""
     lead_s: int = Field(LEAD_S, ge=MIN_LEAD_S)
     """Seconds before the end of the walltime at which a pod starts to drain. Running rollouts get all but the last
     35 s of it. Raise it if slurmctld responds slowly when many jobs end together. Default: 60."""
@@ -234,12 +233,12 @@ class SlurmConfig(Section):
     servers: ServersConfig = ServersConfig()
     """Resources of engine servers, which run the model."""
     trainer: TrainerConfig = TrainerConfig()
-    """Resources of the trainers of trained policies."""
+    """Resources of the trainer jobs, one for each trained policy."""
     gather: dict[str, Any] = Field(default_factory=dict)
-    """sbatch options, by name, for the job that writes trajectories.h5 after the pods have ended. To get an email at
-    that time, set ``mail-user`` and ``mail-type: END,FAIL``. Defaults: ``partition``, that of ``pods``; ``time``,
-    enough for the expected bytes and at least an hour, or less if partition, account or QOS allow less;
-    ``cpus-per-task``, the CPUs of a pod on one node, at most 8."""
+    """sbatch options, by name, for the job that writes trajectories.h5 after the pods have ended. For an email, set
+    ``mail-user`` and ``mail-type: END,FAIL``. Defaults: ``partition``, that of ``pods``; ``time``, enough for the
+    expected bytes and at least an hour, or less if partition, account or QOS allow less; ``cpus-per-task``, the CPUs of
+    a pod on one node, at most 8."""
 
     @model_validator(mode="after")
     def _one_cluster(self) -> SlurmConfig:

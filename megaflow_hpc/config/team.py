@@ -27,7 +27,7 @@ from megaflow_hpc.config.sections import NAME, Section
 
 
 class RoleConfig(Section):
-    """A role in a rollout. As a short form, write only the name of its policy."""
+    """A role in a rollout. The short form is only the name of its policy."""
 
     policy: str
     """Model that plays the role: a key of ``models``. Several roles may share a model."""

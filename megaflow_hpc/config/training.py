@@ -151,20 +151,20 @@ class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
     lr: float = Field(1e-6, ge=0)
-    """Learning rate. The default suits full training of models with a few billion parameters. LoRA and small models
-    need a higher rate. Default: 1e-6."""
+    """Learning rate. The default suits full training of a few billion parameters. LoRA and small models need more.
+    Default: 1e-6."""
     schedule: Literal["constant", "linear"] | Method = "constant"
-    """Learning-rate schedule. ``constant``. ``linear``: decays to 0 at the last step. Or ``module:function``, called
-    before each update with its metrics. Default: ``constant``."""
+    """``linear`` decays to 0 at the last step. Or ``module:function``, called before each update with its metrics.
+    Default: ``constant``."""
     warmup: int = Field(0, ge=0)
-    """Number of steps over which the learning rate rises from 0. Default: 0."""
+    """Steps over which the learning rate rises from 0. Default: 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay. Default: 0."""
     clip_norm: float | None = Field(1.0, gt=0)
     """Maximum gradient norm. Larger gradients are scaled down. null: no limit. Default: 1."""
     offload: bool = False
-    """Keep float32 parameters, moments and gradients in the node's memory, and compute the optimizer step on the
-    CPU. Moves 16 bytes per parameter from the GPU to the node, and makes steps slower. Default: false."""
+    """Keep float32 parameters, moments and gradients (16 bytes per parameter) in the node's memory, and compute the
+    optimizer step on the CPU, which is slower. Default: false."""
 
     def rate(self, step: int, steps: int) -> float:
         """Returns the learning rate of a step (from 1) out of ``steps``. Does not apply a user's schedule function."""
@@ -177,7 +177,7 @@ class OptimizerConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, trained instead of all parameters (Hu et al. 2021, arXiv 2106.09685)."""
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = Field(32, ge=1)
     """Rank of the adapters. Default: 32."""
@@ -188,19 +188,18 @@ class LoraConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Division of the model and its rows among the trainer's ranks, each with one GPU. The default, FSDP over all
-    ranks, suits models whose rows fit on one GPU. Replicas × context × tensor must divide the number of ranks."""
+    """Division of the model and its rows among the trainer's ranks. The default, FSDP over all ranks, suits models
+    whose rows fit on one GPU. Replicas × context × tensor must divide the number of ranks."""
 
     replicas: int = Field(1, ge=1)
-    """Number of groups of ranks that each store the whole model (HSDP). With one replica per node, parameters are
-    gathered only within nodes. Default: 1."""
+    """Groups of ranks that each store the whole model (HSDP). With one per node, parameters are gathered only within
+    nodes. Default: 1."""
     context: int = Field(1, ge=1)
-    """Number of ranks that share each row of tokens, for sequences that do not fit on one GPU. Default: 1."""
+    """Ranks that share each row of tokens, for sequences that do not fit on one GPU. Default: 1."""
     tensor: int = Field(1, ge=1)
-    """Number of ranks that share the heads and features of each layer (tensor parallel). Default: 1."""
+    """Ranks that share the heads and features of each layer. Default: 1."""
     expert: int = Field(1, ge=1)
-    """Number of ranks among which experts are divided (expert parallel). Must be a multiple of ``tensor``. Default:
-    1."""
+    """Ranks among which experts are divided. Must be a multiple of ``tensor``. Default: 1."""
 
     @property
     def copies(self) -> int:
@@ -209,7 +208,7 @@ class ParallelConfig(Section):
 
 
 class SnapshotConfig(Section):
-    """Another policy that gets this policy's weights from time to time, such as an opponent in self-play."""
+    """Another policy that gets this policy's weights from time to time."""
 
     to: str
     """Policy that gets the weights. It has a model of its own, of the same shape, and is not trained."""
@@ -221,8 +220,8 @@ class PolicyTraining(Section):
     """Training settings of one policy."""
 
     base: str | None = None
-    """Model directory from which training starts. Set it if engines serve a different copy, such as a quantised one.
-    Default: the policy's ``path``."""
+    """Model directory from which training starts, if engines serve another copy, such as a quantised one. Default: the
+    policy's ``path``."""
     loss: LossConfig = LossConfig()
     """Loss that the optimizer minimises."""
     advantage: AdvantageConfig = AdvantageConfig()
@@ -234,34 +233,33 @@ class PolicyTraining(Section):
     """Function ``module:function``, such as a judge, that rewards stored rollouts, sequences or turns before their
     step is planned. Default: none."""
     importance: Literal["none", "token", "sequence"] | Method | None = None
-    """Importance weights that correct for the difference between the engine's and the trainer's probabilities
-    (truncated importance sampling, Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training). ``token``: one per token. ``sequence``: one per sequence, the product over its tokens. ``none``: no
-    weights. Or ``module:function``. Default: ``token``; ``none`` for ``gspo``, as in its paper."""
+    """Truncated importance weights, which correct for the difference between the engine's and the trainer's
+    probabilities (Yao et al. 2025). ``sequence``: one per sequence, the product over its tokens. Or
+    ``module:function``. Default: ``token``; ``none`` for ``gspo``, as in its paper."""
     columns: dict[str, Method] = Field(default_factory=dict)
-    """Name → function ``module:function`` that computes an extra value for each token, before a step's first update.
-    A loss function can use these values. Default: none."""
+    """Name → function ``module:function`` that computes an extra value of each token before a step's first update, for
+    loss functions. Default: none."""
     truncate: float = Field(2.0, ge=1)
     """Upper bound of importance weights. Default: 2."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning-rate schedule."""
     lora: LoraConfig | None = None
-    """Adapters to train instead of all parameters. Needs much less memory. Default: none."""
+    """Low-rank adapters to train instead of all parameters, with much less memory (arXiv 2106.09685). Default: none."""
     vision: Literal["trained", "frozen"] = "trained"
-    """Training of the vision part of an image-text model, its tower and projection. ``frozen`` leaves it unchanged.
-    Adapters (``lora``) are of the language model only. Default: ``trained``."""
+    """Training of an image-text model's tower and projection. Adapters (``lora``) are of the language model only.
+    Default: ``trained``."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of the computation. Parameters and optimizer are always float32. Default: ``bfloat16``."""
     microbatch: int = Field(32768, ge=1)
-    """Maximum number of tokens, prompts included, in one forward pass on a GPU, or on all GPUs that share a row
-    (``parallel.context``). A longer sequence gets its own pass. After running out of memory, the trainer halves the
-    value. Default: 32768."""
+    """Tokens, prompts included, in one forward pass on a GPU, or on all GPUs that share a row (``parallel.context``). A
+    longer sequence gets a pass of its own. If memory runs out, the trainer halves the value. Default: 32768."""
     recompute: bool = True
-    """Recompute activations in the backward pass. Saves memory but makes steps slower. Default: true."""
+    """Recompute activations in the backward pass: less memory, slower steps. Default: true."""
     parallel: ParallelConfig = ParallelConfig()
-    """Division of the model among GPUs."""
+    """Division of the model among the trainer's ranks, each with one GPU."""
     snapshot: SnapshotConfig | None = None
-    """Another policy that gets this policy's weights every few steps. Default: none."""
+    """Another policy that gets this policy's weights every few steps, such as an opponent in self-play. Default:
+    none."""
 
     @model_validator(mode="after")
     def _whole_adapters(self) -> PolicyTraining:
@@ -288,12 +286,12 @@ Range = Annotated[tuple[float, float, Literal["inclusive", "exclusive"]], Before
 
 
 class OverlongConfig(Section):
-    """Penalty on the reward of long rollouts (soft overlong punishment: DAPO, arXiv 2503.14476, section 3.4)."""
+    """Penalty on the reward of long rollouts."""
 
     longest: int = Field(ge=1)
     """Number of sampled tokens at which the full penalty applies."""
     buffer: int = Field(ge=1)
-    """Number of tokens before ``longest`` over which the penalty grows from 0."""
+    """Tokens before ``longest`` over which the penalty grows from 0."""
     penalty: float = -1.0
     """Full penalty, added to the reward. Default: -1."""
 
@@ -305,7 +303,7 @@ class OverlongConfig(Section):
 
 
 class OverLengthConfig(Section):
-    """Handling of rollouts with a sequence that is too long to train on. Longer sequences are never trained on."""
+    """Handling of sequences that are too long to train on."""
 
     longest: int = Field(ge=1)
     """Maximum number of tokens of a sequence, prompts included."""
@@ -315,15 +313,15 @@ class OverLengthConfig(Section):
 
 
 class MaskUnfinished(Section):
-    """Excludes truncated rollouts from training, but keeps their rewards in the group (overlong filtering: DAPO)."""
+    """Excludes truncated rollouts from training."""
 
 
 class ShuffleConfig(Section):
-    """Permutes the rewards of a step's rollouts at random, for control runs in which rewards carry no information."""
+    """Permutes the rewards of a step's rollouts at random."""
 
 
 class ZeroVariance(Section):
-    """Drops groups in which all rewards are equal, because their advantages are 0."""
+    """Drops groups without a signal."""
 
 
 class DataStep(Section):
@@ -333,26 +331,25 @@ class DataStep(Section):
     """Number added to the reward of a rollout that a limit on turns, tokens or time truncated. MegaFlow, appendix
     D.1, uses -0.5."""
     overlong: OverlongConfig | None = None
-    """Lowers the rewards of long rollouts."""
+    """Lowers the rewards of long rollouts (soft overlong punishment: DAPO, section 3.4)."""
     over_length: OverLengthConfig | None = None
-    """Drops, truncates or penalises rollouts with a sequence that is too long to train on."""
+    """Handling of rollouts with a sequence that is too long to train on."""
     mask_unfinished: MaskUnfinished | None = None
     """Excludes truncated rollouts from training."""
     shuffle: ShuffleConfig | None = None
-    """Permutes rewards at random, for control runs."""
+    """Permutes rewards at random, for control runs in which rewards carry no information."""
     zero_variance: ZeroVariance | None = None
-    """Drops groups in which all rewards are equal."""
+    """Drops groups in which all rewards are equal, because their advantages are 0."""
     pass_rate: Range | None = None
     """Range of pass rates outside which groups are dropped: ``[from, to]``, or ``[from, to, exclusive]`` to exclude
     the bounds. A rollout passes if its reward is at least ``pass_threshold``."""
     staleness: int | None = Field(None, ge=0)
     """Maximum age of a token, in weight versions. Rollouts with older tokens are dropped."""
     replay: float | None = Field(None, ge=0, lt=1)
-    """Maximum share of a step's groups that are replayed from earlier steps. Replays the newest groups, each at most
-    once."""
+    """Maximum share of a step's groups that are replayed from earlier steps: the newest, each at most once."""
     method: Method | None = None
-    """Function ``module:function`` that changes weights, penalties or rewards, or drops rollouts. Users may write
-    only its name as a step."""
+    """Function ``module:function`` that changes weights, penalties or rewards, or drops rollouts. The short form of the
+    step is only its name."""
 
     @model_validator(mode="after")
     def _one(self) -> DataStep:
@@ -410,29 +407,28 @@ class TrainingConfig(Section):
     policies: dict[str, PolicyTraining]
     """Trained policies, by name, with their settings. The policy of ``model`` is called ``default``."""
     batch: int = Field(16, ge=1)
-    """Number of tasks in a step, each with all of the policy's samples. Default: 16."""
+    """Tasks in a step, each with all of the policy's samples. Default: 16."""
     refill: int = Field(0, ge=0, le=100)
-    """How often a step may request more tasks to replace groups that ``data`` dropped (dynamic sampling: DAPO, arXiv
-    2503.14476, section 3.2). After that, the step runs with fewer than ``batch`` tasks. Default: 0."""
+    """How often a step may request more tasks for groups that ``data`` dropped (dynamic sampling: DAPO, arXiv
+    2503.14476, section 3.2). After that, it runs with fewer than ``batch`` tasks. Default: 0."""
     staleness: int | None = Field(1, ge=0)
-    """Maximum age of a step's rollouts, in weight versions. 0: synchronous, each step waits for rollouts of the
-    newest weights. 1 to 4: sampling continues during steps. null: asynchronous, without a limit. New tasks are
-    requested once all live engines have loaded the newest weights. Rollouts that are too old, such as those of an
-    engine that rejects the weights, are dropped as ``stale``. Default: 1."""
+    """Maximum age of a step's rollouts, in weight versions. 0: each step waits for rollouts of the newest weights. 1 to
+    4: sampling continues during steps. null: no limit. New tasks are requested once all live engines have loaded the
+    newest weights. Older rollouts are dropped as ``stale``. Default: 1."""
     data: tuple[DataStep, ...] = ()
     """Processing steps, applied in order, that filter and shape rollouts before training. Default: none."""
     prompts: PromptsConfig = PromptsConfig()
     """Selection of the tasks to request next."""
     trainer: Method | None = None
-    """Function ``module:function`` that replaces this package's trainer. It is called with the policy's
-    ``Dataflow``. Default: none."""
+    """Function ``module:function`` that replaces this package's trainer, called with the policy's ``Dataflow``.
+    Default: none."""
     steps: int = Field(100, ge=1)
     """Number of training steps. Default: 100."""
     checkpoint_every: int = Field(5, ge=1)
     """Number of steps between checkpoints of the trainer's state. The latest three are kept. Default: 5."""
     publish_delta: bool = False
-    """Publish weights as a difference from the last full version if the difference is much smaller. Saves time on
-    slow file systems. Default: false."""
+    """Publish weights as a difference from the last full version if that is much smaller, for slow file systems.
+    Default: false."""
     evaluate: HeldOutConfig | None = None
     """Evaluation on held-out tasks. Default: none."""
 
