@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 MAX_MESSAGE_CHARACTERS = 20_000
@@ -96,3 +97,23 @@ class StarvedError(MegaflowError):
 
 class LedgerError(MegaflowError):
     """The ledger is damaged, or contradicts the state of this pod. The pod must not commit anything more."""
+
+
+_FILE_REMEDIES = {
+    errno.ENOSPC: "free space on that file system, or use another",
+    errno.EDQUOT: "remove files, or ask for a larger quota",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EROFS: "use a directory on a file system that can be written",
+    errno.EIO: "the file system failed; try again, and tell the site if it happens again",
+    errno.ESTALE: "the file system failed; try again, and tell the site if it happens again",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+
+
+def file_error(error: OSError) -> str:
+    """Returns a message for an error of the file system, with its path and a remedy."""
+    if error.errno is None:
+        return str(error)
+    remedy = _FILE_REMEDIES.get(error.errno, "correct the path or its permissions" if error.filename else "")
+    path = f"{error.filename}: " if error.filename else ""
+    return f"{path}{error.strerror}" + (f"; {remedy}" if remedy else "")

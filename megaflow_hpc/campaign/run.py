@@ -475,6 +475,10 @@ class Run:
                 f"tasks; wait for them, or stop them first (megaflow-hpc cancel {self.path}; stored results are kept)"
             )
 
+    def _only_local(self) -> bool:
+        """Returns whether pods of this run have started, all of them on a machine without Slurm jobs."""
+        return bool(self.ledger.accounts()) and not self.job_ids()
+
     def _works(self, launcher: str) -> bool:
         """Returns whether a pod, or a server of an engine pool, is queued or running.
 
@@ -516,6 +520,8 @@ class Run:
         self.dir.check_ours(to_run=True)
         check_version(self.record, self.dir)
         require_running(self.config.name)
+        if launcher == "auto" and self._only_local():
+            launcher = "local"
         chosen = resolve_launcher(launcher, self.config.slurm)
         if not self.ledger.finished:
             restore_rooms(self.dir, self.record, self.ledger)

@@ -23,7 +23,7 @@ from megaflow_hpc.cli import confined
 from megaflow_hpc.cli.output import LogFormatter, note
 from megaflow_hpc.cli.parser import CommandParser, Parser
 from megaflow_hpc.cli.verb import add_json
-from megaflow_hpc.errors import ConfigError, MegaflowError
+from megaflow_hpc.errors import ConfigError, MegaflowError, file_error
 from megaflow_hpc.resources import __version__, missing_package
 
 GROUPS = {
@@ -170,10 +170,7 @@ def _carry_out(arguments: argparse.Namespace) -> int:
     except OSError as error:
         if arguments.debug:
             raise
-        message = str(error)
-        if error.filename:
-            message = f"{error.filename}: {error.strerror}; correct the path or its permissions"
-        note(f"megaflow-hpc: {message}")
+        note(f"megaflow-hpc: {file_error(error)}")
         return ConfigError.exit_status
 
 

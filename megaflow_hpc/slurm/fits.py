@@ -195,13 +195,15 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
     if memory > (most := max(p.memory_mb for p in partitions)):
         request = f"{memory / 1000:g} GB on each node"
         reasons.append(f"{key}.mem_gb: {request}, and a node of partition {names} has {most / 1000:g}; ask for less")
-    if cpus > (most := max(p.cpus for p in partitions)):
+    gpu_refusals = _gpu_refusals(key, options, job, partitions)
+    # By default, each GPU brings its share of the node's CPUs: then too many GPUs are the only mistake.
+    if cpus > (most := max(p.cpus for p in partitions)) and not gpu_refusals:
         keys = "ranks_per_node and cpus_per_rank" if key.startswith("slurm.pods") else "cpus_per_gpu"
         keys = "cpus" if key == "slurm.gather" else keys
         reasons.append(
             f"{key}.{keys}: {cpus} CPUs on each node, and one of partition {names} has {most}; ask for fewer"
         )
-    return [*reasons, *_gpu_refusals(key, options, job, partitions)]
+    return [*reasons, *gpu_refusals]
 
 
 def _gpu_refusals(key: str, options: Mapping[str, Any], job: limits.Amounts, partitions: list[Partition]) -> list[str]:

@@ -80,7 +80,8 @@ def ask(*command: str, epoch: bool = False) -> str:
                 "; check that this is a node of the cluster (scontrol ping) and that SLURM_CONF is right; "
                 "run --launcher local needs no Slurm"
             )
-        raise SiteError(f"{' '.join(command[:3])}: {message}")
+        shown = [word for word in command if word != "env" and not word.startswith("--unset=")][:3]
+        raise SiteError(f"{' '.join(shown)}: {message}")
     return done.stdout
 
 

@@ -22,6 +22,7 @@ from megaflow_hpc.ledger.tasks import planned_tasks
 from megaflow_hpc.rundir.budget import CampaignBudget
 from megaflow_hpc.rundir.overrides import override
 from megaflow_hpc.rundir.record import read_run
+from megaflow_hpc.slurm import site
 from tests.support.campaigns import Make, planned, rows
 from tests.support.harbor_tasks import write_solved_task
 
@@ -34,7 +35,7 @@ def edit(campaign: Path, before: str, after: str) -> None:
 
 @pytest.mark.slow
 def test_tasks_and_samples_of_an_edited_file_are_added_to_a_finished_run_and_nothing_runs_twice(
-    make_campaign: Make, capsys: pytest.CaptureFixture[str]
+    make_campaign: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     campaign = make_campaign(2, agent="oracle")
     run = planned(campaign)
@@ -51,7 +52,9 @@ def test_tasks_and_samples_of_an_edited_file_are_added_to_a_finished_run_and_not
     assert again.status()["rollouts"]["total"] == 9
     assert (again.record.config.samples, len(planned_tasks(again.dir, again.record))) == (3, 3)
     assert again.status()["warnings"] == again.edits.campaign_keys() == []
-    assert again.resume(launcher="local")
+    monkeypatch.setattr(site, "has_slurm", lambda: True)
+    assert again.resume(), "a run that has only run on this machine continues there"
+    assert again.local is not None
     summary = again.wait(timeout_s=120)
     assert (summary["state"], summary["rollouts"]["completed"]) == ("finished", 9)
     names = {f"{task}/oracle/{sample}" for task in ("task0", "task1", "task9") for sample in range(3)}

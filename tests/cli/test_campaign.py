@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli import main
+from megaflow_hpc.cli.campaigns.following import start_and_follow
+from megaflow_hpc.errors import SiteError
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.rundir.events import EventWriter, RolloutEvent, StartEvent
 from megaflow_hpc.rundir.marks import FINISHED
@@ -174,3 +181,27 @@ def test_a_damaged_run_directory_is_named(planned: Run, capsys: Capture) -> None
     line = refused(["status", str(planned.path)], capsys)
     assert str(planned.dir.run_json) in line
     assert "the run directory is damaged" in line
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [(errno.ENOSPC, "free space"), (errno.EDQUOT, "larger quota"), (errno.EACCES, "permissions"), (None, "odd")],
+)
+def test_a_run_whose_results_cannot_be_gathered_names_the_file_the_remedy_and_how_to_continue(
+    tmp_path: Path, code: int | None, remedy: str
+) -> None:
+    file = tmp_path / "trajectories.h5"
+    error = OSError("odd") if code is None else OSError(code, os.strerror(code), str(file))
+
+    def conclude() -> None:
+        raise error
+
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(name="small"), path=tmp_path, local=None, follow=lambda **_: None, conclude=conclude
+    )
+    with pytest.raises(SiteError) as raised:
+        start_and_follow(run, argparse.Namespace(json=False), lambda: True)
+    message = str(raised.value)
+    assert remedy in message
+    assert message.endswith(f"; then continue with: megaflow-hpc resume {tmp_path}")
+    assert code is None or message.startswith(f"{file}: {os.strerror(code)}; ")

@@ -308,6 +308,7 @@ def test_gpus_of_a_type_are_refused_where_there_are_none(campaign: Path, slurm: 
     assert said("gpus: 8, gpu_type: 3090") == ""
     assert said("gpus: 7, gpu_type: h100_1g.10gb") == ""
     place = f"{campaign}:6: slurm.servers.partition"
+    assert "cpus_per_gpu" not in said("gpus: 31"), "each GPU brings its share of the node's CPUs by default"
     assert said("gpus: 16").startswith(f"{place}: 16 GPUs per node, but a node of partition gpu has 15; request fewer")
     assert said("gpu_type: a100").startswith(
         f"{place}: requests GPUs of type 'a100', but partition gpu has types 3090, h100_1g.10gb; change gpu_type"

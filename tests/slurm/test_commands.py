@@ -673,3 +673,8 @@ def test_every_kind_of_job_without_a_time_asks_for_what_is_allowed_where_the_def
     prints("sinfo", status=1, said="Unable to contact slurm controller\n")
     site.partitions.cache_clear()
     assert times(campaign)["gather"] == ["60"]
+
+
+def test_an_error_names_the_slurm_command_and_not_the_env_before_it() -> None:
+    with pytest.raises(SiteError, match=r"^false --parsable: no message$"):
+        site.ask("env", "--unset=SLURM_JOB_ID", "false", "--parsable")

@@ -19,7 +19,7 @@ from megaflow_hpc.cli.output import (
 )
 from megaflow_hpc.cli.progress import ProgressLine, under_way
 from megaflow_hpc.cli.verb import whole
-from megaflow_hpc.errors import MegaflowError, SiteError
+from megaflow_hpc.errors import MegaflowError, SiteError, file_error
 from megaflow_hpc.texts import in_one_line
 
 
@@ -50,6 +50,8 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
         with under_way(f"gathering {run.path}"):
             result = run.conclude()
         progress(result)
+    except OSError as error:  # a full disk, for example
+        raise SiteError(f"{file_error(error)}; then continue with: megaflow-hpc resume {run.path}") from error
     except KeyboardInterrupt:
         try:
             if not messages:
@@ -58,6 +60,8 @@ def start_and_follow(run: Any, arguments: argparse.Namespace, start: Callable[[]
                 try:
                     with under_way(f"{what} {run.path}"):
                         step()
+                except OSError as error:
+                    note(file_error(error))
                 except MegaflowError as error:
                     note(f"{error}")
         except KeyboardInterrupt:
@@ -135,13 +139,14 @@ def say_notices(*of: Any) -> None:
         each.notices.clear()
 
 
-def add_launcher(parser: argparse.ArgumentParser) -> None:
+def add_launcher(parser: argparse.ArgumentParser, first: str = "") -> None:
+    """Adds ``--launcher`` and ``--ranks``. ``first`` is the rule of ``auto`` that precedes the others."""
     parser.add_argument(
         "--launcher",
         choices=("auto", "local", "slurm"),
         default="auto",
-        help="where pods and engines run; auto (the default): on Slurm if it is available, else on this machine, "
-        "unless the file has a slurm: section",
+        help=f"where pods and engines run; auto (the default): {first}on Slurm if it is available, else on this "
+        "machine, unless the file has a slurm: section",
     )
     parser.add_argument(
         "--ranks", type=whole(1), default=1, metavar="N", help="with --launcher local: MPI ranks of the pod (1: no MPI)"

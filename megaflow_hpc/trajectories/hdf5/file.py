@@ -327,7 +327,7 @@ class BackingFile(io.FileIO):
             OSError: A write failed.
         """
         if self._error is not None:
-            raise OSError(self._error.errno, self._error.strerror)
+            raise OSError(self._error.errno, self._error.strerror, str(self.name))
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = super().seek(offset, whence)

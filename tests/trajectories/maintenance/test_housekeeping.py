@@ -217,6 +217,7 @@ def test_no_space_for_a_gather_keeps_the_file_there_was_and_leaves_nothing(run):
     code = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n" + LIMITED
     done = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True)
     assert done.returncode == 7, done.stderr[-2000:]
+    assert f"{run.path}/" in done.stdout, "the error names the file"
     assert run.trajectories.read_bytes() == before
     assert [p.name for p in run.path.iterdir() if p.name.startswith(".")] == []
     assert validate(gather(run, rebuild=True)) == []
