@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 from collections.abc import Sequence
 
 MAX_MESSAGE_CHARACTERS = 20_000
@@ -114,6 +116,18 @@ def file_error(error: OSError) -> str:
     """Returns a message for an error of the file system, with its path and a remedy."""
     if error.errno is None:
         return str(error)
+    # A failed write names no file. Name the full file system instead, if it is one of the usual ones.
+    place = error.filename or (", ".join(_full_directories()) if error.errno == errno.ENOSPC else "")
     remedy = _FILE_REMEDIES.get(error.errno, "correct the path or its permissions" if error.filename else "")
-    path = f"{error.filename}: " if error.filename else ""
-    return f"{path}{error.strerror}" + (f"; {remedy}" if remedy else "")
+    return (f"{place}: " if place else "") + str(error.strerror) + (f"; {remedy}" if remedy else "")
+
+
+def _full_directories() -> list[str]:
+    """Returns which of the working, temporary and home directories are on a file system without free space."""
+    full = []
+    for folder in dict.fromkeys((os.getcwd(), os.environ.get("TMPDIR", "/tmp"), os.path.expanduser("~"))):
+        with contextlib.suppress(OSError):
+            space = os.statvfs(folder)
+            if not space.f_bavail or (space.f_files and not space.f_favail):
+                full.append(folder)
+    return full

@@ -15,7 +15,7 @@ import pytest
 from megaflow_hpc.campaign.run import Run
 from megaflow_hpc.cli import main
 from megaflow_hpc.cli.campaigns.following import start_and_follow
-from megaflow_hpc.errors import SiteError
+from megaflow_hpc.errors import SiteError, file_error
 from megaflow_hpc.host.atomic import make_directory, write_json
 from megaflow_hpc.rundir.events import EventWriter, RolloutEvent, StartEvent
 from megaflow_hpc.rundir.marks import FINISHED
@@ -205,3 +205,16 @@ def test_a_run_whose_results_cannot_be_gathered_names_the_file_the_remedy_and_ho
     assert remedy in message
     assert message.endswith(f"; then continue with: megaflow-hpc resume {tmp_path}")
     assert code is None or message.startswith(f"{file}: {os.strerror(code)}; ")
+
+
+def test_a_write_that_fails_for_space_names_the_file_system_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/scratch")
+    free = {"/scratch": (5, 0, 9)}  # free blocks, free inodes, inodes
+    values = ("f_bavail", "f_favail", "f_files")
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(**dict(zip(values, free.get(path, (5, 5, 9)), strict=True)))
+    )
+    error = OSError(errno.ENOSPC, "No space left on device")
+    assert file_error(error) == "/scratch: No space left on device; free space on that file system, or use another"
+    free["/scratch"] = (5, 0, 0)  # a file system that does not count inodes
+    assert file_error(error).startswith("No space left on device; ")
