@@ -3,7 +3,7 @@
 An *engine* is an inference program (vLLM, SGLang, Transformers, the scripted engine, or an external endpoint). An
 *engine server*, or *server* for short, is the process that runs one engine behind a proxy and registers it under
 ``RUN/endpoints``. In Slurm it is one element of the engine array. A *gateway* runs in every worker rank. It gives each
-rollout an address and key, calls the servers and records every sampled token. The server imports the engines. Gateways
-and servers share only HTTP (:mod:`.engine_api`) and the endpoint files. This package imports no inference engine and no
-torch, because engines have virtual environments or images of their own.
+rollout an address and a key, calls the servers and records every sampled token. Gateways and servers communicate only
+through HTTP (:mod:`.engine_api`) and the endpoint files. Engines have virtual environments or images of their own, so
+this package imports neither an inference engine nor torch.
 """

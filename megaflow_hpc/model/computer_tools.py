@@ -1,18 +1,18 @@
-"""Translates the computer tools of Anthropic and OpenAI to functions that any model can use, and back.
+"""Translates Anthropic's and OpenAI's computer tools to functions that any model can use, and back.
 
-If a program requests its vendor's tool, an ordinary engine gets an equivalent function. An endpoint of the same vendor
-gets the tool itself. It is restored from the function, whose description names the tool and its settings
+If an agent requests its vendor's tool, an ordinary engine gets an equivalent function, whose description names the tool
+and its settings. An endpoint of the same vendor gets the original tool, restored from that function
 (:func:`anthropic_tool`, :func:`openai_tool`).
 
 =============================  =======================================================================================
 Anthropic, ``computer_*``      one function ``computer`` in its own vocabulary (:mod:`megaflow_hpc.screen`)
 ``computer_toolset_20260801``  the same function; its calls are named after their actions in this API
-``bash_*``, ``text_editor_*``  functions, because programs offer them together with the computer
+``bash_*``, ``text_editor_*``  functions, because agents offer them together with the computer
 OpenAI                         one function ``computer``, whose arguments are an ``action``; for the tool ``computer``,
                                the list ``actions``
 =============================  =======================================================================================
 
-The types are those of the packages ``anthropic`` 2.6 and ``openai`` 3.46.
+The tool types are those in the packages ``anthropic`` 2.6 and ``openai`` 3.46.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BETAS: Mapping[str, str] = {
     "computer_20250124": "computer-use-2025-01-24",
     "computer_20251124": "computer-use-2025-11-24",
 }
-"""Anthropic's tool → value of the header ``anthropic-beta`` that a request with it needs."""
+"""Maps each Anthropic tool to the value of the ``anthropic-beta`` header that it requires."""
 ZOOM = "zoom"
 
 
@@ -102,7 +102,7 @@ def is_toolset(tool: Mapping[str, Any]) -> bool:
 
 
 def toolset_actions(tools: Sequence[Mapping[str, Any]]) -> Sequence[str] | None:
-    """Returns the actions after which calls are named, or ``None`` if there is no toolset among the tools."""
+    """Returns the actions of the toolset among the tools, or ``None`` if there is no toolset."""
     toolset = next(filter(is_toolset, tools), None)
     return None if toolset is None else _actions(anthropic_function(toolset) or {})
 
@@ -136,7 +136,7 @@ OPENAI_ACTIONS: Mapping[str, tuple[str, ...]] = {
     "type": ("text",),
     "wait": (),
 }
-"""Action → required fields."""
+"""Maps each action to its required fields."""
 _POINT = {"type": "object", "properties": {name: {"type": "integer"} for name in _X_Y}, "required": list(_X_Y)}
 _NEEDED = "; ".join(f"{name}: {', '.join(fields)}" for name, fields in OPENAI_ACTIONS.items() if fields)
 _ACTION: dict[str, Any] = {
@@ -181,9 +181,9 @@ def openai_tool(function: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def openai_actions(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the fields ``action`` or ``actions`` of OpenAI's ``computer_call`` for a call of the function. Returns
-    ``None`` if the client could not execute an action: it is unknown, or a field is missing or has the wrong type.
-    """
+    """Converts the function's arguments to the field ``action`` or ``actions`` of OpenAI's ``computer_call``. Returns
+    ``None`` if the client could not execute an action because it is unknown, or a field is missing or has the wrong
+    type."""
     if set(arguments) == {"actions"}:
         actions = arguments["actions"]
         known = isinstance(actions, list) and bool(actions) and all(map(_is_action, actions))
@@ -192,8 +192,7 @@ def openai_actions(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def openai_arguments(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the function's arguments for an OpenAI ``computer_call``. Empty fields, which clients add, are left
-    out."""
+    """Converts an OpenAI ``computer_call`` to the function's arguments. Omits empty fields, which clients add."""
     if item.get("actions"):
         return {"actions": [dict(_filled(action)) for action in item["actions"]]}
     return dict(_filled(item.get("action") or {}))
@@ -212,7 +211,8 @@ def _is_action(action: Any) -> bool:
 
 
 def _is_field(name: str, value: Any) -> bool:
-    """Returns whether a value has the type of this field. A client ignores fields that it does not know."""
+    """Returns whether a value has the right type for a field. Clients ignore unknown fields, so any value is valid for
+    these."""
     if name in ("button", "text"):
         return isinstance(value, str)
     if name == "keys":
@@ -231,6 +231,6 @@ def _is_pixels(value: Any) -> bool:
 
 
 def safety_checks_of(call: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the safety checks that OpenAI attached to a chat tool call. Its client must acknowledge them."""
+    """Returns the safety checks that OpenAI attached to a chat tool call. The client must acknowledge them."""
     openai = (call.get("extra_content") or {}).get("openai") or {}
     return list(openai.get("pending_safety_checks") or ())

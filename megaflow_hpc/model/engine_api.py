@@ -1,8 +1,8 @@
 """The engines' HTTP API: paths, headers, and the validation of responses before they are recorded and passed on.
 
-An engine may be a third-party endpoint. Its response becomes recorded rows, messages that dialects convert, and the
-agent's response. So every field that this package reads must have the right type and be within bounds, and deep
-nesting is rejected. Other fields pass unchanged.
+An engine may be a third-party endpoint. Its responses are recorded, converted by dialects and passed on to agents. So
+every field that this package reads must have the right type and be within bounds, and deep nesting is rejected. Other
+fields are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
 CLASSIFY = "/classify"
-"""vLLM's endpoint of reward models."""
+"""vLLM's endpoint for reward models."""
 GENERATE = "/inference/v1/generate"
 """vLLM's tokens-in, tokens-out endpoint (``--enable-scale-out``)."""
 RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"
@@ -32,7 +32,7 @@ RENDER, DERENDER = f"{CHAT}/render", f"{CHAT}/derender"
 TEXTS = f"{COMPLETIONS}/derender"
 """vLLM's endpoint that decodes token ids to plain text."""
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-"""SGLang's endpoints that render messages to token ids, and decode ids to text."""
+"""SGLang's endpoints that render messages to token ids and decode ids to text."""
 WEIGHT_VERSION = "X-Megaflow-Weight-Version"
 """Response header set by the proxy: the version of the weights that sampled the response."""
 MAX_TEXT = 8 * 2**20
@@ -45,7 +45,7 @@ _MAGIC, _HEADER_AT = b"\x93NUMPY\x01\x00", 10
 """First bytes of a version 1 ``.npy`` file, and the offset of its header. The two bytes before the header are its
 length."""
 _BYTES = {"|u1": 1, "<u2": 2}
-"""Maps the type of an array to the size of an entry in bytes."""
+"""Maps each supported array dtype to its item size in bytes."""
 
 
 class _Function(msgspec.Struct):
@@ -173,10 +173,10 @@ def log_probabilities(values: Any, count: int) -> array[float]:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts that the model's routers chose for consecutive tokens of a prompt and its answer."""
+    """The experts to which the model routed consecutive tokens of a prompt and its answer."""
 
     start: int
-    """Index of the first token with known experts, counted from the start of the prompt."""
+    """Index of the first token with known experts. The prompt starts at 0."""
     layers: int
     per_token: int
     row: int
@@ -185,19 +185,19 @@ class RoutedExperts:
 
 
 def routed_experts(value: Any, tokens: int, start: int = 0) -> RoutedExperts | None:
-    """Decodes ``routed_experts`` of a choice. Returns ``None`` if the engine does not report experts.
+    """Decodes a choice's ``routed_experts``. Returns ``None`` if the engine does not report experts.
 
     vLLM with ``enable-return-routed-experts`` sends a base64-encoded ``.npy`` file. Its array has the shape (tokens,
-    layers, experts per token) and the type uint8, or uint16 for more than 256 experts. It covers the prompt, from
-    ``routed_experts_prompt_start`` on, and all sampled tokens but the last, which was never an input. Layers without
-    experts contain zeros.
+    layers, experts per token) and the type uint8, or uint16 for more than 256 experts. It covers the prompt from
+    ``routed_experts_prompt_start`` on, and all sampled tokens except the last, which was never an input. Entries of
+    layers without experts are zero.
 
     Args:
         tokens: Number of tokens in the prompt and the answer.
         start: Number of prompt tokens that the request told the engine to omit.
 
     Raises:
-        ValueError, TypeError: The value is not an array of this form, or covers another number of tokens.
+        ValueError, TypeError: The value is not such an array, or covers a different number of tokens.
     """
     if value is None:
         return None

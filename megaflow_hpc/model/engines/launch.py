@@ -6,19 +6,19 @@ In an Apptainer image (``model.image``)::
 
 The engine sees the server's private directory (socket, home, Apptainer's temporary files) and the paths in
 ``model.binds``. It sees the model and the run's published weights read-only. The image is not a sandbox, because the
-engine is the user's own program. It shares the host's network, processes and /dev/shm, through which its processes pass
-tensors. Only environment variables for engines and GPUs are passed on (:data:`PASSED`). They are passed as
-``APPTAINERENV_`` variables, because other users can read the command line.
+engine is the user's own program. The container shares the host's network, processes and /dev/shm, through which the
+engine's processes pass tensors. Only environment variables for engines and GPUs (:data:`PASSED`) are passed on. They
+are passed as ``APPTAINERENV_`` variables, because other users can read the command line.
 
-Across the nodes of its server's allocation (``model.nodes``), as a job step with a task per node::
+Across the nodes of the server's allocation (``model.nodes``), as a job step with one task per node::
 
     server ── lifeline ── srun ─┬─ first node: lifeline ── engine --node-rank 0, listens on the server's socket
                                 └─ node k:     lifeline ── engine --node-rank k --headless
 
-The server runs on the first node, so its proxy reaches the engine's Unix socket as usual. Each part watches the step's
-standard input: end-of-file stops all parts, even if the server was killed. The exit of one part ends the step. ``srun``
-starts ``python -m megaflow_hpc.model.engines.launch PRIVATE COMMAND…`` on each node. The command names the server's
-private directory, so the other nodes create a directory of the same name.
+The server runs on the first node, so its proxy reaches the engine's Unix socket as usual. The part on each node watches
+the step's standard input: end-of-file stops all parts, even if the server was killed. If one part exits, the step ends.
+``srun`` starts ``python -m megaflow_hpc.model.engines.launch PRIVATE COMMAND…`` on each node. The command contains the
+path of the server's private directory, so the other nodes create a directory at the same path.
 """
 
 from __future__ import annotations
@@ -53,19 +53,18 @@ class Launch:
     api_url: str = ""
     """Base URL of an external endpoint's API, before ``/chat/completions``. If empty, ``base_url/v1`` is used."""
     api: str = ""
-    """API of an external endpoint, one of :data:`~megaflow_hpc.model.engines.upstream.UPSTREAMS`. If empty, it gets the
-    same requests as an engine.
-    """
+    """API of an external endpoint, a key of :data:`~megaflow_hpc.model.engines.upstream.UPSTREAMS`. If empty, the
+    endpoint gets the same requests as an engine."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that an external endpoint gets with every completion request that does not set them."""
+    """Default values of request fields, added to each completion request to an external endpoint that does not set
+    them."""
     key: str = field(default="", repr=False)
     """Bearer token that the engine requires. Empty if it requires none."""
     model_name: str = ""
     """Name under which the engine serves the model."""
     protocol: str = "text"
-    """The highest gateway protocol that the engine supports: ``text``, ``plain``, ``split`` or ``sglang``. A reward
-    model has ``reward``.
-    """
+    """The highest gateway protocol that the engine supports: ``text``, ``plain``, ``split`` or ``sglang``. For a reward
+    model, ``reward``."""
     reload: str = ""
     """API for loading weights in place: ``vllm`` or ``sglang``. If empty, new weights require a restart."""
     metrics: bool = False
@@ -92,10 +91,10 @@ PASSED = re.compile(
 )
 """Environment variables inherited by an engine in an image, in addition to those set by its adapter."""
 IMAGE_PYTHON = "python3"
-"""Default interpreter in the image, if ``model.python`` is not set."""
+"""Interpreter in the image if ``model.python`` is not set."""
 HOME, UNPACKED = "home", "image"
 FUSE = "/dev/fuse"
-"""The FUSE device. Without it, unprivileged users cannot mount a SIF file, so each start has to unpack it."""
+"""The FUSE device. Without it, unprivileged users cannot mount a SIF file, so every start unpacks the file."""
 
 
 def in_image(launch: Launch, model: Mapping[str, Any], private: Path, seen: Iterable[Path] = ()) -> Launch:
@@ -148,7 +147,7 @@ def gpu_flags(model: Mapping[str, Any], devices: Path = Path("/dev")) -> list[st
 
 
 def _model_paths(model: Mapping[str, Any]) -> list[Path]:
-    """Returns the script and the model's directory with its symlink targets, or the whole Hugging Face cache."""
+    """Returns the script, and the model's directory with its symlink targets or else the whole Hugging Face cache."""
     paths = [Path(str(model["script"]))] if model.get("script") else []
     path = Path(str(model.get("path") or ""))
     if model.get("path") and path.is_dir():
@@ -208,7 +207,7 @@ def part_command(rank: int, command: Sequence[str]) -> list[str]:
 
 
 def main(private: Path, command: Sequence[str]) -> int:
-    """Runs the engine's part on this node until it or the server exits. Returns its exit status."""
+    """Runs the engine's part on this node until the part or the server exits. Returns the part's exit status."""
     rank = int(os.environ["SLURM_PROCID"])
     for name in list(os.environ):
         if name.startswith(("PMI_", "PMIX_")):

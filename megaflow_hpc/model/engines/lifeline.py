@@ -1,19 +1,19 @@
-"""The parent of an engine's processes, which stops them all on a signal or when its own parent exits.
+"""The parent of an engine's processes. It stops all of them on a signal, or when its own parent exits.
 
 ``python -m megaflow_hpc.model.engines.lifeline COMMAND…`` starts the command in a new session and waits for it.
-End-of-file on standard input (the server died), SIGTERM, SIGINT or SIGHUP stop it. The lifeline then sends SIGTERM to
-the session. After :data:`GRACE_S` seconds, it sends SIGKILL to all remaining processes. These include processes in
-other sessions, because the lifeline is a subreaper and inherits orphans. The exit code is the command's, or 128+n for
-signal n. The command's standard input is closed first, so that lifelines on other nodes, started by ``srun``, stop too.
+SIGTERM, SIGINT, SIGHUP or end-of-file on standard input (the server died) stops it: the lifeline sends SIGTERM to the
+session and, after :data:`GRACE_S` seconds, SIGKILL to all remaining processes. These include processes in other
+sessions, because the lifeline is a subreaper and inherits orphans. The exit code is the command's, or 128+n for signal
+n. The command's standard input is closed first, so that lifelines on other nodes, started by ``srun``, stop too.
 
-SIGKILL ends the lifeline without a chance to stop anything. The kernel then kills the command itself (its parent-death
-signal), but not the processes that the command has started: vLLM's EngineCore, for instance, would wait for requests
-forever. A guardian, forked before the command, therefore waits until the lifeline has ended. It then kills every
-process whose environment has the lifeline's mark, regardless of session and parent. The mark also reaches processes in
-containers, and those that rename themselves (vLLM's do).
+A lifeline that gets SIGKILL cannot stop anything. The kernel then kills the command itself (parent-death signal), but
+not the command's children: vLLM's EngineCore, for instance, would wait for requests forever. A guardian, forked before
+the command, therefore waits until the lifeline has ended. It then kills every process whose environment contains the
+lifeline's mark, regardless of session and parent. Processes in containers inherit the mark too, and processes that
+rename themselves (as vLLM's do) keep it.
 
 Engines pass tensors through files in ``/dev/shm``, which outlive killed processes and occupy the node's memory. The
-lifeline removes the files that any of its processes had mapped.
+lifeline removes all such files that its descendants had mapped.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ POLL_INTERVAL_S = 5.0
 """Seconds between polls of the files that the processes have mapped."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MARK = "MEGAFLOW_LIFELINE"
-"""Variable that the engine's processes inherit: a random text that identifies their lifeline."""
+"""Environment variable that the engine's processes inherit. Its value is a random string that identifies the
+lifeline."""
 ROUND_S = 0.05
-"""Seconds between two rounds of killing. A process may start another one before it is killed."""
+"""Seconds between rounds of killing. Several rounds are needed, because a process may fork before it is killed."""
 QUIET_ROUNDS = 3
-"""The guardian ends after this many rounds in a row without a process to kill."""
+"""The guardian exits after this many consecutive rounds without a process to kill."""
 
 
 def _mapped() -> set[str]:
@@ -65,8 +66,9 @@ def _kill_all() -> None:
 
 
 def _marking(mark: str) -> dict[str, str]:
-    """Returns the variables of the command. Without ``SPT_NOENV``, setproctitle overwrites a process's environment in
-    ``/proc``. Apptainer and Singularity pass on only variables with their prefix."""
+    """Returns the environment variables that mark the command's processes. Without ``SPT_NOENV``, setproctitle
+    overwrites a process's environment in ``/proc``. Apptainer and Singularity pass on only variables with their prefix.
+    """
     variables = {MARK: mark, "SPT_NOENV": "1"}
     inside = {f"{runtime}ENV_{name}": variables[name] for runtime in ("APPTAINER", "SINGULARITY") for name in variables}
     return variables | inside
@@ -77,7 +79,8 @@ def _marked(mark: bytes) -> list[int]:
 
 
 def _guard(mark: str) -> None:
-    """Forks the guardian. It holds the read end of a pipe, whose write end the kernel closes with this process."""
+    """Forks the guardian. It reads from a pipe whose write end only this process holds, so end-of-file means that this
+    process has ended."""
     read, write = os.pipe2(os.O_CLOEXEC)
     if os.fork():
         os.close(read)
@@ -110,7 +113,7 @@ def main(command: Sequence[str], end_on: Sequence[int] = SIGNALS) -> int:
 
     Args:
         command: A program and its arguments.
-        end_on: Signals that end the command. Other signals in :data:`SIGNALS` are ignored.
+        end_on: Signals that stop the command. Other signals in :data:`SIGNALS` are ignored.
     """
     mark = secrets.token_hex(16)
     _guard(mark)

@@ -1,9 +1,9 @@
-"""Starts an engine under a lifeline, waits for its first completion, and stops it with all its processes. Reads from
-its log why it ended.
+"""Starts an engine under a lifeline, waits for its first completion, and stops it with all its processes. Finds the
+cause of an engine's exit in its log.
 
-An external endpoint has no process. It is checked with few requests: ``GET …/models`` costs nothing, and an endpoint
-that lists the model is ready. Otherwise the check requests a completion. The request contains only the model and a
-message, because some endpoints reject ``max_tokens`` and others ``max_completion_tokens``.
+An external endpoint has no process. It is checked with as few requests as possible: ``GET …/models`` costs nothing, and
+an endpoint that lists the model is ready. Otherwise the check requests a completion. This request contains only the
+model and a message, because some endpoints reject ``max_tokens`` and others ``max_completion_tokens``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megaflow_hpc.model.engines.launch import Launch
 WARM_UP_TOKENS = 3
 """Length of the first completion in tokens. With a single token, the engine would compile prefill but not decode."""
 LOG_TAIL_BYTES = 200_000
-"""Bytes at the end of the engine's log searched for a cause. It is large because the first error may cause many
-more."""
+"""Bytes at the end of the engine's log to search for a cause. Large, because the first error may cause many more."""
 FATAL = b"EngineCore encountered a fatal error"
-"""Precedes the traceback of vLLM's core. The traceback of each request in flight follows: megabytes in all."""
+"""Log text before the traceback of vLLM's core. After it, vLLM logs a traceback per request in flight, megabytes in
+total."""
 END_TIMEOUT_S = 20.0
-"""Seconds that the lifeline gets to stop the engine before it is killed."""
+"""Seconds that the lifeline gets to stop the engine before the lifeline is killed."""
 NOT_PASSED = ("PMI_", "PMIX_", "APPTAINER", "SINGULARITY")
 """Prefixes of environment variables withheld from engines: MPI's, and binds added by a site's Apptainer module."""
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
@@ -43,8 +43,8 @@ TEMPORARY = frozenset({408, 425, 429})
 QUESTION = "Are you ready?"
 """Prompt of the first completion."""
 Ask = Callable[[str, dict[str, Any] | None, float], Awaitable[tuple[int, str]]]
-"""Sends a request to an engine. Takes the path, the JSON body (``None`` for a GET) and a timeout in seconds, and
-returns the status and the response text."""
+"""Function that sends a request to an engine. Takes the path, the JSON body (``None`` for a GET) and a timeout in
+seconds. Returns the status and the response text."""
 
 
 class EngineProcess:
@@ -115,7 +115,7 @@ class EngineProcess:
 
         Args:
             ask: Sends one request to the engine.
-            report: Called with the reason why an external engine is unavailable.
+            report: Called with the reason if an external engine is unavailable.
 
         Raises:
             ModelServiceError: There was no completion within ``start_timeout_s``, or an external engine rejected the
@@ -127,7 +127,7 @@ class EngineProcess:
         deadline = time.monotonic() + launch.start_timeout_s
         pause, last = 0.05, "it did not listen"
         messages = [{"role": "user", "content": QUESTION}]
-        scores = launch.protocol != "text"  # as the gateway requests, so everything is compiled in advance
+        scores = launch.protocol != "text"  # the gateway requests them too, so everything is compiled in advance
         requests: list[tuple[str, dict[str, Any]]] = [
             (CHAT, {"messages": messages, **({"logprobs": True} if scores else {})}),
             (COMPLETIONS, {"prompt": QUESTION, **({"logprobs": 1} if scores else {})}),
@@ -253,14 +253,14 @@ CAUSES: tuple[tuple[str, str, bool], ...] = (
     (r"^FATAL( ERROR)?:", "its image cannot be started", False),
     (r"max seq len|KV cache is needed|max_model_len", "the context length does not fit", True),
 )  # fmt: skip
-"""Tuples of (pattern of a log line, cause, True if another start would fail too). The first match applies."""
+"""Tuples of (pattern of a log line, cause, True if a restart would fail too). The first match applies."""
 LASTING = (KEY, REFUSED, *(cause for _, cause, lasting in CAUSES if lasting))
 """Causes that a restart would not fix."""
 REJECTED = (
     r"^exit code \d+: \S*\b(ValueError|TypeError|KeyError|AttributeError|NameError|ImportError|NotImplementedError"
     r"|ValidationError|SyntaxError)\b: "
 )
-"""Matches the last error of an engine that rejects its configuration, so that the node is not blamed."""
+"""Matches the last error of an engine that rejects its configuration. The node is not at fault then."""
 
 MAX_LENGTH = 600
 """Maximum length of a cause, in characters."""
@@ -308,7 +308,7 @@ def _complete_message(lines: list[str], number: int) -> str:
 
 
 def is_lasting(cause: str) -> bool:
-    """Returns whether restarting an engine that never served would fail for the same cause."""
+    """Returns whether an engine that never served would fail again for the same cause if restarted."""
     return any(meaning in cause for meaning in LASTING) or re.match(REJECTED, cause) is not None
 
 
@@ -318,5 +318,5 @@ def _without_prefix(line: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Shortens a long text to its beginning and end, either of which may name the cause."""
+    """Shortens a long text to its beginning and end. Either may name the cause."""
     return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]} … {text[-MAX_LENGTH // 2 :]}"

@@ -1,13 +1,14 @@
-"""Converts calls to the APIs of external endpoints: OpenAI's own, Anthropic's messages and Gemini's generateContent.
+"""Converts calls to the APIs of external endpoints: OpenAI's own API, Anthropic's messages and Gemini's
+generateContent.
 
-The engine server's proxy converts. So the gateway and its dialects are the same for every endpoint, and the key stays
-in the server's process::
+The engine server's proxy makes the conversion. So the gateway and its dialects are the same for every endpoint, and the
+key stays in the server's process::
 
     gateway ── chat request ──► proxy ── request() ──► endpoint ── its reply ──► answer() ── chat reply ──► gateway
 
-Endpoints sign a model's thoughts, and some refuse a tool's result without them. An answer carries the signatures in
-fields that agents need not know (``thinking_blocks``, ``extra_content``). The gateway records the answer and inserts it
-into later prompts, so the endpoint gets its own signatures back.
+Endpoints sign a model's reasoning, and some refuse a tool result if the signed reasoning before it is missing. An
+answer carries the signatures in fields that agents need not know (``thinking_blocks``, ``extra_content``). The gateway
+records the answer and inserts it into later prompts, so the endpoint gets its own signatures back.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from megaflow_hpc.model.images import separated_results
 
 ANTHROPIC_VERSION = "2023-06-01"
 MAX_TOKENS = 8192
-"""Token limit of requests to Anthropic that set none, because its API requires one."""
+"""Default token limit of requests to Anthropic, whose API requires a limit."""
 UNSIGNED = "skip_thought_signature_validator"
-"""Gemini accepts this text instead of the signature of a function call that another model made."""
+"""Gemini accepts this string instead of a signature on a function call that another model made."""
 _DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+);base64,", re.IGNORECASE)
 _RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d{1,6})(?:\.\d+)?s"')
 
@@ -47,16 +48,17 @@ class Unsupported(ValueError):
 
 
 class Upstream(Protocol):
-    """Interface of an endpoint's API."""
+    """Conversion to and from an endpoint's API."""
 
     defaults: Mapping[str, Any]
-    """Fields of every request that neither the agent nor the campaign sets."""
+    """Default values of request fields that neither the agent nor the campaign sets."""
 
     def headers(self, key: str, body: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the headers that carry the key, and those that a chat request needs."""
+        """Returns the headers for a chat request, including the key."""
 
     def path(self, path: str, model: str, body: Mapping[str, Any]) -> str:
-        """Returns the endpoint's path, below the base URL, for a path of OpenAI's API and a chat request.
+        """Returns the path below the endpoint's base URL that corresponds to a path of OpenAI's API, given the chat
+        request.
 
         Raises:
             Unsupported: The API has no such path.
@@ -66,7 +68,7 @@ class Upstream(Protocol):
         """Converts a chat request. Raises Unsupported."""
 
     def answer(self, path: str, reply: Any) -> dict[str, Any]:
-        """Converts the endpoint's reply to that of OpenAI's API.
+        """Converts the endpoint's reply to a reply of OpenAI's API.
 
         Raises:
             KeyError, TypeError, ValueError, AttributeError: The reply is malformed.
@@ -77,7 +79,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 def headers_of(engine: Launch, body: Mapping[str, Any] = _NOTHING) -> dict[str, str]:
-    """Returns the headers that carry an engine's key, and those that a chat request needs."""
+    """Returns the headers for a chat request to an engine, including its key."""
     if not engine.key:
         return {}
     if not engine.api:
@@ -86,7 +88,7 @@ def headers_of(engine: Launch, body: Mapping[str, Any] = _NOTHING) -> dict[str, 
 
 
 def url_of(engine: Launch, path: str, body: Mapping[str, Any] = _NOTHING) -> str:
-    """Returns the URL of a path of OpenAI's API, and of a chat request, at an engine. Raises Unsupported."""
+    """Returns an engine's URL for a path of OpenAI's API, given the chat request. Raises Unsupported."""
     if not engine.api:
         return engine.url(path)
     return engine.api_url + UPSTREAMS[engine.api].path(path, engine.model_name, body)
@@ -106,13 +108,13 @@ def answer_of(engine: Launch, path: str, reply: Any) -> dict[str, Any]:
 
 
 def retry_after(body: bytes) -> str:
-    """Returns the retry delay in seconds from the body of a refusal, where Gemini puts it. Empty if there is none."""
+    """Returns the retry delay in seconds from the body of a refusal, as Gemini reports it, or an empty string."""
     match = _RETRY_DELAY.search(body)
     return str(int(match[1]) + 1) if match else ""
 
 
 def without_key(body: bytes, key: str) -> bytes:
-    """Replaces an endpoint's key in an error text, which an agent may see."""
+    """Redacts an endpoint's key in an error text, because agents may see the text."""
     return body.replace(key.encode(), b"[key]") if key else body
 
 
@@ -137,7 +139,7 @@ def _text(content: Any) -> str:
 
 
 def _arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool call's arguments. Text that is not a JSON object becomes the argument ``input``."""
+    """Decodes a tool call's arguments. Text that is not a JSON object becomes the argument ``input``."""
     text = call["function"].get("arguments") or "{}"
     try:
         arguments = json.loads(text)
@@ -160,7 +162,7 @@ def _schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _grouped(turns: Iterator[tuple[str, list[dict[str, Any]]]], name: str) -> list[dict[str, Any]]:
-    """Joins consecutive turns of the same role, because results of parallel tool calls must be one turn.
+    """Joins consecutive turns of the same role, because the results of parallel tool calls must form one turn.
 
     Args:
         turns: Pairs of role and parts.
@@ -178,7 +180,7 @@ def _grouped(turns: Iterator[tuple[str, list[dict[str, Any]]]], name: str) -> li
 
 
 def _system(messages: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Mapping[str, Any]]]:
-    """Returns the text of the leading system messages, and the other messages."""
+    """Splits off the leading system messages. Returns their text and the other messages."""
     count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return "\n\n".join(filter(None, (_text(message.get("content")) for message in messages[:count]))), messages[count:]
 
@@ -201,10 +203,10 @@ def _reply(
 
 
 class OpenAi:
-    """OpenAI's own API. Its newer models refuse ``max_tokens``, and all refuse options of other engines.
+    """OpenAI's own API. Newer models refuse ``max_tokens``, and all models refuse options of other engines.
 
-    Only its responses API has a computer tool, so requests with one go there. The answer carries that API's own items
-    (``extra_content``), which later requests repeat.
+    Only the responses API has a computer tool, so requests with this tool go there. The answer carries the items of the
+    responses API in ``extra_content``, and later requests send them back.
     """
 
     defaults: Mapping[str, Any] = {}
@@ -243,13 +245,13 @@ class OpenAi:
     def _response_request(self, body: Mapping[str, Any], computer: Mapping[str, Any]) -> dict[str, Any]:
         _refuse(body, "OpenAI's responses API", "n", "logprobs", "logit_bias", "structured_outputs", "stop")
         asked: dict[str, Any] = {"model": body["model"], "input": list(self._items(body["messages"])), "store": False}
-        asked["include"] = ["reasoning.encrypted_content"]  # nothing is stored, so the thoughts come back
+        asked["include"] = ["reasoning.encrypted_content"]  # nothing is stored, so requests repeat it
         asked["tools"] = [openai_tool(function) or {"type": "function", **function} for function in _functions(body)]
         asked |= {name: body[name] for name in ("temperature", "top_p", "parallel_tool_calls") if name in body}
         if limit := body.get("max_completion_tokens") or body.get("max_tokens"):
             asked["max_output_tokens"] = limit
         if computer["type"] == "computer_use_preview":
-            asked["truncation"] = "auto"  # its model requires it
+            asked["truncation"] = "auto"  # the tool's model requires it
         if schema := _schema_of(body):
             asked["text"] = {"format": {"type": "json_schema", "name": "output", "schema": schema}}
         if effort := body.get("reasoning_effort"):
@@ -261,7 +263,8 @@ class OpenAi:
         return {**asked, **({"tool_choice": choice} if choice else {})}
 
     def _items(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yields the items of a conversation. The screenshot of a computer call is in the user message after it."""
+        """Yields the items of a conversation. The chat messages contain a computer call's screenshot in the next user
+        message."""
         screens: dict[str, Mapping[str, Any]] = {}
         for message in separated_results(messages):
             content = message.get("content")
@@ -296,7 +299,7 @@ class OpenAi:
                     yield {"role": message["role"], "content": parts}
 
     def _own_items(self, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields the items of an answer that another model gave."""
+        """Yields the items of another model's answer."""
         if text := _text(message.get("content")):
             yield {"role": "assistant", "content": text}
         for call in message.get("tool_calls") or ():
@@ -387,7 +390,7 @@ class Anthropic:
     def _turns(
         self, messages: Sequence[Mapping[str, Any]], own_tools: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """Yields the role and the blocks of each turn. A result of one of Anthropic's own tools has its pictures."""
+        """Yields the role and the blocks of each turn. Results of Anthropic's own tools contain their screenshots."""
         result: dict[str, Any] | None = None
         for message in separated_results(messages) if own_tools else messages:
             blocks, before, result = self._blocks(message), result, None
@@ -466,7 +469,7 @@ class Anthropic:
 
 
 def _anthropic_id(call_id: str | None) -> str:
-    """Replaces the characters that Anthropic refuses in the id of a tool call. Other models' ids have them."""
+    """Replaces the characters in a tool call's id that Anthropic refuses. Other models' ids may contain them."""
     return re.sub(r"[^a-zA-Z0-9_-]", "_", call_id or "_")
 
 
@@ -527,7 +530,7 @@ class Gemini:
 
     def _turns(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         names: dict[str, str] = {}
-        """Id of each tool call → its function."""
+        """Maps the id of each tool call to the function's name."""
         for message in messages:
             if message["role"] == "assistant":
                 calls = message.get("tool_calls") or ()
@@ -570,7 +573,7 @@ class Gemini:
     def answer(self, path: str, reply: Any) -> dict[str, Any]:
         if path != CHAT:
             return {"data": [{"id": model["name"].removeprefix("models/")} for model in reply["models"]]}
-        candidate = (reply.get("candidates") or [{"finishReason": "SAFETY"}])[0]  # a refused prompt has no candidate
+        candidate = (reply.get("candidates") or [{"finishReason": "SAFETY"}])[0]  # refused prompts have none
         parts = (candidate.get("content") or {}).get("parts") or []
         message: dict[str, Any] = {"role": "assistant"}
         message["content"] = "".join(part["text"] for part in parts if "text" in part and not part.get("thought"))
@@ -607,4 +610,4 @@ def _signature(message: Mapping[str, Any]) -> str:
 
 
 UPSTREAMS: Mapping[str, Upstream] = {"openai": OpenAi(), "anthropic": Anthropic(), "gemini": Gemini()}
-"""Maps each value of ``model.api`` to the conversion."""
+"""Maps each value of ``model.api`` to its conversion."""

@@ -1,4 +1,4 @@
-"""Canonical forms of OpenAI messages, to recognise messages that a client has rewritten."""
+"""Canonical forms of OpenAI messages, used to recognise messages that a client has rewritten."""
 
 from __future__ import annotations
 
@@ -56,11 +56,8 @@ def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def arguments_of(text: Any) -> dict[str, Any]:
-    """Returns a tool call's arguments.
-
-    Some encoders reject text that is not a JSON object or is nested deeper than :data:`MAX_DEPTH`. Text of this kind
-    becomes the single argument :data:`RAW_ARGUMENT`.
-    """
+    """Decodes a tool call's arguments. Text that is not a JSON object, or is nested deeper than :data:`MAX_DEPTH`,
+    becomes the single argument :data:`RAW_ARGUMENT`, because some encoders reject it."""
     if not text:
         return {}
     try:
@@ -80,9 +77,8 @@ def call_ids(message: Mapping[str, Any]) -> str:
 
 
 def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
-    """Returns whether a message has the same meaning as an answer, given that their tool-call ids are equal. Ignores
-    arguments that only the message has, because clients fill in defaults.
-    """
+    """Returns whether a message has the same meaning as an answer with the same tool-call ids. Ignores arguments that
+    only the message has, because clients fill in defaults."""
     if len(message["tool_calls"]) != len(answer["tool_calls"]):  # an id may contain the separator
         return False
     for call, own in zip(message["tool_calls"], answer["tool_calls"], strict=True):
@@ -95,7 +91,7 @@ def completes(message: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
 
 
 def raw_reasoning_of(message: Mapping[str, Any]) -> str:
-    """Returns a message's reasoning, from whichever of two field names the engine used."""
+    """Returns a message's reasoning, for which engines use one of two field names."""
     return message.get("reasoning") or message.get("reasoning_content") or ""
 
 

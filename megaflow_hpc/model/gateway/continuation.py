@@ -1,14 +1,14 @@
-"""Builds the token ids of a prompt: the chat template's rendering, with earlier answers replaced by their sampled ids.
+"""Builds a prompt's token ids from the chat template's rendering, with earlier answers replaced by their sampled ids.
 
-A rendering re-encodes the text of each earlier answer, often to other ids than were sampled. If the rendering contains
-the full text of an answer, the sampled ids replace it, and the sequence grows. Whitespace between reasoning, text and
-tool calls may differ, because parsers drop it and templates add it again. If the template omits or changes a part of an
-answer, the rendering is sent unchanged, and a new sequence starts::
+A rendering re-encodes the text of each earlier answer, often to ids that differ from the sampled ones. If the rendering
+contains the full text of an answer, the sampled ids replace its ids, and the sequence grows. Whitespace between
+reasoning, text and tool calls may differ, because parsers drop it and templates add it again. If the template omits or
+changes a part of an answer, the rendering is sent unchanged, and a new sequence starts::
 
     rendered      [ prompt i           ][ answer i, re-encoded     ][ end of turn, observation, … ]
     sent          [ the sequence so far, with answer i as sampled  ][ end of turn, observation, … ]
 
-The images of the prompt move with its tokens. They must be those of the rendering, in the same order.
+Image spans are shifted along with the tokens. The prompt must show the same images as the rendering, in the same order.
 
 Many templates omit the reasoning of earlier answers. Qwen3's template omits it after the next user message. With
 ``thoughts: keep`` in the campaign file's model section, every answer stays in the prompt as it was sampled.
@@ -28,19 +28,19 @@ from megaflow_hpc.model.json_text import offload
 from megaflow_hpc.trajectory import TokenSequence
 
 _MAX_SEQUENCES = 4
-"""Maximum number of sequences to compare with a ``thoughts: keep`` call whose prompt extends no recorded rendering."""
+"""Maximum number of sequences tried for a ``thoughts: keep`` call whose prompt does not extend a recorded rendering."""
 _RENDERED = (
     *("model", "messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs"),
     "continue_final_message",
 )
 """Options of a chat request that determine its prompt in SGLang."""
 _CONTEXT_TOKENS = 16
-"""Number of prompt tokens to decode along with an answer, so that its start is decoded in context."""
+"""Number of prompt tokens decoded along with an answer, to give its start the right context."""
 
 
 async def continued(call: Call, rendered: Prompt) -> Prompt:
-    """Returns the prompt to send for a rendered one. Raises the same errors as :meth:`Call.post`, and also if a
-    reply lacks a field."""
+    """Returns the prompt to send instead of a rendered prompt. Raises the same errors as :meth:`Call.post`, and
+    KeyError or the like if a reply is malformed."""
     request = call.request
     messages = request.body.get("messages") or ()
     continues = await offload(request.size, request.recorder.tip, rendered, messages, request.policy, request.role)
@@ -79,8 +79,7 @@ def _joined(sequence: TokenSequence, tip: Tip, tail: array[int], rendered: Promp
 
 
 async def _with_thoughts(call: Call, rendered: Prompt, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-    """Returns a prompt that keeps the sampled answers even though the template now renders earlier turns
-    differently."""
+    """Returns a prompt that keeps the sampled answers although the template now renders earlier turns differently."""
     request = call.request
     speaker = request.policy, request.role
     tips = await offload(request.size, request.recorder.answered, messages, *speaker, _MAX_SEQUENCES)
@@ -113,7 +112,7 @@ async def _same_text(call: Call, sampled: array[int], given: array[int], tip: Ti
 
 
 async def _same_text_sglang(call: Call, encodings: list[list[int]], tip: Tip) -> bool:
-    """Does the same for SGLang. Decodes the context too, because SGLang's endpoint decodes without context."""
+    """Does the same for SGLang. Decodes some of the prompt too, because SGLang's endpoint knows no context."""
     context = list(tip.rendered[-_CONTEXT_TOKENS:])
     request = {
         "model": call.server.model_name,
@@ -125,7 +124,7 @@ async def _same_text_sglang(call: Call, encodings: list[list[int]], tip: Tip) ->
 
 
 def _same_parts(texts: list[str], expected: int, tip: Tip) -> bool:
-    """Compares up to two decoded texts of an answer."""
+    """Returns whether up to two decodings of an answer have the same parts."""
     if len(texts) != expected:
         raise ValueError(f"{len(texts)} texts of {expected}")
     texts = [text.rstrip("\ufffd") for text in texts]
@@ -146,7 +145,7 @@ def _parts(text: str, answer: Mapping[str, Any]) -> list[str]:
 async def _tail(call: Call, rendered: Prompt, messages: Sequence[Mapping[str, Any]], tip: Tip) -> array[int]:
     """Returns the tokens that follow the answer in a rendering, or an empty array if they cannot be determined.
 
-    Renders the conversation again with a different answer: both renderings end with the same tokens.
+    Renders the conversation again with a different answer. The tokens that both renderings end with are the result.
     """
     content = str(tip.answer.get("content") or "").rstrip()
     changed = [dict(m) for m in messages]
@@ -171,5 +170,5 @@ async def _rendered(call: Call, messages: Sequence[Mapping[str, Any]]) -> array[
 
 
 def tokenize_request(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the request that makes SGLang render the messages of a chat request."""
+    """Returns the request for SGLang to render the messages of a chat request."""
     return {name: asked[name] for name in _RENDERED if name in asked}

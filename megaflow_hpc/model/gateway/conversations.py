@@ -9,8 +9,8 @@ A call's conversation is the path from a root to its answer. Conversations with 
 Clients modify earlier answers before they send them back. They re-encode the arguments of a tool call, fill in
 defaults, trim whitespace, and drop reasoning that their API does not carry. Such a message matches a recorded answer if
 it has the same meaning **and** the same position in the same conversation. The engine then gets the answer as it was
-generated. If several answers match, later messages of the conversation narrow them down. If the remaining ones differ,
-the engine gets the client's version, and the conversation becomes a branch.
+generated. If several answers match, later messages of the conversation narrow down the candidates. If the remaining
+candidates differ, the engine gets the client's version, and the conversation becomes a branch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from megaflow_hpc.trajectory import Recording
 
 Message = Mapping[str, Any]
 MAX_TASK_CHARACTERS = 20_000
-"""Longest text of a tool call to remember, in characters, for finding the call that started a background sub-agent."""
+"""Maximum length in characters of the tool-call arguments that are kept, to find the call that started a background
+sub-agent."""
 
 
 class AskedPrompt(list[Message]):
@@ -50,7 +51,7 @@ class AskedPrompt(list[Message]):
 
 
 class Conversations:
-    """Index over the messages of a recording. Not thread-safe, except that :meth:`find` may run during :meth:`add`."""
+    """Index of the messages of a recording. Not thread-safe, except that :meth:`find` may run during :meth:`add`."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -60,20 +61,19 @@ class Conversations:
         under the digest of their meaning and under their tool-call ids.
         """
         self._turns: dict[int, int] = {}
-        """Maps the node of an answer to the number of its call."""
+        """Maps each answer's node to the number of its call."""
         self._open: dict[int, None] = {}
-        """Nodes of answers with tool calls for which no call has sent results yet."""
+        """Nodes of answers whose tool calls have no results yet."""
         self._asked: dict[str, int] = {}
-        """Maps each string argument of a tool call, after a line feed, to the latest call with that argument. Omits
-        strings longer than :data:`MAX_TASK_CHARACTERS`.
-        """
+        """Maps each string argument of a tool call, prefixed with a line feed, to the latest call with this argument.
+        Omits strings longer than :data:`MAX_TASK_CHARACTERS`."""
         answers = {turn.message: number for number, turn in enumerate(recording.turns) if turn.message >= 0}
         for node, parent in enumerate(self._parents):
             self._index(node, message_digest(self._messages[node]), answers.get(node))
             self._close(parent)
 
     def find(self, messages: Sequence[Message], policy: str) -> AskedPrompt:
-        """Returns the messages to send to the engine for a call, with their position in the tree.
+        """Returns the messages that the engine gets for a call, with their position in the tree.
 
         Args:
             messages: The client's messages, in OpenAI form.
@@ -89,7 +89,7 @@ class Conversations:
         nodes = [min(levels[-1])] if levels else []
         narrowed = False
         for depth in range(len(levels) - 2, -1, -1):
-            # A later answer narrows down the candidates. Other messages may be new under each candidate.
+            # Only later answers narrow down the candidates. Other messages may be new, whichever candidate they follow.
             narrowed = narrowed or messages[depth + 1].get("role") == "assistant"
             if narrowed:
                 levels[depth] = sorted({self._parents[node] for node in levels[depth + 1]})
@@ -152,7 +152,8 @@ class Conversations:
         return [node for node in matches if call_ids(self._messages[node]) == ids] or matches
 
     def _as_written(self, node: int, message: Message, key: str, policy: str) -> Message | None:
-        """Returns the recorded answer at a node, with the client's tool-call ids, because later messages refer to them.
+        """Returns the recorded answer at a node, but with the client's tool-call ids, because later messages refer to
+        these.
 
         Returns ``None`` if another policy gave the answer and the client's message differs from it.
         """
@@ -167,13 +168,14 @@ class Conversations:
         return answer
 
     def _starter(self, messages: Sequence[Message], nodes: Sequence[int]) -> int:
-        """Returns the call that started this conversation, or -1 if no call did. Closes tool calls that have results.
+        """Returns the call that started this conversation, or -1 if no call did. Closes the tool calls whose results
+        have arrived.
 
         A conversation belongs to a sub-agent if it has no earlier answer and begins while another conversation waits
         for tool results. It was started by the latest waiting call whose arguments appear in its user messages, or else
         by the latest waiting call. A tool that starts a background sub-agent returns immediately, so its call does not
-        wait. An earlier call is therefore preferred to the latest waiting call if a user message equals one of its
-        arguments, or ends with it on a new line.
+        wait. Such a call is preferred to the latest waiting call if a user message equals one of its arguments, or ends
+        with it on a new line.
         """
         for node in nodes[: len(messages) - 1]:
             self._close(node)

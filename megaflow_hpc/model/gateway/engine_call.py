@@ -1,4 +1,4 @@
-"""Posts an agent's request to one engine server, and decides who is at fault if it fails.
+"""Posts an agent's request to one engine server, and decides who is at fault if the request fails.
 
 Connections stay open between calls. If the endpoint file has a fingerprint, the client compares the server's
 certificate with it before it sends any data. Host names and certificate authorities are then ignored. Cancelling a call
@@ -33,19 +33,19 @@ MAX_ANSWER = 32 * 2**20
 SMALL_ANSWER = 2**20
 """Maximum size in bytes of a response body that may be read without the rollout's quota for large responses."""
 GATE_TIMEOUT_S = 120.0
-"""Maximum seconds that a large response waits for the quota. The limit exists because the server has other clients."""
+"""Maximum seconds that a large response waits for the quota. Meanwhile it occupies a server that has other clients."""
 _HEADERS_LEFT_OUT = ("Accept", "Accept-Encoding", "User-Agent")
 Gate = Callable[[], Awaitable[None]]
 """Coroutine function that returns once a large response may be read."""
 _SERVER_AT_FAULT = frozenset({401, 402, 403, 408, 429})
 """HTTP statuses below 500 for which a call is retried at another server."""
 _REFUSED = frozenset({408, 429})
-"""HTTP statuses of an endpoint that limits rates."""
+"""HTTP statuses of an endpoint that applies a rate limit."""
 _FORBIDDEN = frozenset({401, 402, 403})
-"""HTTP statuses that mean a forbidden request or a lack of credit if the engine sends them, and a wrong key if its
-proxy does."""
+"""HTTP statuses with two meanings. From an engine: the request is forbidden, or credit is used up. From its proxy: the
+key is wrong."""
 _MAX_REFUSAL = 64 * 2**10
-"""Maximum size in bytes of an engine's refusal that is passed on to the agent."""
+"""Maximum size in bytes of an engine's error response that is passed on to the agent."""
 _MAX_VERSION_DIGITS = 9
 
 
@@ -53,7 +53,7 @@ _MAX_VERSION_DIGITS = 9
 
 
 class ExchangeFailed(Exception):
-    """The connection failed, the certificate is wrong, or the response is incomplete or not HTTP."""
+    """The connection failed, the certificate did not match, or the response was incomplete or not HTTP."""
 
 
 class AnswerTooLong(ExchangeFailed):
@@ -79,7 +79,7 @@ class EngineClient:
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
         self._fingerprints: dict[str, aiohttp.Fingerprint] = {}
-        """One object per fingerprint, because aiohttp reuses connections only for the same fingerprint object."""
+        """One object per fingerprint, because aiohttp reuses a connection only for the same object."""
 
     async def post(
         self,
@@ -95,7 +95,7 @@ class EngineClient:
 
         Args:
             url: ``http://`` or ``https://``, with port and path.
-            key: Bearer token, sent once the certificate has been verified.
+            key: Bearer token. It is sent after the certificate has been verified.
             fingerprint: SHA-256 of the server's certificate in hexadecimal. If empty, the system's CAs are used.
             timeout_s: Seconds for the whole exchange.
             gate: Called and awaited before more than :data:`SMALL_ANSWER` bytes of the response are read.
@@ -158,7 +158,7 @@ class EngineClient:
 
 
 async def _read(answer: aiohttp.ClientResponse, gate: Gate | None) -> bytearray:
-    """Reads a response body. While the gate is closed, TCP flow control slows down the server."""
+    """Reads a response body. While the gate is closed, TCP flow control stops the server from sending."""
     body = bytearray()
     while part := await answer.content.readany():
         body += part
@@ -202,11 +202,11 @@ class Unavailable(Exception):
         self.wait_s = wait_s
         """Backoff in seconds that the server asks for (``Retry-After``)."""
         self.refused = refused
-        """True if the server limits rates (408, 429), which may concern only large requests."""
+        """True if the server refused the call for its rate (408, 429). It may still accept smaller requests."""
 
 
 class UnusableAnswer(Exception):
-    """The server sent a complete response that is unusable. The server or the request may be at fault.
+    """The server sent a complete but unusable response. Either the server or the request may be at fault.
 
     The router does not back off from the server. Otherwise one agent could make the server unavailable to all other
     agents.
@@ -241,13 +241,13 @@ class EngineRequest(NamedTuple):
     gate: Gate | None = None
     """Called and awaited before a large response is read. If ``None``, large responses are read immediately."""
     role: str = ""
-    """Role that the agent called; empty without a team."""
+    """Role that the agent called. Empty if there is no team."""
     api: str = ""
     """Path below ``/v1`` at which the agent made the call."""
     started_by: int | None = None
     """Number of the call that caused this one, if the agent named it."""
     images: Mapping[str, Image] = {}
-    """Images of the messages, which name them by their SHA-256."""
+    """Images in the messages, by the SHA-256 with which the messages refer to them."""
 
     @property
     def chat(self) -> bool:
@@ -256,7 +256,7 @@ class EngineRequest(NamedTuple):
 
     @property
     def choices(self) -> int:
-        """Number of choices requested, over all prompts of a plain completion."""
+        """Number of choices requested. For a plain completion, the total over all prompts."""
         prompts, each = self.body.get("prompt"), int(self.body.get("n") or 1)
         if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
             return each * len(prompts)
@@ -264,7 +264,7 @@ class EngineRequest(NamedTuple):
 
     @property
     def asked_images(self) -> list[str | None]:
-        """SHA-256 of each image of the prompt, in order. ``None`` for an image on another host."""
+        """SHA-256 of each image in the prompt, in order. ``None`` for an image on another host."""
         return shown_images(self.body.get("messages") or ())
 
     @property
@@ -282,15 +282,17 @@ class Call(NamedTuple):
     timeout_s: float
 
     async def post(self, path: str, body: Mapping[str, Any], size: int = 0) -> Reply:
-        """Posts one of the call's JSON requests, with the images in its messages, and returns the reply.
+        """Posts a JSON request as part of the call, with the images of its messages, and returns the reply.
 
         Args:
-            size: Size in bytes of an earlier engine response that ``body`` contains.
+            size: Size in bytes of the earlier engine response that ``body`` contains, if any.
 
         Raises:
             RefusedCall: The request is at fault.
-            UnusableAnswer: The engine failed on the request, rejects it as forbidden, or exceeds response limits.
-            Unavailable: The server is at fault: unreachable, wrong certificate, 5xx, or a response that is not JSON.
+            UnusableAnswer: The engine failed on the request, rejected it as forbidden, or exceeded a limit on
+                responses.
+            Unavailable: The server is at fault: it was unreachable, had a wrong certificate, or responded with 5xx or
+                without valid JSON.
         """
         server, by_request = self.server, self.request.may_be_large
         encoded = await offload(max(self.request.size, size), _encoded, body, self.request.images)
@@ -339,8 +341,8 @@ class Call(NamedTuple):
     async def complete(self, **changes: Any) -> Reply:
         """Posts the agent's request with ``changes`` applied. Raises the same errors as :meth:`post`.
 
-        Engines reject a token limit that exceeds the context space left after the prompt. In that case the request is
-        sent without a limit, because the space left is the lower limit.
+        Engines reject a token limit that exceeds the context space left after the prompt. The request is then sent
+        again without a limit, because the remaining space limits the answer anyway.
         """
         if self.request.limit:
             try:
@@ -352,18 +354,17 @@ class Call(NamedTuple):
     def asked(self, **changes: Any) -> dict[str, Any]:
         """Returns the body to send to the engine, with the engine's model name, no streaming, and ``changes``.
 
-        Sets the policy's sampling settings where the agent has not, because engines have their own defaults, such as
-        those in ``generation_config.json``. Engines that report no tokens may support only OpenAI's options, so they
-        only get settings that are not neutral.
+        Sampling settings that the agent did not set are taken from the policy, because engines have their own defaults,
+        such as those in ``generation_config.json``. Engines that report no tokens may support only OpenAI's options, so
+        neutral settings are omitted for them.
         """
         sampling = self.request.sampling
         settings = sampling.unusual if self.server.protocol == "text" else sampling.settings
         return {**settings, **self.request.body, "model": self.server.model_name, "stream": False, **changes}
 
     def rendering(self, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the body of a request to vLLM's render. Its reply locates the images but omits their pixels, which as
-        JSON would take a hundred times the bytes of the image.
-        """
+        """Returns the body of a request to vLLM's render endpoint. The body asks for image positions without pixels,
+        because pixels as JSON would take a hundred times the size of the image."""
         return {**asked, "mm_payload": "none"} if self.request.images else asked
 
 
@@ -380,7 +381,7 @@ def parse_weight_version(text: Any) -> int | None:
 
 
 def retry_after_s(value: str) -> float:
-    """Returns the seconds in a ``Retry-After`` header, which may be a date. 0 if it is missing or invalid."""
+    """Parses a ``Retry-After`` header, which may be a date. Returns 0 if it is missing or invalid."""
     if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
         return float(value)
     try:

@@ -1,19 +1,19 @@
 """Retries a call at other servers until one of them serves it.
 
-The agent gets a response only once it is complete. So the gateway can retry a call if its server is unreachable, closes
-the connection, or replies with 5xx or garbage.
+The agent gets a response only once the response is complete. So the gateway can retry a call at another server if a
+server is unreachable, closes the connection, or replies with 5xx or garbage.
 
 A server that is unreachable enters a backoff, during which no call uses it. A server that sends a complete but unusable
 response (:class:`~megaflow_hpc.model.gateway.engine_call.UnusableAnswer`) does not, because the agent's request may
-have made the engine fail. The gateway tries a call that got this response at each other server. Then it retries that
-call with a backoff, without delaying other calls.
+have made the engine fail. The gateway tries such a call at each of the other servers. Then it retries the call with a
+backoff, without delaying other calls.
 
-An endpoint may refuse a call for its rate because that call alone is too long. So if a server refuses the same call a
-second time, but answers a short one, only this call waits.
+An endpoint with a rate limit may refuse a call only because that call is long. So if a server refuses the same call
+twice but answers a short one, only this call waits, and the server does not enter a backoff.
 
 When a call has finally failed, the gateway sends a short request of its own, the *control*. If a server answers the
 control, the agent's request was at fault, and the agent gets an error. Otherwise the service is down, and the rollout
-is retried. So an agent cannot avoid its verdict by sending a request that breaks the engine.
+is retried. So an agent cannot have its rollout retried by sending a request that breaks the engine.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ T = TypeVar("T")
 RETRY_S = 0.5
 """Seconds before a call is retried after an unusable response. The pause doubles each time."""
 MAX_UNUSABLE, MAX_UNUSABLE_OF_ONE = 6, 3
-"""A call fails after this many unusable responses: in total, and from a single server that answers the control."""
+"""A call fails after this many unusable responses: from all servers together, and from one server that still answers
+the control."""
 CONTROL_TIMEOUT_S = 30.0
 CONTROL_SERVERS = 4
-"""Maximum number of servers, least busy first, that receive a control at the same time."""
+"""The control is sent to the least busy servers at the same time, at most this many."""
 Ask = Callable[[Call], Awaitable[T]]
 
 
@@ -57,9 +58,9 @@ class Answered(NamedTuple, Generic[T]):
     answer: T
     server: Server
     model_s: float
-    """Seconds spent at the server that responded."""
+    """Seconds that the successful attempt took."""
     wait_s: float
-    """Seconds spent on waiting and on failed attempts, before the successful attempt."""
+    """Seconds from the call to the successful attempt, spent waiting and on failed attempts."""
 
 
 class Caller:
@@ -68,7 +69,7 @@ class Caller:
     Args:
         wait_s: Maximum seconds that a call waits for an available server.
         request_timeout_s: Timeout of one request in seconds. A timeout counts as a failure of the server.
-        limits: Limits on the rate and on requests in flight, for all calls together.
+        limits: Limits on the rate of requests and on requests in flight, for all calls together.
     """
 
     def __init__(self, wait_s: float, request_timeout_s: float, limits: CallLimits | None = None) -> None:
@@ -104,14 +105,14 @@ class Caller:
     async def _try(self, rollout: OpenRollout, request: EngineRequest, ask: Ask[T], arrived: float) -> Answered[T]:
         router, policy, group = self.router, request.policy, rollout.group
         previous = rollout.servers.get(policy, "")
-        deadline = time.monotonic() + self._wait_s  # time spent waiting for a turn must not count against the servers
+        deadline = time.monotonic() + self._wait_s  # excludes the time spent waiting for a turn
         cause, unusable, refused, pause_s = "", Counter[str](), Counter[str](), 0.0
         alone = False
         control, control_succeeded = partial(self._control, request, ask), False
         while True:
             server = router.pick(policy, previous, group, unusable)
             if server is None:
-                # If the agent times out during this wait, the service may be at fault.
+                # Record the reason now: if the agent times out during the wait, the service may be at fault.
                 rollout.failed(cause or router.describe(policy), control)
                 try:
                     server = await router.acquire(policy, deadline, previous, group)

@@ -18,10 +18,11 @@ from megaflow_hpc.model.json_text import decoded, effort, offload, packed
 MODEL_SERVICE_ERROR = "model_service_error"
 BUDGET_EXCEEDED = "rollout_budget_exceeded"
 SUSPENDED = "rollout_suspended"
-"""Types of errors that clients should not retry."""
+"""Error types that clients should not retry."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 SEND_TIMEOUT_S = 60.0
-"""Seconds within which an agent must read a response. Other calls of its rollout may be waiting for it."""
+"""Seconds within which an agent must read a response. The limit exists because other calls of its rollout may be
+waiting for their turn."""
 PING_INTERVAL_S = 20.0
 """A stream sends a comment after this many seconds without data."""
 MAX_BODY = 32 * 2**20
@@ -73,9 +74,9 @@ async def send_stream(
 ) -> web.StreamResponse:
     """Sends a complete engine response as a stream of events.
 
-    While the engine works, nothing is sent, so that a failure is an ordinary HTTP error. After
-    :data:`PING_INTERVAL_S` the stream opens with a comment, and repeats it at that interval. Clients skip comments,
-    but comments keep them from giving up on the connection. A later failure is sent as an event of the stream.
+    For the first :data:`PING_INTERVAL_S` seconds nothing is sent, so that a failure can be an ordinary HTTP error.
+    After that, a comment is sent at this interval until the response is complete. Clients skip comments, but do not
+    time out while they get some. A failure after the first comment is sent as an event of the stream.
 
     Args:
         request: The agent's request.
@@ -109,7 +110,7 @@ async def send_stream(
         return response
     finally:
         work.cancel()
-        await asyncio.gather(work, return_exceptions=True)  # a call with a price continues and keeps its quota
+        await asyncio.gather(work, return_exceptions=True)  # a call with a price is completed and keeps its quota
 
 
 def _encode(name: str, data: Any) -> bytes:
@@ -120,8 +121,7 @@ def _encode(name: str, data: Any) -> bytes:
 
 @asynccontextmanager
 async def _sending(request: web.BaseRequest) -> AsyncIterator[None]:
-    """Closes the connection if the agent has disconnected, or does not read the response within
-    :data:`SEND_TIMEOUT_S`."""
+    """Closes the connection if the agent disconnects or does not read the response within :data:`SEND_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(SEND_TIMEOUT_S):
             yield
@@ -173,7 +173,7 @@ def error_fields(error: Exception) -> tuple[int, str, str]:
 
 
 def refusal_fields(body: bytes) -> tuple[str, str]:
-    """Returns (message, error type) of an engine's refusal. If the body has an unknown form, it becomes the message."""
+    """Returns (message, error type) of an engine's error response. A body in an unknown format becomes the message."""
     try:
         reply = orjson.loads(body)
         error = reply.get("error") or reply

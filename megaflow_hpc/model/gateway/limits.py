@@ -1,8 +1,8 @@
 """Limits a gateway's requests to the engines: requests and tokens per second, and requests in flight.
 
 Calls wait in order of arrival and are never refused. The number of tokens is known only once the response has arrived.
-The tokens are charged at that time, and later calls wait until any overdraft is paid off. Bursts up to one second's
-allowance pass.
+It is charged then, and later calls wait until any overdraft is paid off. Bursts of up to one second's allowance are
+permitted.
 
 A campaign's limits are divided among its gateways (:meth:`Quotas.share`), so gateways need not communicate.
 """
@@ -37,8 +37,8 @@ class Quotas:
         return cls(section.get("requests_per_s"), section.get("tokens_per_s"), section.get("in_flight"))
 
     def share(self, gateways: int) -> Quotas:
-        """Returns the limits of each gateway if there are ``gateways`` of them. The shares never add up to more than
-        the total.
+        """Returns one gateway's share of the limits if there are ``gateways`` gateways. The shares never add up to more
+        than the total.
 
         Each share allows at least one request in flight. Planning ensures that a campaign's limit is high enough for
         this.
@@ -89,7 +89,7 @@ class CallLimits:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Waits until a call may be made. Inside the context, the call counts as in flight."""
+        """Waits until a call may be made. The call counts as in flight until the context ends."""
         if self._unlimited:
             yield
             return
@@ -108,6 +108,6 @@ class CallLimits:
 
     def _wait_s(self) -> float:
         requests = self._requests.wait_s(1) if self._requests is not None else 0.0
-        # Half a token is enough to start, because only an overdraft has to be paid off.
+        # Half a token is enough for a call to start, because only an overdraft has to be paid off.
         tokens = self._tokens.wait_s(0.5) if self._tokens is not None else 0.0
         return max(requests, tokens)

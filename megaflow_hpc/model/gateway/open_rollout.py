@@ -1,4 +1,4 @@
-"""An open rollout at its gateway, with its address, key, budget, quota and recorder."""
+"""A rollout that is open at its gateway, with its address, key, budget, quota and recorder."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ MAX_CALLS = 64
 
 
 class OverBudget(Exception):
-    """The rollout's budget is too small for a call. The message names the limit."""
+    """A call would exceed the rollout's budget. The message names the limit."""
 
 
 class RolloutQuota:
-    """Limits the gateway resources that one rollout can hold: calls, bytes of their bodies, and one large response.
+    """Limits the gateway resources that one rollout can hold: calls, bytes in their bodies, and one large response.
 
-    Calls over the quota wait in order of arrival, so that the gateway can serve its other rollouts. Use it from a
-    single event loop.
+    Calls over the quota wait in order of arrival, so that the gateway remains available to its other rollouts. Use it
+    from a single event loop.
 
     Args:
-        size: Maximum total size in bytes of the bodies of all calls, and therefore of a single body.
+        size: Maximum total size in bytes of all calls' bodies, and therefore of each body.
         calls: Maximum number of concurrent calls.
     """
 
     def __init__(self, size: int, calls: int = MAX_CALLS) -> None:
         self._size, self._calls = size, calls
         self._first = asyncio.Lock()
-        """Lock held by the call whose turn is next. Calls acquire it in order of arrival, because asyncio locks are
+        """Held by the call whose turn is next. Calls acquire the lock in order of arrival, because asyncio locks are
         FIFO."""
         self._freed = asyncio.Condition()
         self._answers = asyncio.Lock()
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[None]:
-        """Waits until a call with a body of ``size`` bytes may be read. Holds its part of the quota inside the
-        context."""
+        """Waits until a call's body of ``size`` bytes may be read. The call holds its part of the quota until the
+        context ends."""
         async with self._first, self._freed:
             await self._freed.wait_for(lambda: self._calls > 0 and size <= self._size)
             self._calls, self._size = self._calls - 1, self._size - size
@@ -86,7 +86,7 @@ class OpenRollout:
     id: str
     policy: str
     token: str
-    """URL path segment that identifies the rollout."""
+    """Segment of the URL path that identifies the rollout."""
     key: str
     """Bearer token that the rollout's clients must send."""
     recorder: Recorder
@@ -96,9 +96,9 @@ class OpenRollout:
     failure: str = ""
     """Reason why the latest call failed or is still pending. Empty if it succeeded."""
     unanswered: dict[str, str] = field(default_factory=dict)
-    """Policy → reason why its latest call got no answer. Omits all other policies."""
+    """Maps each policy whose latest call got no answer to the reason."""
     control: Callable[[], Awaitable[bool]] | None = None
-    """Checks whether the service answers another request. ``None`` if it is known to be down."""
+    """Function that checks whether the service answers another request. ``None`` if the service is known to be down."""
     listener: socket.socket | None = None
     """Listening socket inside the sandbox, if the sandbox has its own network."""
     quota: RolloutQuota = field(default_factory=lambda: RolloutQuota(MAX_BODY))
@@ -107,7 +107,7 @@ class OpenRollout:
     seed: int = -1
     """Sampling seed of the first call. -1 lets the engine choose."""
     judging: bool = False
-    """True if a verifier makes the calls, which may also go to judges."""
+    """True if a verifier makes the calls. Its calls may also go to judges."""
     suspended: bool = False
     """True if new calls are refused because the rollout continues in another allocation."""
     interrupted: bool = False
@@ -124,7 +124,7 @@ class OpenRollout:
     """Notified when a call releases its reservation."""
 
     def failed(self, why: str, control: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """Records the reason why the latest call failed, and a check of whether the service is at fault."""
+        """Records why the latest call failed, and a function that checks whether the service works otherwise."""
         self.failure, self.control = why, control
 
     def suspend(self, now: bool) -> None:
@@ -136,19 +136,17 @@ class OpenRollout:
 
     @property
     def group(self) -> str:
-        """Name shared by all rollouts of the same task and policy, whose prompts begin with the same tokens."""
+        """Name shared by all rollouts of the same task and policy. Their prompts begin with the same tokens."""
         return self.id.rpartition("/")[0] or self.id
 
     def set_seed(self, asked: dict[str, Any]) -> None:
-        """Sets the seed of call n (from 0) to the rollout's seed + n, unless the agent has set one."""
+        """Sets the seed of call n (from 0) to the rollout's seed + n, unless the agent has set a seed."""
         if self.seed >= 0 and asked.get("seed") is None:
             asked["seed"] = (self.seed + self.recorder.calls + self.in_flight - 1) % SEEDS
 
     def check_images(self, images: Mapping[str, Image]) -> None:
-        """Raises OverBudget if the rollout's images, including those of this call, exceed the budget in bytes.
-
-        Each image counts once, however often it is sent.
-        """
+        """Raises OverBudget if the rollout's images, including this call's, exceed the budget in bytes. Each image
+        counts once, however often it is sent."""
         most = self.budget.image_bytes
         if most is None or not images:
             return
@@ -160,15 +158,15 @@ class OpenRollout:
     async def reserved(self, asked: dict[str, Any], answers: int) -> AsyncIterator[int]:
         """Reserves a call's share of the budget for the duration of the context.
 
-        Lowers ``max_tokens`` in ``asked`` to the remaining budget. If calls in progress have reserved all of it, this
-        call waits until one of them ends.
+        Lowers ``max_tokens`` in ``asked`` to the remaining budget. If calls in progress have reserved the whole
+        remaining budget, waits until one of them ends.
 
         Args:
             asked: The engine's request.
-            answers: Number of choices that it requests.
+            answers: Number of choices requested.
 
         Yields:
-            Token limit of each choice if the request sets no limit. 0 means no limit.
+            Token limit per choice, for a request that sets no limit. 0 means no limit.
 
         Raises:
             OverBudget: The budget is used up, or too small for this call.

@@ -4,19 +4,20 @@
 conversation is recorded.
 
 ``plain``: the OpenAI endpoint with ``logprobs`` and ``return_token_ids`` enabled (supported by vLLM ≥ 0.10 and the
-scripted engine). The engine re-renders the whole history, so a history whose text does not encode to the sampled ids
-starts a new sequence.
+scripted engine). The engine re-renders the whole history for each call. If the history's text does not encode to the
+sampled ids, a new sequence starts.
 
 ``split`` (vLLM with ``--enable-scale-out``): ``…/render`` returns the prompt's token ids, ``/inference/v1/generate``
 maps ids to ids, and ``…/derender`` turns them into the agent's response. Before the second step, the gateway replaces
 this rollout's earlier answers in the prompt with the sampled ids (:mod:`~megaflow_hpc.model.gateway.continuation`). So
-a conversation that only grows is one sequence, even if its text encodes to other ids.
+a conversation that only grows is a single sequence, even if its text would encode to other ids.
 
 ``sglang`` (SGLang) does the same in two requests: ``/tokenize`` renders the prompt, and a chat completion takes it as
 ``input_ids`` and returns the sampled ids with the agent's response.
 
-If a server lacks the endpoints of its protocol, the gateway falls back to the next lower one. It counts the protocols
-used per rollout (:attr:`~megaflow_hpc.trajectory.Recording.protocols`), so readers know which calls have no tokens.
+If a server lacks the endpoints of its protocol, the gateway falls back to the next lower one. Each rollout counts its
+calls per protocol (:attr:`~megaflow_hpc.trajectory.Recording.protocols`), so readers know how many calls have no
+tokens.
 
 A prompt contains a run of placeholder tokens for each image. With ``split``, ``…/render`` reports which run belongs to
 which image. The gateway then sends the ids, with one placeholder per run, together with the images, and checks that the
@@ -24,7 +25,8 @@ engine expands them to the same prompt. If it does not, and always with ``plain`
 second time, and both renderings must agree. If placeholders cannot be matched to images, the call is recorded as
 ``text``, so that no trainer mistakes placeholders for text.
 
-The gateway removes everything from the reply that it added to the request, so the agent sees only what it asked for.
+The gateway removes fields from the reply that only its own additions to the request caused, so the agent gets only what
+it asked for.
 """
 
 from __future__ import annotations
@@ -115,8 +117,8 @@ async def plain(call: Call) -> Answer:
 
 
 async def _rendered_images(call: Call) -> Prompt | None:
-    """Returns the prompt with the spans of its images, or ``None`` if the server does not report them or there are
-    none."""
+    """Returns the prompt with the spans of its images, or ``None`` if there are no images or the server does not report
+    their spans."""
     if not call.request.asked_images or None in call.request.asked_images:
         return None
     try:
@@ -127,7 +129,7 @@ async def _rendered_images(call: Call) -> Prompt | None:
 
 
 def _prompt(call: Call, reply: Reply) -> Prompt | None:
-    """Returns a rendered prompt. ``None`` if the server does not report where it shows the request's images."""
+    """Returns a rendered prompt, or ``None`` if the server does not report the positions of the request's images."""
     tokens, asked = token_ids(reply["token_ids"]), call.request.asked_images
     if not asked:
         return Prompt(tokens)
@@ -179,7 +181,7 @@ async def split(call: Call) -> Answer:
         sampling = {**request["sampling_params"]}
         prompt = await continued(call, rendered)
         if prompt is not rendered and not (body.get("max_tokens") or body.get("max_completion_tokens")):
-            # The limit was the space after the rendered prompt.
+            # The limit was computed from the rendered prompt's length.
             sampling["max_tokens"] += len(rendered.tokens) - len(prompt.tokens)
         if call.request.limit:
             sampling["max_tokens"] = min(sampling["max_tokens"], call.request.limit)
@@ -241,12 +243,11 @@ async def split(call: Call) -> Answer:
 
 
 def _with_pixels(call: Call, prompt: Prompt) -> dict[str, Any] | None:
-    """Returns the fields of a generate request that pass the prompt's images, or ``None`` if ids cannot mark their
-    places.
+    """Returns the fields of a generate request with the prompt's images, or ``None`` if token ids cannot mark the
+    images' positions.
 
     vLLM expands the first placeholder token in the prompt to the length of the first image, and so on. Each run is
-    therefore sent as a single token. This requires that runs consist of one kind of token, which occurs nowhere else in
-    the prompt.
+    therefore sent as a single token. This requires that the placeholder tokens occur nowhere else in the prompt.
     """
     tokens, spans = prompt.tokens, prompt.images
     kinds = {tokens[span.start] for span in spans}
@@ -323,7 +324,7 @@ async def _read(call: Call, reply: Reply, problem: str, read: Callable[..., T], 
 
 
 async def reward(call: Call) -> Answer:
-    """Asks a reward model about a conversation. The answer's text is the reward, before any activation function."""
+    """Asks a reward model to score a conversation. The answer's text is the reward, before any activation function."""
     if not call.request.chat:
         raise RefusedCall(400, b"a reward model rates conversations; use /chat/completions")
     body = {"model": call.server.model_name, "messages": call.request.body["messages"], "use_activation": False}
@@ -419,7 +420,7 @@ def _spans(choice: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
     for span in choice.get("weight_versions") or []:
         version, end = parse_weight_version(span["version"]), int(span["end"])
         if version is None:
-            return []  # the engine was started without a version number; the proxy's header has it
+            return []  # the engine has no version number; the proxy's header has it
         if not last <= end <= tokens:
             raise ValueError(f"weight versions of {end} tokens after {last}, {tokens} token ids")
         spans.append((version, end))
@@ -437,7 +438,8 @@ def _name(value: Any) -> str:
 async def _control_status(call: Call, path: str, own: Mapping[str, Any] | None = None, **options: Any) -> int:
     """Sends one of the gateway's own requests to the server and returns the HTTP status.
 
-    The result decides which protocol all rollouts use with the server, so no agent-written text may influence it.
+    The result determines the protocol that all rollouts use with the server, so text written by an agent must not
+    influence it.
     """
     body = {"model": call.server.model_name, "max_tokens": 1, **control_prompt(path), **options}
     try:

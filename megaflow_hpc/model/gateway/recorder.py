@@ -1,8 +1,8 @@
 """Records a rollout's model calls as token sequences.
 
 A call is a prompt (token ids) and the tokens sampled after it. If the prompt extends a recorded sequence, that sequence
-grows: first by the new part of the prompt (not sampled), then by the sampled tokens. Otherwise a new sequence starts,
-as for a second conversation of the rollout or an edited history.
+grows: first by the new part of the prompt (not sampled), then by the sampled tokens. Otherwise a new sequence starts.
+This happens for a second conversation of the rollout, for instance, or after the history was edited.
 
 ::
 
@@ -10,12 +10,13 @@ as for a second conversation of the rollout or an edited history.
     call 2   [ prompt 1 ][ sampled 1 ][ observation ][ sampled 2 ] sequence 0, turn 1
     call 3   [ summary ][ sampled 3 ]                              sequence 1, turn 2
 
-An image is a run of placeholder tokens, which is the same for all images of one size. A sequence therefore records the
-image of each run, and a prompt extends it only if the same images are at the same positions.
+An image appears in a prompt as a run of placeholder tokens, and all images of the same size have the same run. A
+sequence therefore also records the image of each run. A prompt extends the sequence only if the same images are at the
+same positions.
 
 Invariants: a sampled token has a log-probability and the engine's weight version. Every other token has NaN and -1.
 ``loss_mask`` is 1 exactly for tokens that the policy sampled freely (:attr:`SampledTokens.free`). Tokens are stored as
-the engine reported them, and never tokenised again.
+the engine reported them. Text is never tokenised again.
 """
 
 from __future__ import annotations
@@ -71,29 +72,30 @@ class SampledTokens:
     """The answer as an OpenAI message, or ``None`` for plain completions."""
     request_id: str = ""
     images: Sequence[ImageSpan] = ()
-    """Spans of the images in ``prompt``."""
+    """Image spans in ``prompt``."""
     rendered: Prompt | None = None
-    """The prompt as the engine rendered it from the messages, if known. ``prompt`` is what the engine actually
-    sampled from."""
+    """The prompt as the engine rendered it from the messages, if known. ``prompt`` is the prompt that the engine
+    actually sampled from."""
     stopped: bool = False
     """True if the last token ended the turn, false if a limit ended it."""
     policy: str = ""
     """Policy that answered. Empty for the rollout's own policy."""
     role: str = ""
-    """Role that the agent called; empty without a team. Each role has sequences of its own."""
+    """Role that the agent called. Empty if there is no team. Each role has its own sequences."""
     free: bool = True
     """True if the tokens were sampled with the policy's own settings and without constraints."""
     experts: RoutedExperts | None = None
-    """Experts of the prompt and of the sampled tokens, if the engine reports them."""
+    """Experts for the prompt and the sampled tokens, if the engine reports them."""
     counted: int | None = None
-    """Number of sampled tokens if the engine reports no ids. ``None`` if ``tokens`` has the ids."""
+    """Number of sampled tokens if the engine reports no ids. ``None`` if the ids are in ``tokens``."""
     counted_prompt: int = 0
     """Number of prompt tokens, if ``counted`` is set."""
 
 
 @dataclass
 class Tip:
-    """The end of a sequence. Lets a conversation that comes back as text continue from the sampled ids."""
+    """The end of a sequence, from which a conversation can continue with the sampled ids although it comes back as
+    text."""
 
     rendered: array[int]
     """Prompt of the last turn, as the engine rendered it."""
@@ -101,13 +103,13 @@ class Tip:
     """Number of messages in the prompt."""
     answer: Mapping[str, Any]
     end: int
-    """Number of tokens in the sequence up to the end of the answer."""
+    """Number of tokens from the start of the sequence to the end of the answer."""
     stop: int | None
     """The token that ended the turn, or ``None`` if a limit ended it."""
     start: int = 0
     """Number of tokens in the sequence before the answer."""
     images: list[ImageSpan] = field(default_factory=list)
-    """Spans of the images in ``rendered``."""
+    """Image spans in ``rendered``."""
 
 
 @dataclass
@@ -121,7 +123,7 @@ class Recorder:
     calls: int = 0
     """Number of answers recorded so far."""
     tips: dict[int, Tip] = field(default_factory=dict, repr=False)
-    """Maps the number of each sequence to its end."""
+    """Maps each sequence's number to its end."""
     conversations: Conversations = field(init=False, repr=False)
     _roles: list[str] = field(init=False, repr=False)
     """Role of each sequence."""
@@ -139,7 +141,7 @@ class Recorder:
         self._roles = [roles.get(number, "") for number in range(len(self.recording.sequences))]
 
     def request_arrived(self) -> None:
-        """Adds the time since the latest answer, excluding sandbox time, to that turn's ``agent_s``."""
+        """Adds the time since the latest answer, excluding sandbox time, to the ``agent_s`` of that answer's turn."""
         if self.recording.turns and self._answered_at:
             turn, now = self.recording.turns[-1], time.monotonic()
             in_progress_s = now - self._operations_began if self._operations and turn is self._operating_turn else 0.0
@@ -163,8 +165,8 @@ class Recorder:
     def find(
         self, prompt: Sequence[int], policy: str = "", role: str = "", images: Sequence[ImageSpan] = ()
     ) -> int | None:
-        """Returns the index of the longest sequence of this policy and role that ``prompt`` extends, or ``None`` if it
-        extends no sequence. Both must show the same images at the same tokens."""
+        """Returns the index of the longest sequence of this policy and role that ``prompt`` extends, or ``None`` if
+        there is none. The prompt must show the sequence's images at the same positions."""
         candidate, policy = Prompt(_as_array(prompt), images), policy or self.policy
         best, best_length = None, -1
         for number, sequence in enumerate(self.recording.sequences):
@@ -178,7 +180,7 @@ class Recorder:
         return best
 
     def routed(self, prompt: Sequence[int], policy: str = "", role: str = "", images: Sequence[ImageSpan] = ()) -> int:
-        """Returns the number of tokens at the start of ``prompt`` whose experts are recorded."""
+        """Returns the number of tokens at the start of ``prompt`` for which experts are recorded."""
         number = self.find(prompt, policy, role, images)
         sequence = number is not None and self.recording.sequences[number]
         return len(sequence.tokens) - 1 if sequence and sequence.experts else 0
@@ -196,13 +198,14 @@ class Recorder:
         """Stores one answer and returns its turn.
 
         Args:
-            sample: The answer as the engine reported it. Without token ids (``counted``), its turn is in no sequence.
+            sample: The answer as the engine reported it. If it has no token ids (``counted``), its turn is in no
+                sequence.
             messages: The conversation that was sent, in OpenAI form, without the answer. Pass the value that
-                :meth:`restore` returned when the call arrived. Otherwise, it is computed again.
+                :meth:`restore` returned when the call arrived, or it is computed again.
             asked: Digest of the conversation, if already computed.
             model_s: Seconds from the request to the engine's response.
             wait_s: Seconds spent waiting for a server and on failed attempts.
-            images: The images that the messages name, by their SHA-256.
+            images: The images in the messages, by SHA-256.
 
         Raises:
             ValueError: The numbers of tokens and log-probabilities differ.
@@ -263,7 +266,7 @@ class Recorder:
         return number, start, len(sequence.tokens)
 
     def count(self, protocol: str, degraded: bool = False, free: bool = True) -> None:
-        """Counts a call by how it was recorded (:attr:`~megaflow_hpc.trajectory.Recording.protocols`).
+        """Counts a call in :attr:`~megaflow_hpc.trajectory.Recording.protocols` by how it was recorded.
 
         Args:
             protocol: ``text``, ``plain``, ``split`` or ``replay``.
@@ -277,8 +280,8 @@ class Recorder:
     def tip(
         self, rendered: Prompt, messages: Sequence[Mapping[str, Any]], policy: str = "", role: str = ""
     ) -> tuple[TokenSequence, Tip] | None:
-        """Returns the sequence and tip of the latest turn that this conversation continues, with the same prompt and an
-        unchanged answer. Returns ``None`` if it continues no recorded turn."""
+        """Returns the sequence and tip of the latest turn that this conversation continues with the same prompt and an
+        unchanged answer, or ``None`` if there is none."""
 
         def continues(tip: Tip) -> bool:
             length = len(tip.rendered)
@@ -289,8 +292,8 @@ class Recorder:
     def answered(
         self, messages: Sequence[Mapping[str, Any]], policy: str = "", role: str = "", most: int = 1
     ) -> list[tuple[TokenSequence, Tip]]:
-        """Returns the sequences and tips of the latest turns whose answers are part of this conversation, ``most`` at
-        most and the latest first."""
+        """Returns the sequences and tips of the latest turns whose answers are part of this conversation, latest first,
+        at most ``most`` of them."""
         return list(islice(self._answered(messages, policy, role, lambda tip: True), most))
 
     def _answered(
@@ -352,7 +355,7 @@ class Recorder:
 def _add_experts(sequence: TokenSequence, experts: RoutedExperts | None, previous_length: int) -> None:
     """Adds the experts of a sequence's new tokens.
 
-    An engine does not route the last token that it samples. The next call reports that token's experts.
+    An engine does not route the last token that it samples. The next call reports the experts for that token.
 
     Args:
         previous_length: Number of tokens in the sequence before this call.

@@ -2,9 +2,9 @@
 
 ``model: {engine: replay, path: RUN}`` starts no server: the gateway itself responds. A call is identified by its
 rollout and the digest of its conversation, which is recorded with every call. So calls may arrive in any order and
-concurrently, as from sub-agents. A call that was not recorded ends the rollout, with the number of calls served so far.
-With ``args: {diverged: answer}``, an unrecorded call gets the next recorded answer instead, so that the rollout
-continues.
+concurrently, as with sub-agents. A call that was not recorded ends the rollout with an error that states the number of
+calls served so far. With ``args: {diverged: answer}``, such a call gets the next recorded answer instead, so that the
+rollout continues.
 
 The recording of a replayed rollout equals the original: prompts, sampled ids, log-probabilities and weight versions.
 Times are those of the replay.
@@ -41,8 +41,7 @@ class _Call:
 
 
 def calls_artifact(recording: Recording) -> Artifact:
-    """Returns the artifact from which a rollout can be replayed. Its size is bounded by the number of sampled
-    tokens."""
+    """Returns the artifact needed to replay a rollout. The number of sampled tokens bounds its size."""
     lines = (json.dumps(call, ensure_ascii=False, separators=(",", ":")) + "\n" for call in recording.calls)
     return Artifact(CALLS_FILE, "".join(lines).encode("utf-8", "backslashreplace"))
 
@@ -54,7 +53,7 @@ def calls_of(trajectory: Trajectory) -> list[_Call]:
     digests from an artifact.
 
     Raises:
-        ModelServiceError: The artifact lacks calls.
+        ModelServiceError: Calls are missing from the artifact.
     """
     artifacts = [artifact for artifact in trajectory.artifacts if artifact.name == CALLS_FILE]
     lines = [line for artifact in artifacts for line in artifact.data.split(b"\n") if line]
@@ -137,13 +136,13 @@ class Replay:
 
     def answer(self, token: str, rollout_id: str, asked: str, speaker: tuple[str, str] = ("", "")) -> SampledTokens:
         """Returns the recorded answer to a conversation. Each recorded call is served only once. If several models got
-        the same conversation, selects the answer of the same role or policy.
+        the same conversation, the answer of the same role or policy is preferred.
 
         Args:
             token: Name of the session.
             rollout_id: ``<task>/<policy>/<sample>``.
             asked: Digest of the conversation.
-            speaker: Role and policy that the call names.
+            speaker: Role and policy that the call requests.
 
         Raises:
             ModelServiceError: The rollout or the conversation was not recorded.

@@ -1,16 +1,17 @@
 """Chooses the server for a call: the least busy server, or a server whose prefix cache probably holds the prompt.
 
-A server's *load* is its requests in flight divided by its weight, so a server of twice the weight gets twice as many. A
-rollout prefers the server that served it last. Its first call prefers its group's server, which a hash of the group and
-the servers' names selects (rendezvous hashing). All gateways of a campaign select the same server for a group, and
-groups spread by weight. A preferred server is used while it has at most ``AFFINITY`` requests more than the least busy
-server.
+A server's *load* is its requests in flight divided by its weight, so a server with twice the weight gets twice as many
+requests. A rollout prefers the server that served it last. Its first call prefers its group's server, which a hash of
+the group and the servers' names selects (rendezvous hashing). So all gateways of a campaign select the same server for
+a group, and groups are distributed by weight. A preferred server is used while it has at most ``AFFINITY`` more
+requests than the least busy server.
 
 Health is judged by real requests. A server that refused or broke a connection, or responded with 502 to 504, enters a
 backoff of half a second. The backoff doubles with each consecutive failure, up to half a minute, or lasts as long as
-the server asks for (``Retry-After``). Then a single call tries the server, and its success admits the other calls.
-Failures of calls that were in flight at the same time count as a single failure. If every server of a policy is in
-backoff, calls wait until a server is available again. So a short outage delays rollouts but does not fail them.
+the server asks for (``Retry-After``). After that, a single call tries the server. If it succeeds, other calls are
+admitted too. Failures of calls that were in flight at the same time count as a single failure. If every server of a
+policy is in backoff, calls wait until a server is available again. So a short outage delays rollouts but does not fail
+them.
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ from megaflow_hpc.rundir.endpoints import Endpoint
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MAX_RETRY_AFTER_S = 60.0
-"""Longest backoff, in seconds, that a server may request. A call waits at most five minutes in total."""
+"""Maximum backoff in seconds that a server may request. A call waits at most five minutes in total."""
 ALL_FAILED_S = 15.0
-"""Seconds that a call waits once every server of its policy has given up, because a server may be requeued to another
-node. If every cause is lasting, calls do not wait.
-"""
+"""Seconds that a call waits after every server of its policy has given up, because a server may be requeued to another
+node. If every cause is lasting, calls do not wait."""
 AFFINITY = 2
-"""Number of requests that a preferred server may have in excess of the least busy server. Its prefix cache saves more
+"""A preferred server may have this many more requests than the least busy server, because its prefix cache saves more
 time than they cost."""
 
 
@@ -43,9 +43,9 @@ class Server(Endpoint, kw_only=True, eq=False):
     """An engine server as described by its endpoint file, and its health as seen by this gateway."""
 
     degraded: bool = False
-    """True if the server lacks an endpoint of its protocol, and gets requests of a lower protocol."""
+    """True if the server lacks an endpoint of its protocol, so that a lower protocol is used."""
     expands_images: bool = True
-    """False once the server has expanded an image in a prompt of ids to other tokens than in its own rendering."""
+    """False once the server has expanded an image in a token-id prompt differently than in its own rendering."""
     outstanding: int = 0
     """Number of this gateway's requests in flight."""
     failures: int = 0
@@ -66,7 +66,7 @@ class Server(Endpoint, kw_only=True, eq=False):
 
     @property
     def load(self) -> float:
-        """Requests in flight divided by the weight."""
+        """Requests in flight, divided by the weight."""
         return self.outstanding / self.weight
 
     @property
@@ -75,7 +75,7 @@ class Server(Endpoint, kw_only=True, eq=False):
         return max(self.backoff_until, self.retry_after_until)
 
     def available(self, now: float) -> bool:
-        """Returns whether the server can take a call. After a backoff it takes a single call at a time until a call
+        """Returns whether the server can take a call. After a backoff, it gets one call at a time until a call
         succeeds."""
         return self.available_at <= now and not (self.failures and self.outstanding)
 
@@ -114,7 +114,7 @@ class Router:
         self._causes: dict[str, str] = {}
         """Maps each policy to the reason why one of its servers gave up."""
         self._all_failed: dict[str, float] = {}
-        """Maps each policy whose servers have all given up to the seconds that its calls still wait."""
+        """Maps each policy whose servers have all given up to the seconds that its calls wait."""
         self._changed = asyncio.Event()
 
     def update(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -141,8 +141,7 @@ class Router:
         self._changed = asyncio.Event()
 
     def _kept(self, server: Server) -> Server:
-        """Returns the existing server with its health if the record describes the same start, otherwise the new
-        server."""
+        """Returns the existing server with its health if both describe the same start, otherwise the new server."""
         earlier = self._servers.get(server.name)
         if earlier is None or (earlier.start, earlier.url) != (server.start, server.url):
             return server
@@ -208,7 +207,8 @@ class Router:
 
 
 def _draw(group: str, server: Server) -> float:
-    """Returns the server's score for a group. The highest score wins, on average in proportion to the weights."""
+    """Returns the server's score for a group. The server with the highest score is preferred. Over many groups, each
+    server is preferred in proportion to its weight."""
     digest = hashlib.blake2b(f"{group}\0{server.name}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "big") + 0.5) / 2**64
     return -server.weight / math.log(uniform)

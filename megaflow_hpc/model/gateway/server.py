@@ -6,21 +6,21 @@
                                                      │
                                                      └── Recorder of the rollout: ids, log-probabilities, weight version
 
-So the gateway knows which rollout a call belongs to, and an agent needs only an address and a key. The agent may use
-any of the :mod:`~megaflow_hpc.model.gateway.dialects`, but engines only see one of them. An agent in a sandbox without
-network access connects to a socket inside the sandbox. The gateway waits for the complete response, and then streams it
-if the agent requested a stream. So if a server dies, the call can be retried elsewhere until the last token has
-arrived.
+The address tells the gateway which rollout a call belongs to, so an agent needs only an address and a key. The agent
+may use any of the :mod:`~megaflow_hpc.model.gateway.dialects`, but engines only see one of them. An agent in a sandbox
+without network access connects to a socket inside the sandbox. The gateway waits for the complete response before it
+sends anything, even if the agent requested a stream. So if a server dies at any time during the response, the call can
+be retried elsewhere.
 
-Errors have the shape of the agent's API:
+Errors have the format of the agent's API:
 
 =======================================  ============================================================================
 503 of type ``model_service_error``      no engine responded within ``wait_s``
 429 of type ``rollout_budget_exceeded``  the rollout has used up its budget
-503 of type ``rollout_suspended``        the rollout continues in another allocation, which will answer the same call
+503 of type ``rollout_suspended``        the rollout continues in another allocation, where the call is made again
 =======================================  ============================================================================
 
-These errors have a header ``x-should-retry: false``. Successful calls are recorded, refused ones are not.
+These errors have the header ``x-should-retry: false``. Successful calls are recorded, refused calls are not.
 """
 
 from __future__ import annotations
@@ -87,18 +87,21 @@ class ModelGateway:
     Args:
         wait_s: Maximum seconds that a call waits for an available server before it fails with 503.
         request_timeout_s: Timeout of one request in seconds. A timeout counts as a failure of the server.
-        policies: Model names that select a policy. Any other name selects the rollout's own policy.
-        roles: Role → policy, for a team. Then only roles are model names, and any other name selects ``owner``.
-        owner: Role that owns the rollouts of a team.
+        policies: Names of policies, which agents may use as model names. Any other name selects the rollout's own
+            policy.
+        roles: For a team, maps each role to its policy. Then only roles are model names, and any other name selects
+            ``owner``.
+        owner: For a team, the role that answers calls with any other model name.
         learners: Policies that are trained only on their own rollouts.
-        judges: Model names that select a judge's policy. Only verifiers may use them; see :meth:`open`.
+        judges: Policies of judges. Only verifiers may use them as model names (see :meth:`open`).
         limits: Limits on this gateway's requests to the engines.
         replays: Policies served from a recorded campaign.
-        media_domains: Hosts from which engines may fetch images, by policy. Default: none.
+        media_domains: Maps policies to the hosts from which their engines may fetch images. Default: none.
         keep_thoughts: Policies whose prompts keep earlier answers as they were sampled, even if the chat template
             changes them.
-        sampling: Sampling settings by policy. Default: neutral settings.
-        prices: Policy → US dollars for a prompt token and for a sampled token. Default: calls cost nothing.
+        sampling: Maps policies to sampling settings. Default: neutral settings.
+        prices: Maps policies to the price in US dollars of a prompt token and of a sampled token. Default: calls are
+            free.
     """
 
     def __init__(
@@ -122,9 +125,8 @@ class ModelGateway:
         self.tokens = 0
         """Number of tokens that engines have sampled so far."""
         self.usd = 0.0
-        """Price of all answered calls so far in US dollars, including failed rollouts and calls whose agent
-        disconnected.
-        """
+        """Total price in US dollars of all answered calls so far. Includes calls of failed rollouts, and calls whose
+        agent disconnected."""
         self._paid: set[asyncio.Task[Any]] = set()
         """Requests in flight that have a price."""
         self._caller = Caller(wait_s, request_timeout_s, limits)
@@ -180,7 +182,7 @@ class ModelGateway:
             listener: An additional listening socket. The gateway serves it until :meth:`close`.
             budget: Limits on its calls and sampled tokens. Default: unlimited.
             seed: Call n, counted from 0, uses the sampling seed ``(seed + n) % 2**31``. -1 lets the engine choose.
-            recorded: State of a suspended rollout (:meth:`suspended`), whose recording continues.
+            recorded: State of a suspended rollout (:meth:`suspended`), to continue its recording.
             judging: Open the rollout for a verifier, which may also call judges.
 
         Raises:
@@ -225,11 +227,9 @@ class ModelGateway:
 
     async def outage(self, rollout_id: str) -> str:
         """Returns the reason why the latest call of an open rollout failed, if the service fails on other requests too.
-
         Returns an empty string if the call succeeded, or if a server answers the gateway's own request. In the latter
-        case, the rollout's request was at fault. This check is needed because some agents' clients swallow the 503.
-        Call it after the agent has ended: it cancels the rollout's calls and refuses new ones.
-        """
+        case, the rollout's request was at fault. This check is needed because the clients of some agents swallow the
+        503. Call this method after the agent has ended, because it cancels the rollout's calls and refuses new ones."""
         rollout = self._by_id[rollout_id]
         failure, control = rollout.failure, rollout.control
         rollout.suspend(now=True)  # so that the control does not wait for the rollout's own calls
@@ -255,13 +255,13 @@ class ModelGateway:
         return rollout.recorder.state() if rollout.interrupted else None
 
     def in_sandbox(self, rollout_id: str) -> AbstractContextManager[None]:
-        """Returns a context manager that adds its duration to the sandbox time of a rollout's latest turn."""
+        """Returns a context manager that adds the time inside it to the sandbox time of a rollout's latest turn."""
         rollout = self._by_id.get(rollout_id)
         return rollout.recorder.in_sandbox() if rollout else nullcontext()
 
     def activity(self) -> dict[str, tuple[int, int, bool]]:
-        """For each open rollout, returns the number of answered calls and sampled tokens, and whether a call is
-        pending."""
+        """Maps each open rollout to the number of its answered calls, the number of sampled tokens, and whether a call
+        is pending."""
         return {
             rollout.id: (rollout.recorder.calls, rollout.recorder.sampled, rollout.in_flight > 0)
             for rollout in self._by_id.values()
@@ -279,7 +279,7 @@ class ModelGateway:
         return [recording.messages[node] for node in path_to(recording.parents, last)]
 
     def image_labels(self, rollout_id: str) -> dict[str, str]:
-        """Returns a short text for each image of an open rollout, by its SHA-256."""
+        """Maps the SHA-256 of each image of an open rollout to a short description."""
         rollout = self._by_id.get(rollout_id)
         images = rollout.recorder.recording.images if rollout else {}
         return {name: image.label for name, image in images.items()}
@@ -296,7 +296,7 @@ class ModelGateway:
         rollout: OpenRollout | None = None
         parts = request.path.split("/", 3)
         if request.method == "HEAD" and len(parts) < 4:
-            return web.Response()  # clients probe without a key whether the gateway is listening
+            return web.Response()  # clients check without a key whether the gateway is listening
         try:
             rollout = self._by_token.get(parts[2]) if len(parts) > 3 and parts[1] == "r" else None
             if rollout is None or not hmac.compare_digest(bearer_key(request), rollout.key.encode()):
@@ -410,7 +410,7 @@ class ModelGateway:
     async def _count(
         self, rollout: OpenRollout, body: dict[str, Any], size: int, convert: Callable[[Any], dict[str, Any]]
     ) -> int:
-        """Returns the number of tokens of a prompt. Nothing is recorded."""
+        """Returns the number of tokens in a prompt. Records nothing."""
         asked, images = await offload(size, self._convert, rollout, CHAT, convert, body)
         request = self._engine_request(rollout, CHAT, asked, size, images)
         async with rollout.quota.large_answer() as gate:
@@ -420,8 +420,8 @@ class ModelGateway:
     def _convert(
         self, rollout: OpenRollout, path: str, convert: Callable[[Mapping[str, Any]], dict[str, Any]], body: Any
     ) -> tuple[dict[str, Any], dict[str, Image]]:
-        """Converts and checks an agent's request. Returns the request for the engine, whose messages name images by
-        their SHA-256, and these images."""
+        """Converts and checks an agent's request. Returns the request for the engine and its images. The request's
+        messages refer to images by SHA-256."""
         try:
             asked = convert(body)
             domains = self._media_domains.get(self._speaker(rollout, asked)[0], ())
@@ -437,10 +437,11 @@ class ModelGateway:
         return asked, images
 
     def _speaker(self, rollout: OpenRollout, asked: Mapping[str, Any]) -> tuple[str, str]:
-        """Returns the policy and the role that the request names as its model, or else the rollout's own.
+        """Returns the policy and the role that the request's model name selects, or else the rollout's own policy and
+        no role.
 
         Raises:
-            BadRequest: The policy would not be trained on its answer.
+            BadRequest: The policy is trained, but would not be trained on its answer to this request.
         """
         model = asked.get("model")
         named = model if isinstance(model, str) else ""
@@ -516,9 +517,8 @@ class ModelGateway:
         return answer
 
     async def _pay(self, rollout: OpenRollout, ask: Ask[T], call: Call) -> T:
-        """Sends a request that has a price. If the agent disconnects, still waits for the answer, because endpoints
-        charge for it. Until then, the call counts towards the rollout's quota.
-        """
+        """Sends a request that has a price. If the agent disconnects, still waits for the answer, because the endpoint
+        charges for it anyway. Until then, the call counts towards the rollout's quota."""
         attempt = asyncio.ensure_future(ask(call))
         self._paid.add(attempt)
         attempt.add_done_callback(partial(self._spend, call.request.policy))
@@ -584,7 +584,8 @@ class ModelGateway:
 
 
 def _used(answer: protocols.Answer | int) -> tuple[int, int]:
-    """Returns the prompt tokens and the sampled tokens of a call, or of a request that counted a prompt's tokens."""
+    """Returns the numbers of prompt tokens and sampled tokens that a call used, or a request that counted a prompt's
+    tokens."""
     if isinstance(answer, int):
         return answer, 1
     sampled = sum(len(sample.tokens) if sample.counted is None else sample.counted for sample in answer.samples)
@@ -592,7 +593,7 @@ def _used(answer: protocols.Answer | int) -> tuple[int, int]:
 
 
 def _named_call(http: web.BaseRequest, rollout: OpenRollout) -> int | None:
-    """Returns the earlier call that a request names as its cause.
+    """Returns the number of the earlier call that a request names as its cause, if any.
 
     Raises:
         CallError: The rollout has no such call.

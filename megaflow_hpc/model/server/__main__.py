@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         planned = read_run(run)
         what = assignment(planned.servers, index, arguments.policy)
         pool = planned.campaign.get("pool")
-        idle_s = arguments.idle_s if pool is None else math.inf  # a pool's users come and go
+        idle_s = arguments.idle_s if pool is None else math.inf  # a pool's server waits for users
 
         async def serve() -> int:
             poll_s = arguments.poll_s or POLL_S

@@ -1,13 +1,13 @@
 """The only TCP listener in front of an engine: TLS, a key, and an allowlist of paths.
 
 The engine itself listens on a Unix socket that other users cannot open. Inference and rendering paths require the key
-of the endpoint file. All other paths are refused, except that the policy's other servers copy weights with the same key
-(:mod:`.weight_copies`).
+in the endpoint file. With the same key, the policy's other servers can copy weights (:mod:`.weight_copies`). All other
+paths are refused.
 
-A pool's server also accepts its members' keys, within each user's caps and fair share (:mod:`.tenants`).
+A pool's server also accepts the keys of the pool's members, within each user's cap and fair share (:mod:`.tenants`).
 
 Every response names the version of the weights that sampled it (:data:`.engine_api.WEIGHT_VERSION`). While the weights
-change, the proxy holds requests back, so that each is sampled by one version (:meth:`Proxy.hold`).
+change, the proxy holds requests back, so that each response is sampled by one version (:meth:`Proxy.hold`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from megaflow_hpc.rundir.weights import Version
 SAMPLING = frozenset(("POST", path) for path in (GENERATE, CHAT, COMPLETIONS, CLASSIFY))
 MODEL_PATHS = SAMPLING | {("GET", "/health"), ("GET", "/v1/models")}
 MODEL_PATHS |= {("POST", path) for path in (RENDER, DERENDER, TEXTS, TOKENIZE, DETOKENIZE)}
-"""Paths that gateways use. Other engine APIs are blocked, because they accept options that no gateway has checked."""
+"""Paths that gateways use. All other engine APIs are blocked, because their options bypass the gateway's checks."""
 PASSED = ("accept", "content-type", "x-request-id", "traceparent", "tracestate", "anthropic-version")
 """Request headers forwarded to the engine."""
 NOT_RETURNED = frozenset(
@@ -73,7 +73,8 @@ _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, Recur
 """Exceptions raised by converting a malformed request or reply."""
 CAMPAIGN = "the campaign"
 VALIDITY_DAYS = 3650
-"""Validity period of the certificate. Gateways ignore it, but some TLS stacks reject certificates that expire soon."""
+"""Days for which the certificate is valid. Gateways ignore this, but some TLS stacks reject certificates that expire
+soon."""
 QUEUE_METRIC = re.compile(
     r"^(?:vllm:num_requests_waiting|sglang:num_queue_reqs)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE
 )
@@ -82,11 +83,11 @@ LOG = logging.getLogger(__name__)
 
 
 class Serving(NamedTuple):
-    """The weights that an engine samples with."""
+    """The weights with which an engine samples."""
 
     weights: Version
     adapter_name: str = ""
-    """The engine's name for the weights if they are a LoRA adapter. It replaces the model name in requests."""
+    """The engine's name for the weights if they are a LoRA adapter. This name replaces the model name in requests."""
 
 
 class Proxy:
@@ -103,14 +104,14 @@ class Proxy:
         self.requests = 0
         """Number of POST requests forwarded so far."""
         self.in_flight = 0
-        """Number of requests of any kind that are waiting for the engine."""
+        """Number of requests of any kind that are waiting for the engine's response."""
         self.last_request = time.monotonic()
         self.draining = False
         self.down = ""
         """Reason why the engine did not answer the latest request. Empty if it did answer."""
         self.serving = Serving(Version())
         self.copies: WeightCopies | None = None
-        """Serves files of weight versions to other servers."""
+        """Copies of weight versions, whose files the proxy serves to other servers."""
         self.opened = True
         """False until the version of the attached engine's weights is known."""
         self._sampling = {True: 0, False: 0}
@@ -152,7 +153,7 @@ class Proxy:
                 timeout=timeout,
                 trust_env=proxied,
                 auto_decompress=False,
-                headers={"Accept-Encoding": "identity"},  # replies are converted, and searched for the key
+                headers={"Accept-Encoding": "identity"},  # replies are converted, and scanned for the key
             )
 
     @property
@@ -174,11 +175,11 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def hold(self, *, continued: bool) -> AsyncIterator[None]:
-        """Holds back new requests for the duration of the context. First waits for all requests being sampled to
-        complete.
+        """Holds back new requests for the duration of the context. Enters the context once no request is being sampled.
 
         Args:
-            continued: Do not wait for requests to the generate endpoint, whose responses report each token's version.
+            continued: Do not wait for requests to the generate endpoint, because its responses report each token's
+                version.
         """
         self._gate.clear()
         self._holds += 1
@@ -226,7 +227,7 @@ class Proxy:
             return 502, f"an answer that is not one of {engine.api}'s API: {error!r}: {text[:300]}"
 
     async def load(self, now: float) -> Load:
-        """Returns the server's load since the previous call.
+        """Returns the server's current load, and the estimated seconds until its queue is empty.
 
         Args:
             now: ``time.monotonic()``.
@@ -353,7 +354,7 @@ class Proxy:
             return _refuse(502, f"the engine does not answer: {type(error).__name__}")
 
     async def _read(self, answer: aiohttp.ClientResponse, engine: Launch, path: str, converted: bool) -> web.Response:
-        """Returns an external endpoint's complete reply, converted to OpenAI's API, and an error without the key."""
+        """Returns an external endpoint's complete reply, converted to OpenAI's API. Redacts the key in errors."""
         headers = {WEIGHT_VERSION: str(self.serving.weights.version)}
         if (encoding := answer.headers.get("Content-Encoding", "identity")) != "identity":
             return _refuse(502, f"the endpoint's answer is compressed ({encoding:.20}), although that was not accepted")
@@ -400,10 +401,10 @@ def _with_model(body: bytes | bytearray, model: str) -> bytes | bytearray:
 
 
 def _refuse(status: int, message: str, version: int | None = None) -> web.Response:
-    """Returns an error of the proxy.
+    """Returns an error response of the proxy itself.
 
     Args:
-        version: Version of the weights, if the request is at fault as when the engine refuses it.
+        version: Version of the weights, reported if the request is at fault, as if the engine had refused it.
     """
     error = {"message": message, "type": "server_error" if status >= 500 else "invalid_request_error", "code": status}
     headers = None if version is None else {WEIGHT_VERSION: str(version)}
@@ -414,8 +415,8 @@ def make_context(private: Path) -> tuple[ssl.SSLContext, str]:
     """Returns a TLS context with a new certificate, and the SHA-256 of that certificate in hexadecimal.
 
     Clients trust the certificate by this fingerprint alone, which the endpoint file contains. The gateway checks it
-    after the handshake, before it sends any data. So a process that takes over a dead server's port sees neither key
-    nor prompt.
+    after the handshake, before it sends any data. So a process that takes over a dead server's port sees neither the
+    key nor a prompt.
 
     Args:
         private: A directory of mode 0700. The private key is stored in it only until it is loaded.

@@ -1,5 +1,5 @@
-"""An engine server's files under ``RUN/endpoints``: its address and its chat template's behaviour, or why it is not
-serving."""
+"""An engine server's files under ``RUN/endpoints``: its address and its chat template's behaviour, or the reason why it
+is not serving."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megaflow_hpc.rundir.record import ServerRecord
 
 
 class Assignment(NamedTuple):
-    """Entry ``number`` of ``servers`` in run.json: the model that this array element serves."""
+    """Entry ``number`` of ``servers`` in run.json, which describes the model that this array element serves."""
 
     number: int
     policy: str
@@ -47,8 +47,8 @@ def assignment(servers: Sequence[ServerRecord], index: int | None, policy: str |
 
     Args:
         servers: ``servers`` of run.json.
-        index: Number of the entry. If ``None``, the first entry of the policy is used.
-        policy: Policy to serve. If ``None``, the policy of the entry is used.
+        index: Number of the entry. If ``None``, the policy's first entry is used.
+        policy: Policy to serve. If ``None``, the entry's policy is used.
 
     Raises:
         ConfigError: No entry matches.
@@ -64,7 +64,7 @@ def assignment(servers: Sequence[ServerRecord], index: int | None, policy: str |
 
 
 class Registration:
-    """The endpoint files of one server, from start to exit."""
+    """Writes and removes the endpoint files of one server, from its start to its exit."""
 
     def __init__(self, run: RunDir, what: Assignment, pool: EnginePool | None = None) -> None:
         self.what, self._pool = what, pool
@@ -81,7 +81,7 @@ class Registration:
         """Checks that other nodes can reach this node, if this is a Slurm job.
 
         Raises:
-            ConfigError: The node has neither a host name that resolves nor a route to other nodes.
+            ConfigError: The node's host name does not resolve, and the node has no route to other nodes.
         """
         if os.environ.get("SLURM_JOB_ID") and address() == LOOPBACK:
             raise ConfigError(
@@ -90,7 +90,8 @@ class Registration:
             )
 
     async def register(self, launch: Launch, proxy: Proxy, fingerprint: str) -> str:
-        """Collects the fields that :meth:`beat` publishes. Returns the address and template behaviour, for the log."""
+        """Collects the fields that :meth:`beat` publishes. Returns the address and the template's behaviour, for the
+        log."""
         template = await probe(proxy.ask, launch, parses_thoughts(self.what.model))
         url = self._collect(
             proxy.port,
@@ -104,11 +105,13 @@ class Registration:
         return f"{url}; its chat template: {template}" if template else url
 
     def register_service(self, port: int, key: str, fingerprint: str) -> str:
-        """Collects the fields that :meth:`beat` publishes, for a service of the campaign. Returns its address."""
+        """Collects the fields that :meth:`beat` publishes for a service of the campaign. Returns the service's
+        address."""
         return self._collect(port, key, fingerprint, protocol="service")
 
     def _collect(self, port: int, key: str, fingerprint: str, **more: Any) -> str:
-        """Collects the fields of the endpoint file, and withdraws an earlier failure. Returns the address."""
+        """Collects the fields of the endpoint file, and removes the record of an earlier failure. Returns the
+        address."""
         url = f"{'https' if fingerprint else 'http'}://{host_of_url(address())}:{port}"
         self._endpoint = Endpoint(
             server=self.what.name,
@@ -144,14 +147,14 @@ class Registration:
             self._pool.advertise(endpoint)
 
     def loading(self, version: int) -> None:
-        """Tells the policy's other servers that this server is loading weights and not serving."""
+        """Announces to the policy's other servers that this server is loading weights and not serving."""
         server, policy = self.what.name, self.what.policy
         self._files.publish_loading(
             LoadingServer(server=server, policy=policy, start=self.start, weight_version=version)
         )
 
     def unregister(self) -> None:
-        """Removes the endpoint, also from the pool, unless a later start has replaced it."""
+        """Removes the endpoint file, and the pool's copy of it, unless a later start has replaced it."""
         self.beats = 0
         if self._files.withdraw(self.what.name, self.start) and self._pool is not None:
             self._pool.withdraw(self.what.name)
@@ -180,7 +183,7 @@ class Registration:
     def is_down(self, cause: str) -> None:
         """Publishes the reason why the external endpoint is unavailable. The server keeps polling it."""
         self._down = True
-        with contextlib.suppress(OSError):  # published with the next reason
+        with contextlib.suppress(OSError):  # the next reason is published instead
             self.starts_again(cause)
 
     def _failure(self, cause: str, lasting: bool) -> FailedServer:
@@ -217,8 +220,8 @@ Message = dict[str, Any]
 
 
 def parses_thoughts(model: Mapping[str, Any]) -> bool:
-    """Returns whether the engine of a ``model`` section reports reasoning in a separate field. vLLM needs an option
-    for it."""
+    """Returns whether the engine of a ``model`` section reports reasoning in a separate field. vLLM does so only with
+    an option."""
     return model.get("engine", "vllm") != "vllm" or bool(options_of(model).get("reasoning-parser"))
 
 
@@ -230,8 +233,9 @@ async def probe(ask: Ask, launch: Launch, parsed: bool) -> str:
         user → answer with reasoning and a tool call → tool → answer → user
 
     If two different reasoning texts render to the same tokens, the template drops reasoning. If a rendering does not
-    begin with the previous rendering, the template rewrites earlier messages. The gateway decides for each call
-    (:mod:`megaflow_hpc.model.gateway.continuation`). The probe only tells the user in advance where sequences will end.
+    begin with the previous rendering, the template rewrites earlier messages. The result only tells the user in advance
+    when sequences will end, because the gateway makes its own decision for each call
+    (:mod:`megaflow_hpc.model.gateway.continuation`).
 
     Args:
         ask: Posts one request to the engine.

@@ -9,9 +9,9 @@
                                                                          ▼
              SIGTERM, SIGUSR2, campaign finished, idle: unregister, answer requests in flight, leave
 
-A server's model is entry ``SLURM_ARRAY_TASK_ID`` of ``servers`` in run.json:
-``[{"policy": …, "model": {…}}, …]``. A server that gives up writes the cause to ``<policy>.<index>.failed.json``. Its
-engine's output is in ``RUN/logs/<policy>.<index>.engine.log``.
+Entry ``SLURM_ARRAY_TASK_ID`` of ``servers`` in run.json describes the server's model: ``[{"policy": …, "model": {…}},
+…]``. A server that gives up writes the cause to ``<policy>.<index>.failed.json``. Its engine's output is in
+``RUN/logs/<policy>.<index>.engine.log``.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ MAX_MISSING_POLLS = 5
 DRAIN_S = 25.0
 """Seconds that an exiting server waits for requests in flight. Slurm sends SIGKILL 30 s after preemption (KillWait)."""
 MAX_STARTS = 3
-"""The server gives up after this many consecutive failed starts."""
+"""A server gives up after this many consecutive failed starts."""
 BACKOFF_S = 1.0
 """Seconds before the second start. The third start waits five times as long."""
 STEADY_S = 60.0
 """The count of failed starts is reset after this many seconds of serving."""
 RESTART_DRAIN_S = 900.0
-"""Seconds given to requests in flight before a working engine is restarted with new weights."""
+"""Maximum seconds to wait for requests in flight before a working engine is restarted with new weights."""
 IDLE_STATUS = 75
-"""Exit status of an idle server: tells the batch script to requeue and hold its array element."""
+"""Exit status of an idle server, at which the batch script requeues and holds the array element."""
 
 
 class _RestartForWeights(Exception):
@@ -79,11 +79,11 @@ class EngineServer:
     Args:
         run: The campaign's run directory.
         what: Model and name of this server.
-        idle_s: Seconds without a request until the server exits. Does not apply before the first request.
+        idle_s: Seconds without a request after which the server exits. Does not apply before the first request.
         poll_s: Seconds between polls of the run directory.
         weights_poll_s: Seconds between polls of the weights pointer.
         beat_s: Seconds between heartbeats.
-        backoff_s: Seconds before the second start in a row. The third start waits five times as long.
+        backoff_s: Seconds before the second consecutive start. The third start waits five times as long.
         caps: The ``pool`` section if the campaign is a pool, otherwise ``None``.
     """
 
@@ -172,7 +172,7 @@ class EngineServer:
                 self._say(f"start {failures} of {MAX_STARTS}: {error}")
                 lasting = not served and is_lasting(str(error))
                 if lasting or failures >= MAX_STARTS:
-                    if served or not version.path:  # an engine that served these weights did not die of them
+                    if served or not version.path:  # weights that were served are not at fault
                         self._give_up(str(error), lasting)
                         return ConfigError.exit_status if lasting else 1
                     self.weights.refused[version.version] = str(error)  # try the previous version
@@ -243,7 +243,7 @@ class EngineServer:
                 if version is not None:
                     await self._load(version, launch)
                 elif slept:
-                    await self._beat()  # the engine may have woken with newer weights
+                    await self._beat()  # the engine may have newer weights since it woke
 
     async def _load(self, version: Version, launch: Launch) -> None:
         self._say(f"loading {_named(version)}")
@@ -255,7 +255,7 @@ class EngineServer:
         except ModelServiceError as error:
             self._say(str(error))
             self.files.loading(version.version)
-            self.files.unregister()  # gateways send requests to other servers, or queue them
+            self.files.unregister()  # so that gateways use other servers or queue their requests
             await self._proxy.drain(DRAIN_S if launch.reload else RESTART_DRAIN_S)
             raise _RestartForWeights from error
         await self._beat()
@@ -315,11 +315,9 @@ class EngineServer:
         return self._proxy.requests > 0 or (self.files.beats > 0 and os.environ.get("SLURM_RESTART_COUNT", "0") != "0")
 
     async def _may_idle(self) -> bool:
-        """Returns whether an idle server may exit.
-
-        A held array element needs a running scaler to release it. The server stays if a trainer may soon add rollouts.
-        A judge stays, because agents may work for a long time between two verifications.
-        """
+        """Returns whether an idle server may exit. It must keep running while no scaler is running, since only a scaler
+        can release its held array element again. It also keeps running while a trainer may soon add rollouts. A judge
+        never exits, because agents may work for a long time between two verifications."""
         if self.what.model.get("judge"):
             return False
         if in_slurm() and not await asyncio.to_thread(self._scaler.confirmed):

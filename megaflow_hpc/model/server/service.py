@@ -1,7 +1,7 @@
 """A service of the whole campaign: an element of the engine array that runs a program in a sandbox.
 
 It registers under ``RUN/endpoints`` and exits like an engine server. Each start of the program has its own key, so
-rollouts that used an earlier start notice its end.
+rollouts notice if the program was restarted.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class ServiceServer:
     Args:
         run: The campaign's run directory.
         what: Name of this server.
-        record: The service, with ``image_file`` and the limits ``sandbox``.
+        record: The service's record in run.json, with ``image_file`` and the limits in ``sandbox``.
         poll_s: Seconds between polls of the run directory.
         beat_s: Seconds between heartbeats.
-        backoff_s: Seconds before a failed service starts again; before the third start five times as long.
+        backoff_s: Seconds before a failed service starts again. The third start waits five times as long.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ServiceServer:
         """Runs the service once. Returns when the server has to exit.
 
         Raises:
-            SandboxError: the service ended, or did not become healthy.
+            SandboxError: The service ended, or did not become healthy.
         """
         context, fingerprint = tls or (None, "")
         service = self._service
@@ -136,7 +136,7 @@ class ServiceServer:
             while not self._leave.is_set():
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + self._beat_s
-                    with contextlib.suppress(OSError):  # the file system is away; the next heartbeat tries again
+                    with contextlib.suppress(OSError):  # unreachable file system; the next heartbeat retries
                         files.beat(0, None, Load(), "")
                 await asyncio.wait(
                     {leaving, running.program}, timeout=self._beat_s, return_when=asyncio.FIRST_COMPLETED
@@ -152,7 +152,7 @@ class ServiceServer:
             await running.stop()
 
     async def _watch(self) -> None:
-        """Makes the server exit when the campaign ends, or its directory is gone."""
+        """Makes the server exit when the campaign ends or its directory has been deleted."""
         marks, missing = Marks(self._run), 0
         while not self._leave.is_set():
             await asyncio.sleep(self._poll_s)

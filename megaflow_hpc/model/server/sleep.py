@@ -10,8 +10,8 @@ completes the calls in flight. New calls wait at the proxy, as they do while wei
 sleep or wake is killed, which also frees the GPUs, and restarted once they are free. If the server was killed, its
 engine is restarted in the same way, with the newest weights.
 
-vLLM's endpoints (``vllm/entrypoints/serve/dev/sleep``): level 1 keeps the weights in host memory, level 2 discards
-them. After level 2 the server wakes the weights, loads them from their files, and then wakes the KV cache.
+vLLM's sleep mode (``vllm/entrypoints/serve/dev/sleep``) has two levels. Level 1 keeps the weights in host memory, level
+2 discards them. After level 2, the server wakes the weights, loads them from their files, and then wakes the KV cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megaflow_hpc.model.server.weight_updates import RELOADERS, WeightUpdater, p
 from megaflow_hpc.rundir.training import GpuGrant, SharedGpu
 
 MOVE_S = 300.0
-"""Timeout in seconds for sleeping and for waking, each of which moves up to a few hundred gigabytes."""
+"""Timeout in seconds for going to sleep and for waking. Each moves up to a few hundred gigabytes."""
 POLL_INTERVAL_S = 0.2
 """Seconds between polls of the trainer's file while the trainer has the GPUs."""
 
@@ -49,7 +49,8 @@ class Sleeper:
         self._wake_s = 0.0
 
     async def until_free(self) -> None:
-        """Lends the GPUs to the trainer for as long as it requests them. Call this while no engine is using them."""
+        """Lends the GPUs to the trainer while the trainer requests them. Call this while no engine is using the
+        GPUs."""
         granted = ""
         while not self._leave.is_set() and (turn := self._gpu.wanted()):
             if turn != granted:
@@ -61,10 +62,10 @@ class Sleeper:
 
     @contextlib.asynccontextmanager
     async def turn(self, proxy: Proxy) -> AsyncIterator[bool]:
-        """Puts the engine to sleep for as long as the trainer requests the GPUs. Held calls continue after the context.
+        """Puts the engine to sleep while the trainer requests the GPUs. Held calls continue after the context ends.
 
         Yields:
-            True if the engine slept. After level 2, it has woken with the newest weights.
+            True if the engine has slept. After level 2, it then has the newest weights.
 
         Raises:
             ModelServiceError: The engine failed to sleep or wake, and must be killed.
@@ -78,7 +79,7 @@ class Sleeper:
             self._say(f"asleep after {time.monotonic() - began:.1f} s")
             await self.until_free()
             if self._leave.is_set():
-                await asyncio.Event().wait()  # until cancelled; the trainer may still have the GPUs
+                await asyncio.Event().wait()  # until cancelled, because the trainer may still have the GPUs
             began = time.monotonic()
             await self._wake(proxy)
             yield True

@@ -1,8 +1,8 @@
 """The users of a pool's server, and the fair queue in which their requests wait for the engine's slots.
 
-A user's cap on concurrent requests covers all campaigns of that user. A request over the cap is not refused: it waits
-at the proxy, and other users' requests overtake it. The engine never gets more requests than it can process
-concurrently, so no request waits inside the engine behind another user's queue.
+A user's cap on concurrent requests applies to all campaigns of that user together. A request over the cap is not
+refused but waits at the proxy, where other users' requests overtake it. The engine never gets more requests than it can
+process concurrently, so no request waits inside the engine behind another user's queue.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from megaflow_hpc.rundir.engine_pool import EnginePool, digest_of
 
 MIN_REFRESH_S = 2.0
-"""Minimum seconds between two listings of the members triggered by unknown keys."""
+"""Minimum seconds between listings of the members that unknown keys trigger."""
 REFRESH_S = 30.0
 """Seconds between listings of the members. Removed members are refused after the next listing."""
 DEFAULT_SLOTS = 256
 """Concurrent requests assumed for an engine that does not report its limit. This is vLLM's default on most GPUs."""
 SMOOTHING = 0.1
-"""Weight of the latest turn in the moving average of turn durations."""
+"""Weight of the latest turn in the exponential moving average of turn durations."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _User:
     """Slot-seconds used, divided by the user's share."""
     held: int = 0
     accounted_until: float = 0.0
-    """Time up to which ``used_s`` is current."""
+    """Time up to which ``used_s`` has been computed."""
     waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
 
     def account(self, now: float) -> None:
@@ -46,13 +46,14 @@ class _User:
 class FairQueue:
     """Admits users to an engine's slots in proportion to their shares (start-time fair queueing).
 
-    The queue shares slot-seconds, so a user with long requests holds fewer slots than a user with short ones. Shares
-    also hold if there are more users than slots. A free slot goes to the waiting user with the lowest::
+    The queue divides slot-seconds, so a user with long requests gets fewer requests admitted than a user with short
+    requests. This also works if there are more users than slots. A free slot goes to the waiting user with the lowest
+    value of::
 
         (slot-seconds used so far + slots held, including this one, x mean seconds of a turn) / share
 
-    A user who was idle or blocked by a cap gains no credit, and continues from the virtual time of the user admitted
-    last. Requests of one user are admitted in order of arrival. Use it from a single event loop.
+    A user who was idle or blocked by a cap gains no credit for that time, but continues from the virtual time of the
+    user admitted last. Requests of one user are admitted in order of arrival. Use it from a single event loop.
 
     Args:
         slots: Total number of slots for all users. :meth:`resize` changes it.
@@ -78,7 +79,7 @@ class FairQueue:
         """Waits for a slot and holds it for the duration of the context.
 
         Args:
-            share: This user's share, relative to the shares of other users.
+            share: This user's share, relative to other users' shares.
             max_slots: Maximum number of slots for this user, even if no other user is waiting. ``None`` means
                 unlimited.
         """
@@ -106,7 +107,7 @@ class FairQueue:
             self._release(user)
 
     def resize(self, slots: int) -> None:
-        """Sets the number of slots. Excess slots already held are kept until their turns end."""
+        """Sets the number of slots. Turns that hold excess slots are not interrupted."""
         self.slots = slots
         self._grant()
 
@@ -153,12 +154,12 @@ class Tenants:
         self._max_in_flight: int | None = settings.get("in_flight")
         self._weights: Mapping[str, float] = settings.get("weights") or {}
         self._user_of: dict[str, str] = {}
-        """Maps the digest of each key to the user who owns it."""
+        """Maps the digest of each key to its user."""
         self._queue = FairQueue(DEFAULT_SLOTS)
         self._listed_at = -REFRESH_S
 
     def user(self, key: str) -> str | None:
-        """Returns the user who owns a key, or ``None`` if the key is unknown."""
+        """Returns the user to whom a key belongs, or ``None`` if the key is unknown."""
         if not key:
             return None
         digest, age = digest_of(key), time.monotonic() - self._listed_at
@@ -179,6 +180,6 @@ class Tenants:
 
     @contextlib.asynccontextmanager
     async def admit(self, name: str) -> AsyncIterator[None]:
-        """Waits until the cap and the queue admit a request of this user. Make the request inside the context."""
+        """Waits until the user's cap and the queue admit a request. Make the request inside the context."""
         async with self._queue.turn(name, self._weights.get(name, 1.0), self._max_in_flight):
             yield

@@ -1,5 +1,5 @@
-"""Copies weight versions to this node. Servers of a policy copy from each other, so only one server reads the shared
-files.
+"""Copies weight versions to this node. A policy's servers copy from each other, so only one of them reads the shared
+file system.
 
 ::
 
@@ -7,10 +7,11 @@ files.
                               │                └─► third node  ──► …
                               └─► the node's other servers, as hard links
 
-The list of live servers determines the order (:func:`sources`). A server requests files only from servers with lower
-numbers, so there is no cycle. It requests parts of a file (``GET /weights/<version>/<file>?offset=<n>``) with the key
-of the peer's endpoint file. The peer replies with bytes that it has already received, so all nodes copy at nearly the
-same time. A request for a version that the peer has not noticed makes the peer copy that version.
+The list of live servers determines who copies from whom (:func:`sources`). A server requests files only from servers
+with lower numbers, so there is no cycle. It requests parts of a file (``GET /weights/<version>/<file>?offset=<n>``)
+with the key in the peer's endpoint file. A peer replies with the bytes that it has received so far, so all nodes copy
+at nearly the same time. If a peer has not noticed the requested version yet, the request makes it start copying that
+version.
 
 Each file is compared with the checksum that its publisher wrote. If a peer fails, is slow or sends wrong bytes, the
 server stops using it for this version and tries the next peer. The shared file system is the last resort. A server
@@ -52,36 +53,37 @@ ROOT = "/weights/"
 FAN_OUT = 2
 """Maximum number of nodes that copy from the same node."""
 CHUNK = 2**22
-"""Maximum bytes in a reply. Replies are small because the event loop that encrypts them also serves the engine's
-requests."""
+"""Maximum size of a reply in bytes. Replies are small because the event loop that encrypts them also forwards requests
+to the engine."""
 MAX_REPLIES = 4
-"""Maximum number of concurrent replies with content. Further requests get an empty reply, so that the servers that sent
-them try again."""
+"""Maximum number of concurrent replies with content. Further requests get an empty reply and are retried by their
+servers."""
 HOLD_S = 1.0
-"""Seconds that a request waits for new bytes before it gets an empty reply."""
+"""Maximum seconds that a request waits for new bytes. Then it gets an empty reply."""
 REPLY_TIMEOUT_S = 10.0
-"""Timeout in seconds for a complete reply. A peer below 0.4 MB/s exceeds it."""
+"""Timeout in seconds for a complete reply. A peer slower than 0.4 MB/s exceeds it."""
 STALL_TIMEOUT_S = 60.0
 """The server stops using a peer after this many seconds without new bytes, even if the peer still replies."""
 POLL_INTERVAL_S = 0.01
 COMPLETE, RECEIVED = "X-Megaflow-Path", "X-Megaflow-Received"
-"""Response headers: the file's path once its version is complete, and the bytes of the version received so far."""
+"""Response headers: the file's path once the version is complete, and the number of bytes of the version received so
+far."""
 
 
 class _Reply(NamedTuple):
     data: bytes
     path: str
-    """Path of the file on the peer's node. Empty until the peer has the complete version."""
+    """Path of the file on the peer's node. Empty until the peer's copy of the version is complete."""
     received: str
-    """Bytes of the version that the peer has received. Changes while the peer makes progress."""
+    """Number of bytes of the version that the peer has received. It changes as long as the peer makes progress."""
 
 
 def sources(servers: Sequence[Endpoint], own: Endpoint) -> list[Endpoint]:
     """Returns the servers from which a server copies files, in order of preference.
 
-    The list is empty for the server that reads the shared file system. The first servers of all nodes form a tree in
-    which each has up to :data:`FAN_OUT` children. A node's other servers copy from its first server. If a source fails,
-    its own sources are tried next.
+    The list is empty for the server that reads the shared file system. The first servers of the nodes form a tree in
+    which each server has up to :data:`FAN_OUT` children. A node's other servers copy from the first server of that
+    node. If a source fails, the source's own sources are tried next.
 
     Args:
         servers: Live servers of the policy.
@@ -128,7 +130,7 @@ class _Peer:
         self._connection.close()
 
     def request(self, version: int, name: str, offset: int) -> _Reply:
-        """Requests the bytes of a file from ``offset`` on. The reply may be empty.
+        """Requests a file's bytes, starting at ``offset``. The reply may be empty.
 
         Raises:
             PeerError: The peer does not reply, is slow, or does not have the version.
@@ -153,7 +155,7 @@ class _Peer:
         return _Reply(bytes(data), unquote(response.headers.get(COMPLETE, "")), response.headers.get(RECEIVED, ""))
 
     def _connect(self) -> None:
-        """Connects, and checks the certificate before the key is sent."""
+        """Connects and checks the certificate. The key is sent only after that."""
         self._connection.connect()
         if isinstance(self._connection.sock, ssl.SSLSocket):
             digest = hashlib.sha256(self._connection.sock.getpeercert(binary_form=True) or b"").hexdigest()
@@ -166,7 +168,7 @@ class _Peer:
 class _File:
     expected: Checksum
     received: int = 0
-    """Bytes in the copy. Only the thread that writes the copy changes it."""
+    """Number of bytes written to the copy. Only the copying thread changes it."""
 
 
 @dataclass
@@ -178,7 +180,7 @@ class _Copy:
     files: dict[str, _File]
     peers: list[_Peer]
     done: Future[bool] = field(default_factory=Future)
-    """True if the copy is complete, False if the disk failed."""
+    """Result: True if the copy is complete, False if the disk failed."""
 
     @property
     def complete(self) -> bool:
@@ -191,7 +193,7 @@ class WeightCopies:
     Args:
         run: The campaign's run directory.
         server: Name of this server.
-        policy: The policy that it serves.
+        policy: Policy that this server serves.
         list_servers: Returns the live servers of the policy. May raise OSError.
     """
 
@@ -234,7 +236,7 @@ class WeightCopies:
             threading.Thread(target=self._copy, args=(copy,), name="weights", daemon=True).start()
 
     def local(self, version: Version) -> Path:
-        """Waits for the copy and returns its directory. Returns the published directory if there is no copy.
+        """Waits for the copy and returns its directory, or the published directory if there is no copy.
 
         Raises:
             ModelServiceError: The published files differ from their checksums.
@@ -244,7 +246,7 @@ class WeightCopies:
         return copy.folder if copy is not None and copy.done.result() else Path(version.path)
 
     def keep(self, numbers: set[int]) -> None:
-        """Removes the copies of all other versions, unless they are still being written."""
+        """Removes all copies except those of the given versions and those still being written."""
         with self._lock:
             old = [n for n, copy in self._copies.items() if n not in numbers and copy.done.done()]
             folders = [self._copies.pop(number).folder for number in old]
@@ -254,8 +256,8 @@ class WeightCopies:
     # --- copying ---
 
     def _fits(self, size: int) -> bool:
-        """Returns whether the scratch directory has space for two versions. If it is in memory, also checks the
-        available memory."""
+        """Returns whether the scratch directory has space for two versions. If the directory is in memory, also checks
+        the available memory."""
         free = shutil.disk_usage(self.scratch).free
         if mount_of(self.scratch).type in ("tmpfs", "ramfs"):
             available = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split(maxsplit=1)[0]
@@ -299,7 +301,7 @@ class WeightCopies:
                 self._drop(copy, peer)
 
     def _link(self, copy: _Copy, name: str, used: list[_Peer]) -> str:
-        """Links the file to a copy on the same node. Returns its SHA-256, or an empty string if that fails."""
+        """Hard-links the file to a copy on the same node. Returns its SHA-256, or an empty string if that fails."""
         file, path = copy.files[name], copy.folder / name
         while copy.peers and (peer := copy.peers[0]).endpoint.node == self._own.node:
             if reply := self._poll(copy, name, file.expected.size):
@@ -341,10 +343,8 @@ class WeightCopies:
         return digest.hexdigest()
 
     def _poll(self, copy: _Copy, name: str, offset: int) -> _Reply | None:
-        """Polls the first peer until it sends bytes from ``offset`` on, or the path of the complete file.
-
-        If the peer fails, stops using it for this copy and returns ``None``.
-        """
+        """Polls the first peer until it sends bytes from ``offset`` on, or the path of the complete file. If the peer
+        fails, stops using the peer for this copy and returns ``None``."""
         peer, progress, changed = copy.peers[0], "", time.monotonic()
         try:
             while True:

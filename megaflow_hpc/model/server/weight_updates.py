@@ -1,25 +1,25 @@
-"""Moves an engine server from one version of its policy's weights to the next without losing a request.
+"""Updates an engine server's weights from one version to the next without losing a request.
 
 ``RUN/weights/current.<policy>.json`` names the version to serve. Each server polls it. The server loads a new version
 in place if its engine supports that, and otherwise restarts the engine. Meanwhile the proxy holds requests back, so
-that each is sampled by one version:
+that each response is sampled by one version:
 
 ``running: finish``     requests being sampled are completed with the old version first.
 ``running: continue``   the engine pauses, changes the weights, recomputes the state of its requests and continues them.
                         Only requests whose response reports each token's version (vLLM's generate) are continued. Other
                         requests finish first, so every token's version is known in either case.
 
-``update: rolling`` makes a policy's servers load one after the other, ``together`` all at the same time. If a server
-cannot load a version, it *refuses* it: it reports the version in its endpoint file and continues to serve the previous
-version. With ``rolling``, later servers do not try a version that two servers have refused. One refusal may be a fault
-of that server's node, and must not stop a training that waits for the version.
+With ``update: rolling``, a policy's servers load one after the other, with ``together`` at the same time. A server that
+cannot load a version *refuses* it: the server reports the version in its endpoint file and continues to serve the
+previous version. With ``rolling``, later servers do not try a version that two servers have refused. A single refusal
+does not count, because that server's node may be at fault, and training may be waiting for the version.
 
 The servers of a policy pass a version on to each other (:mod:`.weight_copies`) as soon as they notice it. A version may
 be a delta to an earlier version (:mod:`megaflow_hpc.rundir.weight_delta`). Each server builds the complete files on its
 node's local disk.
 
 A LoRA adapter applies to the campaign's original model. vLLM loads it under a new name next to the previous adapter.
-Once nothing is being sampled, the proxy switches requests to the new adapter's name.
+Once no request is being sampled, the proxy switches to the new adapter's name.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from megaflow_hpc.rundir.weight_source import base_of
 from megaflow_hpc.rundir.weights import Version
 
 MAX_REFUSALS = 2
-"""Number of servers whose refusals show that a version is at fault."""
+"""A version is considered faulty once this many servers have refused it."""
 POLL_INTERVAL_S = 5.0
 """Seconds between polls of the weights pointer for a policy that the campaign does not train."""
 TRAINED_POLL_INTERVAL_S = 0.2
-"""Seconds between polls for a trained policy. On average, half of it adds to the delay of a new version."""
+"""Seconds between polls for a trained policy. On average, half of this adds to the delay of a new version."""
 MAX_POLLS_PER_S = 100
 """Maximum polls per second by all servers of a policy. Each poll opens a file on the shared file system."""
 RESTART_S = 900.0
-"""Seconds that other servers wait for a server that is restarting its engine."""
+"""Maximum seconds that other servers wait for a server that is restarting its engine."""
 LOAD_TIMEOUT_S = 1800.0
 """Timeout in seconds for one loading step, enough for a large model on a busy file system."""
 
 
 def poll_interval_s(record: RunRecord, policy: str) -> float:
-    """Returns the poll interval of the weights pointer, in seconds, for each server of ``policy``."""
+    """Returns the interval in seconds at which each server of ``policy`` polls the weights pointer."""
     trained = (record.campaign.get("training") or {}).get("policies") or ()
     if policy not in trained:
         return POLL_INTERVAL_S
@@ -95,8 +95,8 @@ class WeightUpdater:
         return [server for server in servers if self._heartbeats.alive(server)]
 
     def choose(self) -> Version:
-        """Returns the version with which to start the engine: the current version or, if it was refused, the latest
-        earlier version that was not.
+        """Returns the version with which to start the engine: the current version or, if this server refused it, the
+        latest earlier version that it did not refuse.
 
         Raises:
             ModelServiceError: The run directory cannot be read.
@@ -120,7 +120,7 @@ class WeightUpdater:
         return {**self._what.model, "path": version.path}
 
     def whole(self, version: Version) -> Version:
-        """Returns the version with the path of its complete files, and deletes earlier copies.
+        """Returns the version with the path of its complete files, and deletes copies of earlier versions.
 
         The files are a copy on this node if the policy has several servers. A delta's files are rebuilt on this node.
 
@@ -213,7 +213,7 @@ class WeightUpdater:
             proxy.serving = Serving(version)
 
     async def complete_start(self, version: Version, launch: Launch) -> None:
-        """Completes an engine's start with ``version``: loads its adapter and sets the version number.
+        """Completes an engine's start with ``version``: loads the adapter, if any, and sets the version number.
 
         Raises:
             ModelServiceError: The engine cannot load the adapter.
@@ -228,10 +228,10 @@ class WeightUpdater:
             try:
                 await post(proxy, "/update_weight_version", {"new_version": str(version.version)})
             except ModelServiceError:
-                pass  # an older engine, or one not in development mode, reports no versions
+                pass  # engines that are old or not in development mode report no versions
 
     async def _load_adapter(self, version: Version) -> None:
-        """Makes vLLM load an adapter, switches requests to it and unloads the previous adapter."""
+        """Makes vLLM load an adapter, switches requests to the adapter and unloads the previous one."""
         proxy = self._proxy
         name, before = f"{version.policy}@{version.version}", proxy.serving.adapter_name
         await post(proxy, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": version.path})
@@ -247,7 +247,7 @@ async def _vllm(proxy: Proxy, version: Version, keep_running: bool) -> None:
     await post(proxy, f"/pause?mode={'keep' if keep_running else 'wait'}", {})
     load = {"method": "reload_weights", "kwargs": {"weights_path": version.path or None}}
     await post(proxy, "/collective_rpc", load)
-    # Nothing computed with the old weights may be reused, not even by continued requests.
+    # No state computed with the old weights may be reused, not even by continued requests.
     reply = await post(proxy, f"/reset_prefix_cache?reset_running_requests={'true' if keep_running else 'false'}", {})
     if json.loads(reply or "{}").get("success") is False:
         raise ModelServiceError("the engine could not reset its prefix cache")
@@ -266,7 +266,7 @@ RELOADERS: Mapping[str, Callable[[Proxy, Version, bool], Awaitable[None]]] = {"v
 
 
 async def _reports_versions(proxy: Proxy) -> bool:
-    """Returns whether the engine's generate endpoint reports each token's version, as vLLM 0.32 does."""
+    """Returns whether the engine's generate endpoint reports each token's weight version, as in vLLM 0.32."""
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}, "stream": False}
     try:
         choice = json.loads(await post(proxy, GENERATE, body))["choices"][0]

@@ -1,13 +1,13 @@
 """The scripted engine's HTTP application and its tokenizer.
 
 It serves ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health``, and vLLM's render, ``/sleep``,
-``/wake_up`` and ``/is_sleeping``. While asleep, it answers completion requests with an error. The engine runs in the
-same server as any other engine, so a campaign can run without weights and with a known outcome.
+``/wake_up`` and ``/is_sleeping``. While asleep, it answers completion requests with an error. The engine server runs it
+like any other engine, so a campaign can run without weights and with a known outcome.
 
-Tokens are UTF-8 bytes (ids 0 to 255), the end of a turn (256), the start of a turn (257) and an image's placeholder
-(258), of which an image has one for each 64x64 pixels. Log-probabilities are a function of id and position. Reasoning
-and tool calls are tagged text, as models write them. So each prompt of a conversation extends the previous prompt, and
-the recording has a single sequence.
+Tokens are UTF-8 bytes (ids 0 to 255), the end of a turn (256), the start of a turn (257) and an image placeholder
+(258), one for each 64x64 pixels of an image. Log-probabilities are a function of id and position. Reasoning and tool
+calls are tagged text, as models write them. So each prompt of a conversation extends the previous prompt, and a
+conversation is recorded as a single sequence.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megaflow_hpc.model.images import read_data_url
 from megaflow_hpc.trajectory import Image, ImageSpan, image_parts
 
 END, START, IMAGE, OTHER = 256, 257, 258, 512
-"""Token ids: end of a turn, start of a turn, placeholder of an image, and the first of the alternative ids of bytes.
-Only engines with drift sample alternative ids."""
+"""Token ids: end of a turn, start of a turn, image placeholder, and the first alternative id. Engines with drift sample
+alternative ids for some bytes."""
 PATCH = 64
-"""Width and height in pixels of the part of an image that one placeholder stands for."""
+"""Width and height in pixels of the part of an image that one placeholder represents."""
 SLEEP_TAGS = frozenset({"weights", "kv_cache"})
 """vLLM's tags for the parts of an engine that can be woken separately."""
 
@@ -43,7 +43,7 @@ class ScriptedEngine:
     Args:
         script: The scripted answers.
         model_name: Name under which the engine serves its answers.
-        max_model_len: Maximum sequence length in tokens. Longer requests are rejected with the same error as in vLLM.
+        max_model_len: Maximum sequence length in tokens. Longer requests are rejected with vLLM's error.
         slots: Maximum number of concurrent answers. 0 means unlimited.
     """
 
@@ -127,7 +127,7 @@ class ScriptedEngine:
         return web.json_response(_response(body, self.model_name, prompt, sampled, message, finish, chat=chat))
 
     def sample(self, text: str, prompt: Sequence[int]) -> list[int]:
-        """Returns the token ids for an answer's text."""
+        """Returns the token ids to report for an answer's text."""
         return [*text.encode("utf-8", "replace"), END]
 
     async def refusal(self, answer: ScriptedAnswer, prompt: int, wanted: int) -> web.Response | None:
@@ -265,12 +265,13 @@ def answer_text(message: Mapping[str, Any]) -> str:
 def render(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), spans: list[ImageSpan] | None = None
 ) -> list[int]:
-    """Renders a prompt: ``START role NEWLINE content END NEWLINE`` per message, then the answer's head.
+    """Renders a prompt: ``START role NEWLINE content END NEWLINE`` per message, then the beginning of the answer's
+    turn.
 
-    Tools come first, as in most chat templates, so a changed tool list changes the prompt.
+    Tools come first, as in most chat templates, so a changed tool list changes the prompt from its start.
 
     Args:
-        spans: Receives the placeholders of each image.
+        spans: List to which the placeholder span of each image is appended.
     """
     tokens: list[int] = [START, *f"tools\n{json.dumps(tools)}".encode(), END, 10] if tools else []
     for message in messages:
@@ -286,7 +287,8 @@ def render(
 
 
 def _span(start: int, url: str) -> ImageSpan:
-    """Returns the placeholders of an image. An image on another host is not fetched and gets a single placeholder."""
+    """Returns the placeholder span of an image. An image on another host is not fetched and gets a single
+    placeholder."""
     if not url.startswith("data:"):
         return ImageSpan(start, 1, url)
     image = read_data_url(url)
@@ -299,7 +301,7 @@ def image_tokens(image: Image) -> int:
 
 
 def features_of(spans: Sequence[ImageSpan]) -> dict[str, Any] | None:
-    """Returns images as vLLM reports them in a rendered prompt."""
+    """Returns the images of a prompt in the form in which vLLM's render reports them."""
     if not spans:
         return None
     ranges = [{"offset": span.start, "length": span.length} for span in spans]

@@ -1,9 +1,9 @@
-"""Scripts of answers: their file format, and the choice of an answer for a conversation.
+"""Scripted answers: the file format of scripts, and the choice of an answer for a conversation.
 
 A script is YAML or JSON::
 
     tasks:
-      - when: "text of the task"         # a part of the conversation, or pattern: a regular expression
+      - when: "text of the task"         # a substring of the conversation, or pattern: a regular expression
         answers:                         # answer n (from 0) follows n assistant messages; the last repeats
           - "THOUGHT: … ```mswea_bash_command …```"
           - {file: fix.txt}              # text from a file, relative to the script
@@ -13,8 +13,8 @@ A script is YAML or JSON::
           - {tools: [{tool: bash, arguments: {}}, {tool: read, arguments: {}}]}
     default: ["…"]                       # if no task matches
 
-A task whose answers call a tool matches only conversations that offer it. Small requests that agents make in addition
-to their work, such as for a title or a summary, get the default.
+A task whose answers call a tool matches only conversations that offer this tool. So auxiliary requests that agents
+make, such as for a title or a summary, get the default.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KEYS = {"text", "file", "reasoning", "delay_s", "status", "tool", "arguments", 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of one of the conversation's tools."""
+    """A call to one of the conversation's tools."""
 
     name: str
     arguments: Mapping[str, Any]

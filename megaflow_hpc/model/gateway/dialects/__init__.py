@@ -1,13 +1,13 @@
-"""Conversions between the APIs that agents use and chat completions. Each API is one module. The gateway calls them.
+"""Conversions between the APIs that agents use and chat completions, one module per API.
 
 Engines only receive chat completions (or plain ones), so recording and routing are the same for every API::
 
     agent's request ── request() ──► chat request ──► engine ──► chat reply ── answer() ──► agent's response
                                                                              └─ events() ──► the same as a stream
 
-All functions are pure. :meth:`~megaflow_hpc.model.gateway.recorder.Recorder.restore` recognises earlier answers that
-an agent sends back. So a conversion may change the form of an answer, but never its meaning. It may change spaces in a
-tool call's arguments, or drop reasoning that the API does not carry.
+All functions are pure. A conversion may change the form of an answer but never its meaning, because
+:meth:`~megaflow_hpc.model.gateway.recorder.Recorder.restore` has to recognise answers that an agent sends back. It may
+change whitespace in a tool call's arguments, for instance, or drop reasoning that the API does not carry.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Dialect(Protocol):
         """Converts the engine's ``reply`` to this API's response to ``body``."""
 
     def events(self, answer: Mapping[str, Any], body: Mapping[str, Any], /) -> Iterator[Event]:
-        """Yields ``answer`` as stream events."""
+        """Converts ``answer`` to stream events."""
 
     def error(self, status: int, message: str, kind: str, /) -> dict[str, Any]:
         """Returns the body of an error response."""
 
     def error_event(self, status: int, message: str, kind: str, /) -> Event:
-        """Returns an error as an event of a stream that has already started."""
+        """Returns the event that reports an error in a stream that has already started."""
 
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -63,7 +63,7 @@ TABLES: Mapping[str, Mapping[str, options.Option]] = {
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Returns the dialect in which to report a request's errors. The path need not exist."""
+    """Returns the dialect in which errors of a request are reported, even if its path does not exist."""
     if "/v1beta/" in path or "x-goog-api-key" in headers:
         return gemini
     tail = path.partition("/v1")[2]

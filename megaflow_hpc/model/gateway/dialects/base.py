@@ -15,17 +15,16 @@ from megaflow_hpc.model.json_text import LARGE, brackets, packed
 from megaflow_hpc.texts import containers_at
 
 Event = tuple[str, Any]
-"""A server-sent event: its name (omitted if empty) and its data (a string is sent unchanged, anything else as JSON)."""
+"""A server-sent event: its name (omitted if empty) and its data. Strings are sent unchanged, other data as JSON."""
 Check = Callable[[Any, str], Any]
-"""Takes a value and the name of its field, and returns the value to pass on. Raises :class:`BadRequest` if the value is
-invalid."""
+"""Function that takes a value and its field's name, and returns the value to pass on. Raises :class:`BadRequest` if the
+value is invalid."""
 
 
 MAX_NESTING = 64
-"""Maximum nesting of objects and lists. Engines process them recursively, and respond with 500 beyond their own
-limit."""
+"""Maximum nesting of objects and lists. Engines process them recursively, and fail with 500 if they are too deep."""
 MAX_ARGUMENTS_LENGTH, MAX_ARGUMENTS_BRACKETS, MAX_ARGUMENTS_VALUES = 2**22, 10_000, 100_000
-"""Limits for a tool call's arguments: characters, objects and lists, and values."""
+"""Maximum numbers of characters, of brackets, and of values in a tool call's arguments."""
 
 
 class BadRequest(ValueError):
@@ -33,10 +32,10 @@ class BadRequest(ValueError):
 
 
 def typed(value: Any, kind: Any, field: str) -> Any:
-    """Converts ``value`` to ``kind``, any type that msgspec supports. Unknown fields of a struct are dropped.
+    """Converts ``value`` to ``kind``, which is any type that msgspec supports. Drops unknown fields of structs.
 
     Raises:
-        BadRequest: The value has another type. The message names the field, the expected type and the actual one.
+        BadRequest: The value has the wrong type. The message names the field, the expected type and the actual type.
     """
     try:
         return msgspec.convert(value, kind)
@@ -65,12 +64,12 @@ def _explained(error: msgspec.ValidationError, value: Any, kind: Any, field: str
     match = _PATH.search(str(error))
     path = match[1] if match else ""
     where = field + path
-    if error.__cause__ is not None:  # raised by one of this package's structs; already starts with a field
+    if error.__cause__ is not None:  # raised by one of this package's structs, so it already starts with a field
         return f"{where}.{error.__cause__}"
     cause = _PATH.sub("", str(error))
     if missing := _MISSING.fullmatch(cause):
         return f"{where}.{missing[1]}: expected a value, found nothing"
-    if ", got" in cause or "[...]" in path:  # msgspec does not name the value in a map
+    if ", got" in cause or "[...]" in path:  # for values in a map, msgspec does not give the key
         return f"{where}: {_lower(cause).replace(', got', ', found')}"
     wrong, choices = _value_at(value, kind, path)
     if choices:
@@ -79,7 +78,7 @@ def _explained(error: msgspec.ValidationError, value: Any, kind: Any, field: str
 
 
 def _value_at(value: Any, kind: Any, path: str) -> tuple[Any, list[str]]:
-    """Returns the value at a path, and the strings that the type allows at that path: literals or struct tags."""
+    """Returns the value at a path, and the literals or struct tags that the type allows there."""
     kinds = _members(inspect.type_info(kind))
     for name, number in _STEP.findall(path):
         tags = [str(kind.tag) for kind in kinds if isinstance(kind, inspect.StructType) and kind.tag_field == name]
@@ -92,7 +91,7 @@ def _value_at(value: Any, kind: Any, path: str) -> tuple[Any, list[str]]:
 
 
 def _within(kind: inspect.Type, value: Any, name: str) -> Iterator[inspect.Type]:
-    """Yields the possible types of a field of ``value``, or of its items if ``name`` is empty."""
+    """Yields the possible types of the field ``name`` of ``value``, or of its items if ``name`` is empty."""
     if not name and isinstance(kind, inspect.ListType):
         yield from _members(kind.item_type)
     elif isinstance(kind, inspect.StructType) and kind.tag in (None, value.get(kind.tag_field, kind.tag)):
@@ -110,7 +109,7 @@ def _lower(sentence: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Formats a value for an error message, in at most one line. A large value is represented by its type."""
+    """Formats a value for an error message, in one line. Large values are represented by their type."""
     if isinstance(value, str | bool | float) or value is None:
         return repr(value[:100] if isinstance(value, str) else value)
     if isinstance(value, int) and abs(value) < 2**70:
@@ -140,8 +139,8 @@ def bounded(value: Any, field: str, max_bytes: int) -> None:
 
 
 def bounded_arguments(text: str, field: str) -> str:
-    """Checks a tool call's encoded arguments, which engines decode. They may be invalid JSON, because a model wrote
-    them."""
+    """Checks a tool call's encoded arguments, because engines decode them. They may be invalid JSON, since a model
+    wrote them."""
     if len(text) > MAX_ARGUMENTS_LENGTH:
         raise BadRequest(f"{field}: {len(text)} characters; {MAX_ARGUMENTS_LENGTH} are allowed")
     opened = deepest = containers = values = 0
@@ -160,7 +159,7 @@ def bounded_arguments(text: str, field: str) -> str:
 
 
 def written_arguments(value: Any, field: str) -> str:
-    """Encodes a tool call's arguments as JSON. The agent sent them as values."""
+    """Encodes a tool call's arguments as JSON, for APIs in which agents send them as values."""
     bounded(value, field, MAX_ARGUMENTS_LENGTH)
     return json.dumps(value, ensure_ascii=False)
 
@@ -193,8 +192,8 @@ def image_part(url: str) -> dict[str, Any]:
 
 
 def content_of(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Returns content for a chat message: a string if all parts are text, which every chat template accepts, otherwise
-    the list of parts."""
+    """Returns the content of a chat message: the list of parts or, if all parts are text, a string, because every chat
+    template accepts strings."""
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return [dict(part) for part in parts]

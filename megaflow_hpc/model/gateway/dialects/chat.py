@@ -1,7 +1,7 @@
-"""OpenAI's chat completions and plain completions. Engines use them too, so only streams need conversion.
+"""OpenAI's chat completions and plain completions. Engines use the same APIs, so only streams need conversion.
 
 A streamed chat completion has one chunk each for the role, the message (content, reasoning, tool calls) and the finish
-reason. A chunk with the usage follows if requested, then ``[DONE]``.
+reason. A chunk with the usage follows if requested, and ``[DONE]`` ends the stream.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _chunks(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             message = {k: v for k, v in choice["message"].items() if v is not None and v != []}
             calls = [{"index": n, **c} for n, c in enumerate(message.pop("tool_calls", ()))]
             deltas = [{"role": message.pop("role", "assistant"), "content": ""}]
-            # Text and calls come separately, as from engines: Goose skips text that comes with calls.
+            # Send text and calls in separate chunks, as engines do: Goose skips text in a chunk with calls.
             deltas += [delta for delta in (message, {"tool_calls": calls}) if any(delta.values())]
             for delta in deltas:
                 last = logprobs if delta is deltas[-1] else None

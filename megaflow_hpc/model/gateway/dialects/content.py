@@ -1,7 +1,7 @@
-"""Messages, tools and images of a chat request. Only their known fields are passed on. All other fields are dropped.
+"""Messages, tools and images of a chat request. Only known fields are passed on; all others are dropped.
 
 An image must be a ``data:`` URL, or be on a host that the campaign allows (``model.media_domains``). An engine fetches
-URLs from its own node, so an arbitrary URL could reach that node's loopback. No field names a file.
+URLs from its own node, so an arbitrary URL could reach that node's loopback interface. No field can name a file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_TOOLS_BYTES = 2**21
 """Maximum size of the tools list, as JSON, in bytes."""
 _DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 _REMOTE = re.compile(r"https?://([A-Za-z0-9.-]+)(?::\d{1,5})?(?:[/?][A-Za-z0-9._~:/?@!$&'()*+,;=%-]*)?")
-"""Matches URLs that all parsers read the same way: without a user name, backslash or bracketed IP address."""
+"""Matches URLs that all parsers interpret in the same way: without a user name, backslash or bracketed IP address."""
 FunctionName = Annotated[str, Meta(max_length=256)]
 
 
@@ -128,7 +128,7 @@ AnyMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage |
 
 
 def messages(value: Any, field: str, domains: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Validates a conversation and keeps the known fields of each message.
+    """Validates a conversation and keeps only the known fields of each message.
 
     Args:
         value: The field's value in the request.
@@ -136,7 +136,7 @@ def messages(value: Any, field: str, domains: Collection[str] = ()) -> list[dict
         domains: Hosts from which the engine may fetch images.
 
     Raises:
-        BadRequest: ``value`` is not a list of messages with known roles and content, or an image has another host.
+        BadRequest: ``value`` is not a list of messages with known roles and content, or an image is on another host.
     """
     given: list[AnyMessage] = typed(value, list[AnyMessage], field)
     if not given:
@@ -233,8 +233,7 @@ def tool_choice(value: Any, field: str) -> Any:
 
 
 def compiled_tools(request: Mapping[str, Any]) -> None:
-    """Raises :class:`BadRequest` if a tool has a schema that the engine would compile but :func:`compiled_schema`
-    refuses."""
+    """Raises :class:`BadRequest` if the engine would compile a tool's schema that :func:`compiled_schema` refuses."""
     forced = request.get("tool_choice") not in (None, "none", "auto")
     for number, tool in enumerate(request.get("tools") or ()):
         function = tool["function"]

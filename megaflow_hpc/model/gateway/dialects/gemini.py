@@ -5,7 +5,7 @@ systemInstruction                      one system message
 user: text, inlineData, fileData       a user message; an inline image becomes a ``data:`` URL
 user or function: functionResponse     a tool message for the call of the same id, or else of the same function
 model: text, thought, functionCall     one assistant message: content, reasoning, tool calls
-functionDeclarations                   functions; tools that run at Google (search) are not offered to the model
+functionDeclarations                   functions; tools that run on Google's servers (search) are not offered
 thinkingConfig, safetySettings, media  ignored: the campaign decides how a model thinks
 =====================================  =============================================================================
 
@@ -87,7 +87,7 @@ class ResponsePart(Struct, rename="camel"):
 
 
 class Part(Struct, rename="camel"):
-    """A part of a message. Only one of its fields is set, apart from ``thought``."""
+    """A part of a message. Apart from ``thought``, exactly one field is set."""
 
     text: str | None = None
     thought: bool | None = None
@@ -110,7 +110,7 @@ class Declaration(Struct, rename="camel"):
 
 
 class Tool(Struct, rename="camel"):
-    """Functions of the agent, or a tool that runs at Google and has no declarations."""
+    """Functions of the agent, or a tool that runs on Google's servers and has no declarations."""
 
     function_declarations: list[Declaration] | None = None
 
@@ -153,7 +153,7 @@ GEMINI: Mapping[str, Option] = {
 """Options of ``/v1beta/models/MODEL:generateContent``. ``model`` and ``stream`` come from the path."""
 _NAMES = {"max_output_tokens": "max_tokens", "candidate_count": "n", "stop_sequences": "stop"}
 _NAMES |= {name: name for name in ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")}
-"""Maps fields of :class:`GenerationConfig` to chat options."""
+"""Maps each field of :class:`GenerationConfig` to its chat option."""
 
 
 # --- the request -----------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def _conversation(given: Mapping[str, Any]) -> dict[str, Any]:
     text = "\n\n".join(part.text for part in system.parts if part.text)
     messages = [{"role": "system", "content": text}] if text else []
     pending: dict[str, dict[str, None]] = {}
-    """Function → ids of its calls without a result so far, in their order."""
+    """Maps each function to the ids of its calls that have no result so far, in order."""
     for number, content in enumerate(contents):
         if content.role == "model":
             messages.append(_answer_of(content, number, pending))
@@ -237,7 +237,7 @@ def _image(blob: Blob) -> dict[str, Any]:
 
 
 def _result(response: Mapping[str, Any]) -> str:
-    """Returns a function's result as text. Clients put text into the field ``output`` or ``error``."""
+    """Returns a function's result as text, which clients put into the field ``output`` or ``error``."""
     if len(response) == 1 and isinstance(text := response.get("output", response.get("error")), str):
         return text
     return written_arguments(response, "functionResponse.response")
@@ -262,7 +262,7 @@ def _answer_of(content: Content, turn: int, pending: dict[str, dict[str, None]])
 
 
 def _tools(tools: list[Tool]) -> Iterator[dict[str, Any]]:
-    """Yields the functions offered to the model, without tools that run at Google."""
+    """Yields the functions offered to the model. Omits tools that run on Google's servers."""
     for number, tool in enumerate(tools):
         for inner, declared in enumerate(tool.function_declarations or ()):
             where = f"tools[{number}].functionDeclarations[{inner}].parameters"
@@ -271,7 +271,7 @@ def _tools(tools: list[Tool]) -> Iterator[dict[str, Any]]:
 
 
 def _json_schema(schema: Mapping[str, Any], where: str) -> Any:
-    """Converts Gemini's schema, whose types are in capitals, to a JSON schema."""
+    """Converts a schema in Gemini's format, whose type names are upper case, to a JSON schema."""
     bounded(schema, where, MAX_TOOLS_BYTES)
 
     def convert(value: Any) -> Any:
@@ -328,7 +328,7 @@ def events(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[Event
 
 
 def error(status: int, message: str, kind: str) -> dict[str, Any]:
-    """Returns an error body. A 429 names the quota of a whole day, because clients retry any other."""
+    """Returns an error body. A 429 names a daily quota, because clients retry after any other quota."""
     name = STATUSES.get(status, "INVALID_ARGUMENT" if status < 500 else "INTERNAL")
     text = message if kind == "invalid_request_error" else f"{kind}: {message}"
     failed: dict[str, Any] = {"code": status, "message": text, "status": name}

@@ -6,7 +6,7 @@ user: text, image, tool_result         a tool message per result, then one user 
 assistant: text, thinking, tool_use    one assistant message: content, reasoning, tool calls
 system or developer in the messages    a user message: many chat templates reject a second system message, and moving
                                        it to the front would change the prompt of every earlier call
-tools with an ``input_schema``         functions; tools that run at Anthropic (web search) are not offered to the model
+tools with an ``input_schema``         functions; tools that run on Anthropic's servers (web search) are not offered
 computer, bash, text_editor            functions (:mod:`~megaflow_hpc.model.computer_tools`); the calls of a computer
                                        toolset are named after their actions
 thinking, effort, cache_control        ignored: the campaign decides how a model thinks
@@ -48,8 +48,8 @@ from megaflow_hpc.model.gateway.dialects.options import (
 from megaflow_hpc.model.images import result_images
 
 BILLING = "x-anthropic-billing-header"
-"""Prefix of a system block in which Claude Code puts a hash of the request. With this block, every prompt would
-differ."""
+"""Prefix of a system block in which Claude Code puts a hash of the request. This block would make every prompt
+different."""
 HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "advisor", "mcp_toolset")
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 KINDS |= {429: "rate_limit_error", 503: "overloaded_error"}
@@ -137,7 +137,7 @@ class MemberConfig(Struct):
 
 
 class MessagesTool(Struct):
-    """A tool of the agent, or one of Anthropic's own tools, which have no ``input_schema``."""
+    """A tool of the agent. Anthropic's own tools have no ``input_schema``."""
 
     type: str | None = None
     name: str | None = None
@@ -177,7 +177,7 @@ MESSAGES: Mapping[str, Option] = {
     "output_config": Option(of(OutputConfig), becomes="response_format"),
     "output_format": Option(of(OutputFormat), becomes="response_format"),
     **dropped("metadata service_tier thinking context_management cache_control betas speed inference_geo"),
-    # Tools that run at Anthropic are not offered to the model.
+    # Tools that run on Anthropic's servers are not offered to the model.
     **dropped("container mcp_servers"),
 }
 """Options of ``/v1/messages`` and ``/v1/messages/count_tokens``. The campaign decides how a model thinks."""
@@ -293,7 +293,7 @@ def _assistant(turn: AssistantTurn, where: str) -> dict[str, Any]:
 
 
 def _tools(tools: list[MessagesTool]) -> list[dict[str, Any]]:
-    """Returns the tools offered to the model, without those that run at Anthropic."""
+    """Returns the tools offered to the model. Omits tools that run on Anthropic's servers."""
     offered = []
     for number, tool in enumerate(tools):
         if tool.input_schema is not None:
@@ -340,7 +340,7 @@ def answer(reply: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
         block = {"type": "tool_use", "id": call.get("id"), "name": function["name"], "input": given}
         if actions is not None and block["name"] == COMPUTER:
             block["toolset_name"] = COMPUTER
-            if given.get("action") in actions:  # any other name could be that of another tool
+            if given.get("action") in actions:  # any other action could be the name of another tool
                 block["name"] = given.pop("action")
         blocks.append(block)
     stop = choice.get("stop_reason") if isinstance(choice.get("stop_reason"), str) else None
@@ -389,7 +389,7 @@ def events(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[Event
 
 
 def _deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns a content block as a stream opens it, and the deltas that complete it."""
+    """Returns the initial form of a content block in a stream, and the deltas that complete it."""
     if block["type"] == "thinking":
         thought = {"type": "thinking_delta", "thinking": block["thinking"]}
         signature = {"type": "signature_delta", "signature": block["signature"]}

@@ -1,13 +1,13 @@
 """Tables of the options of a model call, one per dialect.
 
-An option is passed on to the engine, dropped, or refused. Options not in a table are dropped, because every client
-version adds new ones. The engine's request is built in two steps::
+Each option is passed on to the engine, dropped, or refused. Options not in a table are dropped, because every version
+of a client adds new ones. The engine's request is built in two steps::
 
     agent's request ── MESSAGES, RESPONSES: names and types ──► conversion ──► CHAT, COMPLETIONS ──► engine
 
-So :data:`CHAT` and :data:`COMPLETIONS` list everything that an engine can receive, for every API. The other tables are
-in their dialects' modules. An option is refused instead of dropped if dropping it would change what the agent asked
-for.
+So :data:`CHAT` and :data:`COMPLETIONS` list everything that an engine can receive, whichever API the agent uses. The
+other tables are in their dialects' modules. An option is refused instead of dropped if dropping it would change the
+meaning of the request.
 
 The tables also state which options constrain the policy's choice of tokens (:attr:`Option.constrains`).
 :func:`is_constrained` checks a request for them.
@@ -30,7 +30,7 @@ from megaflow_hpc.model.gateway.dialects.schemas import response_format, structu
 
 COUNT = 2**31 - 1
 MAX_ANSWERS = 16
-"""Maximum number of choices per request. Each choice is recorded with the whole prompt."""
+"""Maximum number of choices per request. The whole prompt is recorded with each choice."""
 MAX_PROMPTS = 16
 """Maximum number of prompts in a plain completion request."""
 
@@ -61,7 +61,7 @@ Prompt = str | Annotated[list[TokenId | str | Annotated[list[TokenId], Meta(min_
 
 
 def logit_bias(value: Any, field: str) -> Any:
-    """Accepts up to 1,024 token ids, each with a bias from -100 to 100."""
+    """Accepts a map from up to 1,024 token ids to biases from -100 to 100."""
     biases = typed(value, LogitBias, field)
     for token in biases:
         if not re.fullmatch(r"[0-9]{1,9}", token):
@@ -115,16 +115,16 @@ class Option:
     check: Check | None = None
     """Validates the value and returns the value to pass on."""
     passed: bool = True
-    """True if the value is passed to the engine. Otherwise it is dropped, or used only by the gateway."""
+    """True if the value is passed to the engine. Otherwise it is dropped, or only the gateway uses it."""
     refused: str = ""
     """Reason why the option is refused, with the remedy. Empty if it is allowed."""
     harmless: Any = False
     """Value that is dropped instead of refused, because clients send it by default. Empty values are dropped too."""
     constrains: str = ""
-    """Condition under which the option constrains a call, whose tokens then get loss mask 0. If empty, it never
-    does."""
+    """Condition under which the option constrains a call. The call's tokens then get loss mask 0. If empty, the option
+    never constrains a call."""
     becomes: str = ""
-    """Name of the chat option that it is converted to, if different."""
+    """Name of the chat option to which this option is converted, if different."""
 
 
 def flags(names: str) -> dict[str, Option]:
@@ -175,7 +175,8 @@ SAMPLING: Mapping[str, Option] = {
     **refused(_RECORDED, "echo suffix use_beam_search prompt_logprobs logprob_token_ids truncate_prompt_tokens"),
     **refused(_RECORDED, "prompt_embeds return_prompt_text return_token_offsets routed_experts_prompt_start"),
     "best_of": Option(refused=f"{_RECORDED}; give n", harmless=1),
-    # These affect the engine's other calls, name its files, hosts or code, or need unbounded computation.
+    # These options affect the engine's other calls, name files, hosts or code on its node, or need unbounded
+    # computation.
     **refused(_ENGINES, "kv_transfer_params ec_transfer_params vllm_xargs priority cache_salt mm_processor_kwargs"),
     **refused(_ENGINES, "media_io_kwargs mm_payload return_mm_kwargs watermarking repetition_detection"),
     **refused(_ENGINES, "min_tokens ignore_eos stop_token_ids allowed_token_ids bad_words thinking_token_budget"),
@@ -203,7 +204,7 @@ CHAT: Mapping[str, Option] = {
     **refused("is not served; give tools and tool_choice", "functions function_call"),
     **refused("is not served; ask for text", "audio"),
 }
-"""Options of ``/v1/chat/completions``. The messages and responses APIs are converted to it."""
+"""Options of ``/v1/chat/completions``, to which requests of the other chat APIs are converted."""
 
 COMPLETIONS: Mapping[str, Option] = {
     **SAMPLING,

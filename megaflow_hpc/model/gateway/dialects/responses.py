@@ -8,8 +8,8 @@ function_call_output                           a tool message; images of all res
 function tools                                 functions; ``namespace`` tools are flattened to ``namespace__name``
 custom tools (free text)                       functions with the single argument ``input``
 computer tools                                 a function (:mod:`~megaflow_hpc.model.computer_tools`)
-tools that run at OpenAI (web search)          not offered to the model
-reasoning effort, include, store, metadata     ignored: the campaign decides how a model thinks; nothing is stored
+tools that run on OpenAI's servers             not offered to the model
+reasoning effort, include, store, metadata     ignored: the campaign configures reasoning, and nothing is stored
 previous_response_id, conversation, background refused: every request must contain the whole input
 =============================================  =====================================================================
 """
@@ -159,7 +159,7 @@ class Namespace(Struct, tag="namespace"):
 
 
 class ComputerTool(Struct, tag="computer"):
-    """A screen whose size the model sees in its screenshots."""
+    """The computer tool. It has no screen size, because the model sees the size in screenshots."""
 
 
 class PreviewTool(Struct, tag="computer_use_preview"):
@@ -306,7 +306,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 ORDER = ("reasoning", "content", "tool_calls")
-"""Order in which the parts of an answer appear in a message."""
+"""Order of the parts of an answer in a message."""
 
 
 def _answer_of(messages: list[dict[str, Any]], part: str) -> dict[str, Any]:
@@ -350,7 +350,7 @@ Kind = tuple[str, str, str]
 
 
 def _tools(body: Mapping[str, Any]) -> Iterator[tuple[Kind, dict[str, Any]]]:
-    """Yields the functions offered to the model, without tools that run at OpenAI."""
+    """Yields the functions offered to the model. Omits tools that run on OpenAI's servers."""
     for number, given in enumerate(body.get("tools") or ()):
         where = f"tools[{number}]"
         if given.get("type") not in SERVED_TOOLS:
@@ -445,7 +445,7 @@ def _output(message: Mapping[str, Any], body: Mapping[str, Any], status: str) ->
                 checks = safety_checks_of(call)
                 yield {"id": new_id("cu"), "pending_safety_checks": checks, **actions, **item}
                 continue
-            item["type"] = "function_call"  # the client gets a call that it could not execute unchanged
+            item["type"] = "function_call"  # not a valid action, so the client gets an ordinary call
         if kind == "custom_tool_call":
             yield {"id": new_id("ctc"), **item, "input": _free_text(arguments)}
         else:

@@ -1,9 +1,9 @@
-"""JSON schemas and formats that constrain an answer. Engines compile them to a grammar.
+"""JSON schemas and formats that constrain an answer. Engines compile them to grammars.
 
-A schema's size, nesting, counts and regular expressions are limited. References that form a cycle without descending
-into the value are refused. An example is ``{"$ref": "#"}``: engines compile it to a grammar that allows no token, and
-respond with 500. The same happens with longer cycles through ``allOf``, ``anyOf`` and other keywords that apply a
-schema to the same value. A cycle through ``properties`` or ``items`` descends into the value, and is valid.
+A schema's size, nesting, counts and regular expressions are limited. Cyclic references are refused if the cycle never
+descends into the value, as in ``{"$ref": "#"}``: engines compile it to a grammar that allows no token, and respond with
+500. The same happens with longer cycles through ``allOf``, ``anyOf`` and other keywords that apply a schema to the same
+value. A cycle through ``properties`` or ``items`` descends into the value, so it is valid.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MAX_SCHEMA_COUNT = 100_000
 MAX_PATTERN_LENGTH = 512
 """Maximum length of a regular expression, in characters."""
 MAX_PATTERN_COUNT = 1000
-"""Maximum ``{count}`` in a regular expression."""
+"""Maximum repeat count, as in ``{count}``, in a regular expression."""
 MAX_PATTERN_GROUPS = 100
-"""Maximum product of the repeat counts of groups in a regular expression."""
+"""Maximum product of the groups' repeat counts in a regular expression."""
 SAME_VALUE = ("not", "if", "then", "else")
 """Keywords that apply one schema to the same value, like ``$ref``."""
 SAME_VALUE_LISTS = ("allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
@@ -56,7 +56,7 @@ class ObjectFormat(msgspec.Struct, tag="json_object"):
 
 
 class NamedSchema(msgspec.Struct, omit_defaults=True):
-    """A schema with its name, as the chat API's ``json_schema`` response format contains it."""
+    """A schema and its name, as in the chat API's ``json_schema`` response format."""
 
     schema: dict[str, Any]
     name: Annotated[str, Meta(max_length=256)] | None = None
@@ -81,8 +81,8 @@ def response_format(value: Any, field: str) -> dict[str, Any]:
 
 
 class StructuredOutputs(msgspec.Struct, omit_defaults=True):
-    """vLLM's constraints on an answer. A request may set only one of them. Agents may not send regular expressions or
-    grammars."""
+    """vLLM's constraints on an answer, of which a request may set only one. Regular expressions and grammars are not
+    allowed."""
 
     json: dict[str, Any] | None = None
     json_object: bool | None = None
@@ -126,7 +126,7 @@ def _check_keyword(name: str, value: Any, field: str) -> None:
         raise BadRequest(f"{field}: enum [] allows no value")
     elif name == "multipleOf" and isinstance(value, int | float) and not value > 0:
         raise BadRequest(f"{field}: multipleOf {shown(value)}: expected a number above 0")
-    elif name in _COUNTS and not isinstance(value, Mapping):  # a map here describes a property of that name
+    elif name in _COUNTS and not isinstance(value, Mapping):  # a map would be the schema of a property with that name
         _count(int(value) if isinstance(value, float) and value.is_integer() else value, f"{field}: {name}")
 
 
@@ -169,15 +169,15 @@ def _parses(pattern: str) -> bool:
 
 
 def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> None:
-    """Raises :class:`BadRequest` if references form a cycle without descending into the value.
+    """Raises :class:`BadRequest` if references form a cycle that never descends into the value.
 
     Args:
         schema: The whole schema.
         field: Name of the field that contains it.
-        compiled: True if the engine compiles it to a grammar. Dangling references are then refused too.
+        compiled: True if the engine compiles the schema to a grammar. Dangling references are then refused too.
     """
     checked: set[int] = set()
-    """``id()`` of each schema that is fully checked."""
+    """``id()`` of each schema that has been checked completely."""
     for start in _schemas(schema):
         path: list[tuple[int, Iterator[Any]]] = []
         on_path: set[int] = set()
@@ -204,7 +204,7 @@ def check_progress(schema: Mapping[str, Any], field: str, compiled: bool) -> Non
 
 
 def _schemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields every object inside a schema."""
+    """Yields every JSON object inside a schema."""
     rest: list[Any] = [schema]
     while rest:
         item = rest.pop()
