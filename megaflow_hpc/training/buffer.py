@@ -1,11 +1,10 @@
-"""Collects the groups of one policy that no step has trained on yet.
+"""Collects the groups of one policy that no step has trained on yet. The ledger's blocks list the rollouts of each
+group, and the journals contain the finished rollouts. The buffer only reads both. A later process rebuilds the buffer
+from the ``settled`` field of a plan, and rereads only the few waiting rollouts. A group is *complete* once each of its
+rollouts has finished or failed.
 
-The ledger's blocks list the rollouts of each group; the journals hold the finished ones. The buffer only reads them. A
-later process rebuilds it from the ``settled`` field of a plan, and rereads only the few waiting rollouts. A group is
-*complete* once each of its rollouts has ended, even if it failed.
-
-A damaged record is skipped. Pods mark a block as done once the records of all its rollouts are durable. So if a rollout
-of such a block still has no readable record after a while, the record is lost, and the rollout counts as failed.
+Damaged records are skipped. Pods mark a block as done once the records of all its rollouts are durable. So if a rollout
+in a done block still has no readable record after a while, the record is lost, and the rollout counts as failed.
 """
 
 from __future__ import annotations
@@ -39,33 +38,34 @@ from megaflow_hpc.types import VERIFIED, Rollout
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 13
-"""Bytes per token in its four columns."""
+"""Bytes per token, over its four columns."""
 MAX_CACHED_TOKENS = 16 << 20
 """Maximum number of tokens to cache, at :data:`TOKEN_BYTES` each."""
 MAX_SCORED_AT_ONCE = 64
-"""Maximum number of rollouts to pass to a scorer at once, because their complete records are held in memory."""
+"""Maximum number of rollouts to pass to a scorer at once. It bounds memory, because their complete records are
+passed."""
 LOST_AFTER_S = MAX_CACHE_AGE_S
-"""A record that is missing from a done block counts as lost after this many seconds. File-system caches may hide it
-until then."""
+"""A record missing from a done block counts as lost after this many seconds. Before that, file-system caches may hide
+it."""
 LOST = "unreadable record"
 """Error kind of a rollout whose record is lost."""
 
 
 @dataclass
 class _Collected:
-    """A group, and the samples of it that have arrived so far."""
+    """A group and those of its samples that have arrived so far."""
 
     task: str
     block: int
     round: int
     expected: dict[str, tuple[int, Rollout]] = field(default_factory=dict)
-    """Block number and rollout by rollout id."""
+    """Maps rollout ids to (block number, rollout)."""
     samples: dict[str, Sample] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """Location of an arrived rollout's record, and the lengths that packing needs."""
+    """An arrived rollout: the location of its record, and the lengths that packing needs."""
 
     place: RecordPlace
     lengths: tuple[int, ...]
@@ -79,9 +79,9 @@ class Buffer:
 
     Args:
         run: the run directory.
-        sequences: reader of the trained policy's sequences.
-        owners: policies whose rollouts contain the policy's tokens. ``None`` means all policies, for a model that
-            agents of other policies call too.
+        sequences: reads the trained policy's sequences.
+        owners: policies whose rollouts contain the policy's tokens. ``None`` means all policies, for a model that other
+            policies' agents call too.
         ordinal: converts a campaign-wide weight version to the policy's own count.
         settled: the settled groups and the cursor of an earlier plan.
         held_out: tasks to ignore.
@@ -100,44 +100,45 @@ class Buffer:
     ) -> None:
         self._held_out, self._score = held_out, score
         self._unscored: list[tuple[Sample, Arrived]] = []
-        """Rollouts that were read but not scored yet."""
+        """Rollouts that have been read but not scored yet."""
         self._run, self._sequences, self._owners, self._ordinal = run, sequences, owners, ordinal
         self._follower = Follower(run, cursor=settled.cursor or None)
         self._unread: deque[RecordEntry] = deque()
-        """Entries from the follower that are not processed yet. The follower's cursor is already past them."""
+        """Entries from the follower that have not been processed yet. The follower's cursor is already past them."""
         self._groups: dict[str, _Collected] = {}
         self._group_of: dict[str, str] = {}
-        """Unsettled group of each rollout, by rollout id."""
+        """Maps rollout ids to their unsettled group."""
         self._blocks: dict[int, set[str]] = {}
-        """Unsettled groups by block number. An empty entry is kept until all earlier blocks are settled."""
+        """Maps block numbers to the block's unsettled groups. An empty entry is kept until all earlier blocks are
+        settled."""
         self._groups_in: dict[int, frozenset[str]] = {}
-        """All groups of the policy by block number."""
+        """Maps block numbers to all of the policy's groups in the block."""
         self._first_block, self._settled = settled.first_block, set(settled.groups)
         self.arrived: dict[str, Arrived] = {}
         self._done: set[int] = set()
         """Blocks that were done at the last check."""
         self._done_read_at = -math.inf
         self._missing: dict[str, float] = {}
-        """Monotonic time at which a rollout of a done block was first found without a record, by rollout id."""
+        """Maps ids of rollouts in done blocks to the monotonic time at which their record was first found missing."""
         self._read_new_blocks()
         for place in settled.waiting:
             self._add(place)
 
     def poll(self) -> int:
-        """Reads new rollouts; returns their number.
+        """Reads new rollouts and returns their number.
 
         Raises:
-            OSError: the run directory is unavailable; the next call continues.
+            OSError: the run directory is unavailable. The next call continues.
             ConfigError: the scorer raised an exception or broke its contract.
         """
-        done = self._done_blocks()  # listed first, so that the poll covers all of their records
+        done = self._done_blocks()  # listed before polling, so that the poll covers their records
         self._unread.extend(self._follower.entries())
         if self._unread:
             self._read_new_blocks()
         added = 0
         while self._unread:
             entry = self._unread[0]
-            if entry.id in self._group_of:  # otherwise it belongs to another policy or its group is settled
+            if entry.id in self._group_of:  # not another policy's, and its group is not settled
                 added += self._add(RecordPlace(entry.journal, entry.start, entry.epoch))
             self._unread.popleft()
         self._score_arrivals()
@@ -145,7 +146,7 @@ class Buffer:
 
     @property
     def journals(self) -> int:
-        """Number of journals that each poll has to stat."""
+        """Number of journals that each poll must stat."""
         return len(self._follower.cursor["journals"])
 
     def complete(self) -> list[SampleGroup]:
@@ -167,7 +168,7 @@ class Buffer:
         return len(self._groups)
 
     def settle(self, groups: Iterable[str]) -> None:
-        """Removes groups that a plan trains on or drops."""
+        """Removes groups that a plan has trained on or dropped."""
         for name in groups:
             group = self._groups.pop(name)
             self._settled.add(name)
@@ -234,7 +235,7 @@ class Buffer:
         return rollout.task_id not in self._held_out and (self._owners is None or rollout.policy in self._owners)
 
     def _done_blocks(self) -> set[int]:
-        """Returns the blocks that are done. Rereads the list at intervals, and only while a rollout is missing."""
+        """Returns the blocks that are done. The list is reread at intervals, and only while rollouts are missing."""
         now = time.monotonic()
         if now - self._done_read_at >= LOST_AFTER_S / 4 and any(map(_lacking, self._groups.values())):
             self._done, self._done_read_at = Ledger(self._run).done(), now
@@ -272,11 +273,8 @@ class Buffer:
         return len(lost)
 
     def read(self, place: RecordPlace, scores: Mapping[str, float]) -> tuple[Sample, Arrived] | None:
-        """Reads a rollout that an earlier plan settled, or returns ``None`` if its record is damaged.
-
-        Args:
-            scores: the rollout's rewards from a scorer; empty if it has none.
-        """
+        """Reads a rollout that an earlier plan settled. Returns ``None`` if its record is damaged. Args: scores: the
+        rollout's rewards from a scorer. Empty if there are none."""
         read = self._read(place)
         return read and (scored(read[0], scores) if scores else read[0], read[1])
 
@@ -318,12 +316,12 @@ class Buffer:
 
 
 def _lacking(group: _Collected) -> list[tuple[int, Rollout]]:
-    """Returns the rollouts of a group that have not arrived, each with its block."""
+    """Returns the rollouts of a group that have not arrived yet, each with its block number."""
     return [expected for id, expected in group.expected.items() if id not in group.samples]
 
 
 class DamagedRecord(ConfigError):
-    """A rollout's record is damaged, although the run directory can be read."""
+    """A rollout's record is damaged, although the run directory is readable."""
 
 
 class Sequences:
@@ -333,7 +331,7 @@ class Sequences:
     must not modify the returned sequences.
 
     Args:
-        longest: maximum number of tokens of a sequence; longer ones are truncated. ``None`` means no maximum.
+        longest: maximum number of tokens in a sequence. Longer sequences are truncated. ``None`` means no maximum.
     """
 
     def __init__(self, run: RunDir, policy: str, longest: int | None = None) -> None:
@@ -349,16 +347,15 @@ class Sequences:
         return self._kept[place][0]
 
     def images(self, place: RecordPlace) -> Mapping[str, Image]:
-        """Returns the images of a planned rollout by their SHA-256. Raises the errors of :meth:`read`."""
+        """Returns the images of a planned rollout by SHA-256. Raises the errors of :meth:`read`."""
         self.at(place)
         return self._kept[place][1]
 
     def read(self, place: RecordPlace) -> tuple[Trajectory, list[TokenSequence]]:
-        """Reads a rollout. Returns it together with the policy's sequences, which may be truncated.
+        """Reads a rollout. Returns the trajectory and the policy's sequences, which may be truncated.
 
         Raises:
-            DamagedRecord: its record is damaged.
-            ConfigError: the file system cannot read its journal.
+            DamagedRecord: the rollout's record is damaged. ConfigError: the file system cannot read the journal.
         """
         try:
             trajectory = self._journals.load(RecordEntry("", "", place.epoch, 0, 0, place.journal, place.start, 0))
@@ -378,7 +375,8 @@ class Sequences:
 
 
 def _tokens(sequences: Iterable[TokenSequence], images: Mapping[str, Image]) -> int:
-    """Returns the size of sequences in tokens. Experts and images count as tokens that take as many bytes."""
+    """Returns the size of sequences in tokens. Experts and images count as the number of tokens that take as many
+    bytes."""
     more = sum(len(image.data) for image in images.values()) // TOKEN_BYTES
     return more + sum(len(sequence.tokens) + len(sequence.experts) // TOKEN_BYTES for sequence in sequences)
 
@@ -398,9 +396,8 @@ def _sampled(sequences: Sequence[TokenSequence]) -> tuple[int, ...]:
 
 
 def stored_rollout(trajectory: Trajectory) -> StoredRollout:
-    """Converts a trajectory to the form that a scorer receives, for use outside of training. Versions keep their
-    campaign-wide numbers.
-    """
+    """Converts a trajectory to the form that scorers receive, for use outside of training. Versions keep their
+    campaign-wide numbers."""
     sequences = [sequence for sequence in trajectory.sequences if sequence.policy == trajectory.policy]
     sample = _sample(trajectory, trajectory.policy, sequences, _sampled(sequences), lambda version: version)
     return StoredRollout(sample, trajectory)
@@ -409,7 +406,8 @@ def stored_rollout(trajectory: Trajectory) -> StoredRollout:
 def _sample(
     trajectory: Trajectory, policy: str, sequences: list[TokenSequence], sampled: tuple[int, ...], ordinal: Ordinal
 ) -> Sample:
-    """Returns the fields of a rollout that data algorithms use, from the policy's sequences, which may be cut off."""
+    """Returns the fields of a rollout that data algorithms use. They are derived from the policy's sequences, which may
+    be truncated."""
     versions: set[int] = set()
     for sequence in sequences:
         column = np.frombuffer(sequence.weight_versions, np.int32)
@@ -449,7 +447,7 @@ def _own(trajectory: Trajectory, policy: str) -> list[int]:
 
 
 def _turns(trajectory: Trajectory, policy: str, sequences: list[TokenSequence]) -> tuple[TurnTokens, ...]:
-    """Returns the model calls that sampled tokens of the policy's sequences, which may be cut off."""
+    """Returns the model calls that sampled tokens in the policy's sequences, which may be truncated."""
     numbers = {index: number for number, index in enumerate(_own(trajectory, policy))}
     turns = []
     for call, turn in enumerate(trajectory.turns):
@@ -462,7 +460,7 @@ def _turns(trajectory: Trajectory, policy: str, sequences: list[TokenSequence]) 
 
 
 def _roles(trajectory: Trajectory, policy: str) -> tuple[str, ...]:
-    """Returns the role of each of the policy's sequences; empty without a team."""
+    """Returns the role of each of the policy's sequences. Empty if there is no team."""
     by_sequence = {turn.sequence: turn.role for turn in trajectory.turns}
     roles = tuple(by_sequence.get(number, "") for number in _own(trajectory, policy))
     return roles if any(roles) else ()
@@ -474,18 +472,19 @@ def _state(trajectory: Trajectory, turn: Turn) -> str:
     if before < 0:
         return ""
     message = trajectory.messages[before]
-    content = message.get("content")  # without ids of tool calls, which differ between rollouts
+    content = message.get("content")  # not the tool-call ids, which differ between rollouts
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     digest = hashlib.blake2b(f"{message.get('role')}\0{text}".encode("utf-8", "surrogatepass"), digest_size=8)
     return digest.hexdigest()
 
 
 Routing = tuple[int, int, int]
-"""Layers (with and without experts), experts per token, and experts per layer of a mixture-of-experts model."""
+"""Of a mixture-of-experts model: number of layers (with or without experts), experts per token, and experts per
+layer."""
 
 
 def check_experts(sequence: TokenSequence, routing: Routing) -> None:
-    """Checks that a model can route the tokens of a sequence to the experts that the engine chose.
+    """Checks that a model can route a sequence's tokens to the experts that the engine chose.
 
     Raises:
         DamagedRecord: the number of layers or of experts per token differs, or the model lacks a recorded expert.

@@ -13,12 +13,12 @@
         step.commit(checkpoint, metrics={"entropy": 0.4})
 
 Trainer and campaign share only the run directory. The trainer reads rollouts from the journals, requests tasks by
-adding blocks, and publishes weights by a rename. So trainer, pods and engines can each crash and restart independently.
-The plan of a step is stored before it is used (:mod:`~megaflow_hpc.training.plan`). After a crash, the steps since the
-last checkpoint are repeated with the same rollouts.
+adding blocks, and publishes weights by a rename. So the trainer, the pods and the engines can crash and restart
+independently of each other. The plan of a step is stored before it is used (:mod:`~megaflow_hpc.training.plan`). After
+a crash, the steps since the last checkpoint are repeated with the same rollouts.
 
-In a distributed trainer every rank creates a ``Dataflow`` with its ``rank``. Rank 0 plans, requests, publishes
-and commits; the other ranks follow its plans.
+In a distributed trainer, every rank creates a ``Dataflow`` with its ``rank``. Rank 0 plans, requests, publishes and
+commits. The other ranks follow its plans.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from megaflow_hpc.trajectory import Image, TokenSequence
 logger = logging.getLogger(__name__)
 
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.5
-"""Bounds of the interval at which a step that lacks rollouts polls the journals. The interval starts short, because
-engines are about to load the weights just published, and doubles after each poll."""
+"""Minimum and maximum interval at which a step that waits for rollouts polls the journals. The interval doubles after
+each poll. It starts short, because engines are about to load the weights just published."""
 STATS_PER_S = 200
 """Maximum number of journals to stat per second. A campaign with many pods is polled less often."""
 SAY_INTERVAL_S = 30.0
@@ -70,7 +70,8 @@ SAY_INTERVAL_S = 30.0
 KEPT_CHECKPOINTS = 3
 """Number of recent checkpoints that a trainer keeps."""
 KEPT_VERSIONS = 3
-"""Number of recent weight versions that a trainer keeps. An engine may still serve one while it loads the next."""
+"""Number of recent weight versions that a trainer keeps. An engine may still serve an older version while it loads the
+next."""
 
 
 class UnreadableRollout(ConfigError):
@@ -82,12 +83,12 @@ class UnreadableRollout(ConfigError):
 
 
 class Step:
-    """One training step. Its rollouts are the same after every restart and for any number of ranks.
+    """One training step. It has the same rollouts after every restart and for any number of ranks.
 
     Attributes:
-        plan: the stored plan; rollouts that amendments leave out have weight 0.
+        plan: the stored plan, in which rollouts left out by amendments have weight 0.
         amendments: number of amendments recorded when the step started.
-        columns: extra values of each token, set by a trainer before it takes minibatches.
+        columns: extra values for each token, which the trainer sets before it takes minibatches.
         wait_s: seconds spent waiting for the step's rollouts.
         plan_s: seconds spent reading and planning.
     """
@@ -110,7 +111,7 @@ class Step:
 
     @cached_property
     def groups(self) -> list[int]:
-        """Index of each rollout's group in the step."""
+        """For each rollout, the index of its group in the step."""
         seen: dict[str, int] = {}
         return [seen.setdefault(rollout.group, len(seen)) for rollout in self.plan.rollouts]
 
@@ -129,7 +130,7 @@ class Step:
         return sum(sum(rollout.sampled) for rollout in self.plan.rollouts)
 
     def minibatches(self) -> Iterator[Minibatch]:
-        """Yields the minibatches of all ``loss.epochs``, split by ``loss.minibatch`` and reshuffled in each epoch."""
+        """Yields the minibatches of all ``loss.epochs``. They are reshuffled in each epoch."""
         loss = self._flow.settings.loss
         for epoch in range(loss.epochs):
             if loss.minibatch is None:
@@ -140,9 +141,9 @@ class Step:
                 yield self.minibatch(rollouts)
 
     def minibatch(self, rollouts: list[int] | None = None) -> Minibatch:
-        """Returns a minibatch of the given rollouts; by default, the whole step."""
+        """Returns a minibatch of the given rollouts. By default, it contains the whole step."""
         chosen = list(range(len(self.plan.rollouts))) if rollouts is None else rollouts
-        flow, copies = self._flow, self._flow.settings.parallel.copies  # successive ranks have the same micro-batches
+        flow, copies = self._flow, self._flow.settings.parallel.copies  # consecutive ranks that share micro-batches
         share = flow.rank // copies, max(flow.ranks // copies, 1)
         planned = self.plan.rollouts
         return Minibatch(planned, chosen, self.groups, self.sequences, flow.ordinal, *share, self.columns, self.images)
@@ -157,7 +158,7 @@ class Step:
         return self._flow.sequences(self.plan.rollouts[rollout])
 
     def images(self, rollout: int) -> Mapping[str, Image]:
-        """Reads the images of a rollout, by its index in the plan. Returns them by their SHA-256.
+        """Reads the images of a rollout, by its index in the plan. Returns them by SHA-256.
 
         Raises:
             UnreadableRollout: its record is damaged.
@@ -217,16 +218,16 @@ class Step:
         keep: int | None = None,
         checksums: Mapping[str, Checksum] | None = None,
     ) -> Version:
-        """Publishes a model directory as the weights after this step. Repeating the call publishes nothing new.
+        """Publishes a model directory as the weights after this step. Idempotent.
 
-        If the campaign sets ``publish_delta`` and the change from the last full version is small, only a delta is
+        If the campaign sets ``publish_delta`` and the difference from the last full version is small, only a delta is
         published.
 
         Args:
             folder: weights in the engine's format.
             move: move the directory instead of copying it. It must be on the run directory's file system.
-            keep: number of the policy's newest versions to keep; older ones are removed.
-            checksums: known checksums of files in ``folder``, so that the files are not read again.
+            keep: number of the policy's newest versions to keep. Older versions are removed.
+            checksums: known checksums of files in ``folder``. These files are not read again.
 
         Raises:
             ConfigError: ``folder`` is not a model directory with weights.
@@ -240,7 +241,7 @@ class Step:
         if snapshot and self.number % snapshot.every == 0:
             token = f"{flow.policy}-step-{self.number:06d}"
             publish(flow.run, folder, snapshot.to, keep=keep, token=token, digest=self._digest, checksums=checksums)
-        # The version is identified by the plan, because a repeated step may produce different bits on a GPU.
+        # Identify the version by the plan, because on a GPU a repeated step may produce different bits.
         made = publish(
             flow.run,
             folder,
@@ -252,7 +253,7 @@ class Step:
             delta=flow.config.publish_delta,
             checksums=checksums,
         )
-        if move:  # ``folder`` still exists if a delta was written or the step was already published
+        if move:  # not moved if a delta was written, or if the step was published earlier
             remove_tree(folder, ignore_errors=True)
         return made
 
@@ -263,7 +264,7 @@ class Step:
 
         Args:
             checkpoint: durable directory with the trainer's state after this step. A later start continues from it.
-            metrics: finite numbers by name, stored with the commit and in ``metrics.jsonl``.
+            metrics: finite numbers by name. They are stored in the commit and in ``metrics.jsonl``.
 
         Raises:
             ConfigError: the checkpoint directory is missing.
@@ -296,17 +297,17 @@ class Dataflow:
 
     Args:
         run: the run directory.
-        policy: the policy to train; may be omitted if the campaign trains only one.
+        policy: the policy to train. Optional if the campaign trains only one.
         rank, ranks: rank of this process in a distributed trainer, and the number of ranks.
         training: a section ``training`` for a campaign without one. Training then uses the campaign's planned rollouts
-            as they arrive, regardless of staleness, and requests no further ones.
-        say: receives a line about what a step waits for, at most every 30 s; by default, the line is logged.
-        agree: broadcasts rank 0's value to all ranks, so that all apply the same amendments. Several ranks need it. By
-            default, each applies the amendments that it reads when a step starts, and these may differ.
+            as they arrive, regardless of staleness, and requests no further rollouts.
+        say: called with a line about what a step is waiting for, at most every 30 s. By default, the line is logged.
+        agree: broadcasts rank 0's value to all ranks, so that all ranks apply the same amendments. Required if there
+            are several ranks, because each rank may otherwise read different amendments when a step starts.
 
     Attributes:
-        agree: the function ``agree``, for values that JSON can represent. Each rank must call it equally often, because
-            :meth:`steps` calls it too.
+        agree: the function ``agree``, for values that JSON can represent. All ranks must call it the same number of
+            times, because :meth:`steps` calls it too.
 
     Raises:
         ConfigError: the run or the policy is missing, the policy has no model that can be trained, the campaign has no
@@ -336,7 +337,7 @@ class Dataflow:
         self.rank, self.ranks = rank, ranks
         self.files = TrainingFiles(self.run, self.policy)
         self.trainer = 0
-        """Sequence number of this start of the trainer; 0 before registration."""
+        """Sequence number of this start of the trainer. 0 before registration."""
         self.tell = say or logger.info
         self.routing: Routing | None = None
         """Expert routing of the trainer's model. If set, records with incompatible experts count as damaged."""
@@ -383,7 +384,7 @@ class Dataflow:
     # --- start and end ---
 
     def restore(self) -> Commit | None:
-        """Returns the last commit whose checkpoint exists, or ``None``. The trainer continues from this commit. Its
+        """Returns the last commit whose checkpoint exists, or ``None``. Training continues from this commit, whose
         ``checkpoint`` is an absolute path.
 
         >>> if (state := flow.restore()) is not None:                 # doctest: +SKIP
@@ -433,14 +434,14 @@ class Dataflow:
             return
         self.files.create()
         methods.record(self.run, self._digests)
-        if self._paced:  # opened first, because a trainer without an open lease counts as ended
+        if self._paced:  # first, because a trainer without an open lease counts as ended
             self._lease = OpenLease(self.run, self.policy)
             self._lease.keep()
         self.trainer = self.files.enter(Trainer.here(self.policy))
 
     def close(self) -> None:
-        """Stops requesting rollouts, so that the campaign can end. A trainer that dies or is requeued leaves the
-        campaign open."""
+        """Stops requesting rollouts, so that the campaign can end. If this is not called, because the trainer dies or
+        is requeued, the campaign stays open."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None
@@ -470,7 +471,7 @@ class Dataflow:
         self.tell(f"{self.run}: amendment {number}: step {amendment.step} {left_out}: {amendment.cause}")
 
     def again(self, step: Step) -> Step:
-        """Rebuilds a step with the amendments recorded since it started."""
+        """Rebuilds a step, applying the amendments recorded since it started."""
         plan = self.files.read(StepPlan, step.number)
         assert plan is not None, step.number
         return self._step(plan, step.wait_s, step.plan_s)
@@ -480,7 +481,8 @@ class Dataflow:
         return Step(self, amended(plan, amendments), wait_s, plan_s, count)
 
     def _amend(self, step: int) -> tuple[int, list[Amendment]]:
-        """Applies the amended settings of a step. Returns the number of amendments recorded, and those in force."""
+        """Applies the amended settings of a step. Returns the number of amendments recorded, and the amendments in
+        force."""
         commit = self.files.read(Commit, step)
         count = commit.amendments if commit else len(self._amendments.read())
         together = self.agree(msgspec.to_builtins([count, self._amendments.in_force(step, count)]))
@@ -495,7 +497,7 @@ class Dataflow:
         return count, in_force
 
     def _check_records(self, plan: StepPlan) -> None:
-        """Amends a step that an earlier start planned, leaving out rollouts whose records are damaged."""
+        """Amends a step that an earlier start planned, to leave out rollouts whose records are damaged."""
         for rollout in () if self.rank else plan.rollouts:
             try:
                 self.sequences(rollout)
@@ -513,14 +515,14 @@ class Dataflow:
     def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
         """Requests tasks immediately, in addition to those that ``training.prompts`` chooses.
 
-        Steps take complete groups first. A step takes more than a batch if the remaining groups would be too old for
-        the next step. Call this between two steps; during a step, the tasks would be sampled with the weights from
-        before the step.
+        Steps take complete groups first. A step takes more groups than a batch if the remaining groups would be too old
+        for the next step. Call this method between two steps. During a step, the tasks would be sampled with the
+        weights from before the step.
 
         Args:
             tasks: ids of the campaign's tasks.
-            token: idempotency key. Repeating the request after a restart requests nothing new.
-            samples: number of rollouts in each group; by default, the policy's usual number.
+            token: idempotency key, so that the call can be repeated after a restart.
+            samples: number of rollouts in each group. Default: the policy's usual number.
 
         Raises:
             ConfigError: a task is unknown or held out, or the policy runs no tasks.
@@ -535,7 +537,7 @@ class Dataflow:
             self.planning.control.add(tasks, token, samples)
 
     def committed(self, commit: Commit) -> None:
-        """Notes in memory that a step is committed, then requests the batches now due and any evaluation now due."""
+        """Updates the state after the commit of a step, and requests the batches and the evaluation that are due."""
         self._committed = max(self._committed, commit.step)
         self.request()
         evaluate = self.config.evaluate
@@ -543,7 +545,7 @@ class Dataflow:
             request_evaluation(self.run, self.trained, evaluate.samples, commit.step)
 
     def add_checkpoint(self, step: int, checkpoint: str | os.PathLike[str]) -> None:
-        """Adds a checkpoint to the commit of its step, which was written before the checkpoint was durable.
+        """Adds a checkpoint to its step's commit, which was written before the checkpoint was durable.
 
         Raises:
             ConfigError: the checkpoint directory is missing.
@@ -562,7 +564,7 @@ class Dataflow:
     # --- reading ---
 
     def ordinal(self, version: int) -> int:
-        """Converts a campaign-wide weight version to the policy's own count; 0 for the initial model."""
+        """Converts a campaign-wide weight version to the policy's own count, in which the initial model is 0."""
         if version not in self._ordinals:
             self._ordinals = ordinals(self.run, self.policy, self._ordinals)
         return self._ordinals.get(version, 0)
@@ -606,7 +608,8 @@ class Dataflow:
         return self.planning.plan(number, self.trainer)
 
     def _await_plan(self, number: int) -> tuple[StepPlan | None, float]:
-        """Waits for the next plan. Returns the plan, or ``None`` if the training ends first, and the seconds waited."""
+        """Waits for the next plan. Returns the plan, or ``None`` if the training ends first, and the seconds spent
+        waiting."""
         waited, began, interval_s = 0.0, time.monotonic(), FIRST_POLL_S
         self._pods.begin()
         while True:

@@ -9,9 +9,9 @@
         for batch in DataLoader(data, batch_size=None, num_workers=4):
             batch["tokens"], batch["loss_mask"], batch["logprobs"], batch["advantage"], batch["offsets"]
 
-Each process opens the file on its first read: no HDF5 state crosses a fork, and only a path and a few numbers cross a
-spawn. All workers of all ranks compute the same plan from the same seed, and each takes its share. So each trajectory
-is read once per epoch, regardless of the number of workers.
+Each process opens the file on its first read, so no HDF5 state crosses a fork, and a spawn pickles only a path and a
+few numbers. All workers of all ranks compute the same plan from the same seed, and each takes its share. So each
+trajectory is read once per epoch, regardless of the number of workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ lists."""
 
 
 class _Opened:
-    """Trajectory store that each process opens lazily."""
+    """A trajectory store that each process opens lazily."""
 
     def __init__(self, path: str | os.PathLike[str], where: str | None, advantage: Kind | None) -> None:
         self.path = os.fspath(path)
@@ -68,16 +68,16 @@ class _Opened:
 
 
 class Trajectories(Dataset[Batch]):
-    """A map-style dataset with one trajectory per item; the items of a batch are read together.
+    """A map-style dataset with one trajectory per item. The items of a batch are read together.
 
     With ``DataLoader(data, batch_size=64, collate_fn=Trajectories.collate)`` each batch is one dictionary of flat or
     padded columns.
 
     Args:
         path: a run directory or a ``trajectories.h5``.
-        where: an expression that chooses rows; see :mod:`megaflow_hpc.trajectories.reading.selection`.
+        where: an expression that selects rows (see :mod:`megaflow_hpc.trajectories.reading.selection`).
         pad: as in :meth:`~megaflow_hpc.trajectories.reading.store.TrajectoryStore.batch`.
-        advantage: kind of advantage to add as column ``advantage`` (S), computed over all rows of the file.
+        advantage: kind of advantage to add as the column ``advantage`` (S), computed over all rows of the file.
 
     Raises:
         ConfigError: ``path`` cannot be read, or ``where`` is not a selection.
@@ -121,15 +121,15 @@ class PackedTrajectories(IterableDataset[Batch]):
     Args:
         path: a run directory or a ``trajectories.h5``.
         token_budget: maximum number of entries in each token column of a batch, including padding.
-        where: an expression that chooses rows.
-        pad: number to pad token columns with to (S, longest); ``None`` keeps them flat (T), with ``offsets``.
-        seed: seed of the shuffle, which differs in every epoch. If ``None``, rows are not shuffled, but packing may
+        where: an expression that selects rows.
+        pad: value with which token columns are padded to (S, longest). ``None`` keeps them flat (T), with ``offsets``.
+        seed: seed for shuffling, which differs in every epoch. If ``None``, rows are not shuffled, but packing may
             reorder them.
-        advantage: kind of advantage to add as column ``advantage`` (S).
-        rank, ranks: rank of this process and number of ranks; by default from ``torch.distributed``, or from the
-            environment variables RANK and WORLD_SIZE.
+        advantage: kind of advantage to add as the column ``advantage`` (S).
+        rank, ranks: rank of this process and number of ranks. Default: taken from ``torch.distributed``, or else from
+            the environment variables RANK and WORLD_SIZE.
         even: drop up to ``ranks - 1`` batches, so that every rank gets the same number.
-        oversize: what to do with a trajectory over the budget: ``error`` or ``skip``.
+        oversize: handling of trajectories that exceed the budget, ``error`` or ``skip``.
 
     Raises:
         ConfigError: ``path`` cannot be read, or ``where`` is not a selection.
@@ -164,11 +164,11 @@ class PackedTrajectories(IterableDataset[Batch]):
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # shared with persistent workers
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch that seeds the shuffle. All ranks must use the same number."""
+        """Sets the epoch, which determines the shuffle. All ranks must use the same epoch."""
         self._epoch[0] = epoch
 
     def plan(self) -> list[np.ndarray[Any, Any]]:
-        """Returns this rank's batches for the epoch, as arrays of row numbers.
+        """Returns this rank's batches in the epoch, as arrays of row numbers.
 
         Raises:
             ConfigError: a trajectory exceeds the budget and ``oversize`` is ``error``.

@@ -27,17 +27,17 @@ class GpuTurns:
         self.shared = flow.record.config.slurm.trainer.share == "sleep"
         """True if the trainer and the engine share GPUs."""
         self._gpu = SharedGpu(flow.run, flow.policy)
-        # With several ranks, their parent process (torch's launcher) ends last.
+        # If there are several ranks, use their parent process (torch's launcher), because it ends last.
         process = Identity.of(os.getppid() if flow.ranks > 1 else os.getpid())
         assert process is not None
         self._process = process
 
     def take(self, step: int) -> float:
-        """Waits until the engine sleeps. Returns the seconds that it took to wake up and load weights after the last
-        turn.
+        """Waits until the engine sleeps. Returns the seconds that the engine took to wake up and load weights after the
+        previous turn.
 
         Args:
-            step: identifier of this turn. It must be equal on all ranks and different in each turn.
+            step: identifier of this turn. It must be the same on all ranks and different for each turn.
 
         Raises:
             LedgerError: a later trainer has taken over.
@@ -58,6 +58,6 @@ class GpuTurns:
         return turn_given.wake_s
 
     def give(self) -> None:
-        """Releases the GPUs to the engine. Call it only once no rank has data on them."""
+        """Releases the GPUs to the engine. Call this only after all ranks have moved off the GPUs."""
         if self.shared and not self._flow.rank:
             self._gpu.release()

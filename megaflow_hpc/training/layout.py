@@ -1,4 +1,4 @@
-"""Arranges the trainer's ranks, one per GPU, in a grid. Does not import torch, so planning can check a layout.
+"""Arranges the trainer's ranks, one per GPU, in a grid. Does not import torch, so that planning can check a layout.
 
 Consecutive ranks differ in the last dimension first::
 
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Number of consecutive ranks that process the same rows."""
+        """Number of ranks that process the same rows. They are consecutive."""
         return self.context * self.tensor
 
     @property
@@ -72,9 +72,7 @@ class Layout:
 
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:
-    """Returns how many copies of each key head give all ranks equal shares of heads, each with its key head.
-
-    Returns 0 if no number does.
-    """
+    """Returns the number of copies of each key head with which heads can be divided equally among ranks, each head
+    together with its key head. Returns 0 if that is impossible."""
     copies = ranks // math.gcd(key_heads, ranks)
     return 0 if heads % ranks or heads % (key_heads * copies) else copies

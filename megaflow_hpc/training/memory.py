@@ -1,23 +1,24 @@
-"""Predicts the memory that training needs, and its operations, from a model's ``config.json`` and the headers of its
-safetensors files.
+"""Predicts the memory and the floating-point operations that training needs, from a model's ``config.json`` and the
+headers of its safetensors files.
 
-The peak of a GPU is the largest of these phases of a step. Each includes the parameters, master weights, optimizer
-moments and gradients, which stay allocated:
+A GPU's peak memory is the maximum over these phases of a step. Each phase includes the parameters, master weights,
+optimizer moments and gradients, which stay allocated:
 
 ====== ================================================================================================
 layers the backward pass of a layer: the inputs of the layers before it, its own recomputed activations, the
        gradients in flight, the gathered layer and the next one, and the last layer's gradients before reduction
 logits the backward pass of the last chunk of logits: a chunk in float32, and gradients of the output embedding
-reduce whole gradients: with FSDP of both embeddings, in the model's type and in float32, at the end of the backward
-       pass; on a single GPU of the largest matrix of a layer, while they are added to float32
-update the step of the optimizer
+reduce unsharded gradients: with FSDP, of both embeddings, in the model's dtype and in float32, at the
+       end of the backward pass; on a single GPU, of a layer's largest matrix, while they are added to
+       float32
+update the optimizer step
 ====== ================================================================================================
 
-The arithmetic follows transformers' models with RMSNorm in float32, rotary embeddings and gated MLPs or experts, and
-:mod:`~megaflow_hpc.training.trainer`. ``tests/bench/memory.py`` compares it with torch's memory tracker. It assumes
-that experts get equal numbers of tokens. It omits the CUDA context, NCCL's buffers and fragmentation, which take a few
-GB. For the vision part of an image-text model, it counts the parameters but not the activations, which depend on the
-images of a row.
+The formulas apply to :mod:`~megaflow_hpc.training.trainer` with transformers models that use RMSNorm in float32, rotary
+embeddings, and gated MLPs or experts. ``tests/bench/memory.py`` compares them with torch's memory tracker. They assume
+that all experts get the same number of tokens. They omit the CUDA context, NCCL's buffers and fragmentation, which take
+a few GB. For the vision part of an image-text model, they include the parameters but not the activations, which depend
+on the images in a row.
 """
 
 from __future__ import annotations
@@ -39,26 +40,27 @@ from megaflow_hpc.training.layout import Layout, key_copies
 CHUNK_LOGITS = 2**26
 """Number of logits that the trainer computes at once."""
 PROCESS_BYTES = 10**9
-"""Host memory of a rank without tensors: Python, torch, transformers and CUDA's libraries. The value is an estimate for
-ranks on GPUs."""
+"""Host memory of a rank, without tensors: Python, torch, transformers and CUDA's libraries. An estimate for ranks on
+GPUs."""
 MAX_SHARD_BYTES = 5 * 10**9
-"""Maximum size of a safetensors file of a published version. The writer holds each file in memory twice."""
+"""Maximum size of a safetensors file in a published version. The writer holds each file in memory twice."""
 GPU_GB = {
     "a40": 48, "b200": 180, "h100": 80, "h200": 141, "l4": 24, "l40": 48, "l40s": 48, "mi300x": 192, "t4": 16,
 }  # fmt: skip
-"""Memory in GB (10^9 bytes) of GPU types that are sold with one memory size only, from the data sheets."""
+"""Memory in GB (10^9 bytes) of GPU types sold with a single memory size, from the data sheets."""
 GPU_TFLOPS = {
     "a100": 312, "a40": 150, "b200": 2250, "h100": 989, "h200": 989, "l4": 121, "l40": 181, "l40s": 362, "mi300x": 1307,
 }  # fmt: skip
-"""Peak of dense products of matrices in bfloat16, in 10^12 operations per second, from the data sheets. Types with
-several forms have that of the fastest."""
+"""Peak dense matmul throughput in bfloat16, in TFLOPS, from the data sheets. For GPUs sold in several variants, this is
+the fastest variant's figure."""
 SHARE_OF_PEAK = 0.25
-"""Assumed share of :data:`GPU_TFLOPS`. A model of 1.7 billion parameters reached 24 to 29 % on one H200. Communication
-between GPUs lowers it."""
+"""Assumed fraction of :data:`GPU_TFLOPS` that training reaches. A model with 1.7 billion parameters reached 24 to 29 %
+on one H200. Communication between GPUs lowers the fraction."""
 
 
 VISION = re.compile(r"(^|\.)(visual|vision_\w+|\w*_?projector|mlp_AR|connector|aligner|embed_vision)\.")
-"""Matches the names of parameters before the language model of an image-text model: its vision tower and projection."""
+"""Matches the names of an image-text model's parameters that precede the language model: vision tower and
+projection."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class ModelShape:
 
     name: str
     hidden: int
-    """Hidden size: features per token between layers."""
+    """Hidden size, which is the number of features per token between layers."""
     words: int
     """Vocabulary size."""
     layers: int
@@ -79,41 +81,41 @@ class ModelShape:
     intermediate: int
     """Features inside the MLP, or inside the experts that process every token."""
     experts: int
-    """Number of experts per layer; 0 for dense models."""
+    """Number of experts per layer. 0 for dense models."""
     chosen: int
     """Number of experts that process each token."""
     expert_intermediate: int
     """Features inside each routed expert."""
     norms: int
-    """Number of norms over the hidden features per layer."""
+    """Number of norms over the hidden features in each layer."""
     head_norms: bool
     """True if queries and keys are normalised."""
     ends: int
     """Number of parameters outside the layers, such as embeddings."""
     output: int
-    """Number of parameters of the output embedding. If tied, the input embedding shares them."""
+    """Number of parameters of the output embedding. A tied input embedding shares them."""
     dense: int
-    """Number of parameters of the largest layer without its experts."""
+    """Number of parameters in the largest layer, excluding experts."""
     expert: int
-    """Number of parameters of all experts in the largest layer."""
+    """Total number of parameters of the experts in the largest layer."""
     all_experts: int
-    """Number of parameters of all experts in all layers."""
+    """Total number of parameters of the experts in all layers."""
     total: int
     """Number of parameters of the whole model."""
     largest: int
     """Number of parameters of the largest tensor."""
     linear: Mapping[str, int]
-    """Inputs plus outputs of each matrix inside a layer, by name."""
+    """Maps the name of each matrix inside a layer to the sum of its numbers of inputs and outputs."""
     stored_bytes: int
     """Size of the model's tensors on disk in bytes."""
     limit: int | None
-    """Maximum number of positions; ``None`` if the config has no limit."""
+    """Maximum number of positions, or ``None`` if the config has no limit."""
     vision: int = 0
-    """Number of parameters of the vision part, included in ``total``; 0 if the model takes text only."""
+    """Number of parameters of the vision part, included in ``total``. 0 if the model takes text only."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
-        """Reads ``config.json`` and the headers of the safetensors.
+        """Reads ``config.json`` and the headers of the safetensors files.
 
         Raises:
             ConfigError: a file is missing or damaged, or the config lacks a required size.
@@ -198,12 +200,12 @@ class Prediction:
     """Predicted memory for training, in bytes."""
 
     moments: Mapping[str, Mapping[str, int]]
-    """GPU memory in bytes, by phase of a step and by part."""
+    """GPU memory in bytes, by phase of a step and by what the memory is used for."""
     load: int
     """Host memory of a node in bytes while its ranks load the model."""
     node: int
-    """Host memory of the first node in bytes while training. It includes copies of checkpoints and versions while they
-    are written, and offloaded optimizers."""
+    """Host memory of the first node in bytes during training. Includes offloaded optimizers, and the copies from which
+    checkpoints and versions are written."""
     checkpoint: int
     """Size of a checkpoint in bytes."""
     version: int
@@ -213,8 +215,8 @@ class Prediction:
     token_flops: float
     """Floating-point operations per token of one forward and backward pass."""
     seconds: float | None
-    """Estimated seconds in which all GPUs together pass a million tokens forward and backward, without communication.
-    ``None`` if the GPUs' type is unknown, or ``dtype`` is not bfloat16."""
+    """Estimated seconds for the forward and backward passes of a million tokens on all GPUs together, without
+    communication. ``None`` if the GPU type is unknown or ``dtype`` is not bfloat16."""
 
     @property
     def moment(self) -> str:
@@ -223,7 +225,7 @@ class Prediction:
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """GPU memory in bytes at the peak, by part."""
+        """GPU memory in bytes at the peak, by what it is used for."""
         return self.moments[self.moment]
 
     @property
@@ -244,12 +246,12 @@ def predict(
 
     Args:
         model: sizes of the model.
-        settings: settings of the policy; ``microbatch``, ``recompute``, ``dtype``, ``parallel``, ``lora`` and
-            ``optimizer.offload`` matter.
-        gpus: number of GPUs per node. 0 stands for a single process on CPUs.
+        settings: settings of the policy, of which ``microbatch``, ``recompute``, ``dtype``, ``parallel``, ``lora`` and
+            ``optimizer.offload`` are used.
+        gpus: number of GPUs per node. 0 means a single process on CPUs.
         nodes: number of nodes.
-        tokens: number of tokens in a row; by default, ``microbatch``.
-        gpu_type: Slurm's name for the type of the GPUs.
+        tokens: number of tokens in a row. Default: ``microbatch``.
+        gpu_type: Slurm's name for the GPU type.
 
     Raises:
         ConfigError: ``parallel`` does not divide the ranks or the model's heads.
@@ -260,7 +262,7 @@ def predict(
     several, tensor = layout.ranks > 1, layout.tensor
     row = -(-(tokens or settings.microbatch) // layout.context)
 
-    # Parameters that a rank stores, and parameters that it computes with.
+    # Parameters that a rank stores, and parameters with which it computes.
     ends_divided = 1 if model.tied or model.words % tensor else tensor
     expert_shares = layout.ranks // layout.replicas
     dense_all = model.total - model.all_experts - model.ends - model.vision
@@ -292,11 +294,11 @@ def predict(
     reduced = 4 * layer if several and full else 0
     head = size * output if full and (several or model.tied) else 0
     chunk = min(CHUNK_LOGITS, row * model.words)
-    to_master = 8 if size == 2 else 4  # bytes of a gradient while it is added to the master's, without FSDP
+    to_master = 8 if size == 2 else 4  # bytes per gradient while it is added to its master, without FSDP
     logits: float = max(16 * chunk, head + 12 * chunk)
     if full:
         logits = max(logits, (3 * size if several or model.tied else to_master) * output)
-    last = (4 + 4 * size) * model.hidden * row  # the last norm, the target tokens and their gradients
+    last = (4 + 4 * size) * model.hidden * row  # last norm, target tokens, and their gradients
     down = size * model.hidden * model.intermediate / tensor if several and full else 0  # gradient of the last matrix
     moments: dict[str, dict[str, float]] = {
         "layers": stays
@@ -346,23 +348,23 @@ def predict(
 
 
 def _held(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the bytes per token that a layer saves for its backward pass."""
+    """Returns the bytes per token that a layer saves for the backward pass."""
     query = model.heads * model.head / layout.tensor
     key = model.key_heads * model.head / layout.tensor
-    norm = 4 + size  # a copy in float32, and its normalised form
+    norm = 4 + size  # a float32 copy, and the normalised values
     held: float = model.norms * (norm + size) * model.hidden
     held += (norm if model.head_norms else 0) * (query + key)
     copies = 1
     if layout.context > 1:
         heads = model.heads // layout.tensor, model.key_heads // layout.tensor
         copies = key_copies(*heads, layout.context)
-        held += size * query  # the output before heads are exchanged
+        held += size * query  # attention output before the exchange of heads
     held += size * (2 * query + 2 * key * copies) + 4 * model.heads / layout.tensor
     return held + _inside(model, layout, size)
 
 
 def _inside(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the bytes per token that the MLP or the experts of a layer save for the backward pass."""
+    """Returns the bytes per token that a layer's MLP or experts save for the backward pass."""
     held = 4 * size * model.intermediate / layout.tensor
     if model.experts:
         rows = model.chosen
@@ -372,7 +374,7 @@ def _inside(model: ModelShape, layout: Layout, size: int) -> float:
 
 
 def _in_flight(model: ModelShape, layout: Layout, size: int) -> float:
-    """Returns the temporary bytes per token that a layer's backward pass needs."""
+    """Returns the bytes per token that a layer's backward pass needs temporarily."""
     flight = size * model.hidden
     if model.experts:
         return flight + (2 if layout.expert > 1 else 3) * model.chosen * size * model.hidden
@@ -380,12 +382,10 @@ def _in_flight(model: ModelShape, layout: Layout, size: int) -> float:
 
 
 def _token_flops(model: ModelShape, settings: PolicyTraining, tokens: int) -> float:
-    """Returns the floating-point operations per token of one forward and backward pass over one sequence.
-
-    A matrix takes 2 operations per parameter in the forward pass,
-    2 for the gradient of its input, and 2 for its own gradient unless only adapters are trained. The backward pass
-    always recomputes the logits, and with ``recompute`` the layers. The vision part is not counted.
-    """
+    """Returns the floating-point operations per token of one forward and backward pass over one sequence. Per
+    parameter, a matrix takes 2 operations in the forward pass, 2 for the gradient of its input, and 2 for its own
+    gradient unless only adapters are trained. The backward pass always recomputes the logits and, with ``recompute``,
+    also the layers. The vision part is not counted."""
     layers = model.total - model.all_experts - model.ends - model.vision
     layers += model.all_experts * model.chosen // max(model.experts, 1)
     attention = 2 * model.layers * model.heads * model.head * tokens  # causal, forward
@@ -395,7 +395,7 @@ def _token_flops(model: ModelShape, settings: PolicyTraining, tokens: int) -> fl
 
 
 def _adapters(model: ModelShape, lora: LoraConfig) -> int:
-    """Returns the number of parameters of all LoRA adapters."""
+    """Returns the total number of parameters of the LoRA adapters."""
     every = lora.targets == "all-linear"
     sizes = (n for name, n in model.linear.items() if every or set(name.split(".")) & set(lora.targets))
     return lora.rank * sum(sizes)
@@ -406,13 +406,13 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
 
 
 def gpu_flops(gpu_type: str | None) -> float | None:
-    """Returns the assumed operations per second of a GPU in bfloat16, or ``None`` if its type is unknown."""
+    """Returns the bfloat16 operations per second that a GPU is assumed to reach, or ``None`` if its type is unknown."""
     peak = _of_type(gpu_type, GPU_TFLOPS)
     return None if peak is None else SHARE_OF_PEAK * peak * 1e12
 
 
 def gpu_memory(gpu_type: str | None) -> float | None:
-    """Returns a GPU's memory in GB (10^9 bytes), or ``None`` if its type does not determine it.
+    """Returns a GPU's memory in GB (10^9 bytes), or ``None`` if the type does not determine the size.
 
     Args:
         gpu_type: Slurm's name for the type, such as ``a100_80gb`` or ``h100``.

@@ -1,10 +1,10 @@
 """Loads user functions that replace built-in methods. The campaign file names them as ``package.module:function``.
 
-Planning copies the modules next to the campaign file into ``RUN/code``. In ``RUN/training/methods.json`` it records the
-digests of each function's source file and of the user's modules that it imports (:func:`sources`). A trainer imports
-the copies. It refuses to start if a source file has a different digest, because a repeated step must compute the same
-results. The functions are the user's own configuration: they are trusted and run in the trainer's process. Their
-results are checked before use: :func:`numbers`.
+Planning copies the modules next to the campaign file into ``RUN/code``. In ``RUN/training/methods.json``, it records
+digests of each function's source file and of the user's modules that this file imports (:func:`sources`). A trainer
+imports the copies. It refuses to start if a source file's digest has changed, because a repeated step must compute the
+same results. The functions are part of the user's configuration, so they are trusted and run in the trainer's process.
+Their results are checked before use (:func:`numbers`).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ RECORD_FILE = "methods.json"
 OURS = "megaflow_hpc"
 """Name of this package. A run records the package's version, so its modules need no digest."""
 INSTALLED = {"site-packages", "dist-packages"}
-"""Names of directories that hold installed packages."""
+"""Names of directories that contain installed packages."""
 
 Digests = dict[str, dict[str, str]]
-"""Hexadecimal SHA-256 digests of source files: module of a function → that module, and each module of the user's that
-it imports → digest."""
+"""Hexadecimal SHA-256 digests of source files. Maps the module of each function to the digests of that module and of
+the user's modules that it imports, by module name."""
 
 
 def methods_of(training: TrainingConfig) -> dict[str, Method]:
-    """Returns the user functions in the section ``training``, by their keys in the campaign file."""
+    """Returns the user functions in the section ``training``, by key in the campaign file."""
     values: dict[str, Any] = {
         "training.trainer": training.trainer,
         "training.prompts.order": training.prompts.order,
@@ -77,10 +77,10 @@ def prepare(run: RunDir, training: TrainingConfig, folder: str) -> Digests:
     Args:
         run: the run directory.
         training: the section ``training``.
-        folder: directory of the campaign file, searched last; empty if unknown.
+        folder: directory of the campaign file, which is searched last. Empty if unknown.
 
     Raises:
-        ConfigError: a module cannot be found, or its file or a module that it imports was changed.
+        ConfigError: a module cannot be found, or its file or a module that it imports has changed.
     """
     if not (methods := methods_of(training)):
         return {}
@@ -101,7 +101,7 @@ def prepare(run: RunDir, training: TrainingConfig, folder: str) -> Digests:
 
 
 def record(run: RunDir, digests: Digests) -> None:
-    """Records digests in ``RUN/training/methods.json``. Keeps the digests of functions that are recorded already."""
+    """Records digests in ``RUN/training/methods.json``. Does not change digests that are already recorded."""
     before = _recorded(run)
     if digests.keys() - before.keys():
         make_directory(run.training)
@@ -138,14 +138,14 @@ def _digest(path: Path) -> str:
 
 
 def identity(method: Method) -> str:
-    """Returns a function's name and a hexadecimal SHA-256 digest of its source files. Functions of this package have
-    only a name."""
+    """Returns a function's name and a hexadecimal SHA-256 digest of its source files, or only the name for this
+    package's own functions."""
     together = (json.dumps(found, sort_keys=True).encode() for found in digests([method]).values())
     return " ".join([method.name, *(hashlib.sha256(text).hexdigest() for text in together)])
 
 
 def source(module: str) -> Path:
-    """Returns the source file of a module. Does not import the module, but imports its parent packages.
+    """Returns the source file of a module. Imports the parent packages, but not the module itself.
 
     Raises:
         ConfigError: the module cannot be found.
@@ -209,8 +209,8 @@ def call(method: Method, *values: Any, **named: Any) -> Any:
 
 
 def guarded(method: Method) -> Callable[..., Any]:
-    """Wraps a user's function so that it is called through :func:`call`. The wrapper keeps the function's name, and
-    passes on errors of memory that ran out, because the caller can make room."""
+    """Wraps a user's function so that it is called through :func:`call`. The wrapper has the function's name.
+    Out-of-memory errors are not converted, because the caller may retry with smaller inputs."""
 
     def guard(*values: Any) -> Any:
         try:
@@ -224,7 +224,7 @@ def guarded(method: Method) -> Callable[..., Any]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error means that memory ran out, on a CPU or a GPU. Does not import torch."""
+    """Returns whether an error means that a CPU or GPU ran out of memory. Does not import torch."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -281,8 +281,7 @@ def wrong(method: Method, found: str, expected: str) -> ConfigError:
 
 
 def _at(error: BaseException) -> str:
-    """Returns the file and line in the user's code that raised an error, or an empty string if it was raised
-    elsewhere."""
+    """Returns the file and line of the user's code that raised an error, or an empty string if other code raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     last = frames[-1] if frames else None
     own = last is None or last.filename in (__file__, importlib.__file__, functools.__file__)
@@ -293,16 +292,15 @@ def _at(error: BaseException) -> str:
 
 
 def sources(module: str, file: Path) -> dict[str, Path]:
-    """Returns the source file of a module, and those of the user's modules that it imports directly or indirectly.
-
-    The files are found by reading import statements, not by importing. So the result does not depend on which modules a
-    process has imported already. Included are the imports in function bodies, and the packages of each module. Left out
-    are the standard library, installed packages and this package. Modules that are imported by a computed name
-    (``importlib``) and data files are not found.
+    """Returns the source files of a module and of the user's modules that it imports directly or indirectly. Files are
+    found by parsing import statements, not by importing, so the result does not depend on which modules the process has
+    already imported. It includes imports in function bodies, and the packages that contain each module. It excludes the
+    standard library, installed packages and this package. Data files, and modules imported under a computed name
+    (``importlib``), are not found.
 
     Args:
         module: the module's name, such as ``package.module``.
-        file: its source file, which is included even if it is installed.
+        file: the module's source file, which is included even if the module is installed.
     """
     files = {} if module.partition(".")[0] == OURS else {module: file}
     waiting, seen = [*_with_packages(module), *_imports(module, file)], set(files)
@@ -319,12 +317,13 @@ def sources(module: str, file: Path) -> dict[str, Path]:
 
 
 def _imports(module: str, file: Path) -> Iterator[str]:
-    """Yields the modules that a module's source may import, with their packages. Names may be of attributes instead."""
+    """Yields the names of modules that a module's source may import, with their packages. Some may be attributes
+    instead."""
     if file.suffix != ".py":
         return
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # cannot be imported either
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the file cannot be imported either
         return
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree):
@@ -342,13 +341,13 @@ def _imports(module: str, file: Path) -> Iterator[str]:
 
 
 def _with_packages(name: str) -> list[str]:
-    """Returns the packages that contain a module, and the module."""
+    """Returns the packages that contain a module, and the module itself."""
     parts = name.split(".")
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _submodules(package: str) -> list[str]:
-    """Returns the modules of a user's package, any of which ``from package import *`` may import."""
+    """Returns the modules of a user's package, because ``from package import *`` may import any of them."""
     spec = _spec(package)
     folders = [folder for folder in (spec and spec.submodule_search_locations) or () if _is_users(Path(folder))]
     return [f"{package}.{found.name}" for found in pkgutil.iter_modules(folders)]
@@ -357,7 +356,7 @@ def _submodules(package: str) -> list[str]:
 def _spec(name: str) -> ModuleSpec | None:
     """Finds a module without importing its packages."""
     package = name.rpartition(".")[0]
-    with suppress(Exception):  # a finder, or a module that is loaded without a specification
+    with suppress(Exception):  # raised by a finder, or for a loaded module without a spec
         if not package:
             return importlib.util.find_spec(name)
         above = _spec(package)
@@ -367,7 +366,7 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _file(spec: ModuleSpec | None) -> Path | None:
-    """Returns a module's file, or ``None`` if the module is missing, built in, or a package without ``__init__``."""
+    """Returns a module's file, or ``None`` for a missing or built-in module, or a package without ``__init__``."""
     return Path(spec.origin) if spec and spec.has_location and spec.origin and Path(spec.origin).is_file() else None
 
 

@@ -1,9 +1,9 @@
 """Splits a step into minibatches and micro-batches, and assigns the micro-batches to ranks.
 
 A *minibatch* is the input of one optimizer step. A *micro-batch* is the input of one forward pass on one rank.
-Sequences are concatenated and never cut. All ranks compute the same split from the plan, and each reads only its own
-part. Every rank gets the same number of micro-batches, because with sharded parameters each pass is a collective
-operation.
+Sequences are concatenated and never split. All ranks compute the same packing from the plan, and each rank reads only
+its own part. Every rank gets the same number of micro-batches, because with sharded parameters each pass is a
+collective operation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megaflow_hpc.trajectories.reading.sources import experts_of
 from megaflow_hpc.trajectory import Image, ImageSpan, TokenSequence
 
 ShownImage = tuple[ImageSpan, Image]
-"""An image, and the placeholder tokens of a sequence in whose place the model saw it."""
+"""An image in a sequence, and its placeholder tokens, in place of which the model saw the image."""
 
 
 @dataclass(frozen=True)
@@ -31,35 +31,35 @@ class MicroBatch:
     tokens: NDArray[np.int32]
     """Token ids, shape (T)."""
     positions: NDArray[np.int32]
-    """Position of each token in its sequence, from 0, shape (T)."""
+    """Position of each token in its sequence, counted from 0, shape (T)."""
     offsets: NDArray[np.int64]
     """Start of each sequence, followed by T, shape (S+1)."""
     mask: NDArray[np.uint8]
-    """1 for tokens to train on, which the policy sampled freely; 0 for others. Shape (T)."""
+    """1 for tokens to train on, which are those that the policy sampled freely. 0 for other tokens. Shape (T)."""
     logprobs: NDArray[np.float32]
-    """The engine's log-probabilities, shape (T); 0 where the mask is 0."""
+    """The engine's log-probability of each token, shape (T). 0 where the mask is 0."""
     versions: NDArray[np.int32]
-    """Ordinal of the version that sampled each token, shape (T); -1 if not sampled."""
+    """Ordinal of the version that sampled each token, shape (T). -1 if not sampled."""
     advantages: NDArray[np.float32]
-    """Advantage of each token, shape (T); 0 where the mask is 0."""
+    """Advantage of each token, shape (T). 0 where the mask is 0."""
     weights: NDArray[np.float32]
-    """Loss factor of each token, shape (T); 0 where the mask is 0."""
+    """Loss factor of each token, shape (T). 0 where the mask is 0."""
     sample: NDArray[np.int32]
-    """Index in the step of each sequence's rollout, shape (S)."""
+    """For each sequence, the index of its rollout in the step, shape (S)."""
     sequence: NDArray[np.int32]
-    """Index of each sequence among the policy's sequences in its rollout, shape (S)."""
+    """For each sequence, its index among the policy's sequences in the rollout, shape (S)."""
     group: NDArray[np.int32]
-    """Index in the step of each sequence's group, shape (S)."""
+    """For each sequence, the index of its group in the step, shape (S)."""
     rollout_tokens: NDArray[np.int64]
-    """Number of tokens to train on in each sequence's whole rollout, shape (S)."""
+    """For each sequence, the number of tokens to train on in its whole rollout, shape (S)."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Extra values of sampled tokens by column name, each of shape (T); see
+    """Extra values for sampled tokens by column name, each of shape (T). See
     :mod:`megaflow_hpc.training.trainer.columns`."""
     experts: NDArray[np.int16] | None = None
-    """The engine's routing, shape (T, layers, experts per token); -1 for tokens with unknown experts. ``None`` if no
-    sequence has recorded experts."""
+    """Experts to which the engine routed each token, shape (T, layers, experts per token). -1 if unknown. ``None`` if
+    no sequence has recorded experts."""
     images: tuple[tuple[ShownImage, ...], ...] = ()
-    """Images of each sequence (S), sorted by their start in the sequence. Empty if no sequence shows any."""
+    """Images in each sequence (S), sorted by position in the sequence. Empty if no sequence contains images."""
 
     def __repr__(self) -> str:
         sequences = len(self.offsets) - 1
@@ -71,8 +71,9 @@ class MicroBatch:
         return int(self.mask.sum())
 
     def sequence_keys(self) -> list[tuple[int, int]]:
-        """Returns a key for each sequence: its rollout and its index there. Keys are valid in every minibatch of the
-        step. Tokens are no key: sequences of a rollout with the same tokens may show different images."""
+        """Returns a key for each sequence: its rollout and its index in the rollout. Keys are the same in every
+        minibatch of the step. Tokens would not identify a sequence, because sequences with the same tokens may contain
+        different images."""
         return list(zip(self.sample.tolist(), self.sequence.tolist(), strict=True))
 
 
@@ -87,13 +88,13 @@ class SequencePart(NamedTuple):
 
 
 EQUAL_LENGTH = 12 * 4096
-"""Sequence length at which causal attention costs as much as the rest of a layer: about 12 × the hidden size. The value
-fits a model with 8 billion parameters, and only affects packing."""
+"""Sequence length at which causal attention costs as much as the rest of a layer, which is about 12 × the hidden size.
+The value is for a model with 8 billion parameters. It only affects packing."""
 
 Load = Callable[[int], list[TokenSequence]]
 """Function that returns the policy's sequences of a rollout, given the rollout's index in the plan."""
 LoadImages = Callable[[int], Mapping[str, Image]]
-"""Function that returns the images of a rollout by their SHA-256, given the rollout's index in the plan."""
+"""Function that returns the images of a rollout by SHA-256, given the rollout's index in the plan."""
 Ordinal = Callable[[int], int]
 """Function that converts a campaign-wide weight version to the policy's own count."""
 
@@ -137,7 +138,7 @@ class Minibatch:
 
         Args:
             tokens: maximum number of tokens in a micro-batch. A longer sequence gets a micro-batch of its own.
-            skip_zero: leave out sequences whose advantages are all 0. The minibatch's counts still include them.
+            skip_zero: omit sequences whose advantages are all 0. The minibatch's counts still include them.
         """
         bins = self._bins(tokens, skip_zero)
         rounds = -(-len(bins) // self._ranks)
@@ -197,7 +198,7 @@ class Minibatch:
 
 
 def images_of_sequence(sequence: TokenSequence, images: Mapping[str, Image]) -> tuple[ShownImage, ...]:
-    """Returns the images that a sequence shows, each with its placeholder tokens."""
+    """Returns the images in a sequence, each with its placeholder tokens."""
     return tuple((span, images[span.image]) for span in sequence.images)
 
 
@@ -233,7 +234,7 @@ def _has_advantage(rollout: PlannedRollout, sequence: int) -> bool:
 def token_advantages(rollout: PlannedRollout, sequence: int, length: int) -> NDArray[np.float32]:
     """Returns the advantage of each token of a sequence with ``length`` tokens.
 
-    If turns have advantages of their own, tokens outside all turns get 0.
+    If turns have their own advantages, tokens outside all turns get 0.
     """
     if not rollout.advantages:
         return np.full(length, rollout.advantage, np.float32)
@@ -249,8 +250,8 @@ def token_advantages(rollout: PlannedRollout, sequence: int, length: int) -> NDA
 def _balanced(parts: Sequence[SequencePart], tokens: int, ranks: int) -> list[list[SequencePart]]:
     """Packs sequences, longest first, into as few rounds of ``ranks`` bins as possible, with similar costs.
 
-    All ranks compute a round together, so the most expensive bin decides how long it takes. Each sequence goes to the
-    bin with the lowest cost that has room. Bins are returned in order of decreasing cost, so the bins of a round have
+    All ranks compute a round together, so its duration depends on the most expensive bin. Each sequence is added to the
+    cheapest bin that has room for it. Bins are returned in order of decreasing cost, so that the bins of a round have
     similar costs.
     """
     count = len(_first_fit(parts, tokens))
@@ -261,7 +262,7 @@ def _balanced(parts: Sequence[SequencePart], tokens: int, ranks: int) -> list[li
         for part in parts:
             fits = (n for n in range(count) if room[n] >= part.length or not bins[n])
             chosen = min(fits, key=costs.__getitem__, default=None)
-            if chosen is None:  # first-fit packs tighter
+            if chosen is None:  # first-fit packs more tightly
                 break
             bins[chosen].append(part)
             room[chosen] -= part.length
@@ -272,7 +273,8 @@ def _balanced(parts: Sequence[SequencePart], tokens: int, ranks: int) -> list[li
 
 
 def rows_in_order(lengths: Iterable[int], tokens: int) -> Iterator[list[int]]:
-    """Yields the indices of consecutive sequences that together fit into one forward pass of ``tokens`` tokens."""
+    """Groups consecutive sequences so that each group fits into a forward pass of ``tokens`` tokens. Yields their
+    indices."""
     row: list[int] = []
     room = tokens
     for index, length in enumerate(lengths):
@@ -308,7 +310,7 @@ def split(groups: Sequence[int], size: int, random: np.random.Generator | None =
     Args:
         groups: index of each rollout's group.
         size: number of groups in a minibatch.
-        random: random generator that shuffles the groups. If ``None``, they keep the plan's order.
+        random: random generator with which groups are shuffled. If ``None``, groups keep the plan's order.
 
     Returns:
         The rollout indices of each minibatch.

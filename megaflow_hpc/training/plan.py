@@ -12,10 +12,10 @@
     trainers/000002.json    the second start of the trainer; earlier starts can no longer commit
     checkpoints/12/         the trainer's own files
 
-A plan is claimed before it is used: its file is linked to the step's number, which succeeds only once. A trainer that
-loses this race uses the existing plan. So a step always has the same rollouts, no matter which process dies. A trainer
-that was wrongly assumed dead can repeat a step, but cannot commit it. Other subpackages read commits and starts too,
-so these records are defined in :mod:`megaflow_hpc.rundir.training`.
+A plan is claimed before it is used: its file is hard-linked under the step's number, which succeeds only once. A
+trainer that loses this race uses the existing plan. So a step always has the same rollouts, no matter which process
+dies. A trainer that was wrongly assumed dead can repeat a step, but cannot commit it. The records of commits and
+trainer starts are defined in :mod:`megaflow_hpc.rundir.training`, because other subpackages read them too.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ COLUMN_PREFIX = "column."
 
 R = TypeVar("R", bound=msgspec.Struct)
 BySequence = Mapping[tuple[int, int], NDArray[np.float32]]
-"""Values (L) of a sequence's tokens, by (rollout index, sequence index) in a step."""
+"""Maps (rollout index, sequence index) in a step to the values (L) for that sequence's tokens."""
 Columns = Mapping[str, list[list[NDArray[np.float32]]]]
-"""Values (L) of each sequence of each rollout of a step, by column name."""
+"""Maps column names to nested lists: for each rollout of a step, the values (L) for each of its sequences."""
 
 
 class RecordPlace(msgspec.Struct, array_like=True, frozen=True):
@@ -58,7 +58,7 @@ class RecordPlace(msgspec.Struct, array_like=True, frozen=True):
     journal: str
     """File name in ``RUN/journal``."""
     start: int
-    """Offset of the record's first byte."""
+    """Offset of the record's first byte in the file."""
     epoch: int = 0
 
 
@@ -72,22 +72,22 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
     """Name of the agent in the campaign."""
     place: RecordPlace
     reward: float | None = None
-    """The verifier's reward; ``None`` if the rollout was not verified."""
+    """The verifier's reward, or ``None`` if the rollout was not verified."""
     scores: dict[str, float] = {}
-    """Rewards from a scorer, by name. ``score`` rates the whole rollout and replaces ``reward``."""
+    """Rewards from a scorer, by name. ``score`` is for the whole rollout and replaces ``reward``."""
     advantage: float = 0.0
-    """Advantage of all sampled tokens, or their mean advantage if :attr:`advantages` is set."""
+    """Advantage of all sampled tokens. If :attr:`advantages` is set, the mean over tokens."""
     advantages: list[float] = []
-    """Advantage of each of the policy's sequences, or of each turn in :attr:`turns`. Empty if it is the same for all
-    tokens."""
+    """Advantage of each of the policy's sequences, or of each turn in :attr:`turns`. Empty if all tokens have the same
+    advantage."""
     turns: list[tuple[int, int, int]] = []
     """(sequence, start, end) of each of the policy's model calls, if calls have their own advantages."""
     roles: dict[str, float] = {}
-    """Reward of each role that the policy played; empty without a team."""
+    """Reward of each role that the policy played. Empty if there is no team."""
     weight: float = 1.0
     """Weight of the rollout's tokens in the loss."""
     oldest: int = -1
-    """Ordinal of the oldest version that sampled a token; -1 if nothing was sampled."""
+    """Ordinal of the oldest version that sampled a token. -1 if nothing was sampled."""
     replayed: bool = False
     """True if an earlier step settled the rollout and a ``data`` operation added it again."""
     lengths: list[int] = []
@@ -97,14 +97,14 @@ class PlannedRollout(msgspec.Struct, kw_only=True):
 
 
 class Settled(msgspec.Struct, kw_only=True, frozen=True):
-    """The state of settled and waiting groups after a step."""
+    """Which groups are settled and which rollouts are waiting after a step."""
 
     cursor: dict[str, Any] = {}
     """Position in each journal at which reading resumes."""
     waiting: list[RecordPlace] = []
-    """Rollouts that were read, but belong to no step yet."""
+    """Records of rollouts that have been read but are not in a step yet."""
     first_block: int = 0
-    """The first block that may have unsettled groups. All groups in earlier blocks are settled."""
+    """Number of the first block that may have unsettled groups. All groups in earlier blocks are settled."""
     groups: list[str] = []
     """Settled groups in :attr:`first_block` and later blocks."""
 
@@ -116,7 +116,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
     step: int
     """Step number, from 1."""
     version: int
-    """Ordinal of the policy's newest weights when the step was planned. Staleness is relative to it."""
+    """Ordinal of the policy's newest weights when the step was planned. Staleness is measured relative to it."""
     seed: list[int]
     """Seed of every random choice in the step."""
     rollouts: list[PlannedRollout] = []
@@ -132,7 +132,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
 
     @property
     def staleness(self) -> list[int]:
-        """Number of versions published since the oldest token of each rollout was sampled."""
+        """For each rollout, the number of versions published since its oldest token was sampled."""
         return [self.version - rollout.oldest if rollout.oldest >= 0 else 0 for rollout in self.rollouts]
 
     @property
@@ -148,12 +148,12 @@ class StepPlan(msgspec.Struct, kw_only=True):
 
 
 AMENDED = "amended"
-"""Reason in a plan's ``drops`` for rollouts that an amendment leaves out. The amendment itself stores the cause."""
+"""Reason in a plan's ``drops`` for rollouts that an amendment leaves out. The amendment contains the actual cause."""
 
 
 def amended(plan: StepPlan, amendments: Iterable[Amendment]) -> StepPlan:
-    """Applies amendments that leave out rollouts. These rollouts get weight 0 and are listed in ``drops``, so all other
-    rollouts keep their index and their minibatch. A pair is left out as a whole."""
+    """Applies amendments that leave out rollouts. These rollouts get weight 0 and are listed in ``drops``, so that all
+    other rollouts keep their index and minibatch. If one rollout of a pair is left out, so is the other."""
     left_out: dict[str, str] = {}
     for amendment in amendments:
         names = [rollout.id for rollout in plan.rollouts] if amendment.skip else amendment.rollouts
@@ -170,8 +170,8 @@ def amended(plan: StepPlan, amendments: Iterable[Amendment]) -> StepPlan:
 
 
 def _pairs(plan: StepPlan) -> Iterator[tuple[str, str]]:
-    """Yields the pairs: the only two rollouts of a group with an advantage, if the advantages have opposite signs.
-    Without the other one, a rollout of a pair is compared with nothing."""
+    """Yields the pairs of a plan. Two rollouts form a pair if they are the only rollouts of their group with an
+    advantage, and the advantages have opposite signs. One of them alone would have nothing to be compared with."""
     groups: dict[str, list[PlannedRollout]] = {}
     for rollout in plan.rollouts:
         if rollout.weight and (rollout.advantage or any(rollout.advantages)):
@@ -182,7 +182,8 @@ def _pairs(plan: StepPlan) -> Iterator[tuple[str, str]]:
 
 
 class TaskBatch(msgspec.Struct, kw_only=True):
-    """Tasks requested together. The ledger blocks are derived from this record, so each is added only once."""
+    """Tasks requested together. The ledger's blocks are derived from this record, so that each block is added only
+    once."""
 
     batch: int
     """Batch number, from 0."""
@@ -190,18 +191,19 @@ class TaskBatch(msgspec.Struct, kw_only=True):
     """(task, round) pairs."""
     samples: int
     version: int = 0
-    """A lower bound on the versions that sample the batch's tokens: the ordinal of the policy's newest weights at the
-    time of the request, or the number of steps that a helper policy had committed, if smaller."""
+    """Lower bound on the versions that sample the batch's tokens: the ordinal of the policy's newest weights at the
+    time of the request or, if smaller, the number of steps that a helper policy had committed."""
     state: dict[str, Any] = {}
     """State of task selection after this batch."""
 
 
 class Refill(TaskBatch, kw_only=True):
-    """Extra tasks requested by a step. ``batch`` is the number of batches requested earlier."""
+    """Extra tasks requested by a step to replace dropped groups. ``batch`` is the number of batches requested so
+    far."""
 
 
 class Added(TaskBatch, kw_only=True):
-    """Extra tasks requested by the trainer. ``batch`` is the number of batches requested earlier."""
+    """Extra tasks requested by the trainer. ``batch`` is the number of batches requested so far."""
 
 
 class TrainingFiles:
@@ -243,7 +245,7 @@ class TrainingFiles:
         return record
 
     def claim(self, number: int, record: R) -> R:
-        """Publishes a record under a number, unless the number is taken. Returns the stored record."""
+        """Publishes a record under a number unless the number is taken. Returns the stored record."""
         path = self._folder(type(record)) / f"{number:06d}.json"
         try:
             write_atomic(path, msgspec.json.encode(record), exclusive=True)
@@ -268,11 +270,11 @@ class TrainingFiles:
         return hashlib.sha256(read_regular(self.columns_file(step))).hexdigest()
 
     def claim_columns(self, plan: StepPlan, values: Mapping[str, BySequence]) -> None:
-        """Publishes the columns of a step, unless they exist.
+        """Publishes the columns of a step unless they already exist.
 
         Args:
             plan: the stored plan.
-            values: values of each sequence by column name. Missing sequences get 0.
+            values: for each column name, the values for each sequence. Missing sequences get 0.
         """
         arrays = {
             "plan": np.frombuffer(bytes.fromhex(self.digest(plan.step)), np.uint8),
@@ -313,7 +315,7 @@ class TrainingFiles:
         return columns
 
     def prune_columns(self, step: int) -> None:
-        """Removes the columns of steps up to ``step``, because these steps are never repeated."""
+        """Removes the columns of steps up to ``step``. These steps are never repeated."""
         for path in self.columns_file(step).parent.glob("[0-9]*.npz"):
             if int(path.stem) <= step:
                 path.unlink(missing_ok=True)
@@ -351,7 +353,8 @@ class TrainingFiles:
         write_atomic(self._folder(Commit) / f"{commit.step:06d}.json", msgspec.json.encode(commit))
 
     def checkpoint_name(self, checkpoint: str | os.PathLike[str]) -> str:
-        """Returns the path of a checkpoint in the form that commits store: relative if it is in the run directory.
+        """Returns a checkpoint's path in the form that commits store: relative if the checkpoint is in the run
+        directory.
 
         Raises:
             ConfigError: the directory is missing.
@@ -372,7 +375,7 @@ class TrainingFiles:
 
 
 def _sequences(plan: StepPlan) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yields the key (rollout, sequence) and the length of each sequence of a plan, in plan order."""
+    """Yields the key (rollout, sequence) and the length of each sequence in a plan, in order."""
     for index, rollout in enumerate(plan.rollouts):
         for number, length in enumerate(rollout.lengths):
             yield (index, number), length

@@ -1,4 +1,4 @@
-"""Requests rollouts and plans steps on rank 0. Follows arriving rollouts and builds steps from complete groups."""
+"""Requests rollouts, follows their arrival, and plans steps from complete groups. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from megaflow_hpc.training.readiness import Peer, Readiness
 from megaflow_hpc.training.staleness import FIRST_REFILL_ROUND, StalenessControl
 
 KEPT_SUCCESSES = 2
-"""Number of passed rollouts of earlier steps to keep per task and agent, if a ``data`` function uses them."""
+"""Number of passed rollouts to keep per task and agent from earlier steps, if a ``data`` function uses them."""
 NO_TASK_LEFT = "no task is left to request (training.prompts)"
 
 
 class Planner:
-    """Applies one policy's data algorithms to its rollout buffer.
+    """Plans one policy's steps by applying data algorithms to the policy's rollout buffer.
 
     Args:
         learned: state of the algorithms after the last plan.
-        earlier: earlier plans, newest first; iterated only as far as replay needs.
-        bound: maximum staleness of a rollout; older ones are dropped. ``None`` means no maximum.
+        earlier: earlier plans, newest first. Iterated only as far as needed for replay.
+        bound: maximum staleness of rollouts. Older rollouts are dropped. ``None`` means no maximum.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class Planner:
         self._prompts = Prompts(config.prompts, policy.pass_threshold, policy.roles)
         self.learned = learned
         self.lacks = 0
-        """Number of groups that were missing the last time that no plan could be made."""
+        """Number of missing groups at the latest call of :meth:`plan` that returned ``None``."""
         replays = any(step.replay for step in config.data)
         self._replayable = REPLAYED_STEPS * config.batch if replays else 0
         score = policy.settings.score
         self._scorer = identity(score) if score else ""
         self._keeps_successes = any(step.method and takes(step.method, "earlier") for step in config.data)
         self._read: dict[RecordPlace, tuple[Sample, Arrived] | None] = {}
-        """Kept successes that were read, by location of the record; ``None`` if the record is damaged."""
+        """Cache of kept successes, by location of the record. ``None`` if the record is damaged."""
         self._used: deque[tuple[SampleGroup, dict[str, Arrived]]] = deque(maxlen=self._replayable)
-        """Groups that may be replayed, newest last, as they were before the ``data`` operations of their step."""
+        """Groups that may be replayed, newest last, in the state from before their step's ``data`` operations."""
         for plan in earlier if self._replayable else ():
             for group in reversed(buffer.read_groups(plan)):
                 self._used.appendleft(group)
@@ -87,10 +87,10 @@ class Planner:
             version: ordinal of the newest weights.
             want: number of groups that the step waits for and settles, whether it trains on them or drops them.
             least: minimum number of groups to settle, oldest first, if more than ``want`` are complete.
-            last: true if no more rollouts will arrive, so that fewer groups are enough.
+            last: true if no more rollouts will arrive, so that fewer groups suffice.
             replace: do not count dropped groups towards ``want``.
             short: accept fewer groups to train on, provided that ``want`` groups are complete.
-            only: ids of the groups that the step may settle; by default, all.
+            only: ids of the groups that the step may settle. Default: all groups.
             due: ids of the groups to settle first.
         """
         complete = [group for group in self.buffer.complete() if only is None or group.id in only]
@@ -156,7 +156,7 @@ class Planner:
         return [self._policy.seed, 2, step]
 
     def _earlier(self, groups: Iterable[SampleGroup]) -> dict[str, list[Sample]]:
-        """Reads the kept successes of the groups' tasks, by task. Skips damaged records."""
+        """Reads the kept successes for the groups' tasks. Returns them by task, without damaged records."""
         before, self._read = self._read, {}
         if not self._keeps_successes:
             return {}
@@ -177,8 +177,8 @@ class Planner:
     def _with_successes(
         self, kept: Mapping[str, list[Any]], settled: Iterable[SampleGroup], drops: Collection[str]
     ) -> dict[str, list[Any]]:
-        """Returns the location, scores and agent of the newest passed rollouts of each agent, by task, after settling
-        groups."""
+        """Returns the kept successes after settling groups. For each task, they are the (location, scores, agent) of
+        each agent's newest passed rollouts."""
         successes = dict(kept)
         passed = [
             sample
@@ -229,10 +229,10 @@ class Planner:
 def _planned(
     sample: Sample, stored: Sample, arrived: Arrived, valued: tuple[Values, float], replayed: bool, roles: RoleRewards
 ) -> PlannedRollout:
-    """Returns the plan's entry of a sample.
+    """Returns the plan's entry for a sample.
 
     Args:
-        stored: the sample before the ``data`` operations, which may change its rewards.
+        stored: the sample before the ``data`` operations, which may have changed its rewards.
     """
     value, weight = valued
     verified = stored.verdict if stored.scores else stored.reward
@@ -268,8 +268,8 @@ class Planning:
         files: records of plans and requests.
         policy: the policy to train.
         config: the section ``training``.
-        paced: true if the campaign itself defines the training, so that its staleness bound applies. If false, planned
-            rollouts are used as they arrive, regardless of age.
+        paced: true if the campaign file defines the training, so that its staleness bound applies. If false, rollouts
+            are used as they arrive, regardless of age.
         sequences: reads token sequences.
         ordinal: converts a campaign-wide weight version to the policy's own count.
     """
@@ -288,17 +288,17 @@ class Planning:
         self._sequences, self._ordinal = sequences, ordinal
         self._requests = paced and policy.samples > 0
         self._uses_up = paced and not policy.samples
-        """True if the policy requests nothing, so that its training ends when no group is left."""
+        """True if the policy requests no rollouts itself. Its training then ends when no group is left."""
         self._bound = config.staleness if paced else None
         self._owners = [Peer(run, owner) for owner in policy.followed] if paced else []
         self._readiness = Readiness(run)
         self._flags = Marks(run)
         self._planner: Planner | None = None
-        """Holds the unsettled rollouts. It is rebuilt from the last plan when needed."""
+        """Planner with the unsettled rollouts. Rebuilt from the last plan when needed."""
         helpers = [Peer(run, helper) for helper in policy.helpers] if paced else []
         self.control = StalenessControl(files, policy, config, self._readiness, helpers)
         self.ends = ""
-        """Reason why no further step can be planned; empty otherwise."""
+        """Reason why no further step can be planned. Empty if further steps are possible."""
         self._waits_for = ""
 
     def request(self, committed: int) -> None:
@@ -337,7 +337,7 @@ class Planning:
 
     @property
     def journals(self) -> int:
-        """Number of journals that each poll has to stat."""
+        """Number of journals that each poll must stat."""
         return self._planner.buffer.journals if self._planner else 0
 
     def plan(self, step: int, trainer: int) -> StepPlan | None:
@@ -355,7 +355,7 @@ class Planning:
         if self._planner is None:
             self._planner = self._new_planner(step)
         planner, self._waits_for = self._planner, ""
-        over = self._flags.over  # read before polling, so that the poll covers every rollout stored until then
+        over = self._flags.over  # read first, so that the poll covers every rollout stored before
         followed = self._followed(step) if self._owners else set()
         planner.buffer.poll()
         version = self._readiness.ordinal(self._policy.name)
@@ -366,15 +366,15 @@ class Planning:
             return None
         claimed = self._files.claim(step, plan)
         if claimed is not plan:
-            self._planner = None  # the other plan decides which groups are settled
+            self._planner = None  # the other trainer's plan has settled other groups
         return claimed
 
     def _followed(self, step: int) -> set[str] | None:
-        """Returns the groups that the owners use in a step, or ``None`` if an owner has not planned the step or none is
-        left."""
+        """Returns the groups that the owners' steps with this number use, or ``None`` if an owner has not planned the
+        step yet or no group is left."""
         groups: set[str] = set()
         for owner in self._owners:
-            ended = owner.ended  # read first, because a trainer that has ended plans no further step
+            ended = owner.ended  # read first, because an ended trainer plans no further step
             planned = owner.groups(step)
             if planned is None and not ended:
                 self._waits_for = owner.waited_for(f"plan step {step}")
@@ -389,7 +389,7 @@ class Planning:
         """Returns whether a step must wait even if enough groups are complete."""
         if self._requests and self.control.is_due(planner.buffer.rounds_under_way(), version):
             return True
-        # Without an engine that serves the newest weights, further groups are stale too, and all would be dropped.
+        # Wait for an engine that serves the newest weights. Until then, new groups would be stale too and be dropped.
         if planner.has_stale(version) and not (engines := self._readiness.engines(self._policy.name)).serve_newest:
             newest = engines.missing or f"an engine of policy {self._policy.name!r} to serve its newest weights"
             self._waits_for = f"{newest}; some rollouts are older than staleness: {self._bound} allows"
@@ -401,7 +401,7 @@ class Planning:
         return learned
 
     def _new_planner(self, step: int) -> Planner:
-        """Returns a planner that holds the rollouts left unsettled before ``step``."""
+        """Returns a planner with the rollouts that the steps before ``step`` did not settle."""
         before = self._files.read(StepPlan, step - 1)
         settled, learned = (before.settled, before.state) if before else (Settled(), {})
         policy = self._policy

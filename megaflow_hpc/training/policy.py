@@ -1,8 +1,5 @@
-"""The policy to train, read from a run, and its results on held-out tasks every few training steps.
-
-Evaluation rollouts are ordinary rollouts whose round is the step number. Their tokens record the version that sampled
-them.
-"""
+"""The policy that a run trains, and its evaluation on held-out tasks every few training steps. Evaluation rollouts are
+ordinary rollouts whose round is the step number. As in any rollout, the version that sampled each token is recorded."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from megaflow_hpc.types import Rollout, round_of
 
 @dataclass(frozen=True)
 class TrainedPolicy:
-    """A policy that a run trains, with the settings needed to request and plan its rollouts."""
+    """A policy that a run trains, with the settings for requesting and planning its rollouts."""
 
     name: str
     settings: PolicyTraining
@@ -37,22 +34,22 @@ class TrainedPolicy:
     held_out: frozenset[str]
     """Ids of the tasks reserved for evaluation."""
     runs: str
-    """Policy under which rollouts are requested: the policy itself, or the policy that owns its team."""
+    """Policy under which rollouts are requested: the policy itself or, in a team, the policy that owns the team."""
     owners: frozenset[str] | None
-    """Policies whose rollouts contain this policy's tokens. ``None`` means all policies, for a model that agents of
-    other policies call too."""
+    """Policies whose rollouts contain this policy's tokens. ``None`` means all policies, for a model that other
+    policies' agents call too."""
     roles: Mapping[str, str | None]
-    """Maps each role of the policy in its team to the name of the role's reward; ``None`` means the rollout's own
-    reward. Empty without a team."""
+    """Maps each role of the policy in its team to the name of the role's reward. ``None`` means the rollout's own
+    reward. Empty if there is no team."""
     followed: tuple[str, ...]
-    """Policies whose training steps this policy's steps follow, if it samples nothing itself (``samples: 0``);
-    see :mod:`~megaflow_hpc.training.readiness`."""
+    """For a helper (``samples: 0``), the policies whose training steps it follows. See
+    :mod:`~megaflow_hpc.training.readiness`."""
     helpers: tuple[str, ...]
-    """Policies that learn from this policy's groups, because they sample nothing themselves."""
+    """Helper policies, which run no tasks and learn from this policy's groups."""
     samples: int
     """Number of rollouts in a group. 0 if the policy runs no tasks."""
     pods: int
-    """Number of pods in the campaign. New blocks are sized for it."""
+    """Number of pods in the campaign, which determines the size of new blocks."""
     pass_threshold: float
     """Minimum reward of a passed rollout."""
     seed: int
@@ -61,8 +58,8 @@ class TrainedPolicy:
     """Sampling temperature, by which a trainer divides logits."""
 
     def rollouts(self, groups: Sequence[tuple[str, int]], samples: int, random: np.random.Generator) -> list[Rollout]:
-        """Returns the rollouts of groups to train on. Agents get groups in proportion to their shares; with
-        ``mix_agents``, they get samples of each group instead.
+        """Returns the rollouts of groups to train on. Groups are assigned to agents in proportion to the agents'
+        shares. With ``mix_agents``, the samples within each group are assigned to agents instead.
 
         Args:
             groups: task and round of each group.
@@ -82,7 +79,8 @@ class TrainedPolicy:
         ]
 
     def evaluation_rollouts(self, step: int, samples: int) -> list[Rollout]:
-        """Returns the rollouts of every held-out task with every agent after a step. Their round is the step number."""
+        """Returns the rollouts with which a step is evaluated: every held-out task with every agent. Their round is the
+        step number."""
         return [
             Rollout(task, self.runs, sample, agent.title, step, scaffold(agent, self.agents))
             for task in sorted(self.held_out)
@@ -92,8 +90,8 @@ class TrainedPolicy:
 
 
 def _apportioned(agents: Sequence[AgentConfig], count: int, random: np.random.Generator) -> list[AgentConfig]:
-    """Returns ``count`` agents in random order, each in proportion to its share, rounded up or down (systematic
-    sampling)."""
+    """Returns ``count`` agents in random order. Each agent occurs in proportion to its share, rounded up or down
+    (systematic sampling)."""
     if len(agents) == 1 or not count:
         return [agents[0]] * count
     bounds = np.cumsum([agent.share for agent in agents])
@@ -108,7 +106,7 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
     Args:
         run: the run directory.
         record: the planning record of the run.
-        name: the policy; ``None`` selects the only one that the campaign trains.
+        name: the policy. ``None`` selects the only policy that the campaign trains.
         config: the section ``training``.
 
     Raises:
@@ -118,7 +116,7 @@ def trained_policy(run: RunDir, record: RunRecord, name: str | None, config: Tra
     campaign = record.config
     team = campaign.team
     asker, runs = name, name
-    if team:  # one policy requests the rollouts of the whole team
+    if team:  # the owner requests the rollouts of the whole team
         runs = team.owning_policy
         members = dict.fromkeys([runs, *team.policies.values()])
         if name not in members:
@@ -181,7 +179,7 @@ class Evaluation:
 
 
 def request_evaluation(run: RunDir, policy: TrainedPolicy, samples: int, step: int) -> None:
-    """Requests rollouts of the held-out tasks after a step. Repeating the call requests nothing new.
+    """Requests rollouts of the held-out tasks after a step. Idempotent.
 
     Raises:
         OSError: the run directory is unavailable.
@@ -193,7 +191,7 @@ def request_evaluation(run: RunDir, policy: TrainedPolicy, samples: int, step: i
 
 def evaluations(run: RunDir, policy: str) -> list[Evaluation]:
     """Returns the results of all evaluations so far, sorted by step and agent. Reads all rows of the campaign's
-    trajectories. All policies of a team have the same evaluations.
+    trajectories. The policies of a team share their evaluations.
 
     Raises:
         ConfigError: the run is missing.

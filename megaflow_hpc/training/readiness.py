@@ -1,22 +1,21 @@
-"""Determines what a trainer waits for: the pods, the engines, and the trainers of other policies.
+"""Determines what a trainer is waiting for: pods, engines, or other policies' trainers.
 
 *Pods.* A live pod renews its lease. If no lease has been renewed for a while, the trainer asks the site whether pods
-are running or queued. It runs a command from its environment, because a trainer does not call Slurm itself. Without a
-command, the trainer keeps waiting.
+are running or queued. A trainer does not call Slurm itself, so it runs the command in :data:`ASK_VARIABLE`. If this
+variable is not set, the trainer keeps waiting.
 
-*Engines.* Each engine loads a new version of its policy's weights at its own pace. Until then it samples with older
-weights, so a trainer with a staleness bound waits for every live engine before it requests rollouts. It does not wait
-for an engine that is dead or refuses the version (:class:`~megaflow_hpc.rundir.endpoints.RefusedWeights`), unless no
-other engine is left. It does not wait for engines that are not registered yet, because they start with the newest
-weights.
+*Engines.* Engines load a new version of their policy's weights at different times, and sample with older weights until
+then. So a trainer with a staleness bound waits for every live engine before it requests rollouts. It does not wait for
+engines that are dead or refuse the version (:class:`~megaflow_hpc.rundir.endpoints.RefusedWeights`), unless no other
+engine is left. Nor does it wait for engines that are not registered yet, because they start with the newest weights.
 
 *Other trainers.* A policy with ``samples: 0`` is a *helper*: it runs no tasks, and other policies' agents call its
-model. The policies with rollouts of their own are *owners*. A helper's step ``s`` uses the groups that the owners'
-steps ``s`` use. So no group is lost, none is used twice, and the helper's training is complete when its owners'
-trainers have ended and it has used all their steps. With a staleness bound k, an owner requests the batch of step ``s``
-only after every helper has committed step ``s - 1 - k``. So groups cannot pile up at a slow helper, and the bound holds
-for the helper too. A deadlock is impossible: step ``s`` of a helper needs step ``s`` of its owners, which need only
-earlier steps of the helper.
+model. Policies that run tasks are *owners*. A helper's step ``s`` uses the groups that the owners use in their steps
+``s``. So no group is lost or used twice, and the helper's training is complete once the owners' trainers have ended and
+the helper has used all their steps. With a staleness bound k, an owner requests the batch of step ``s`` only after
+every helper has committed step ``s - 1 - k``. So groups cannot pile up at a slow helper, and the bound holds for the
+helper too. Deadlock is impossible, because a helper's step ``s`` needs the owners' steps ``s``, which need only earlier
+steps of the helper.
 """
 
 from __future__ import annotations
@@ -43,23 +42,24 @@ POLL_INTERVAL_S = 30.0
 LEASE_READS_PER_S = 10
 """Maximum number of leases to read per second. A run with many pods is polled less often."""
 GIVE_UP_S = 900.0
-"""A trainer gives up after this many seconds without pods. Until then, the user or ``watch`` may start new pods."""
+"""A trainer gives up after this many seconds without pods. In the meantime, the user or ``watch`` may start new
+pods."""
 ASK_VARIABLE = "MEGAFLOW_ASK_PODS"
-"""Environment variable with a command that prints the number of running and queued pods. It fails if that is
-unknown."""
+"""Environment variable with a command that prints the number of running and queued pods. The command fails if the
+number is unknown."""
 QUEUED = "no pod runs yet; some are queued or starting"
 ASK_TIMEOUT_S = 120.0
 """Timeout of the command in :data:`ASK_VARIABLE`, in seconds."""
 ENDPOINT_READS_PER_S = 100
-"""Maximum number of endpoint files to read per second. With fewer files than that, every call reads them."""
+"""Maximum number of endpoint files to read per second. If there are fewer files, every call reads them."""
 
 
 # --- pods ---
 
 
 def ask_site() -> int | None:
-    """Returns the number of running and queued pods, or ``None`` if unknown, for example if the trainer was started
-    manually."""
+    """Returns the number of running and queued pods. Returns ``None`` if the number is unknown, for example because the
+    trainer was started manually."""
     command = os.environ.get(ASK_VARIABLE, "")
     if not command:
         return None
@@ -88,11 +88,11 @@ class PodWatch:
         self._run, self._ask, self._clock = run, ask, clock
         self._ledger = Ledger(run)
         self._seen: dict[str, object] = {}
-        """Lease counter at the last poll, by ``<pod>.<start>``."""
+        """Maps ``<pod>.<start>`` to the lease counter at the last poll."""
         self._next_at = self._alive_at = clock()
         """Time of the next poll, and time at which a pod was last known to be alive."""
         self._gone_at: float | None = None
-        """Time at which pods were first found to be missing; ``None`` if any pod is alive or queued."""
+        """Time at which pods were first found missing. ``None`` if any pod is alive or queued."""
         self._message = ""
 
     def begin(self) -> None:
@@ -101,10 +101,11 @@ class PodWatch:
         self._gone_at, self._message = None, ""
 
     def look(self) -> str:
-        """Returns a message if no pod is alive, otherwise an empty string. Polls at most every :data:`POLL_INTERVAL_S`.
+        """Returns a message if no pod is alive, otherwise an empty string. Polls at most every :data:`POLL_INTERVAL_S`
+        seconds.
 
         Raises:
-            StarvedError: no pod has been running or queued for :data:`GIVE_UP_S`.
+            StarvedError: no pod has been running or queued for :data:`GIVE_UP_S` seconds.
             OSError: the run directory is unavailable.
         """
         now = self._clock()
@@ -141,7 +142,7 @@ class PodWatch:
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """Result of checking whether the engines of one policy serve its newest weights."""
+    """Whether the engines of one policy serve its newest weights."""
 
     missing: str
     """Description of the engines that a request must wait for, or an empty string."""
@@ -161,14 +162,15 @@ class Readiness:
         self._run, self._files, self._clock = run, EndpointFiles(run), clock
         self._heartbeats = Heartbeats(clock)
         self._polled: dict[tuple[str, int], tuple[ServedWeights, float]] = {}
-        """State of the engines at the last poll, and time of the next poll, by (policy, version)."""
+        """Maps (policy, version) to the state of the engines at the last poll, and the time of the next poll."""
 
     def ordinal(self, policy: str) -> int:
         """Returns the ordinal of a policy's newest weights."""
         return current(self._run, policy).ordinal
 
     def engines(self, policy: str) -> ServedWeights:
-        """Returns whether a policy's engines serve its newest weights. Limits its own reads, so it can be called often.
+        """Returns whether a policy's engines serve its newest weights. Reads are rate-limited, so this can be called
+        often.
 
         Raises:
             OSError: the run directory is unavailable.
@@ -202,7 +204,7 @@ def _refuses(endpoint: Endpoint, version: int) -> bool:
 
 
 def _cause(endpoint: Endpoint, version: int) -> str:
-    """Returns the reason why a request does not wait for an engine, and the remedy."""
+    """Returns the reason why an engine does not serve the version, and the remedy."""
     again = f"scontrol requeue {endpoint.job_id}" if endpoint.job_id else "start it again"
     if endpoint.refused is not None and _refuses(endpoint, version):
         return f"{endpoint.server} refuses them ({endpoint.refused.cause}); to try again: {again}"
@@ -235,7 +237,7 @@ class Peer:
 
     @property
     def ended(self) -> bool:
-        """True if a trainer has finished the training, completely or early. False if it failed or has not started yet.
+        """True if a trainer has ended the training, completely or early. False if it failed or has not started yet.
 
         Raises:
             OSError: the run directory is unavailable.
@@ -250,10 +252,10 @@ class Peer:
         return None if plan is None else plan.groups
 
     def waited_for(self, act: str) -> str:
-        """Returns a phrase for log lines: this policy's trainer and the act that is awaited.
+        """Returns a phrase for log lines that names this policy's trainer and what it is expected to do.
 
         Args:
-            act: the awaited act as an infinitive, such as ``commit step 3``.
+            act: infinitive, such as ``commit step 3``.
         """
         word = self._view.last_word()
         text = f"the trainer of policy {self.policy!r} to {act}"

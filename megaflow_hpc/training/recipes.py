@@ -1,5 +1,5 @@
-"""Methods from papers, implemented like user functions: advantages, ``data`` operations, prompt selection, learning
-rate.
+"""Methods from papers for advantages, ``data`` operations, prompt selection and learning rates, implemented like user
+functions.
 
 The campaign file names them as ``megaflow_hpc.training.recipes:NAME``. docs/how-to/methods.md lists them with their
 keys. Losses, importance weights and columns are in :mod:`megaflow_hpc.training.trainer.recipes`.
@@ -23,12 +23,13 @@ from megaflow_hpc.types import SEQUENCE_REWARD, TURN_REWARD
 
 
 def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[str, list[float]]:
-    """Gives each turn an advantage: its return minus the mean return of the group's rollouts at the same turn.
+    """Gives each turn as its advantage its return minus the mean return of the group's rollouts at the same turn.
 
     The return of turn t is the sum over s ≥ t of ``discount``^(s − t) × the reward of turn s. The rollout's reward is
-    added to that of its last turn. A turn that only one rollout reached has advantage 0. This is the return of
+    added to the reward of the last turn. A turn that only one rollout reached has advantage 0. This is the return of
     REINFORCE (Williams 1992; Sutton and Barto 2018, section 13.3). Turn-level credit for agents follows Zeng et al.
-    2025, arXiv 2505.11821. If the policy plays several roles, each role's turns count by themselves, with its reward.
+    2025, arXiv 2505.11821. If the policy plays several roles, each role's turns are treated separately, with the role's
+    reward.
     """
 
     def compared(group: SampleGroup) -> dict[str, list[float]]:
@@ -44,7 +45,7 @@ def returns_to_go(groups: Sequence[SampleGroup], discount: float = 1.0) -> dict[
 def _by_role(
     groups: Sequence[SampleGroup], compared: Callable[[SampleGroup], dict[str, list[float]]]
 ) -> dict[str, list[float]]:
-    """Returns the advantage of each turn, from groups of the turns of one role."""
+    """Returns the advantage of each turn. Calls ``compared`` with groups that contain only the turns of one role."""
     advantages: dict[str, list[float]] = {}
     for group in groups:
         advantages |= {sample.id: [0.0] * max(len(sample.turns), 1) for sample in group.samples}
@@ -65,8 +66,8 @@ def _by_role(
 def given(rollouts: Sequence[StoredRollout], run: str, name: str) -> dict[str, float | list[float] | None]:
     """Scores rollouts with the rewards that ``megaflow-hpc reverify`` stored for their ids in ``RUN/rewards/NAME``.
 
-    If a rollout has no reward as a whole, each of its sequences or turns gets its own, or 0. Rollouts without any
-    reward are dropped.
+    If there is no reward for a whole rollout, each of its sequences or turns gets its own reward, or 0 if missing.
+    Rollouts without any reward are dropped.
     """
     found = _given(run, name)
     values: dict[str, float | list[float] | None] = {}
@@ -99,11 +100,11 @@ def _returns(sample: Sample, discount: float) -> list[float]:
 def anchor_groups(groups: Sequence[SampleGroup], discount: float = 0.95, weight: float = 1.0) -> dict[str, list[float]]:
     """Gives each turn the advantage of its rollout, plus ``weight`` × its advantage among turns with the same state.
 
-    The first part is the sum of the rollout's reward and its turn rewards, minus the group's mean. The second is the
-    turn's return, as in :func:`returns_to_go`, minus the mean return of all turns in the group that answered an equal
-    message, such as the same output of a command. A state that occurs only once adds nothing. Deviations are not
-    normalised (F = 1). Feng et al. 2025, GiGPO, arXiv 2505.10978, equations 2 to 8. If the policy plays several roles,
-    each role's turns count by themselves, with its reward.
+    The first part is the sum of the rollout's reward and its turn rewards, minus the group's mean. The second part is
+    the turn's return, as in :func:`returns_to_go`, minus the mean return of all turns in the group that answered the
+    same message, such as the same output of a command. A state that occurs only once adds nothing. Deviations are not
+    normalised (F = 1). See Feng et al. 2025, GiGPO, arXiv 2505.10978, equations 2 to 8. If the policy plays several
+    roles, each role's turns are treated separately, with the role's reward.
     """
 
     def compared(group: SampleGroup) -> dict[str, list[float]]:
@@ -128,9 +129,10 @@ def anchor_groups(groups: Sequence[SampleGroup], discount: float = 0.95, weight:
 
 
 def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, float | list[float]]:
-    """Gives advantage 1 to rollouts with a reward of at least ``threshold``, else 0: rejection-sampling fine-tuning.
+    """Gives advantage 1 to rollouts with a reward of at least ``threshold``, and 0 to others (rejection-sampling
+    fine-tuning).
 
-    In a team, the reward of each sequence is that of its role.
+    In a team, the reward of each sequence's role counts.
 
     With ``loss.kind: megaflow_hpc.training.trainer.recipes:likelihood``, the passed rollouts serve as demonstrations
     (Yuan et al. 2023, RFT, arXiv 2308.01825; Dong et al. 2023, RAFT, arXiv 2304.06767).
@@ -143,11 +145,11 @@ def passed(groups: Sequence[SampleGroup], threshold: float = 1.0) -> dict[str, f
 
 
 def pairs(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Gives advantage 1 to a group's best rollout, −1 to its worst and 0 to the others: a preference pair for DPO.
+    """Gives advantage 1 to a group's best rollout, −1 to its worst and 0 to the others, as preference pairs for DPO.
 
-    Ties go to the first rollout. A group with equal rewards gives no pair. Rollouts of weight 0 are in no pair, because
-    the other one would be trained on alone. For the same reason, an amendment leaves out a pair as a whole (Rafailov et
-    al. 2023, DPO, arXiv 2305.18290).
+    Ties go to the first rollout. A group in which every rollout got the same reward has no pair. Rollouts with weight 0
+    are excluded from pairs, because the other rollout would be trained on alone. For the same reason, an amendment
+    leaves out a pair as a whole (Rafailov et al. 2023, DPO, arXiv 2305.18290).
     """
     advantages = {s.id: 0.0 for group in groups for s in group.samples}
     for group in groups:
@@ -166,9 +168,9 @@ def by_duration(
 ) -> list[SampleGroup]:
     """Weights each rollout by its duration divided by the mean duration of the step, at most ``cap``.
 
-    Under an age bound or a time limit, short rollouts arrive more often than long ones, in proportion to 1 / duration.
-    Weighting by the inverse inclusion probability removes this bias (Horvitz and Thompson 1952). Rollouts of unknown
-    duration keep weight 1.
+    Under an age bound or a time limit, rollouts arrive with a frequency proportional to 1 / duration, so short ones are
+    over-represented. Weighting by the inverse inclusion probability removes this bias (Horvitz and Thompson 1952).
+    Rollouts of unknown duration keep weight 1.
     """
     known = [sample.agent_s for group in groups for sample in group.samples if sample.agent_s > 0]
     mean = math.fsum(known) / len(known) if known else 1.0
@@ -191,12 +193,12 @@ def past_successes(
 ) -> list[SampleGroup]:
     """Adds a past success to each group in which no rollout has a reward of at least ``threshold``.
 
-    Without it, such a group has equal rewards, so the policy learns nothing from the tasks that it solves most rarely.
-    Adds the newest success of the same task and agent that is at most ``age`` versions old (by default, of any age) and
-    not in another group. Older weights sampled it, so set ``importance`` to ``token`` or ``sequence``. These compare
-    its recorded log-probabilities with those of the policy before the step. Learning from past successes is the idea of
-    Oh et al. 2018, Self-Imitation Learning, arXiv 1806.05635, and of RLEP (Zhang et al. 2025, arXiv 2507.07451) for
-    language models.
+    Without the success, all rollouts of such a group would fail, so the policy would learn nothing from its hardest
+    tasks. Adds the newest success of the same task and agent that is at most ``age`` versions old (by default, of any
+    age) and not in another group. Since older weights sampled the success, set ``importance`` to ``token`` or
+    ``sequence``, which compare its recorded log-probabilities with those of the policy before the step. Learning from
+    past successes was proposed by Oh et al. 2018, Self-Imitation Learning, arXiv 1806.05635, and for language models by
+    RLEP (Zhang et al. 2025, arXiv 2507.07451).
     """
     added: set[str] = set()
     changed = []
@@ -220,14 +222,14 @@ def past_successes(
 def uncertain(
     tasks: Sequence[str], count: int, statistics: Mapping[str, TaskStatistics], random: np.random.Generator
 ) -> list[str]:
-    """Requests more groups of tasks with uncertain outcome: in proportion to p (1 − p), where p is the recent pass
-    rate.
+    """Requests groups of each task in proportion to p (1 − p), where p is the recent pass rate, so tasks with an
+    uncertain outcome get more groups.
 
-    Shares of ``count`` are rounded down; the remaining groups go to the largest remainders, in random order if equal.
-    Tasks without a rollout have p = 1/2. p (1 − p) is at least 0.01, so that solved and unsolved tasks are requested
-    again. p (1 − p) is the variance of a pass. The variance of GRPO's gradient is proportional to it. Giving more
-    rollouts to such tasks is the idea of Knapsack RL (Li et al. 2025, arXiv 2509.25849), which allocates them by
-    solving a knapsack problem instead.
+    Each task's share of ``count`` is rounded down. The remaining groups go to the largest remainders, with ties broken
+    at random. Tasks without rollouts have p = 1/2. p (1 − p) is raised to at least 0.01, so that solved and unsolved
+    tasks are requested again. p (1 − p) is the variance of a pass, to which the variance of GRPO's gradient is
+    proportional. Giving more rollouts to such tasks is the idea of Knapsack RL (Li et al. 2025, arXiv 2509.25849),
+    which allocates them by solving a knapsack problem instead.
     """
     rates = np.array([statistics[task].recent if task in statistics else 0.5 for task in tasks])
     share = np.maximum(rates * (1 - rates), 0.01)
@@ -245,7 +247,7 @@ def by_effective_size(
     """Scales the learning rate by (effective sample size / number of tokens)^``power``, but at least by ``floor``.
 
     The effective sample size of importance weights w is (Σ w)² / Σ w² (Kong 1992). The weights are the ratios new /
-    engine of an update's tokens. Old rollouts lower the size, and their gradient has a higher variance. The idea is
-    from VCPO (arXiv 2602.17616), but ``power`` and ``floor`` are not.
+    engine of an update's tokens. Old rollouts reduce the effective sample size and increase the gradient's variance.
+    The idea is from VCPO (arXiv 2602.17616), but ``power`` and ``floor`` are not.
     """
     return lr * max(metrics.get("effective", 1.0) ** power, floor)

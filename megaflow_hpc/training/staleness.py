@@ -1,12 +1,12 @@
 """Bounds the staleness of rollouts by choosing when to request them.
 
-A batch holds the tasks of one step. With a staleness bound k, the batch of step s is requested once the policy and all
+A batch is the tasks of one step. With a staleness bound k, the batch of step s is requested once the policy and all
 helper policies have committed step s - 1 - k and every engine has loaded the newest weights
-(:mod:`~megaflow_hpc.training.readiness`). A step takes complete groups first. It also waits for an incomplete group
-that would be older than k in the next step. With k = 0 training is synchronous.
+(:mod:`~megaflow_hpc.training.readiness`). A step takes complete groups first, but waits for an incomplete group if that
+group would be older than k in the next step. With k = 0, training is synchronous.
 
-If dropped groups are replaced (``refill``), a step requests further tasks itself. Tasks that a trainer adds
-(:meth:`StalenessControl.add`) make a step larger if other groups would be too old for the next step.
+If dropped groups are replaced (``refill``), the step itself requests further tasks. If a trainer adds tasks
+(:meth:`StalenessControl.add`), a step becomes larger if groups would otherwise be too old for the next step.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from megaflow_hpc.training.readiness import Peer, Readiness
 from megaflow_hpc.types import round_of
 
 ASYNCHRONOUS_BATCHES = 4
-"""Number of batches in flight in asynchronous training, which has no staleness bound. The number keeps pods busy and
-samples reasonably fresh."""
+"""Number of batches in flight in asynchronous training, which has no staleness bound. Large enough to keep pods busy,
+and small enough to keep samples reasonably fresh."""
 FIRST_ADDED_ROUND = 10**9
 """Lowest round number for tasks that a trainer adds."""
 FIRST_REFILL_ROUND = 10**10
 """Lowest round number for tasks that a step requests to replace dropped groups."""
 MAX_REFILLS = 1000
-"""Number of refills per step for which round numbers are reserved. No step needs that many."""
+"""Number of refills per step for which round numbers are reserved. No step needs so many."""
 
 
 class StalenessControl:
@@ -58,26 +58,27 @@ class StalenessControl:
     ) -> None:
         self._files, self._policy, self._config = files, policy, config
         self.steps = config.steps
-        """Number of training steps, which an amendment may change."""
+        """Number of training steps. An amendment may change it."""
         self._readiness, self._helpers = readiness, helpers
         self.waits_for = ""
-        """Describes what the next request waits for; empty if no request is due."""
+        """Describes what the next request is waiting for. Empty if no request is due."""
         self._prompts = Prompts(config.prompts, policy.pass_threshold)
         self._versions: dict[tuple[type[TaskBatch], int], int] = {}
-        """Ordinal of the newest weights at the time of each request, by (kind, number)."""
+        """Maps (kind, number) of each request to the ordinal of the newest weights at the time of the request."""
         self._added = max(0, *files.numbers(TaskBatch), 0)
         """Number of batches whose blocks exist. The blocks of the last recorded batch may be missing."""
         self._refills_are_complete = False
-        """True once the blocks of every refill exist. Until then, those of the last recorded refill may be missing."""
+        """True once the blocks of every refill exist. Until then, the blocks of the last recorded refill may be
+        missing."""
 
     @property
     def ahead(self) -> int:
-        """Number of batches in flight beyond that of the next step."""
+        """Number of batches in flight in addition to the next step's batch."""
         bound = self._config.staleness
         return ASYNCHRONOUS_BATCHES if bound is None else bound
 
     def is_due(self, rounds: Collection[int], version: int) -> bool:
-        """Returns whether the next step must use groups of these rounds, because they would be too old for the step
+        """Returns whether the next step must use groups from these rounds, because they would be too old for the step
         after it.
 
         Args:
@@ -90,17 +91,17 @@ class StalenessControl:
     def due(self, complete: Sequence[SampleGroup], version: int) -> set[str]:
         """Returns the complete groups that the next step must use because helpers sampled them too.
 
-        A helper's tokens may be older than those of this policy, but not older than the request.
+        A helper's tokens may be older than this policy's tokens, but not older than the request.
         """
         groups = complete if self._helpers else ()
         return {group.id for group in groups if self.is_due({round_of(group.task, group.id)}, version)}
 
     def settles(self, step: int, complete: Sequence[SampleGroup], open_groups: int, version: int) -> int:
-        """Returns the number of groups that a step must settle so that no group becomes too old for the following step.
+        """Returns the number of groups that a step must settle so that no group becomes too old for the next step.
 
         Args:
             complete: the complete groups.
-            open_groups: number of groups that are not settled, complete or not.
+            open_groups: number of unsettled groups, complete or not.
             version: ordinal of the newest weights.
         """
         bound = self._config.staleness
@@ -111,15 +112,15 @@ class StalenessControl:
         batches = [self.batch(number) for number in later_batches]
         counted_on = sum(len(batch.tasks) for batch in batches if batch)
         late = sum(version - group.oldest >= bound or group.id in due for group in complete)
-        return min(late, open_groups - counted_on)  # later steps count on the remaining groups
+        return min(late, open_groups - counted_on)  # the remaining groups are needed by later steps
 
     def want(self, step: int) -> int:
-        """Returns the number of groups that a step waits for: the size of its batch."""
+        """Returns the number of groups that a step waits for, which is the size of its batch."""
         batch = self.batch(step - 1)
         return len(batch.tasks) if batch else self._config.batch
 
     def _record_of(self, round: int) -> tuple[type[TaskBatch], int]:
-        """Returns the kind and number of the request that a round belongs to."""
+        """Returns the kind and number of the request to which a round belongs."""
         if round < FIRST_ADDED_ROUND:
             return TaskBatch, round // self._config.batch
         if round < FIRST_REFILL_ROUND:
@@ -145,7 +146,7 @@ class StalenessControl:
         if not self._refills_are_complete:
             number, refill = self._last_refill()
             if refill:
-                self._add_blocks(refill, f"refill.{number:06d}")  # does nothing if they exist
+                self._add_blocks(refill, f"refill.{number:06d}")  # does nothing for existing blocks
             self._refills_are_complete = True
         self.waits_for = ""
         while self._added < min(committed + 1 + self.ahead, self.steps):
@@ -155,8 +156,8 @@ class StalenessControl:
             self._added += 1
 
     def may_request(self, commits: int) -> bool:
-        """Returns whether rollouts requested now can satisfy the staleness bound. If not, :attr:`waits_for` names the
-        reason.
+        """Returns whether rollouts requested now would satisfy the staleness bound. If not, sets :attr:`waits_for` to
+        the reason.
 
         Args:
             commits: number of steps that helpers must have committed.
@@ -176,8 +177,7 @@ class StalenessControl:
         return not self.waits_for
 
     def add(self, tasks: Sequence[str], token: str, samples: int | None = None) -> None:
-        """Requests tasks in addition to the batches that are due. Repeating the call with the same token requests
-        nothing new.
+        """Requests tasks in addition to the batches that are due. Repeating the call with the same token has no effect.
 
         Raises:
             LedgerError: the token is not a valid file name, or was used for other tasks.
@@ -187,7 +187,7 @@ class StalenessControl:
         version = self._version()
         chosen = [(task, FIRST_ADDED_ROUND + number) for task in tasks]
         added = Added(batch=self._added, tasks=chosen, samples=samples or self._policy.samples, version=version)
-        self._files.claim(number, added)  # written before its blocks, so that their age is known as soon as they exist
+        self._files.claim(number, added)  # before its blocks, so that their age is known once they exist
         self._add_blocks(added, f"added.{token}")
 
     def refills(self, step: int) -> int:
@@ -195,7 +195,7 @@ class StalenessControl:
         return sum(number // MAX_REFILLS == step for number in self._files.numbers(Refill))
 
     def refill(self, step: int, count: int, learned: dict[str, object]) -> bool:
-        """Requests up to ``count`` further tasks for a step, where ``count`` is at most the size of a batch. Returns
+        """Requests up to ``count`` further tasks for a step. ``count`` must not exceed the size of a batch. Returns
         false if no task was left to request.
 
         Raises:
@@ -213,11 +213,11 @@ class StalenessControl:
         return True
 
     def batch(self, number: int) -> TaskBatch | None:
-        """Returns a batch by number, from 0, or ``None`` if it is not requested yet."""
+        """Returns a batch by its number, counted from 0, or ``None`` if it has not been requested yet."""
         return self._files.read(TaskBatch, number)
 
     def _last_refill(self) -> tuple[int, Refill | None]:
-        """Returns the number and the record of the last refill, or (0, ``None``)."""
+        """Returns the number and the record of the last refill, or ``(0, None)`` if there is none."""
         number = max(self._files.numbers(Refill), default=0)
         return number, self._files.read(Refill, number)
 
@@ -257,13 +257,13 @@ class StalenessControl:
         tasks = []
         for task in chosen:
             times[task] = times.get(task, -1) + 1
-            tasks.append((task, first + times[task]))  # no task is chosen more often than rounds are reserved
+            tasks.append((task, first + times[task]))  # enough rounds are reserved for repeated tasks
         return tasks, self._version(), state
 
     def _version(self) -> int:
         """Returns the oldest version that may sample tokens from now on.
 
-        A helper's steps count as versions, because it publishes at most one after each step.
+        A helper's steps count as versions, because a helper publishes at most one version per step.
         """
         helpers = [helper.committed for helper in self._helpers if not helper.ended]
         return min([self._readiness.ordinal(self._policy.name), *helpers])

@@ -1,7 +1,8 @@
-"""Data algorithms between rollouts and a trainer: pure functions of sample groups, a random seed and a JSON state.
+"""Data algorithms that turn rollouts into training data: pure functions of sample groups, a random seed and a JSON
+state.
 
-The input is samples with rewards and versions. The output is the groups that a step trains on, the dropped samples with
-their causes, each sample's advantage and weight, and the tasks to request next. The public functions are
+Their input is samples with rewards and versions. Their output is the groups that a step trains on, the dropped samples
+with reasons, each sample's advantage and weight, and the tasks to request next. The public functions are
 :func:`choose`, :func:`advantages` and :class:`Prompts`. This package opens no file, reads no clock and does not import
 torch.
 """

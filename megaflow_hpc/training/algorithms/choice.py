@@ -1,24 +1,25 @@
-"""Chooses the groups of one training step: applies the ``data`` operations in order and records the cause of every
+"""Chooses the groups of one training step. Applies the ``data`` operations in order and records the reason for every
 drop.
 
-A step settles ``want`` groups: it trains on them or drops them. The same number is requested for each step. So dropped
-groups make a step smaller, but no later step waits for groups that were never requested. With ``refill``, the planner
-settles more groups until the step is full.
+A step *settles* ``want`` groups, which means that it trains on them or drops them. Exactly this number is requested for
+each step. So dropped groups make a step smaller, but no later step waits for groups that were never requested. With
+``refill``, the planner settles more groups until the step is full.
 
 ================  ==================================================================================================
 always            drops samples that failed, were cancelled, have no reward or no sampled token; drops a group with
                   fewer than two remaining samples
-``zero_variance``  drops groups with equal rewards: AstraFlow, ``FilterZeroAdvFilter``; also DAPO's dynamic sampling
+``zero_variance`` drops groups whose samples all got the same rewards: AstraFlow, ``FilterZeroAdvFilter``; also
+                  DAPO's dynamic sampling
 ``pass_rate``     drops groups outside a range of pass rates: MegaFlow, appendix D.1, table 2 (before training)
 ``over_length``   drops samples with a sequence of more than ``longest`` tokens, prompts included
 ``staleness``     drops samples whose oldest token is more than the given versions behind: AstraFlow,
                   ``rollout_buffer.py``, ``_pop_one``
-``method``        drops samples that the user's function leaves out; adds past samples that it returns
-``replay``        adds the newest groups of the last two steps again: AstraFlow, ``replay_selectors.py``, which sets no
-                  bound on their age
+``method``        drops samples that the user's function omits; adds past samples that it returns
+``replay``        adds the newest groups of the last two steps again: AstraFlow, ``replay_selectors.py``, which does
+                  not bound their age
 ================  ==================================================================================================
 
-Drops are recorded by group id if the whole group is dropped, otherwise by sample id.
+A drop is recorded under the group's id if the whole group is dropped, otherwise under the sample's id.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ NO_REWARD = "no reward"
 OVER_LENGTH = "over length"
 
 MIN_SAMPLES = 2
-"""Minimum number of samples in a group. A single sample has no baseline to compare with."""
+"""Minimum number of samples in a group. A single sample would have no baseline."""
 REPLAYED_STEPS = 2
 """Number of recent full steps whose groups may be replayed."""
 
@@ -68,7 +69,7 @@ class Choice:
     """The result of choosing the groups of a step."""
 
     taken: tuple[SampleGroup, ...]
-    """Groups to train on, in order. They contain only their remaining samples, with penalties and weights applied."""
+    """Groups to train on, in order, with only the samples that were kept. Penalties and weights are applied."""
     drops: Drops
     left: tuple[SampleGroup, ...]
     """Groups deferred to a later step."""
@@ -97,19 +98,20 @@ def choose(
     """Chooses the groups that one step trains on.
 
     Args:
-        config: the section ``training``; ``data`` is used.
+        config: the section ``training``, of which only ``data`` is used.
         groups: complete groups in any order, without duplicates.
-        version: ordinal of the policy's newest weights. Staleness is relative to it.
+        version: ordinal of the policy's newest weights, relative to which staleness is measured.
         want: maximum number of groups to train on or drop.
-        replayed: groups that earlier steps trained on, newest last, with the rewards that they had before those steps.
-            Only those of the last :data:`REPLAYED_STEPS` steps are needed.
-        state: the state that the last call returned; ``None`` on the first call.
+        replayed: groups that earlier steps trained on, newest last, with their rewards from before those steps. Only
+            the groups of the last :data:`REPLAYED_STEPS` steps are needed.
+        state: the state returned by the previous call, or ``None`` on the first call.
         random: random generator for ``shuffle`` and for user functions.
-        advantage: the policy's advantage settings, which name the rewards that must be present and must differ.
-        pass_threshold: minimum reward of a passed rollout, and of each of the ``roles`` in it.
+        advantage: the policy's advantage settings. They name the rewards that must be present and must differ within a
+            group.
+        pass_threshold: minimum reward with which a rollout, or each of the ``roles`` in it, passes.
         bound: maximum age of a token, in weight versions. Rollouts with older tokens are dropped. Replayed groups are
             exempt.
-        due: ids of the groups to take first, regardless of age.
+        due: ids of groups to take first, regardless of age.
         earlier: passed samples from earlier steps, for user functions that add them to groups.
         roles: the policy's roles in its team. Their rewards must be present too.
 
@@ -151,7 +153,7 @@ def choose(
                 candidates = by_method(candidates, step.method, version, random, {})
         if staleness is not None:
             candidates = fresh(candidates, staleness, version, {})
-        added = {sample.id for group in taken for sample in group.samples}  # a rollout may be in a step only once
+        added = {sample.id for group in taken for sample in group.samples}  # a step may contain a rollout only once
         candidates = [group for group in candidates if added.isdisjoint(sample.id for sample in group.samples)]
         again = newest(candidates, len(taken), share)
         replayed_ids = {group.id for group in replayed}
@@ -161,7 +163,8 @@ def choose(
 
 
 def ordered(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
-    """Sorts groups by their oldest version. Groups without sampled tokens, which can only be dropped, come first."""
+    """Sorts groups by the oldest version that sampled their tokens. Groups without sampled tokens come first, since
+    they can only be dropped."""
     return sorted(groups, key=lambda group: (group.oldest, group.time_ns, group.id))
 
 
@@ -171,7 +174,7 @@ def replayable(replayed: Sequence[SampleGroup], batch: int, times: Mapping[str, 
     Args:
         replayed: groups that earlier steps trained on, newest last.
         batch: number of groups in a full step.
-        times: number of times that each group was replayed, by group id.
+        times: maps group ids to the number of times that the group was replayed.
     """
     return [group for group in replayed[-REPLAYED_STEPS * batch :] if not times.get(group.id, 0)]
 
@@ -193,7 +196,7 @@ def survivors(
     groups = list(groups)
     verified = [sample for group in groups for sample in group.samples if sample.verified]
     _check_names(verified, advantage.rewards, "training: advantage.rewards")
-    for role, name in (roles or {}).items():  # a rollout without the role need not have its reward
+    for role, name in (roles or {}).items():  # only rollouts with the role need its reward
         own = [sample for sample in verified if role in sample.roles]
         _check_names(own, [name] if name else [], f"team.roles.{role}.reward")
     return _keep_samples(groups, _drop_reason, drops)
@@ -220,7 +223,7 @@ def _check_names(verified: list[Sample], expected: Iterable[str], key: str) -> N
 def varied(
     groups: Iterable[SampleGroup], advantage: AdvantageConfig, drops: Drops, roles: RoleRewards | None = None
 ) -> list[SampleGroup]:
-    """Keeps groups whose samples differ in at least one compared value."""
+    """Keeps groups whose samples differ in at least one of the compared rewards and penalties."""
     compared = {role: role_config(advantage, name) for role, name in (roles or {"": None}).items()}
 
     def reason(group: SampleGroup) -> str:
@@ -230,11 +233,8 @@ def varied(
 
 
 def varies(group: SampleGroup, advantage: AdvantageConfig, role: str = "") -> bool:
-    """Returns whether the samples of a group differ in any value with non-zero weight.
-
-    Args:
-        role: consider only samples in which the policy played this role. Empty: all samples.
-    """
+    """Returns whether the samples of a group differ in any value with non-zero weight. Args: role: consider only
+    samples in which the policy played this role. If empty, consider all samples."""
     values, weights = columns([sample for sample, _ in players([group], role)], advantage)
     values = values[:, weights != 0]
     return bool(len(values) and (values != values[0]).any())
@@ -247,7 +247,8 @@ def within_pass_rates(
     drops: Drops,
     roles: RoleRewards | None = None,
 ) -> list[SampleGroup]:
-    """Keeps groups whose pass rate is within the bounds. A rollout passes if each role that the policy played does."""
+    """Keeps groups whose pass rate is within the bounds. In a team, a rollout passes if every role that the policy
+    played passes."""
 
     def reason(group: SampleGroup) -> str:
         passed = sum(min(own_rewards(sample, roles), default=-math.inf) >= pass_threshold for sample in group.samples)
@@ -281,10 +282,11 @@ def by_method(
 ) -> list[SampleGroup]:
     """Calls a user's function on the groups.
 
-    The function is called as ``function(groups, version, random, **args)`` with the ordinal of the newest weights and a
-    seeded random generator. It returns the groups to keep, in any order. It may omit samples and groups. It may change
-    the rewards, penalties and weights of samples with ``dataclasses.replace``. A function with a parameter ``earlier``
-    also receives the passed samples from earlier steps. It may add each of them to one group of its task.
+    The function is called as ``function(groups, version, random, **args)``, where ``version`` is the ordinal of the
+    newest weights and ``random`` a seeded random generator. It returns the groups to keep, in any order. It may omit
+    samples and groups, and may change the rewards, penalties and weights of samples with ``dataclasses.replace``. A
+    function with a parameter ``earlier`` also receives passed samples from earlier steps, each of which it may add to
+    one group of the same task.
 
     Raises:
         ConfigError: the function broke this contract.

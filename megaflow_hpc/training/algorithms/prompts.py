@@ -2,18 +2,20 @@
 
 =================  =================================================================================================
 ``uniform``        chooses tasks in random order, each once before any is repeated: MegaFlow, appendix D.1 (no
-                   curriculum). Without other options it is AstraFlow's ``accept_all``
-``curriculum``     draws tasks without replacement, with the weight p (1 - p) + 0.05. p is the task's moving pass rate,
-                   0.5 at first. p (1 - p) is the learnability of Foster et al. 2025, arXiv 2502.12272
-``greso``          requests a task with the probability p^z. z is the number of consecutive groups with equal rewards.
-                   There is one p for tasks that always pass and one for tasks that never pass. A step lowers p if more
-                   than the target share of its groups was of that kind, and raises it otherwise: Zheng et al. 2025,
-                   arXiv 2506.02177, section 4, with the floors, targets and warm-up of AstraFlow's ``GRESOCurator``
+                   curriculum). Without other options, it equals AstraFlow's ``accept_all``
+``curriculum``     draws tasks without replacement with weight p (1 - p) + 0.05, where p is the moving average of
+                   the task's pass rate, initially 0.5. p (1 - p) is the learnability of Foster et al. 2025, arXiv
+                   2502.12272
+``greso``          requests a task with probability p^z, where z is the number of consecutive groups with equal
+                   rewards. There is one p for tasks that always pass and one for tasks that never pass. Each step
+                   lowers p if the share of such groups in the step exceeds a target, and raises it otherwise: Zheng
+                   et al. 2025, arXiv 2506.02177, section 4, with the floors, targets and warm-up of AstraFlow's
+                   ``GRESOCurator``
 a function         chooses among the eligible tasks: :meth:`Prompts._chosen`
-``pass_rate``      requests a task while the pass rate of all its samples is inside a range: MegaFlow, appendix D.1
+``pass_rate``      requests a task while the pass rate over all its samples is within a range: MegaFlow, appendix D.1
 =================  =================================================================================================
 
-The state is a small JSON object with four numbers per task that has verified samples.
+The state is a small JSON object with four numbers for each task that has verified samples.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from megaflow_hpc.training.algorithms.samples import RoleRewards, SampleGroup
 from megaflow_hpc.training.methods import call, wrong
 
 LATEST_WEIGHT = 0.5
-"""Weight of the newest group in the pass rate used by ``curriculum``. It is high because a model changes within a
-few rounds."""
+"""Weight of the newest group in the moving average of the pass rate that ``curriculum`` uses. High, because a model
+changes within a few rounds."""
 MIN_TASK_WEIGHT = 0.05
 """Minimum sampling weight in ``curriculum``. It keeps tasks that always or never pass in the rotation."""
 MIN_BASE, MAX_BASE = 0.01, 0.99
@@ -55,7 +57,7 @@ class TaskStatistics(NamedTuple):
     recent: float = 0.5
     """Moving average of the pass rate for ``curriculum``."""
     streak: int = 0
-    """Number of consecutive groups with equal rewards; negative if all of them failed."""
+    """Number of consecutive groups in which every sample got the same reward. Negative if that reward is a failure."""
 
 
 class Prompts:
@@ -64,7 +66,7 @@ class Prompts:
     Args:
         config: The section ``training.prompts``.
         pass_threshold: Minimum reward of a passed rollout.
-        roles: The policy's roles in its team, whose rewards then count instead of the rollout's.
+        roles: The policy's roles in its team. If given, the roles' rewards count instead of the rollout's.
     """
 
     def __init__(self, config: PromptsConfig, pass_threshold: float = 1.0, roles: RoleRewards | None = None) -> None:
@@ -79,12 +81,12 @@ class Prompts:
 
         Args:
             tasks: all task ids, in any order.
-            count: number of tasks to choose. A task is repeated if too few are eligible or GRESO skips some.
-            state: the state returned by the last call and updated by :meth:`learn`; empty at first.
+            count: number of tasks to choose. Tasks are repeated if too few are eligible or GRESO skips some.
+            state: the state returned by the previous call and updated by :meth:`learn`. Initially empty.
             random: random generator for all choices.
 
         Returns:
-            The chosen ids and the new state. Returns fewer than ``count`` ids only if no task is eligible.
+            The chosen ids and the new state. There are fewer than ``count`` ids only if no task is eligible.
         """
         statistics = _statistics(state)
         eligible = [task for task in sorted(set(tasks)) if self._eligible(statistics.get(task))]
@@ -107,8 +109,8 @@ class Prompts:
         """Calls a user's function to choose tasks.
 
         The function is called as ``function(tasks, count, statistics, random, **args)`` with the eligible tasks, the
-        number of tasks to choose, :class:`TaskStatistics` of tasks that were tried, and a seeded random generator. It
-        returns ``count`` of the tasks. Each occurrence of a task in the list requests one group.
+        number of tasks to choose, the :class:`TaskStatistics` of tasks that were tried, and a seeded random generator.
+        It returns a list of ``count`` tasks. Each occurrence of a task requests one group.
 
         Raises:
             ConfigError: the function broke this contract.
@@ -134,11 +136,11 @@ class Prompts:
         state: Mapping[str, Any],
         random: np.random.Generator,
     ) -> tuple[list[str], dict[str, Any]]:
-        """Cycles through all tasks, reshuffling them on each pass, and skips ineligible ones."""
+        """Cycles through all tasks, reshuffling them on each pass, and skips ineligible tasks."""
         chosen: list[str] = []
         seed, position, of, late = state.get("turn", (0, 0, 0, []))
         while len(chosen) < count:
-            if of != len(tasks) or position >= of:  # tasks already chosen for this batch come last
+            if of != len(tasks) or position >= of:  # a new pass; tasks already chosen now come last
                 seed, position, of, late = int(random.integers(2**32)), 0, len(tasks), sorted(set(chosen))
             order = [tasks[i] for i in np.random.default_rng(seed).permutation(of)]
             last = set(late)
@@ -174,7 +176,7 @@ class Prompts:
         return chance >= 1 or bool(random.random() < chance)
 
     def _chance(self, statistics: TaskStatistics | None, state: Mapping[str, Any]) -> float:
-        """Returns the probability that the task is requested; 1 without GRESO."""
+        """Returns the probability of requesting the task, which is 1 without GRESO."""
         if not self._config.greso or not statistics or not statistics.streak:
             return 1.0
         name, floor = ("easy", FLOOR_EASY) if statistics.streak > 0 else ("hard", FLOOR_HARD)
@@ -185,8 +187,8 @@ class Prompts:
         """Updates the statistics from settled groups. Call it once per step, because GRESO counts steps.
 
         Args:
-            state: the state returned by the last call; empty at first.
-            groups: all groups settled since the last call, including dropped groups.
+            state: the state returned by the previous call. Initially empty.
+            groups: all groups settled since the previous call, including dropped groups.
 
         Returns:
             The new state, without the keys that only :meth:`choose` uses.
@@ -207,7 +209,7 @@ class Prompts:
         learned: dict[str, Any] = {"tasks": {task: list(row) for task, row in statistics.items()}, "again": came_again}
         if self._config.greso:
             easy_base, hard_base = state.get("easy", FIRST_BASE), state.get("hard", FIRST_BASE)
-            if state.get("again") and total:  # every task was requested at least once
+            if state.get("again") and total:  # GRESO's warm-up is over once a task repeats
                 easy_base = _steered(easy_base, easy / total, TARGET_EASY)
                 hard_base = _steered(hard_base, hard / total, TARGET_HARD)
             learned |= {"easy": easy_base, "hard": hard_base}

@@ -1,23 +1,24 @@
 """Applies the ``data`` operations that change rewards, calls scorers, and computes each sample's advantage and weight.
 
 ===================  ===============================================================================================
-``penalty``          adds an amount to truncated rollouts: MegaFlow, appendix D.1 (-0.5)
+``penalty``          adds an amount to the reward of truncated rollouts: MegaFlow, appendix D.1 (-0.5)
 ``overlong``         adds 0 up to ``longest - buffer`` sampled tokens, then falls linearly to ``penalty`` at
                      ``longest``: Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.4
 ``over_length``      with ``how: penalise``, lowers the reward by 1 if a sequence is longer than ``longest``
-``shuffle``          exchanges the rewards of the step's rollouts at random
+``shuffle``          permutes the rewards of the step's rollouts at random
 ``mask_unfinished``  gives truncated rollouts weight 0; they still count in their group: DAPO, section 3.4
                      (over-long filtering)
-together             compares one column: the weighted sum of the named rewards (or the only reward) plus penalties
-apart                compares a column for each named reward, and one of weight 1 for penalties, each separately:
-                     Liu et al. 2026, GDPO, arXiv 2601.05242
+together             compares a single column: the weighted sum of the named rewards (or the only reward) plus
+                     penalties
+apart                compares one column per named reward, and one column of weight 1 for penalties: Liu et al.
+                     2026, GDPO, arXiv 2601.05242
 ===================  ===============================================================================================
 
 :mod:`megaflow_hpc.trajectories.reading.advantages` computes the advantage kinds ``grpo``, ``dr_grpo``, ``rloo`` and
-``median`` over the remaining samples of each group. If several rewards are normalised ``apart``, the result is the
-weighted sum of their advantages. It is then whitened over the tokens of the batch to mean 0 and standard deviation 1
-(GDPO). ``whiten`` does the same without ``apart``. AstraFlow's ``adv_norm`` with level ``batch`` also averages over
-tokens instead of samples (``dataflow/utils.py``, ``Normalization``).
+``median`` over the remaining samples of each group. If several rewards are normalised ``apart``, a sample's advantage
+is the weighted sum of its advantages per column. The result is then whitened over the tokens of the batch to mean 0 and
+standard deviation 1 (GDPO). ``whiten`` does the same without ``apart``. AstraFlow's ``adv_norm`` with level ``batch``
+also averages over tokens instead of samples (``dataflow/utils.py``, ``Normalization``).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ WHITEN_EPSILON = 1e-6
 
 
 Values = float | NDArray[np.float32]
-"""Advantage of a sample: a number for all its tokens, or an array with one number per sequence or per turn."""
+"""Advantage of a sample: one number for all tokens, or an array with one number per sequence or per turn."""
 
 
 def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
@@ -59,7 +60,7 @@ def plain(groups: Iterable[SampleGroup]) -> list[SampleGroup]:
 
 
 def shaped(groups: Iterable[SampleGroup], step: DataStep) -> list[SampleGroup]:
-    """Applies a ``data`` operation that sets penalties or weights."""
+    """Applies a ``data`` operation that changes penalties or weights."""
     return [_each(group, lambda sample: _shaped(sample, step)) for group in groups]
 
 
@@ -103,7 +104,7 @@ def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray
     """Returns the reward columns on which samples are compared.
 
     Returns:
-        Values (n samples, k columns), NaN for missing values, and the weights (k) of the columns.
+        Values of shape (n samples, k columns), NaN if missing, and the weights (k) of the columns.
 
     Raises:
         ConfigError: a reward is infinite.
@@ -120,13 +121,13 @@ def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray
 
 
 def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[str, float] | None]:
-    """Calls a user's function to score stored rollouts.
-
-    The function is called as ``function(rollouts, **args)``. It returns a mapping from sample id to a score: one
-    number, one number per sequence or per turn of the sample, or ``None`` if it cannot score the rollout.
+    """Calls a user's function to score stored rollouts. The function is called as ``function(rollouts, **args)``. It
+    returns a mapping from sample ids to scores. A score is one number, one number per sequence or per turn of the
+    sample, or ``None`` if the function cannot score the rollout.
 
     Returns:
-        Rewards by sample id and name: ``score``, ``sequence.N`` for each sequence, or ``turn.N`` for each model call.
+        Maps sample ids to named rewards: ``score``, ``sequence.N`` for each sequence, or ``turn.N`` for each model
+        call.
 
     Raises:
         ConfigError: the function raised an exception or broke this contract.
@@ -151,12 +152,12 @@ def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[
 
 
 def scored(sample: Sample, own: Mapping[str, float] | None) -> Sample:
-    """Returns a copy of a sample with the scorer's rewards. They replace verifier rewards of the same name; ``score``
-    replaces the sample's reward.
+    """Returns a copy of a sample with the scorer's rewards. They replace the verifier's rewards of the same names, and
+    ``score`` replaces the sample's reward.
 
     Args:
         sample: the sample with the verifier's rewards.
-        own: the sample's entry in :func:`scores`. ``None`` means that the sample has no reward.
+        own: the sample's entry in the result of :func:`scores`. ``None`` means that the sample has no reward.
     """
     if own is None:
         return replace(sample, reward=math.nan, verdict=sample.reward)
@@ -165,10 +166,10 @@ def scored(sample: Sample, own: Mapping[str, float] | None) -> Sample:
 
 
 def reward(sample: Sample, name: str | None = None) -> float:
-    """Returns a sample's reward, or its reward called ``name``; NaN if the sample was not verified.
+    """Returns a sample's reward, or its reward called ``name``. NaN if the sample was not verified.
 
-    A reward that the verifier did not name is 0. Otherwise the tested code could remove a sample from its group by
-    preventing the verifier from writing all rewards.
+    A named reward that the verifier did not write is 0. Otherwise the tested code could remove a sample from its group
+    by preventing the verifier from writing all rewards.
 
     Raises:
         ConfigError: the reward is infinite.
@@ -183,26 +184,28 @@ def reward(sample: Sample, name: str | None = None) -> float:
 
 
 def role_config(config: AdvantageConfig, name: str | None) -> AdvantageConfig:
-    """Returns the advantage settings for a role: those of its policy, with the role's own reward if it has one."""
+    """Returns the advantage settings for a role: the policy's settings, but with the role's own reward if it has
+    one."""
     return config.model_copy(update={"rewards": {name: 1.0}, "normalise": "together"}) if name else config
 
 
 def role_rewards(sample: Sample, roles: RoleRewards) -> dict[str, float]:
-    """Returns the reward of each role that the policy played, without penalties; NaN if the rollout is not verified."""
+    """Returns the reward of each role that the policy played, without penalties. NaN if the rollout was not
+    verified."""
     return {role: reward(sample, roles[role]) for role in dict.fromkeys(sample.roles) if role in roles}
 
 
 def own_rewards(sample: Sample, roles: RoleRewards | None) -> tuple[float, ...]:
-    """Returns the rewards on which the policy is trained: those of the roles that it played, sorted by role, or the
-    rollout's own without a team. Empty if it played none."""
+    """Returns the rewards on which the policy is trained: in a team, the rewards of the roles that it played, sorted by
+    role. Otherwise, the rollout's reward. Empty if the policy played no role."""
     if not roles:
         return (reward(sample),)
     return tuple(value for _, value in sorted(role_rewards(sample, roles).items()))
 
 
 def players(groups: Iterable[SampleGroup], role: str) -> list[tuple[Sample, int]]:
-    """Returns the samples in which the policy played a role, each with the index of its group. An empty role matches
-    all samples."""
+    """Returns the samples in which the policy played a role, each with its group's index. An empty role matches all
+    samples."""
     return [
         (sample, number)
         for number, group in enumerate(groups)
@@ -217,13 +220,13 @@ def advantages(
     """Computes the advantage and the weight of each sample.
 
     Args:
-        config: training settings of the policy; only ``advantage`` is used.
+        config: training settings of the policy, of which only ``advantage`` is used.
         groups: the groups that a step trains on, as returned by :func:`~megaflow_hpc.training.algorithms.choose`.
-        roles: the policy's roles in its team. Each role is compared with the same role in the group's other rollouts. A
-            sample gets one advantage per sequence.
+        roles: the policy's roles in its team. Each role is compared with the same role in the other rollouts of the
+            group, so a sample gets one advantage per sequence.
 
     Returns:
-        Advantage and weight by sample id, without samples that have no reward.
+        Maps the id of each sample with a reward to its advantage and weight.
 
     Raises:
         ConfigError: a reward is infinite, or too large for an advantage in float32, or a function broke its contract.
@@ -248,15 +251,15 @@ def advantages(
 
 
 def _by_sequence(sample: Sample, own: Mapping[str, float]) -> Values:
-    """Combines the advantages of a sample's roles: one number if all its sequences have the same role, else one per
-    sequence."""
+    """Combines the advantages of a sample's roles. Returns one number if all its sequences have the same role,
+    otherwise one number per sequence."""
     if len(own) == 1 and ("" in own or len({*sample.roles}) == 1):
         return next(iter(own.values()))
     return np.array([own.get(role, 0.0) for role in sample.roles], np.float32)
 
 
 def _tokens_of(sample: Sample, role: str) -> float:
-    """Returns the number of tokens that the role sampled and that count in the loss."""
+    """Returns the number of tokens sampled by the role, or 0 if the sample does not count in the loss."""
     if not sample.weight:
         return 0.0
     if not role or {*sample.roles} == {role}:
@@ -292,10 +295,10 @@ def _of_method(
     """Calls a user's function to compute the advantages.
 
     The function is called as ``function(groups, **args)``. The groups contain only verified samples. ``sample.reward``
-    includes penalties and applies the weights of ``advantage.rewards``. If the policy has one role in a team,
-    ``sample.reward`` is that role's reward. If it has several, ``sample.role_rewards`` has the reward of each role, in
-    the same way. The function returns a mapping from the id of each sample to a number, or to an array with one number
-    for each of its sequences (``sample.sequences``) or turns (``sample.turns``).
+    includes penalties and the weights of ``advantage.rewards``. If the policy has a single role in its team,
+    ``sample.reward`` is that role's reward. If it has several roles, ``sample.role_rewards`` has the reward of each
+    role, also with penalties and weights. The function returns a mapping from the id of each sample to a number, or to
+    an array with one number per sequence (``sample.sequences``) or per turn (``sample.turns``).
     """
     compared, only = [], next(iter(roles.values())) if len(roles) == 1 else None
     for group in groups:
@@ -342,8 +345,8 @@ def _tokens(sample: Sample, count: int) -> NDArray[np.float64]:
 
 
 def whitened(values: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Shifts and scales values (n) to mean 0 and standard deviation 1 over tokens, given each value's number of tokens
-    (n)."""
+    """Shifts and scales values (n) to mean 0 and standard deviation 1. ``tokens`` (n) weights each value by its number
+    of tokens."""
     if not tokens.sum():
         return values
     centred = values - np.average(values, weights=tokens)

@@ -1,4 +1,4 @@
-"""Samples and their groups: rollouts in the form that data algorithms use."""
+"""Samples and groups, the form in which data algorithms see rollouts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megaflow_hpc.trajectory import Trajectory
 from megaflow_hpc.types import SEQUENCE_REWARD, TURN_REWARD
 
 SCORE = "score"
-"""Name of a scorer's reward for a whole rollout."""
+"""Name of the reward that a scorer assigns to a whole rollout."""
 RoleRewards = Mapping[str, str | None]
-"""Maps each role of a policy in its team to the name of the role's reward; ``None`` means the rollout's own reward."""
+"""Maps each role of a policy in its team to the name of the role's reward. ``None`` means the rollout's own reward."""
 
 
 class TurnTokens(NamedTuple):
-    """Position of the tokens that one model call sampled: ``[start, end)`` in one of the policy's sequences."""
+    """The tokens that one model call sampled: the range ``[start, end)`` of one of the policy's sequences."""
 
     call: int
     """Number of the call in the rollout, from 0."""
@@ -40,15 +40,15 @@ class Sample:
     status: str
     """``completed``, ``truncated``, ``failed`` or ``cancelled``."""
     error_kind: str
-    """Error kind of a failed rollout; empty if there was no error."""
+    """Error kind of a failed rollout. Empty if there was no error."""
     reward: float
-    """Reward of the rollout; NaN if it was not verified."""
+    """Reward of the rollout. NaN if it was not verified."""
     rewards: Mapping[str, float]
     """Reward components from the verifier, by name."""
     oldest: int
-    """Ordinal of the oldest version that sampled a token; -1 if nothing was sampled."""
+    """Ordinal of the oldest version that sampled a token. -1 if nothing was sampled."""
     newest: int
-    """Ordinal of the newest version that sampled a token; -1 if nothing was sampled."""
+    """Ordinal of the newest version that sampled a token. -1 if nothing was sampled."""
     tokens: int
     """Number of sampled tokens."""
     longest: int
@@ -60,20 +60,20 @@ class Sample:
     turns: tuple[TurnTokens, ...] = ()
     """The policy's model calls, in order."""
     agent_s: float = 0.0
-    """Run time of the agent in seconds; 0 if unknown."""
+    """Run time of the agent in seconds. 0 if unknown."""
     penalty: float = 0.0
-    """Sum of the penalties from ``data`` operations, to be added to the reward."""
+    """Sum of the penalties set by ``data`` operations. It is added to the reward."""
     weight: float = 1.0
-    """Weight of the sample's tokens in the loss. With weight 0 the sample still counts in its group, but is not trained
-    on."""
+    """Weight of the sample's tokens in the loss. A sample with weight 0 is not trained on, but still counts in its
+    group."""
     verdict: float = math.nan
-    """The verifier's reward, if a scorer replaced it; NaN without a scorer."""
+    """The verifier's reward if a scorer replaced it, otherwise NaN."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """The subset of :attr:`rewards` that a scorer assigned."""
+    """The part of :attr:`rewards` that a scorer assigned."""
     agent: str = ""
     """Name of the agent in the campaign."""
     roles: tuple[str, ...] = ()
-    """Role of each of the policy's sequences. Empty without a team."""
+    """Role of each of the policy's sequences. Empty if there is no team."""
     role_rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward of each role that the policy played, with penalties. Set only for functions of ``advantage.kind``."""
 
@@ -89,7 +89,7 @@ class Sample:
 
     @property
     def sequence_rewards(self) -> tuple[float, ...]:
-        """Reward of each of the policy's sequences, 0 if missing. Only scorers assign these rewards."""
+        """Reward of each of the policy's sequences, 0 if missing. These rewards can only come from a scorer."""
         return tuple(self.rewards.get(f"{SEQUENCE_REWARD}{number}", 0.0) for number in range(self.sequences))
 
 
@@ -112,7 +112,7 @@ class SampleGroup:
     id: str
     task: str
     samples: tuple[Sample, ...]
-    """All samples of the group; after filtering, only the remaining ones."""
+    """All samples of the group, or only the remaining ones after filtering."""
 
     def only(self, samples: tuple[Sample, ...]) -> SampleGroup:
         """Returns a copy of the group with only the given samples."""
@@ -120,7 +120,7 @@ class SampleGroup:
 
     @property
     def oldest(self) -> int:
-        """Ordinal of the oldest version that sampled a token in the group; -1 if nothing was sampled."""
+        """Ordinal of the oldest version that sampled a token in the group. -1 if nothing was sampled."""
         return min((sample.oldest for sample in self.samples if sample.oldest >= 0), default=-1)
 
     @property

@@ -10,14 +10,15 @@
         step.publish(folder)
         step.commit(checkpoint)
 
-A workflow's columns are aligned with ``input_ids``: the log-probability at t is that of token t. AReaL's update expects
-them at t - 1, where the token was predicted. So ``compute_advantages`` rolls ``loss_mask`` and ``logprobs`` left by
-one. It writes ``advantages``, ``returns``, ``kl_rewards`` and ``tot_rewards`` at the shifted positions. ``versions``
-are not shifted. This module does the same in numpy, because the step already has its advantages. AReaL has no column
-for token weights, so they are multiplied into the advantages; its clipped losses are linear in them. Its actor divides
-logits by the ``temperature`` of its own configuration, which must be equal to ``step.temperature``.
+A workflow's columns are aligned with ``input_ids``: the log-probability of token t is at index t. AReaL's update
+expects it at t - 1, where the token was predicted. So AReaL's ``compute_advantages`` rolls ``loss_mask`` and
+``logprobs`` left by one, and writes ``advantages``, ``returns``, ``kl_rewards`` and ``tot_rewards`` at the shifted
+positions. ``versions`` are not shifted. This module does the same in numpy, because the step already has advantages.
+AReaL has no column for token weights, so they are multiplied into the advantages, in which AReaL's clipped losses are
+linear. AReaL's actor divides logits by the ``temperature`` in its own configuration, which must equal
+``step.temperature``.
 
-(Written against AReaL 1.0.4 of PyPI: ``areal/workflow/rlvr.py``, ``areal/trainer/ppo/actor.py``,
+(Written against AReaL 1.0.4 from PyPI: ``areal/workflow/rlvr.py``, ``areal/trainer/ppo/actor.py``,
 ``areal/utils/data.py``, ``areal/utils/functional/functional.py``; ``areal/workflow/vision_rlvr.py`` for images;
 ``areal/trainer/rl_trainer.py`` for the order of calls.)
 """
@@ -43,23 +44,22 @@ if TYPE_CHECKING:
 def batch(
     step: Step, minibatch: Minibatch | None = None, *, aligned: bool = True, vision: Vision | None = None
 ) -> list[dict[str, Any]]:
-    """Returns the step's sequences by group, each group as B rows padded on the right to its longest sequence (L).
-
-    Sequences without a token to train on are left out.
+    """Returns the step's sequences by group. Each group has B rows, padded on the right to the group's longest sequence
+    (L). Sequences without a token to train on are omitted.
 
     Args:
         step: a step of a dataflow with one rank, because AReaL's controller divides the list among ranks.
         minibatch: part of the step to convert; by default the whole step.
-        aligned: return the columns that ``ppo_update`` expects after ``compute_advantages``. If false, return those of
-            a workflow, so that AReaL computes its own advantages.
-        vision: makes pixels of the images that sequences show; needed if there are any.
+        aligned: return the columns that ``ppo_update`` expects after ``compute_advantages``. If false, return a
+            workflow's columns, so that AReaL computes its own advantages.
+        vision: converts the images in sequences to pixels. Required if there are images.
 
     Returns:
         int32 ``input_ids`` and ``versions`` (ordinals; -1 if not sampled), bool ``attention_mask``, int32
         ``loss_mask``, float32 ``logprobs`` (0 if not sampled), all (B, L); float32 ``rewards`` (B). With ``aligned``,
         ``loss_mask`` is float32, and float32 ``advantages``, ``returns``, ``kl_rewards`` and ``tot_rewards`` are added.
-        A group that shows images has ``multi_modal_input`` in addition, a list with the tensors of each row, such as
-        ``pixel_values`` and ``image_grid_thw``.
+        A group with images also has ``multi_modal_input``, a list with each row's tensors, such as ``pixel_values`` and
+        ``image_grid_thw``.
 
     Raises:
         ConfigError: the step has no token to train on, or the dataflow has several ranks.
@@ -103,6 +103,6 @@ def _aligned(lines: list[TrainerRow]) -> dict[str, NDArray[Any]]:
 
 
 def _earlier(values: NDArray[Any]) -> NDArray[Any]:
-    """Rolls columns left by one. The first column wraps to the end, but is masked, since first tokens are never
-    sampled."""
+    """Rolls values left by one along each row. The first value wraps to the end, where it is masked, since first tokens
+    are never sampled."""
     return np.roll(values, -1, axis=1)

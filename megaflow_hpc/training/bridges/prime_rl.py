@@ -1,20 +1,21 @@
-"""Feeds prime-rl's trainer from a run, through the files that it otherwise exchanges with prime-rl's orchestrator.
+"""Feeds prime-rl's trainer from a run, through the files that the trainer otherwise exchanges with prime-rl's
+orchestrator.
 
     python -m megaflow_hpc.training.bridges.prime_rl RUN --policy default --output DIR --ranks 8 --tokens 32768
 
-This process replaces prime-rl's orchestrator. Its trainer runs unchanged, with ``output_dir`` DIR and with both
+This process replaces prime-rl's orchestrator. The trainer runs unchanged, with ``output_dir`` DIR and with both
 ``rollout_transport.type`` and ``weight_broadcast.type`` set to ``filesystem``::
 
     DIR/rollouts/step_3/rank_0.bin      step 3 for data-parallel rank 0: msgpack of a list of :class:`PrimeMicroBatch`
     DIR/broadcasts/step_3/              the weights after it, complete once the file STABLE exists
 
-A step of the dataflow is a step of prime-rl, which is one optimizer step. prime-rl's loss takes the plan's advantages
-and weights, and the engine's log-probabilities. It ignores ``loss``, ``importance`` and ``optimizer`` of the campaign
-file. ``--tokens`` must not exceed prime-rl's ``model.seq_len``.
+Each step of the dataflow is one step of prime-rl, which is one optimizer step. prime-rl's loss uses the plan's
+advantages and weights, and the engine's log-probabilities. ``loss``, ``importance`` and ``optimizer`` in the campaign
+file are ignored. ``--tokens`` must not exceed prime-rl's ``model.seq_len``.
 
-Both processes can be killed and restarted independently. A step's files are derived from its plan byte for byte, and
-are kept. So a trainer that resumes from an earlier checkpoint finds them again. The bridge waits for a step's weights,
-publishes them and commits the step before it takes the next one.
+Both processes can be killed and restarted independently. A step's files depend only on its plan, byte for byte, and
+they are kept. So a trainer that resumes from an earlier checkpoint finds them again. The bridge waits for a step's
+weights, publishes them and commits the step before it takes the next step.
 
 (prime-rl 0.8.1.dev67, commit 559b44772e471d1538537b8805cc77f3824a5e64: ``src/prime_rl/transports/rollouts/types.py``
 and ``filesystem.py``, ``trainer/batch.py`` for padding and zeros, ``trainer/rl/train.py`` for the order of calls,
@@ -51,36 +52,38 @@ POLL_INTERVAL_S = 0.5
 SAY_INTERVAL_S = 30.0
 """Seconds between log lines while waiting."""
 UNCHANGED_S = 60.0
-"""Accept a broadcast unchanged for this many seconds, even if a file appears newer than STABLE. The clocks of a
-trainer's nodes may differ."""
+"""A broadcast that has not changed for this many seconds is accepted even if a file appears newer than STABLE, because
+the clocks of the trainer's nodes may differ."""
 PAD_TOKEN = 1
 """Padding token used by prime-rl (``pad_micro_batch``)."""
 NOTE_FILE = "prime_rl.json"
-"""File in ``RUN/training/<policy>/checkpoints/<step>`` that identifies the prime-rl trainer of the step."""
+"""File in ``RUN/training/<policy>/checkpoints/<step>`` that identifies the prime-rl trainer that made the step."""
 
 
 class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """prime-rl's ``MicroBatch``, encoded by field order. It concatenates S sequences with T tokens in total."""
+    """prime-rl's ``MicroBatch``, encoded as an array in field order. Concatenates S sequences with T tokens in
+    total."""
 
     input_ids: list[int]
     loss_mask: list[bool]
     advantages: list[float]
     inference_logprobs: list[float]
-    """The engine's log-probabilities of the tokens, shape (T); 0 if not sampled."""
+    """The engine's log-probability of each token, shape (T). 0 if not sampled."""
     position_ids: list[int]
     sequence_lengths: list[int]
     """Number of tokens in each sequence, shape (S)."""
     temperatures: list[float]
     env_names: list[str]
-    """Environment name of each token, shape (T), for prime-rl's metrics. Always the campaign's name."""
+    """Environment of each token, shape (T), for prime-rl's metrics. Always the campaign's name."""
     seq_lens: list[int]
-    """Same as ``sequence_lengths``, shape (S). prime-rl's attention uses it."""
+    """Same as ``sequence_lengths``, shape (S). Used by prime-rl's attention."""
     ref_logprobs: list[float] | None = None
     routed_experts: Any = None
     mm_kwargs: Any = None
     mm_token_type_ids: list[int] | None = None
     rl_weights: list[float] | None = None
-    """Loss factor of each token, shape (T); tokens with factor 0 are not counted. ``None`` stands for all ones."""
+    """Loss factor of each token, shape (T). Tokens with factor 0 are not counted. ``None`` means that all factors are
+    1."""
     ce_weights: list[float] | None = None
     ref_kl_weights: list[float] | None = None
 
@@ -88,8 +91,8 @@ class PrimeMicroBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Raw]]:
     """Returns the encoded micro-batches of each rank. Every rank gets the same number, at least one.
 
-    Each forward pass is a collective operation, so the counts must be equal. Each micro-batch is encoded at once,
-    because Python lists of all tokens of a large step would take several gigabytes.
+    The counts must be equal because each forward pass is a collective operation. Each micro-batch is encoded
+    immediately, because Python lists of all tokens in a large step would take several gigabytes.
 
     Args:
         step: a step of a dataflow with one rank.
@@ -98,7 +101,7 @@ def grid(step: Step, tokens: int, ranks: int, name: str) -> list[list[msgspec.Ra
         name: environment name for prime-rl's metrics.
 
     Raises:
-        ConfigError: a sequence has more than ``tokens`` tokens, or shows an image.
+        ConfigError: a sequence has more than ``tokens`` tokens, or contains an image.
     """
     encoded = [_encoded(_micro_batch(batch, name, step.temperature)) for batch in step.minibatch().microbatches(tokens)]
     encoded += [_encoded(_empty_batch(name))] * (max(-(-len(encoded) // ranks), 1) * ranks - len(encoded))
@@ -136,10 +139,11 @@ def _empty_batch(name: str) -> PrimeMicroBatch:
 
 
 def hand_over(output: Path, number: int, batches: Sequence[Sequence[msgspec.Raw]]) -> None:
-    """Writes the files of a step, each by an atomic rename. Keeps existing files.
+    """Writes a step's files, each by an atomic rename. Keeps existing files.
 
     Raises:
-        ConfigError: a file of another step with this number exists, or the parent directory of ``output`` is missing.
+        ConfigError: a file for a different step with this number exists, or the parent directory of ``output`` is
+            missing.
     """
     if not output.parent.is_dir():
         raise ConfigError(f"{output.parent}: is not a directory; create the parent directory of --output")
@@ -160,8 +164,8 @@ def hand_over(output: Path, number: int, batches: Sequence[Sequence[msgspec.Raw]
 class Broadcast:
     """The weights that prime-rl's trainer broadcasts after one step.
 
-    The trainer writes STABLE last. A restarted trainer that repeats the step writes its files next to the old STABLE.
-    So STABLE must be the newest file, and no file may change during the copy.
+    The trainer writes STABLE last. But a restarted trainer that repeats the step writes its files next to the old
+    STABLE. So a broadcast is complete only if STABLE is the newest file and no file changes during the copy.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -170,7 +174,7 @@ class Broadcast:
         self._since = 0.0
 
     def take(self, target: Path) -> bool:
-        """Copies the weights to the new directory ``target``; returns true if they exist and are complete."""
+        """Copies the weights to the new directory ``target``. Returns whether they exist and are complete."""
         state = _state(self._folder)
         if state != self._seen:
             self._seen, self._since = state, time.monotonic()
@@ -188,7 +192,7 @@ class Broadcast:
 
 
 _State = dict[str, tuple[int, int, int]]
-"""Inode, size and modification time in nanoseconds, by file name."""
+"""Maps file names to (inode, size, modification time in nanoseconds)."""
 
 
 def _state(folder: Path) -> _State | None:
@@ -227,7 +231,7 @@ class PrimeBridge:
 
     Raises:
         ConfigError: the campaign file sets several optimizer steps per step, or another trainer made earlier steps of
-            the run.
+            this run.
     """
 
     def __init__(self, flow: Dataflow, output: Path, ranks: int, tokens: int, say: Callable[[str], None]) -> None:
@@ -293,8 +297,8 @@ class PrimeBridge:
         self._say(f"step {step.number}: published as version {version.version}")
 
     def _commit(self, step: Step, waited: float) -> None:
-        """Commits a step. Its checkpoint is only a note; prime-rl's trainer keeps the real checkpoint in its own
-        directory."""
+        """Commits a step. The commit's checkpoint is only a note, because prime-rl's trainer keeps the real checkpoint
+        in its own directory."""
         folder = self._flow.files.checkpoints / str(step.number)
         make_directory(folder)
         write_json(folder / NOTE_FILE, self._note)
@@ -302,7 +306,7 @@ class PrimeBridge:
         self._remove_notes(below=step.number)
 
     def _remove_notes(self, below: int) -> None:
-        """Removes the notes of earlier steps, including those that a killed bridge removed only partly."""
+        """Removes the notes of earlier steps, including notes whose removal a killed bridge did not complete."""
         for path in self._flow.files.checkpoints.iterdir():
             earlier = path.name.isdecimal() and int(path.name) < below
             if earlier and ((path / NOTE_FILE).exists() or all(NOTE_FILE in half.name for half in path.iterdir())):
@@ -310,7 +314,7 @@ class PrimeBridge:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status."""
+    """Runs the command-line program. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m megaflow_hpc.training.bridges.prime_rl",
         description="Send a campaign's rollouts to prime-rl's trainer, and its weights to the campaign's engines.",

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from megaflow_hpc.training.trainer.vision import Vision
 
 UNLIMITED_TOKENS = 2**62
-"""Token limit of a micro-batch that holds the whole minibatch."""
+"""Token limit with which a micro-batch holds the whole minibatch."""
 
 
 @dataclass(frozen=True)
 class TrainerRow:
-    """One sequence of L tokens with at least one token to train on. Its columns are those of a micro-batch."""
+    """One sequence of L tokens, with at least one token to train on. It has the columns of a micro-batch."""
 
     rollout: PlannedRollout
     tokens: NDArray[np.int32]
@@ -32,7 +32,7 @@ class TrainerRow:
     advantages: NDArray[np.float32]
     weights: NDArray[np.float32]
     images: tuple[ShownImage, ...] = ()
-    """Images that the sequence shows, each with its placeholder tokens."""
+    """Images in the sequence, each with its placeholder tokens."""
 
     @property
     def first(self) -> int:
@@ -46,15 +46,15 @@ class TrainerRow:
 
     @property
     def reward(self) -> float:
-        """Reward of the rollout; 0 for an unverified rollout that a penalty makes trainable."""
+        """Reward of the rollout. 0 for an unverified rollout that can be trained on only because it has a penalty."""
         return self.rollout.reward or 0.0
 
 
 def pixels_of(row: TrainerRow, vision: Vision | None) -> dict[str, Any]:
-    """Returns the model's inputs for the images of a row, as tensors by name; empty if it shows none.
+    """Returns the model's inputs for the images in a row, as tensors by name. Empty if there are no images.
 
     Args:
-        vision: makes them (``Vision.read`` of :mod:`megaflow_hpc.training.trainer.vision`).
+        vision: computes the inputs (``Vision.read`` of :mod:`megaflow_hpc.training.trainer.vision`).
 
     Raises:
         ConfigError: ``vision`` is missing, or does not reproduce the placeholders.

@@ -7,16 +7,17 @@
     trainer = DataflowTrainer(flow, "/models/Qwen3-4B", arguments(flow, "out"))
     trainer.train()                                   # continues from the last commit that has a checkpoint
 
-``GRPOTrainer`` normally samples and scores completions. With this bridge it does neither. Each optimizer step is one
-minibatch of the dataflow, cut into micro-batches. It receives ids, masks, proximal log-probabilities and advantages.
-The advantages include the sample weights and the importance weights of proximal over engine, which equals weighting the
-loss. TRL averages over each batch that it receives. For losses that this package averages per rollout, TRL averages per
-row. So the loss of a micro-batch is scaled by its share of the minibatch, and a row's advantages by its share of the
-rollout. The sum equals the loss of this package's own trainer. After the last minibatch of a step, the model is
-published and the step committed.
+``GRPOTrainer`` normally samples and scores completions. With this bridge, it does neither. Each optimizer step is one
+minibatch of the dataflow, split into micro-batches. TRL receives ids, masks, proximal log-probabilities and advantages.
+The advantages are multiplied by the sample weights and by the importance weights (proximal over engine), which is
+equivalent to weighting the loss. TRL averages over each batch that it receives and, for losses that this package
+averages per rollout, per row. So the loss of a micro-batch is scaled by its share of the minibatch, and a row's
+advantages by the row's share of the rollout. The sum then equals the loss of this package's own trainer. After the last
+minibatch of a step, the model is published and the step is committed.
 
-The bridge depends on private parts of TRL: ``_compute_loss`` and its inputs, ``_prepare_inputs``,
-``_get_per_token_logps_and_entropies``, and ``_save_checkpoint`` of transformers. So the version is checked on import.
+The bridge depends on private parts of TRL (``_compute_loss`` and its inputs, ``_prepare_inputs``,
+``_get_per_token_logps_and_entropies``) and of transformers (``_save_checkpoint``). So TRL's version is checked on
+import.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ TRL_VERSION = "1.16"
 
 
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
-"""Columns of rows that show images."""
+"""Columns that only rows with images have."""
 
 
 def _check_version() -> None:
@@ -74,7 +75,7 @@ LOSSES = {
     "dr_grpo": ("dr_grpo", "token"),
     "cispo": ("cispo", "token"),
 }
-"""TRL's ``loss_type`` and ``importance_sampling_level`` for each supported kind of loss."""
+"""Maps each supported kind of loss to TRL's ``loss_type`` and ``importance_sampling_level``."""
 
 
 def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> Any:
@@ -83,7 +84,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
     Args:
         flow: the dataflow.
         output: TRL's ``output_dir``.
-        others: other fields of ``GRPOConfig``; these take precedence.
+        others: further fields of ``GRPOConfig``. These take precedence.
 
     Raises:
         ConfigError: TRL does not have the loss, or ``max_steps`` cannot be derived and must be passed.
@@ -105,7 +106,7 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         "loss_type": name,
         "importance_sampling_level": level,
         "epsilon": low,
-        "epsilon_high": 1 + high if loss.kind == "cispo" else high,  # CISPO bounds the ratio itself
+        "epsilon_high": 1 + high if loss.kind == "cispo" else high,  # for CISPO, TRL expects the bound itself
         "entropy_coef": loss.entropy,
         "beta": 0.0,
         "temperature": flow.temperature,
@@ -122,10 +123,10 @@ def arguments(flow: Dataflow, output: str | os.PathLike[str], **others: Any) -> 
         "save_total_limit": KEPT_CHECKPOINTS,
         "logging_steps": 1,
         "report_to": [],
-        # Generation is not used. These are the smallest settings that TRL accepts.
+        # Nothing is generated, so use the smallest settings that TRL accepts.
         "per_device_train_batch_size": 2,
         "num_generations": 2,
-        "max_completion_length": loss.length or 1,  # also the constant of dr_grpo
+        "max_completion_length": loss.length or 1,  # TRL's dr_grpo uses it as the denominator
     }
     return GRPOConfig(**(fields | others))
 
@@ -137,14 +138,14 @@ class _Item:
     step: Step
     minibatch: Minibatch
     last: bool
-    """True if it is the last minibatch of the step."""
+    """True for the last minibatch of the step."""
 
 
 class DataflowTrainer(GRPOTrainer):
     """A ``GRPOTrainer`` that trains on the steps of a dataflow, publishes the weights and commits the steps.
 
     Args:
-        flow: a dataflow with the rank and the number of ranks of this process.
+        flow: a dataflow created with this process's rank and the number of ranks.
         model: a directory or a model, as accepted by TRL.
         args: the result of :func:`arguments`.
         others: other arguments of ``GRPOTrainer``, such as ``peft_config``.
@@ -190,8 +191,8 @@ class DataflowTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **others: Any) -> Any:
         """Trains from the last commit that has a checkpoint, or from the beginning.
 
-        Closes the campaign once all its steps are committed. If ``max_steps`` ends the training earlier, the campaign
-        stays open.
+        Closes the campaign once all steps are committed. If ``max_steps`` ends the training earlier, the campaign stays
+        open.
         """
         commit = self._flow.restore()
         if resume_from_checkpoint is None and commit is not None:
@@ -214,7 +215,7 @@ class DataflowTrainer(GRPOTrainer):
         """Computes the gradients of one optimizer step, micro-batch by micro-batch."""
         item: _Item = inputs["item"]
         self._item = item
-        total = torch.zeros((), device=self.accelerator.device)  # stays 0 if every rollout is left out
+        total = torch.zeros((), device=self.accelerator.device)  # remains 0 if amendments leave out every rollout
         for rows in self._micro_batches(item):
             total += super().training_step(model, rows, None)
         return total
@@ -227,7 +228,7 @@ class DataflowTrainer(GRPOTrainer):
     ) -> Any:
         """Returns TRL's loss of a micro-batch, scaled by its share of the minibatch on all ranks."""
         share = inputs["share"]
-        # TRL averages the entropy over the micro-batch's tokens, so its share counts tokens for every loss.
+        # TRL averages the entropy over the micro-batch's tokens, so scale it by the share of tokens, whatever the loss.
         self.entropy_coef = self.args.entropy_coef * inputs["entropy_share"] / share
         return share * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
@@ -254,8 +255,8 @@ class DataflowTrainer(GRPOTrainer):
             yield {**rows, **self._given(batch, rows), **self._shares(batch, len(rows["prompt_ids"]), item.minibatch)}
 
     def _shares(self, batch: MicroBatch, rows: int, minibatch: Minibatch) -> dict[str, Any]:
-        """Returns the scale of TRL's means. The factor includes the number of ranks, because gradients are averaged
-        over ranks."""
+        """Returns the factors by which TRL's means are scaled. They include the number of ranks, because gradients are
+        averaged over ranks."""
         ranks, tokens = self.accelerator.num_processes, max(minibatch.tokens, 1)
         share = {
             "grpo": rows * ranks / max(minibatch.samples, 1),
@@ -268,7 +269,7 @@ class DataflowTrainer(GRPOTrainer):
         }
 
     def _add_proximal(self, batch: MicroBatch) -> None:
-        """Computes the proximal log-probabilities of sequences that lack them."""
+        """Computes missing proximal log-probabilities of sequences."""
         if all(key in self._proximal for key in batch.sequence_keys()):
             return
         rows = to_rows(batch, vision=self._vision)
@@ -333,7 +334,7 @@ class DataflowTrainer(GRPOTrainer):
         folder = self._flow.files.path / f".model-{step.number}-{os.getpid()}"
         self.save_model(str(folder), _internal_call=True)  # every rank must call this; only the first writes
         if not self._flow.rank:
-            (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle file that engines do not need
+            (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle file, which engines do not need
             step.publish(folder, move=True, keep=KEPT_VERSIONS)
 
 
@@ -348,13 +349,13 @@ class _AfterStep(TrainerCallback):
 def to_rows(batch: MicroBatch, rows: int = 1, vision: Vision | None = None) -> dict[str, Any]:
     """Converts a micro-batch to TRL's format: one sequence per row, right-padded, with empty rows added up to ``rows``.
 
-    TRL scores *completions*, the right part of every row. In this conversion, the completion starts at the earliest
+    TRL scores *completions*, the right part of every row. In this conversion, all completions start at the earliest
     sampled token of any row, and ``tool_mask`` marks the sampled tokens. So no row is padded on the left, and positions
-    equal the engine's. Rows that show images bring their pixels, the number of images of each row, and
+    equal the engine's. If rows contain images, the result also has their pixels, the number of images in each row, and
     ``mm_token_type_ids``.
 
     Raises:
-        ConfigError: a row shows images, and the model takes none or does not reproduce their placeholders.
+        ConfigError: a row contains images, but the model takes none or does not reproduce their placeholders.
     """
     own = np.diff(batch.offsets)
     lengths = np.concatenate([own, np.full(max(rows, 1) - len(own), 2)]) if len(own) < max(rows, 1) else own
@@ -380,7 +381,7 @@ def to_rows(batch: MicroBatch, rows: int = 1, vision: Vision | None = None) -> d
 
 
 def _padded(column: Any, own: Any, lengths: Any) -> Any:
-    """Splits an array (T) into sequences and pads each with zeros, giving an array (rows, longest)."""
+    """Splits an array (T) into sequences and pads each with zeros. Returns an array (rows, longest)."""
     padded = np.zeros((len(lengths), int(lengths.max())), column.dtype if column.dtype.kind == "f" else np.int64)
     padded[: len(own)][np.arange(padded.shape[1]) < own[:, None]] = column
     return padded

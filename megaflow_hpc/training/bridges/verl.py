@@ -1,4 +1,4 @@
-"""Converts each step to the tensors of verl's ``DataProto``, padded like those of verl's agent loop.
+"""Converts each step to the tensors of verl's ``DataProto``, padded as in verl's agent loop.
 
     from verl import DataProto
     from megaflow_hpc.training.bridges import verl
@@ -12,7 +12,7 @@
         step.publish(folder)
         step.commit(checkpoint)
 
-(verl 0.9.1 of PyPI: ``protocol.py``; ``experimental/agent_loop/agent_loop.py`` for padding;
+(verl 0.9.1 from PyPI: ``protocol.py``; ``experimental/agent_loop/agent_loop.py`` for padding;
 ``trainer/ppo/ray_trainer.py`` and ``workers/utils/losses.py:ppo_loss`` for the columns that an update reads;
 ``trainer/ppo/rollout_corr_helper.py`` for ``rollout_is_weights``.)
 """
@@ -45,8 +45,8 @@ def batch(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
     """Returns the step's sequences in verl's format: B rows, with left-padded prompts and right-padded responses.
 
-    Sequences without a token to train on are left out. A rollout with several sequences gives several rows with the
-    same ``uid``. verl's own advantages would count it several times, so the plan's advantages are used.
+    Sequences without a token to train on are omitted. A rollout with several sequences becomes several rows with the
+    same ``uid``. verl's own advantages would count the rollout several times, so the plan's advantages are used.
 
     Args:
         step: a step of a dataflow with one rank, because verl divides a batch among ranks itself.
@@ -54,9 +54,9 @@ def batch(
         pad_token_id: the tokenizer's padding token.
         multiple: add masked rows until B is divisible by this number (``DataProto.chunk``).
         bypass: add the engine's log-probabilities as ``old_log_probs``, as in verl's bypass mode. Otherwise verl's
-            ``_compute_old_log_prob`` adds them. Engine and trainer round differently, so in bypass mode the ratios
-            exceed narrow clip ranges before any update.
-        vision: makes pixels of the images that sequences show; needed if there are any.
+            ``_compute_old_log_prob`` adds them. Since engine and trainer round differently, ratios exceed narrow clip
+            ranges in bypass mode even before any update.
+        vision: converts the images in sequences to pixels. Required if there are images.
 
     Returns:
         The tensors, and the other columns (B): ``uid`` (the group), ``__num_turns__``, ``min_global_steps`` and
@@ -64,10 +64,10 @@ def batch(
         ``responses`` and ``response_mask``; float32 ``rollout_log_probs``, ``advantages``, ``returns`` (equal to the
         advantages), ``token_level_scores``, ``token_level_rewards`` and ``rm_scores`` (the reward, on the last token),
         ``rollout_is_weights`` if a weight is not 1, ``old_log_probs`` with ``bypass``. int64 ``prompts`` (B, prompts);
-        ``input_ids``, ``attention_mask``, ``position_ids`` (B, prompts + responses). If a sequence shows images,
-        ``position_ids`` has the shape (B, 4, prompts + responses): the number of the token, then its positions of
-        three dimensions. The other columns then have ``multi_modal_inputs``: tensors such as ``pixel_values`` and
-        ``image_grid_thw`` by name.
+        ``input_ids``, ``attention_mask``, ``position_ids`` (B, prompts + responses). If a sequence contains images,
+        ``position_ids`` has the shape (B, 4, prompts + responses): the index of the token, then its position in three
+        dimensions. The other columns then include ``multi_modal_inputs``: tensors such as ``pixel_values`` and
+        ``image_grid_thw``, by name.
 
     Raises:
         ConfigError: the step has no token to train on, or the dataflow has several ranks.

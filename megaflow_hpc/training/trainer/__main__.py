@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from megaflow_hpc.training.dataflow import Dataflow
 
 EXIT_RESTART = 75
-"""Exit status after SIGTERM: start the trainer again (EX_TEMPFAIL of sysexits.h)."""
+"""Exit status after SIGTERM, which means that the trainer should be started again (EX_TEMPFAIL in sysexits.h)."""
 EXIT_AMENDED = 76
-"""Exit status of a multi-rank trainer that amended a step: start the trainer again at once."""
+"""Exit status of a multi-rank trainer that amended a step. The trainer should be started again immediately."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         status = None
-        while status is None:  # a step was amended
+        while status is None:  # None: a step was amended
             status = _train(arguments)
         return status
     except MegaflowError as error:
@@ -79,12 +79,12 @@ def _train_by(method: Method, arguments: argparse.Namespace) -> int:
     """Calls the user's training function, ``training.trainer``.
 
     The function is called as ``function(flow, **args)`` on each rank with the policy's dataflow, and returns when
-    ``flow.steps()`` ends. After SIGTERM it may raise ``SystemExit(75)`` to request a restart. If it raises anything
-    else, or exits with another status, all ranks end.
+    ``flow.steps()`` ends. After SIGTERM it may raise ``SystemExit(75)`` to request a restart. If it raises any other
+    exception or exits with another status, all ranks end.
     """
     from megaflow_hpc.training.methods import resolve
 
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # needs no torch
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # a single rank, which needs no torch
         flow = _dataflow(arguments)
         try:
             resolve(method)(flow)
@@ -101,7 +101,7 @@ def _train_by(method: Method, arguments: argparse.Namespace) -> int:
         finally:
             flow.leave()
     except SystemExit as end:
-        if end.code in (None, 0, EXIT_RESTART):  # the other ranks end by themselves
+        if end.code in (None, 0, EXIT_RESTART):  # the other ranks end on their own
             raise
         if not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
@@ -123,7 +123,7 @@ def _dataflow(
 
 
 def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
-    # Import after parsing the arguments: torch takes seconds to load, which would slow down --help.
+    # Import torch only after parsing the arguments, because it takes seconds, which would slow down --help.
     from megaflow_hpc.training.trainer.loop import StepAmended, TrainingLoop, TrainingStopped
     from megaflow_hpc.training.trainer.model import Reader, join
 
@@ -159,7 +159,7 @@ def _train_here(arguments: argparse.Namespace, kind: str) -> int | None:
             flow.leave()
     if trainer.stopping and ranks.count > 1:
         sys.stdout.flush()
-        os._exit(EXIT_RESTART)  # ranks may receive the signal in different steps, so do not synchronise
+        os._exit(EXIT_RESTART)  # do not synchronise, because ranks may get the signal in different steps
     if trainer.stopping:
         return EXIT_RESTART
     ranks.leave()

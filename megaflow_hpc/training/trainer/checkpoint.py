@@ -6,11 +6,12 @@
       about.json                 step, optimizer steps, ranks, names and shapes of the trained parameters
       shard-00001-model-….safetensors     rank 0's share: master weights, moments, random state
 
-torch's distributed checkpoint module writes and reads the tensors; each rank handles its own share. If a different
+torch's distributed checkpoint module writes and reads the tensors. Each rank handles its own share. If a different
 number of ranks reads a checkpoint, the module redistributes the tensors. The files are safetensors, because reading
-torch's own format (pickle) can run code. A checkpoint is written from a copy in host memory while training continues.
-It goes to a hidden directory, which is fsynced and then renamed. If a process dies in between, the next :func:`prune`
-removes the hidden directory. With the same number of ranks, training continues bit for bit.
+torch's own format (pickle) can execute code. A checkpoint is written from a copy in host memory while training
+continues. It is written to a hidden directory, which is fsynced and then renamed. If a process dies before the rename,
+the next :func:`prune` removes the hidden directory. With the same number of ranks, a resumed training is bit-for-bit
+identical.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from megaflow_hpc.training.trainer.optimizer import Optimizer
 
 ABOUT_FILE = "about.json"
 MAX_FILE_BYTES = 2**32
-"""Each rank starts a new file after this many tensor bytes, counted over all ranks. It holds its file in memory
-twice."""
+"""Each rank starts a new file after this many bytes of tensors, counted over all ranks. Limited because a rank holds
+its file in memory twice."""
 _LAYER = re.compile(r".*?\.\d+\.")
-"""Matches the start of a parameter's name, up to and including the layer number."""
+"""Matches a parameter's name up to and including the layer number."""
 T = TypeVar("T")
 
 
@@ -55,7 +56,7 @@ class Saving:
 
     Attributes:
         step: number of the step whose state the checkpoint holds.
-        target: checkpoint directory, which appears once it is complete and durable.
+        target: the checkpoint directory. It appears once it is complete and durable.
     """
 
     def __init__(self, step: int, target: Path, writing: Future[None] | None) -> None:
@@ -63,7 +64,8 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """True if this rank has finished, successfully or not. On rank 0 the checkpoint is then durable."""
+        """True if this rank has finished, successfully or not. If rank 0 has finished successfully, the checkpoint is
+        durable."""
         return self._writing is None or self._writing.done()
 
     def finish(self) -> Path:
@@ -83,7 +85,7 @@ class Saving:
 def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> Saving:
     """Copies the trainer's state and starts writing it to ``folder/<step>``. All ranks must call it.
 
-    An existing checkpoint is kept, because it was made from the same plan. Only one checkpoint may be written at a
+    An existing checkpoint is kept, because it was made from the same plan. Only one checkpoint can be written at a
     time.
 
     Raises:
@@ -110,7 +112,7 @@ def save(folder: Path, step: int, optimizer: Optimizer, ranks: ProcessGroup) -> 
     def write() -> None:
         try:
             dcp.save(copy, storage_writer=writer, process_group=ranks.background, no_dist=ranks.count == 1)
-            if ranks.first:  # its save returns once all ranks have written
+            if ranks.first:  # on rank 0, save returns once all ranks have written
                 write_json(staged / ABOUT_FILE, about)
                 _settle(staged, target)
         finally:
@@ -127,8 +129,8 @@ def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
     """Loads a checkpoint into the policy, the optimizer and the random generators. Returns the checkpoint's step.
 
     Args:
-        checkpoint: the directory ``checkpoints/<step>``, written by any number of ranks. If the number differs, random
-            generators are seeded from the step. This package's own computations do not use them.
+        checkpoint: the directory ``checkpoints/<step>``, written by any number of ranks. If this number has changed,
+            random generators are seeded from the step. This package's own computations do not use them.
         optimizer: the optimizer and its policy.
         ranks: all ranks.
 
@@ -172,7 +174,7 @@ def restore(checkpoint: Path, optimizer: Optimizer, ranks: ProcessGroup) -> int:
 
 
 def prune(folder: Path, keep: int, needed: Path | None = None) -> list[int]:
-    """Removes leftovers of dead trainers and all but the ``keep`` newest checkpoints. Never removes ``needed``."""
+    """Removes leftovers of dead trainers, and all checkpoints except the ``keep`` newest and ``needed``."""
     steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
     old = [step for step in steps[:-keep] if needed is None or str(step) != needed.name]
     _remove(folder, old)
@@ -180,15 +182,14 @@ def prune(folder: Path, keep: int, needed: Path | None = None) -> list[int]:
 
 
 def discard(folder: Path, after: int) -> None:
-    """Removes the checkpoints of steps after ``after``, because these steps are not committed and may still be
-    amended."""
+    """Removes the checkpoints of steps after ``after``. These steps are not committed and may still be amended."""
     _remove(folder, [int(path.name) for path in folder.glob("[0-9]*") if int(path.name) > after])
 
 
 def _remove(folder: Path, steps: list[int]) -> None:
     for step in steps:
         hidden = folder / f".{step}.removing.{secrets.token_hex(4)}"
-        os.rename(folder / str(step), hidden)  # rename first, so that it vanishes atomically even if removal takes long
+        os.rename(folder / str(step), hidden)  # rename first, so that the removal is atomic
     for path in folder.glob(".[0-9]*"):
         remove_tree(path, ignore_errors=True)
 
@@ -196,12 +197,12 @@ def _remove(folder: Path, steps: list[int]) -> None:
 def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> dict[str, Checksum]:
     """Writes the engine's files to the new directory ``folder``. All ranks must call it.
 
-    The safetensors have the base model's dtype and the names and order of transformers. Each rank writes its share of
-    the layers and holds only these in host memory. ``config.json`` is copied from the base model; publishing adds its
-    tokenizer. With LoRA the result is peft's adapter directory, written by the first rank.
+    Tensors have the base model's dtype, and the names and order that transformers uses. Each rank writes its share of
+    the layers and holds only this share in host memory. ``config.json`` is copied from the base model, whose tokenizer
+    is added on publishing. With LoRA, the result is peft's adapter directory, written by the first rank.
 
     Returns:
-        Checksums of the files if several ranks wrote them, so that no rank must read the files of another node.
+        Checksums of the files if several ranks wrote them, so that no rank has to read files written on another node.
 
     Raises:
         SiteError: a rank cannot write its files, for example because the disk is full.
@@ -211,7 +212,7 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> dict[str, 
     writers = _writers(named, 1 if policy.adapter else ranks.count)
     kept: dict[int, Any] = {}
     tensors = {}
-    for name, parameter in named:  # one tensor at a time: all ranks gather it, only its writer keeps it
+    for name, parameter in named:  # all ranks gather each tensor, and only its writer keeps it
         if id(parameter) not in kept:
             whole = parameter.detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
@@ -229,7 +230,7 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> dict[str, 
             named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
             policy.adapter.save_pretrained(part, state_dict=named, save_embedding_layers=False)
         else:
-            # transformers writes on rank 0 alone, because it gathers all tensors there.
+            # By default, transformers writes only on rank 0, where it gathers all tensors.
             policy.causal.should_save_on_this_rank = lambda is_main_process: is_main_process
             policy.causal.save_pretrained(part, state_dict=tensors, max_shard_size="5GB")
         return {path.name: read_header(path) for path in sorted(part.glob("*.safetensors"))}
@@ -272,8 +273,8 @@ def export(folder: Path, policy: PolicyModel, ranks: ProcessGroup) -> dict[str, 
 
 
 def _writers(named: list[tuple[str, Any]], ranks: int) -> dict[int, int]:
-    """Assigns each parameter, by its id, to the rank that writes it. Shares are equal up to the size of one layer.
-    Layers are not divided, because transformers may join or split their tensors."""
+    """Assigns each parameter, by its id, to the rank that writes it. Each rank gets whole layers, because transformers
+    may join or split a layer's tensors. The ranks' shares differ by at most one layer."""
     layers: dict[int, str] = {}
     sizes: dict[str, int] = {}
     for name, parameter in named:
@@ -284,13 +285,13 @@ def _writers(named: list[tuple[str, Any]], ranks: int) -> dict[int, int]:
     total, filled = sum(sizes.values()), 0
     ranks_of: dict[str, int] = {}
     for key, size in sizes.items():
-        ranks_of[key] = (2 * filled + size) * ranks // (2 * total)  # by the middle of the layer
+        ranks_of[key] = (2 * filled + size) * ranks // (2 * total)  # where the middle of the layer falls
         filled += size
     return {parameter: ranks_of[key] for parameter, key in layers.items()}
 
 
 def _write_index(folder: Path, files: dict[str, dict[str, Tensor]]) -> None:
-    """Writes the index, which maps each tensor to its file."""
+    """Writes the index file, which maps each tensor to its file."""
     tensors = [tensor for share in files.values() for tensor in share.values()]
     size = sum(math.prod(tensor.shape) * BITS[tensor.dtype] // 8 for tensor in tensors)
     names = {name: file for file, share in files.items() for name in share}
@@ -298,8 +299,8 @@ def _write_index(folder: Path, files: dict[str, dict[str, Tensor]]) -> None:
 
 
 def _on_all(ranks: ProcessGroup, folder: Path, work: Callable[[], T]) -> list[T]:
-    """Runs ``work`` on this rank and returns the results of all ranks. Raises SiteError on every rank if one rank
-    cannot write."""
+    """Runs ``work`` on this rank and returns the results of all ranks. If any rank cannot write, raises SiteError on
+    all ranks."""
     from safetensors import SafetensorError  # type: ignore[import-not-found]
 
     result, error = None, ""
@@ -319,7 +320,7 @@ def _shapes(optimizer: Optimizer) -> dict[str, list[int]]:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Returns the error of the first rank that failed."""
+    """Returns the error of the first failed rank that a distributed error lists, or else the error itself."""
     failures: dict[int, Any] = getattr(error, "failures", {})
     return next((failure[0] for failure in failures.values()), error)
 
@@ -347,8 +348,8 @@ def _files(tensors: dict[str, Any], ranks: ProcessGroup) -> dict[str, int]:
 
 
 def _settle(staged: Path, target: Path) -> None:
-    """Fsyncs the files, then publishes them with one rename. If two processes race, one wins; both versions are
-    valid."""
+    """Fsyncs the files and then publishes them with one rename. If two processes race, either may win, because both
+    versions are valid."""
     fsync_tree(staged)
     try:
         os.rename(staged, target)

@@ -1,14 +1,14 @@
-"""Computes columns, which are extra values for each token of a step, by user functions that run before the first
-update.
+"""Computes *columns*: extra values for each token of a step, computed by user functions before the first update.
 
-Examples are the log-probabilities of a frozen reference, of an average of earlier weights, or of a teacher. A loss
-reads them as ``batch.columns[NAME]``. The columns of a step are stored next to its plan
+Examples are the log-probabilities under a frozen reference model, under an average of earlier weights, or under a
+teacher. A loss reads them as ``batch.columns[NAME]``. The columns of a step are stored next to its plan
 (:meth:`~megaflow_hpc.training.plan.TrainingFiles.claim_columns`). A repeated step reads the stored columns, so it needs
 neither the earlier weights nor the teacher.
 
-A function is called on every rank as ``function(sequences, models, **args)`` with the rank's share of the step's
-sequences (:class:`ColumnSequence`). All rollouts of a group are on one rank. It returns one float array (L) for each
-sequence. Values of tokens that were not sampled are ignored. ``models`` (:class:`FrozenModels`) loads earlier weights.
+A function is called on every rank as ``function(sequences, models, **args)``. ``sequences`` is the rank's share of the
+step's sequences (:class:`ColumnSequence`), in which the rollouts of a group are never divided among ranks. ``models``
+(:class:`FrozenModels`) loads earlier weights. The function returns one float array (L) per sequence. Values for tokens
+that were not sampled are ignored.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from megaflow_hpc.training.trainer.model import PolicyModel, ProcessGroup, load,
 from megaflow_hpc.training.trainer.vision import BadImage
 
 KEPT_AVERAGES = 3
-"""Number of recent weight averages to keep. The next average is computed from the newest."""
+"""Number of recent weight averages to keep. The next average is computed from the newest one."""
 
 
 @dataclass(frozen=True)
 class ColumnSequence:
-    """One sequence, with L tokens, of a step's rollouts."""
+    """One sequence of L tokens in a step's rollouts."""
 
     rollout: int
     """Index of the rollout in the step."""
@@ -60,20 +60,20 @@ class ColumnSequence:
     tokens: NDArray[np.int32]
     """Token ids, shape (L)."""
     mask: NDArray[np.uint8]
-    """1 for tokens to train on, otherwise 0; shape (L)."""
+    """1 for tokens to train on, otherwise 0. Shape (L)."""
     logprobs: NDArray[np.float32]
-    """The engine's log-probabilities, shape (L); 0 where the mask is 0."""
+    """The engine's log-probability of each token, shape (L). 0 where the mask is 0."""
     versions: NDArray[np.int32]
-    """Ordinal of the version that sampled each token, shape (L); -1 where the mask is 0."""
+    """Ordinal of the version that sampled each token, shape (L). -1 where the mask is 0."""
     advantages: NDArray[np.float32]
-    """Advantage of each token, shape (L); 0 where the mask is 0."""
+    """Advantage of each token, shape (L). 0 where the mask is 0."""
     images: Sequence[ShownImage] = ()
-    """Images that the sequence shows, each with its placeholder tokens."""
+    """Images in the sequence, each with its placeholder tokens."""
 
 
 class UnusableRollout(MegaflowError):
-    """Raised if rollouts show an image that cannot be decoded, or were sampled by a version that is no longer stored.
-    ``rollouts`` holds their indices in the step."""
+    """Raised if rollouts contain an image that cannot be decoded, or were sampled by a version that is no longer
+    stored. ``rollouts`` is the list of their indices in the step."""
 
     def __init__(self, rollouts: Iterable[int], cause: object) -> None:
         super().__init__(cause)
@@ -84,7 +84,7 @@ class OutOfMemory(MegaflowError):
     """Raised if a row does not fit into memory.
 
     Attributes:
-        sequences: index in the step of each sequence's rollout.
+        sequences: for each sequence in the row, the index of its rollout in the step.
         tokens: number of tokens in the row.
     """
 
@@ -94,23 +94,20 @@ class OutOfMemory(MegaflowError):
 
 
 class FrozenModels:
-    """Loads earlier weights of a policy for column functions. All ranks must call each method the same number of times,
-    because the models are sharded over the ranks.
+    """Loads earlier weights of a policy for column functions. The models are sharded, so all ranks must call each
+    method the same number of times.
 
     Attributes:
         base: model directory from which training started.
         newest: ordinal of the weights at the beginning of the step.
-        versions: ordinals of all versions that sampled tokens of the step, on any rank.
+        versions: ordinals of all versions that sampled tokens of the step, including tokens on other ranks.
     """
 
     def __init__(
         self, flow: Dataflow, policy: PolicyModel, ranks: ProcessGroup, step: Step, sampled: Mapping[int, set[int]]
     ) -> None:
-        """Creates the models of a step.
-
-        Args:
-            sampled: indices of this rank's rollouts by the version that sampled a token of them.
-        """
+        """Prepares the models for a step. Args: sampled: maps each version to the indices of this rank's rollouts in
+        which it sampled a token."""
         self._flow, self._policy, self._ranks = flow, policy, ranks
         self.base, self.newest = policy.source, step.plan.version
         self._sampled: dict[int, set[int]] = {}
@@ -120,10 +117,10 @@ class FrozenModels:
         self.versions = tuple(sorted(self._sampled))
 
     def folder(self, version: int) -> Path:
-        """Returns the model directory of a version by its ordinal; 0 is the base.
+        """Returns the model directory of a version, given its ordinal. 0 is the base model.
 
         Raises:
-            UnusableRollout: the version was removed, and sampled tokens of the step.
+            UnusableRollout: the version was removed, but it sampled tokens of the step.
             ConfigError: the version was removed, or consists of an adapter or a delta.
         """
         if version == 0:
@@ -143,15 +140,14 @@ class FrozenModels:
         return folder
 
     def logprobs(self, folder: Path | None, sequences: Sequence[ColumnSequence]) -> list[NDArray[np.float32]]:
-        """Returns log-probabilities of sampled tokens under a model; 0 for other tokens.
+        """Returns the log-probability of each sampled token under a model, and 0 for other tokens.
 
         Args:
-            folder: a model directory; ``None`` selects the policy before the step.
-            sequences: sequences of this rank.
+            folder: a model directory. ``None`` selects the policy before the step. sequences: sequences of this rank.
 
         Raises:
             OutOfMemory: a row does not fit into memory.
-            UnusableRollout: a sequence shows an image that cannot be decoded.
+            UnusableRollout: a sequence contains an image that cannot be decoded.
         """
         settings = self._flow.settings
         model = (
@@ -187,11 +183,9 @@ class FrozenModels:
         return [logprobs_of[number] for number in range(len(sequences))]
 
     def average(self, decay: float) -> Path:
-        """Returns a model directory with the exponentially weighted mean of all versions, in float32.
-
-        The mean after version n is ``decay`` × the mean after version n − 1 + (1 − ``decay``) × version n; the mean of
-        version 0 is the base model.
-        """
+        """Returns a model directory with the exponential moving average of all versions, in float32. The average after
+        version n is ``decay`` × (the average after version n − 1) + (1 − ``decay``) × version n. The average after
+        version 0 is the base model."""
         if self._ranks.first and self.newest:
             self._write_averages(decay)
         self._ranks.barrier()
@@ -201,7 +195,7 @@ class FrozenModels:
         return self._flow.files.path / "averages" / f"{decay:g}-{version}"
 
     def _write_averages(self, decay: float) -> None:
-        """Writes the missing means up to the newest version, continuing from the last stored mean."""
+        """Writes the missing averages up to the newest version, continuing from the last stored average."""
         folder = self._average_folder(decay, self.newest).parent
         make_directory(folder)
         for left in folder.glob(".[0-9]*"):
@@ -220,7 +214,7 @@ class FrozenModels:
 
 
 def _average(mean: Path, version: Path, decay: float, target: Path) -> None:
-    """Writes ``decay`` × ``mean`` + (1 − ``decay``) × ``version``, file by file."""
+    """Writes ``decay`` × ``mean`` + (1 − ``decay``) × ``version`` to ``target``, file by file."""
     from safetensors import safe_open  # type: ignore[import-not-found]
     from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
 
@@ -243,10 +237,9 @@ def _average(mean: Path, version: Path, decay: float, target: Path) -> None:
 def columns_of(
     flow: Dataflow, step: Step, methods: dict[str, Method], policy: PolicyModel, ranks: ProcessGroup
 ) -> Columns:
-    """Returns the columns of a step: values of each sequence of each rollout, by name. Computes them unless they are
-    stored.
-
-    The other ranks may wait for one that raises an error, which must therefore end them (:meth:`ProcessGroup.end`).
+    """Returns the columns of a step: by name, the values for each sequence of each rollout. Computes them unless they
+    are stored. If one rank raises an error, other ranks may be waiting for it. The failed rank must then end them
+    (:meth:`ProcessGroup.end`).
 
     Raises:
         ConfigError: a function failed on this rank, or broke its contract.
@@ -279,7 +272,7 @@ def columns_of(
 
 
 def sequences_of(flow: Dataflow, step: Step) -> Iterator[ColumnSequence]:
-    """Yields this rank's sequences with tokens to train on. Ranks that share rows get the same sequences."""
+    """Yields this rank's sequences that have tokens to train on. Ranks that share rows get the same sequences."""
     copies = flow.settings.parallel.copies
     for index, rollout in enumerate(step.plan.rollouts):
         if not rollout.weight or step.groups[index] % max(flow.ranks // copies, 1) != flow.rank // copies:
@@ -311,7 +304,7 @@ def _call(method: Method, sequences: Sequence[ColumnSequence], models: FrozenMod
     values = {}
     for s, value in zip(sequences, returned, strict=True):
         array = value
-        with contextlib.suppress(Exception):  # ``numbers`` reports what numpy cannot convert
+        with contextlib.suppress(Exception):  # if numpy cannot convert it, ``numbers`` reports the error
             array = np.asarray(value)
             if array.shape == s.mask.shape and array.dtype.kind == "f":
                 array = np.where(s.mask == 1, array, array.dtype.type(0))

@@ -1,19 +1,19 @@
 """Parts of a model that the trainer replaces: attention over packed rows, and the choice of experts.
 
-*Attention.* Each sequence of a row attends only to itself, causally. On CUDA in half precision, a single
-variable-length kernel (``torch.nn.attention.varlen``) processes the whole row. Otherwise a loop runs scaled-dot-product
-attention on each sequence. Neither creates a T × T mask, except the loop with a sliding window.
+*Attention.* Each sequence of a row attends only to itself, causally. On CUDA in half precision, a variable-length
+kernel (``torch.nn.attention.varlen``) processes the whole row at once. Otherwise, a loop runs scaled-dot-product
+attention on each sequence. Only the loop with a sliding window creates a T × T mask.
 
-With *context parallelism* the tokens of a row are divided among C ranks. Attention needs whole sequences. So an
-all-to-all exchange gives each rank all tokens of 1/C of the heads, and another one returns all heads of the rank's own
-tokens (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509). Each head is computed as on a single rank, so results
-do not depend on C.
+With *context parallelism*, the tokens of a row are divided among C ranks. Since attention needs whole sequences, an
+all-to-all exchange gives each rank all tokens for 1/C of the heads. After attention, a second exchange gives each rank
+all heads for its own tokens (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509). Each head is computed as on a
+single rank, so results do not depend on C.
 
-*Router replay.* Trainer and engine compute router logits with different rounding, so some of a token's top-k experts
-differ, which changes its log-probabilities. With replay, the recorded experts replace the router's top-k. Their weights
-are still computed from the trainer's own logits, so gradients reach the router (Ma et al. 2025, arXiv 2510.11370). A
-router is a module of a transformers class named ``…TopKRouter``, which calls ``torch.topk`` once to choose experts. Its
-code runs unchanged; only the result of that call is replaced.
+*Router replay.* Trainer and engine compute router logits with different rounding, so they may choose different top-k
+experts for a token, which changes its log-probability. With replay, the recorded experts replace the router's top-k.
+The weights of the experts are still computed from the trainer's own logits, so gradients reach the router (Ma et al.
+2025, arXiv 2510.11370). A router is a module of a transformers class named ``…TopKRouter``, which calls ``torch.topk``
+once to choose experts. The router's code runs unchanged, except that the result of this call is replaced.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Packing:
     lengths: tuple[int, ...]
     """Length of each sequence, in the order of the row."""
     offsets: Any
-    """Start of each sequence, followed by T: int32 tensor of shape (S + 1) on the row's device."""
+    """Start of each sequence, followed by T: an int32 tensor of shape (S + 1) on the row's device."""
     group: Any = None
-    """Process group of the ranks that share the row; ``None`` if the row is on a single rank."""
+    """Process group of the ranks that share the row, or ``None`` if the row is on a single rank."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: Any, group: Any = None) -> Packing:
-        """Creates the packing of a row from the lengths of its sequences."""
+        """Creates the packing of a row from its sequences' lengths."""
         offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         return cls(tuple(lengths), offsets, group)
 
@@ -57,7 +57,7 @@ def register() -> None:
     """Registers :func:`attend` with transformers."""
     from transformers import AttentionInterface  # type: ignore[import-not-found]
 
-    # torch prefers cuDNN on recent GPUs, but cuDNN builds forward and backward plans for each new sequence length.
+    # torch prefers cuDNN on recent GPUs, but cuDNN builds new forward and backward plans for each sequence length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register(ATTENTION_NAME, attend)
 
@@ -113,7 +113,7 @@ def _one_by_one(query: Any, key: Any, value: Any, packing: Packing, scaling: flo
         mask, length = None, q.shape[2]
         if window is not None and window < length:
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)[None, None]
-            k, v = (x.repeat_interleave(copies, 1) for x in (k, v))  # kernels with a mask need as many key heads
+            k, v = (x.repeat_interleave(copies, 1) for x in (k, v))  # with a mask, kernels need equal numbers of heads
         attended = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None and length > 1, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -162,12 +162,12 @@ class AllToAll(torch.autograd.Function):
 
 
 class RouterReplay:
-    """Makes the routers of a causal language model replay the experts that the engine chose.
+    """Makes a causal language model's routers replay the experts that the engine chose.
 
     Attributes:
-        experts: experts for the current row, int16 (T, layers, experts per token). -1 lets the router choose; ``None``
-            lets it choose for all tokens. Backward passes that recompute layers read this attribute again.
-        shape: number of layers, of experts per token, and of experts; ``None`` if the model is not a mixture of
+        experts: experts for the current row, int16 (T, layers, experts per token). -1 lets the router choose, and
+            ``None`` lets it choose for all tokens. Backward passes that recompute layers read this attribute again.
+        shape: numbers of layers, of experts per token, and of experts. ``None`` if the model is not a mixture of
             experts.
     """
 
@@ -221,7 +221,8 @@ class RouterReplay:
 
 
 class _Chosen(TorchFunctionMode):
-    """Replaces the indices that ``torch.topk`` returns by given experts (T, k), except where these are negative."""
+    """Replaces the indices that ``torch.topk`` returns with the given experts (T, k), except where these are
+    negative."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The training loop: takes steps from a dataflow, updates the policy, writes checkpoints, publishes weights and
+"""The training loop. It takes steps from a dataflow, updates the policy, writes checkpoints, publishes weights and
 commits.
 
 One step::
@@ -8,10 +8,10 @@ One step::
 
 The checkpoint is written while training continues. Once it is durable, the trainer adds it to its step's commit.
 
-If trainer and engine share GPUs, the trainer takes them after planning and returns them before the commit. A trainer
-may be killed at any time. The next start reads the last checkpoint and repeats the later steps from the same plans;
-nothing is published twice. On SIGTERM the loop finishes the current step with a checkpoint. If it is waiting for
-rollouts, it stops at once.
+If trainer and engine share GPUs, the trainer acquires them after planning and releases them before the commit. A
+trainer may be killed at any time. The next start reads the last checkpoint and repeats the later steps from the same
+plans. Nothing is published twice. On SIGTERM, the loop finishes the current step and writes a checkpoint. If it is
+waiting for rollouts, it stops immediately.
 
 The trainer computes proximal log-probabilities itself, before the step's first update. If a step is a single update,
 they come from that update's forward pass. The engine's log-probabilities are used for importance weights and for the
@@ -50,18 +50,18 @@ from megaflow_hpc.training.trainer.optimizer import Optimizer
 from megaflow_hpc.training.trainer.vision import BadImage, processor_options
 
 MAX_MISMATCH = 1.0
-"""Maximum mean of |engine − trainer| log-probabilities in the first update after a start. Rounding and staleness cannot
-explain more: bfloat16 against float32 gives 0.01."""
+"""Maximum mean absolute difference between the engine's and the trainer's log-probabilities in the first update after a
+start. Rounding and staleness cannot explain more: bfloat16 against float32 gives 0.01."""
 
 MAX_NOT_FINITE = 3
 """Training stops after this many consecutive steps with a non-finite gradient."""
 
 Proximal = dict[tuple[int, int], np.ndarray[Any, Any]]
-"""Log-probabilities of a sequence, by (index of the rollout in the step, index of the sequence in the rollout)."""
+"""Maps (index of the rollout in the step, index of the sequence in the rollout) to the sequence's log-probabilities."""
 
 
 class TrainingStopped(Exception):
-    """Raised if the trainer is stopped while it waits for rollouts."""
+    """Raised if the trainer is stopped while waiting for rollouts."""
 
 
 class StepAmended(Exception):
@@ -74,10 +74,10 @@ class TrainingLoop:
     Args:
         flow: the dataflow of this rank.
         ranks: all ranks.
-        read: creates and shards the model; by default, :func:`~.model.load` does.
+        read: creates and shards the model. Default: as :func:`~.model.load` does.
 
     Attributes:
-        stopping: set it to true to stop after the current step. :meth:`stop` also interrupts waiting for rollouts.
+        stopping: set to true to stop after the current step. :meth:`stop` also interrupts waiting for rollouts.
 
     Raises:
         ConfigError: the model cannot be loaded, or differs from the model that the engine serves.
@@ -121,14 +121,14 @@ class TrainingLoop:
         self.stopping = self._waiting = False
         self._compared = self._updated = False
         self._saving: checkpoint.Saving | None = None
-        """Checkpoint that is being written and is not yet in its step's commit."""
+        """Checkpoint that is being written and has not been added to its step's commit yet."""
         self._not_finite = 0
-        """Number of consecutive steps without an update because none of their gradients were finite."""
+        """Number of consecutive steps without any update because no gradient was finite."""
         self._moved = False
-        """True if the step has changed the weights."""
+        """True if the current step has changed the weights."""
 
     def stop(self, *_: object) -> None:
-        """Stops the training; usable as a signal handler."""
+        """Stops the training. Usable as a signal handler."""
         self.stopping = True
         if self._waiting:
             raise TrainingStopped
@@ -138,8 +138,8 @@ class TrainingLoop:
         commit.
 
         Raises:
-            ConfigError: the rollouts come from another model, several steps in a row were not finite, or the first
-                update does not fit into memory. Weights are unchanged.
+            ConfigError: the rollouts come from another model, several consecutive steps had non-finite gradients, or
+                the first update does not fit into memory. Weights are unchanged.
             MegaflowError: a later update does not fit into memory. The next start continues from the last checkpoint.
             StepAmended: a step cannot be trained as planned. The next start trains it with the new amendment.
             LedgerError: a later trainer has taken over.
@@ -232,7 +232,7 @@ class TrainingLoop:
 
     @property
     def _kept_versions(self) -> int:
-        """Number of weight versions to keep. Columns may need every version that sampled a step's tokens."""
+        """Number of weight versions to keep. Columns may need all versions that sampled a step's tokens."""
         bound = self.flow.config.staleness
         ahead = ASYNCHRONOUS_BATCHES if bound is None else bound
         if any(step.replay for step in self.flow.config.data):
@@ -250,8 +250,8 @@ class TrainingLoop:
     def _train_amended(self, step: Step, clock: StageClock) -> tuple[Step, dict[str, float]]:
         """Trains a step. If a rollout is unusable or does not fit into memory, amends the step and trains it again.
 
-        If the failed attempt made no update, the step starts again at once. Otherwise training restarts. It also
-        restarts if there are several ranks, because the others are waiting in collective operations.
+        If the failed attempt made no update, the step starts again immediately. Otherwise, training restarts. Training
+        also restarts if there are several ranks, because the other ranks are waiting in collective operations.
         """
         while True:
             self._updated = False
@@ -259,7 +259,7 @@ class TrainingLoop:
                 return step, self._train(step, clock)
             except (UnreadableRollout, UnusableRollout, OutOfMemory) as error:
                 failure = error
-            failure.__traceback__ = failure.__context__ = None  # they would keep the attempt's tensors alive
+            failure.__traceback__ = failure.__context__ = None  # these would keep the attempt's tensors alive
             self.optimizer.clear()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -275,7 +275,8 @@ class TrainingLoop:
             step = self.flow.again(step)
 
     def _make_room(self, step: Step, failure: OutOfMemory) -> None:
-        """Halves the row size from this step on, or leaves out a rollout of which a single sequence does not fit."""
+        """Halves the row size from this step on. If a row with a single sequence does not fit, leaves out its rollout
+        instead."""
         if not failure.sequences:
             raise ConfigError(f"{self.policy.source}: out of memory without any rollout: {failure}; use more GPUs")
         rows = f"out of memory with a row of {failure.tokens} tokens: {failure}"
@@ -297,10 +298,11 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def _whole_update(self) -> Iterator[None]:
-        """Ends the training if memory runs out within an update, because parameters may be half updated.
+        """Ends the training if memory runs out during an optimizer step, because some parameters may already be
+        updated.
 
-        Shorter rows would not help, so the step is not amended. The next start continues from the last checkpoint,
-        unless even the first step does not fit.
+        Shorter rows would not help, so the step is not amended. The next start continues from the last checkpoint. If
+        even the first step does not fit, a configuration error is raised.
         """
         try:
             yield
@@ -318,7 +320,7 @@ class TrainingLoop:
             raise MegaflowError(f"{text}; the next start continues from the last checkpoint") from None
 
     def _not_finite_before(self, step: int) -> int:
-        """Returns the number of non-finite steps since the last update, up to ``step``."""
+        """Returns the number of committed steps up to ``step`` with non-finite gradients since the last update."""
         count = 0
         for number in reversed(self.flow.files.numbers(Commit)):
             commit = self.flow.files.read(Commit, number)
@@ -335,7 +337,8 @@ class TrainingLoop:
             self._not_finite = 0
         else:
             self._not_finite += bool(metrics["not_finite"])
-        # An earlier start has ended at a repeated step. If this one did too, no start would get beyond it.
+        # An earlier start has already stopped at a repeated step. If this start did too, no start would get past the
+        # step.
         if metrics["not_finite"] and self._not_finite >= MAX_NOT_FINITE and not repeated:
             raise ConfigError(
                 f"{self.flow.run}: the gradients of the last {self._not_finite} steps were not finite, and the weights "
@@ -363,10 +366,10 @@ class TrainingLoop:
                 continue
             minibatch_metrics.append(tally.report() | {"grad_norm": norm, "lr": rate})
             total.join(tally)
-            if seen.isdisjoint(minibatch.rollouts):  # the policy is biased on tokens it was already trained on
+            if seen.isdisjoint(minibatch.rollouts):  # the policy was not trained on these yet
                 fresh.join(tally)
             seen.update(minibatch.rollouts)
-        values: dict[str, list[float]] = {}  # a minibatch without advantages has only the metric grad_norm
+        values: dict[str, list[float]] = {}  # without advantages, a minibatch has only grad_norm
         for each in minibatch_metrics:
             for name, value in each.items():
                 values.setdefault(name, []).append(value)
@@ -439,7 +442,7 @@ class TrainingLoop:
         return tally, norm, rate
 
     def _rate(self, step: int, metrics: dict[str, float]) -> float:
-        """Returns the learning rate of an update, which a user's schedule may derive from the update's metrics."""
+        """Returns the learning rate of an update. A user's schedule may derive it from the update's metrics."""
         optimizer, steps = self.flow.settings.optimizer, self.flow.config.steps
         rate = optimizer.rate(step, steps)
         if isinstance(optimizer.schedule, Method) and metrics:  # empty if no rollout has an advantage
@@ -447,11 +450,11 @@ class TrainingLoop:
         return rate
 
     def _packed(self, minibatch: Minibatch) -> Iterator[MicroBatch]:
-        """Yields the micro-batches, without sequences that cannot contribute a gradient."""
+        """Yields the micro-batches. Omits sequences that cannot contribute a gradient."""
         return minibatch.microbatches(self.flow.settings.microbatch, skip_zero=not self.loss.needs_all_tokens)
 
     def _row(self, batch: MicroBatch) -> tuple[Any, ...]:
-        """Returns the policy's inputs. For an empty micro-batch, returns a single token to ignore."""
+        """Returns the policy's inputs for a micro-batch. An empty micro-batch becomes a single token to ignore."""
         if len(batch.tokens) and (largest := int(batch.tokens.max())) >= self.policy.words:
             raise ConfigError(
                 f"{self.policy.source}: has {self.policy.words} tokens, but rollouts of {self.flow.run} hold token "
@@ -468,7 +471,7 @@ class TrainingLoop:
         return tokens, positions, batch.offsets.tolist(), where, experts
 
     def _row_with_images(self, batch: MicroBatch) -> tuple[Any, ...]:
-        """Returns the inputs for a row of an image-text model, or of a model that must refuse the row's images."""
+        """Returns the inputs for a row with images, or raises an error if the model takes text only."""
         if batch.experts is not None:
             raise ConfigError(
                 f"{self.policy.source}: routed experts cannot be replayed in an image-text model; leave "
@@ -486,8 +489,7 @@ class TrainingLoop:
 
     def _tokens(self, batch: MicroBatch, proximal: Any, device: Any) -> losses.Tokens:
         def on_device(values: np.ndarray[Any, Any]) -> Any:
-            """Copies a column to the device. Replaces an empty column by a single 0, because an empty row has one
-            token."""
+            """Copies a column to the device. An empty column becomes a single 0, because an empty row has one token."""
             return torch.from_numpy(values if len(values) else np.zeros(1, values.dtype)).to(device)
 
         return losses.Tokens(
@@ -520,7 +522,7 @@ class TrainingLoop:
 
 
 def _sequences(batch: MicroBatch) -> Iterator[tuple[tuple[int, int], slice]]:
-    """Yields the key and slice of each sequence. Keys are valid in every minibatch and on every rank."""
+    """Yields the key and slice of each sequence. Keys are the same in every minibatch and on every rank."""
     for key, begin, end in zip(
         batch.sequence_keys(), batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True
     ):

@@ -1,11 +1,11 @@
 """The trainer's losses: pure functions of log-probabilities, advantages and masks of packed tokens.
 
-Three policies assign each token a log-probability. The *engine* sampled the token. The *proximal* policy is the
+Three policies assign a log-probability to each token. The *engine* sampled the token. The *proximal* policy is the
 trainer's policy before the first optimizer step on this step's data. The *new* policy is being trained. Ratios are new
-over proximal, exactly 1 before the first optimizer step. Ratios of new to engine are not 1, because engine and trainer
-round differently: with a bfloat16 engine and a float32 trainer, 82 % of sequences were outside a clip of 3e-4 before
-any update. The ratio of proximal to engine serves as a truncated weight without gradient and as the metric
-``mismatch``.
+over proximal, which is exactly 1 before the first optimizer step. Ratios of new to engine would not be 1, because
+engine and trainer round differently: with a bfloat16 engine and a float32 trainer, 82 % of sequences were outside a
+clip range of 3e-4 before any update. The ratio of proximal to engine is used as a truncated weight without gradient,
+and for the metric ``mismatch``.
 
 ======== =========================================== ===================================== ================
 kind     for each token                              averaged                              arXiv
@@ -22,10 +22,10 @@ m2po     r A, without the tokens of the largest      over all tokens            
 rloo     A log p                                     sum / rollouts                        2402.14740
 ======== =========================================== ===================================== ================
 
-A rollout has several sequences if its agent rewrites the conversation, for example by removing thoughts. The papers
-average over outputs. This module treats the whole rollout as an output, so each rollout has the same weight, regardless
-of its number of sequences. Every average is over the whole minibatch (:class:`Totals`), so the losses and gradients of
-all micro-batches and ranks add up to those of the whole minibatch.
+A rollout has several sequences if its agent rewrites the conversation, for example by removing reasoning. The papers
+average over outputs. This module treats the whole rollout as one output, so each rollout has the same weight,
+regardless of its number of sequences. All averages are over the whole minibatch (:class:`Totals`), so the losses and
+gradients of all micro-batches and ranks add up to the minibatch's loss and gradient.
 
 A user's function can replace the loss (:data:`LossFunction`) and the importance weights (:data:`ImportanceFunction`).
 """
@@ -45,19 +45,19 @@ Tensor = Any
 Kind = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "m2po", "rloo"]
 Level = Literal["none", "token", "sequence"]
 Statistics = dict[str, Tensor]
-"""Sums over tokens by name, or maxima for names in :data:`MAXIMA`, as float64 scalars."""
+"""Float64 scalars by name: maxima over tokens for names in :data:`MAXIMA`, otherwise sums over tokens."""
 
 MAXIMA = {"mismatch_max", "log_ratio_max"}
-"""Names of statistics that are maxima rather than sums."""
+"""Names of the statistics that are maxima instead of sums."""
 OWN = "loss/"
 """Name prefix of the statistics that a user's loss returns."""
 MAX_LOG_RATIO = math.log(20)
-"""|log ratio| above which M2PO always masks a token: ratios below 1/20 or above 20. AstraFlow has similar bounds
-(343e808, ``_calculate_m2po_clip_range``). The limit also keeps the metrics finite."""
+"""M2PO always masks a token whose absolute log ratio exceeds this value, i.e. whose ratio is below 1/20 or above 20.
+AstraFlow has similar bounds (343e808, ``_calculate_m2po_clip_range``). The limit also keeps metrics finite."""
 
 
 class Totals(Protocol):
-    """Denominators of a loss: totals over all micro-batches and ranks of a minibatch. They include rollouts without
+    """Denominators of a loss: totals over all micro-batches and ranks of a minibatch. They include rollouts without an
     advantage, which micro-batches may omit."""
 
     tokens: int
@@ -77,18 +77,18 @@ class Tokens:
     mask: Tensor
     """True for tokens to train on: bool (T)."""
     proximal: Tensor
-    """Proximal log-probabilities, float (T). In this and the following columns, values of masked tokens are
+    """Proximal log-probabilities, float (T). In this column and the following ones, values for masked tokens are
     arbitrary."""
     engine: Tensor
-    """The engine's log-probabilities, float (T); NaN if not sampled."""
+    """The engine's log-probabilities, float (T). NaN if not sampled."""
     advantages: Tensor
     """Advantage of each token, float (T)."""
     weights: Tensor
     """Loss factor of each token, float (T)."""
     rollout_tokens: Tensor
-    """Number of tokens to train on in each sequence's whole rollout, int64 (S)."""
+    """For each sequence, the number of tokens to train on in its whole rollout, int64 (S)."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Extra values of each token by column name, float (T) each."""
+    """Extra values for each token by column name, each float (T)."""
     importance: Tensor = None
     """Importance weight of each token, float (T). Set only for loss functions."""
 
@@ -113,8 +113,8 @@ by name. If the loss or its gradient is not finite, the update is skipped and co
 ImportanceFunction = Callable[[Tokens, float], Tensor]
 """A user's importance weights, called as ``function(batch, truncate)`` without gradient.
 
-Values of masked tokens are 0. The function returns the weights, float (T), finite and not negative. A weight of 0 masks
-a token. The log of the weight without truncation is ``batch.proximal - batch.engine``.
+Values for masked tokens are 0. The function returns finite, non-negative weights, float (T). A weight of 0 masks a
+token. Without truncation, the logarithm of the usual weight is ``batch.proximal - batch.engine``.
 """
 
 
@@ -132,13 +132,14 @@ class Loss:
 
     kind: Kind | LossFunction
     clip: tuple[float, float] = (0.2, 0.2)
-    """Clip range of the ratio, as distances below and above 1, in this order."""
+    """Clip range of the ratio: distances below and above 1."""
     entropy: float = 0.0
-    """Coefficient of the entropy bonus, which is the mean entropy over tokens."""
+    """Coefficient of the entropy bonus, i.e. of the mean entropy over tokens."""
     importance: Level | ImportanceFunction = "token"
-    """Level of the importance weights proximal / engine: per token, or their product over a sequence."""
+    """Level of the importance weights (proximal / engine): one weight per token, or their product over each
+    sequence."""
     truncate: float = 2.0
-    """Maximum of importance weights."""
+    """Upper bound on importance weights."""
     length: int | None = None
     """Dr.GRPO's constant denominator per rollout, in tokens. Required for ``dr_grpo`` only."""
 
@@ -151,27 +152,27 @@ class Loss:
 
     @property
     def needs_all_tokens(self) -> bool:
-        """True if tokens without advantage may have a gradient."""
+        """True if tokens without an advantage may have a gradient."""
         return callable(self.kind) or self.entropy > 0
 
 
 def policy_loss(
     loss: Loss, new: Tensor, entropies: Tensor, batch: Tokens, totals: Totals, limit: float = math.inf
 ) -> tuple[Tensor, Statistics]:
-    """Returns this micro-batch's share of the minibatch's loss, and statistics for :func:`report`.
+    """Returns a micro-batch's share of the minibatch's loss, and statistics for :func:`report`.
 
     Args:
         loss: kind and bounds of the loss.
         new: float (T), log-probabilities, with gradient.
-        entropies: float (T), entropy of the distribution of each token; with gradient if there is an entropy bonus.
-        batch: the micro-batch; it may be empty.
+        entropies: float (T), entropy of the distribution of each token. It has a gradient if there is an entropy bonus.
+            batch: the micro-batch, which may be empty.
         totals: totals of the minibatch.
         limit: M2PO's bound on |log new − log engine|, from :func:`second_moment_limit`.
 
     Raises:
         ConfigError: a user's function broke its contract.
     """
-    # Zero masked values before use: NaN times 0 is NaN, also in the backward pass.
+    # Zero masked values before use, because NaN times 0 is NaN, also in the backward pass.
     mask = batch.mask
     new, entropies = _zeroed(mask, new), _zeroed(mask, entropies)
     batch = replace(
@@ -193,34 +194,34 @@ def policy_loss(
     else:
         share = new.sum()
     statistics["loss"] = share.detach().double()
-    if loss.entropy:  # otherwise skip the entropy's backward pass, which costs as much as that of log p
+    if loss.entropy:  # its backward pass costs as much as that of log p
         share = share - loss.entropy * entropies.sum() * mean_over_tokens(totals)
     return share, statistics
 
 
 def mean_over_tokens(totals: Totals) -> float:
-    """Returns the factor that each token gets in a mean over all tokens of the minibatch."""
+    """Returns the factor for each token in a mean over all tokens of the minibatch."""
     return 1 / max(totals.tokens, 1)
 
 
 def mean_over_rollouts(batch: Tokens, totals: Totals) -> Tensor:
-    """Returns each token's factor, float (T), in a mean over the tokens of each rollout and then over rollouts."""
+    """Returns the factor for each token, float (T), in a mean over the tokens of each rollout and then over
+    rollouts."""
     factors = 1 / (batch.rollout_tokens.clamp(min=1).to(batch.proximal.dtype) * max(totals.samples, 1))
     return _spread(factors, batch.offsets)
 
 
 def importance_weights(loss: Loss, batch: Tokens) -> tuple[Tensor, Tensor]:
-    """Returns the weights proximal / engine, float (T), and a mask of truncated or zero weights, bool (T).
+    """Returns the weights (proximal / engine), float (T), and a mask of truncated or zero weights, bool (T).
 
     Truncated importance sampling was introduced by Ionides 2008. Yao et al. 2025 apply it between engine and trainer
     (Your Efficient RL Framework Secretly Brings You Off-Policy RL Training).
 
     Args:
-        loss: ``importance`` and ``truncate`` are used.
-        batch: the tokens; values of masked ones are 0.
+        loss: settings, of which ``importance`` and ``truncate`` are used. batch: the tokens, with 0 for masked values.
 
     Raises:
-        ConfigError: a user's function returned weights of another shape, or invalid ones.
+        ConfigError: a user's function returned weights that are invalid or have the wrong shape.
     """
     log_weights = batch.proximal - batch.engine
     if callable(loss.importance):
@@ -237,12 +238,13 @@ def importance_weights(loss: Loss, batch: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:
-    """Returns M2PO's limit: tokens with at least this |log ratio| are masked, so that the mean square of the rest is
-    below ``threshold``.
+    """Returns M2PO's limit. Tokens with at least this absolute log ratio are masked, so that the mean square over the
+    other tokens is below ``threshold``.
 
-    The ratios are proximal over engine. They are known before the first gradient, so one limit holds for the whole
-    minibatch, no matter how it is divided. AReaL computes a limit for each part (00d07c0, ``_apply_m2po_masking``). As
-    in the authors' code (Infini-AI-Lab/M2PO, 4514ce2), only tokens whose ratio moved towards PPO's clip count.
+    The ratios are proximal over engine. They are known before the first gradient, so one limit applies to the whole
+    minibatch, no matter how the minibatch is divided. AReaL computes a limit for each part (00d07c0,
+    ``_apply_m2po_masking``). As in the authors' code (Infini-AI-Lab/M2PO, 4514ce2), the limit takes only tokens into
+    account whose ratio has moved towards PPO's clip.
 
     Args:
         batches: all micro-batches of the minibatch on all ranks.
@@ -259,7 +261,7 @@ def second_moment_limit(batches: Iterable[Tokens], threshold: float) -> float:
 
 
 def add(first: Statistics, second: Statistics) -> Statistics:
-    """Combines the statistics of two micro-batches. A name may be missing from one of them."""
+    """Combines the statistics of two micro-batches, which may have different names."""
     both = {
         name: torch.maximum(first[name], second[name]) if name in MAXIMA else first[name] + second[name]
         for name in first.keys() & second.keys()
@@ -270,8 +272,8 @@ def add(first: Statistics, second: Statistics) -> Statistics:
 def report(statistics: Statistics) -> dict[str, float]:
     """Converts sums over micro-batches and ranks to metrics.
 
-    Means over tokens are ``entropy``, ``clipped``, ``kl``, ``engine_kl``, ``mismatch``, ``importance``, ``truncated``
-    and the sums of a user's loss, as ``loss/NAME``.
+    ``entropy``, ``clipped``, ``kl``, ``engine_kl``, ``mismatch``, ``importance`` and ``truncated`` are means over
+    tokens. So are the sums of a user's loss, reported as ``loss/NAME``.
 
     - ``loss``: the minimised loss without the entropy bonus.
     - ``clipped``: share of tokens without a gradient, or for CISPO with a bounded weight. It is split into
@@ -284,7 +286,8 @@ def report(statistics: Statistics) -> dict[str, float]:
     - ``effective``: effective sample size of the weights new / engine, as a share of the tokens.
     - the maxima in :data:`MAXIMA`.
 
-    Tokens without advantage that were in no micro-batch are not included. If there were no tokens, the report is empty.
+    Tokens that were omitted from micro-batches because they have no advantage are not included. If there were no
+    tokens, the report is empty.
     """
     sums = {name: float(value) for name, value in statistics.items()}
     if not (tokens := sums.get("tokens", 0.0)):
@@ -303,18 +306,18 @@ def report(statistics: Statistics) -> dict[str, float]:
 def sampling(statistics: Statistics) -> dict[str, float]:
     """Tests whether the engine drew tokens with the probabilities that it reported.
 
-    For each sampled token, d is the sum of its log-probability and the entropy of the distribution, both under the
-    trainer's policy, times the importance ratio of trainer to engine. If the engine drew tokens with the reported
-    probabilities, d has mean 0, for any prompt and any age of the weights.
+    For each sampled token, let d be the importance ratio (trainer / engine) times the sum of the token's
+    log-probability and the entropy of the distribution, both under the trainer's policy. If the engine drew tokens with
+    the reported probabilities, d has mean 0, for any prompt and any age of the weights.
 
     Args:
         statistics: sums over tokens on which the policy has not been trained yet.
 
     Returns:
-        ``sampling_z``, the sum of d in standard deviations. It is positive if likely tokens are too frequent, for
+        ``sampling_z``, the sum of d in standard deviations, which is positive if likely tokens are too frequent, for
         example because of a lower temperature or top-p. ``sampling_temperature``, the temperature that would explain
-        the mean of d, as a multiple of the policy's. It is a first-order estimate: the derivative of the expected
-        log-probability with respect to the inverse temperature is the variance of the log-probability.
+        the mean of d, as a multiple of the policy's temperature. This is a first-order estimate, since the derivative
+        of the expected log-probability with respect to the inverse temperature is the variance of the log-probability.
     """
     sums = {name: float(statistics[name]) for name in ("tokens", "surplus", "surplus_squares") if name in statistics}
     tokens, surplus, squares = sums.get("tokens", 0.0), sums.get("surplus", 0.0), sums.get("surplus_squares", 0.0)
@@ -332,7 +335,7 @@ _MEANS = ("entropy", "clipped_low", "clipped_high", "kl", "engine_kl", "mismatch
 
 
 def _sums(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sums values (T) per sequence (S). Unlike ``index_add``, adds them in token order on every device."""
+    """Sums values (T) per sequence (S). Unlike ``index_add``, adds values in token order on every device."""
     return torch.segment_reduce(values, "sum", offsets=offsets, initial=0)
 
 
@@ -349,10 +352,11 @@ def _zeroed(mask: Tensor, values: Tensor) -> Tensor:
 def surrogate(
     loss: Loss, new: Tensor, batch: Tokens, totals: Totals, limit: float = math.inf
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss of a built-in kind, and the number of clipped tokens per side.
+    """Returns the loss of a built-in kind, and the number of tokens clipped on each side.
 
-    All kinds have one form: the surrogate's gradient is coefficient × advantage × the gradient of log p. A ratio's
-    gradient is the ratio times that of log p, and 0 if clipped. The value is added without gradient.
+    All kinds have the same form: the surrogate's gradient is coefficient × advantage × gradient of log p. For a ratio,
+    the coefficient is the ratio itself, or 0 if it is clipped, because a ratio's gradient is the ratio times the
+    gradient of log p. The surrogate's value is added without gradient.
     """
     detached, advantages = new.detach(), batch.advantages
     counted = _sums(batch.mask.to(new.dtype), batch.offsets).clamp(min=1)
@@ -381,7 +385,7 @@ def surrogate(
     else:
         bounded = torch.where(high, torch.full_like(ratio, 1 + loss.clip[1]), ratio)
         value = torch.where(low, torch.full_like(ratio, 1 - loss.clip[0]), bounded) * weighted
-    if loss.kind == "gspo":  # the sequence's ratio depends equally on each of its tokens
+    if loss.kind == "gspo":  # all tokens contribute equally to the sequence's ratio
         slope = _spread(_sums(slope, batch.offsets) / counted, batch.offsets)
     share = -(value + slope * (new - detached)).sum()
     clipped = {"clipped_low": low, "clipped_high": high}
@@ -389,7 +393,7 @@ def surrogate(
 
 
 def _averaging(loss: Loss, batch: Tokens, totals: Totals) -> Tensor | float:
-    """Returns each token's factor in the average of the loss kind, as a scalar or of shape (T)."""
+    """Returns the factor for each token in the average that the kind of loss uses, as a scalar or of shape (T)."""
     match loss.kind:
         case "grpo" | "gspo":
             return mean_over_rollouts(batch, totals)
@@ -401,7 +405,7 @@ def _averaging(loss: Loss, batch: Tokens, totals: Totals) -> Tensor | float:
 
 
 def _name(function: Any) -> str:
-    function = getattr(function, "func", function)  # of functools.partial
+    function = getattr(function, "func", function)  # unwrap functools.partial
     return f"{function.__module__}:{function.__qualname__}"
 
 
@@ -436,7 +440,7 @@ def _check_weights(function: Any, weights: Any, like: Tensor) -> None:
     if not torch.is_tensor(weights) or weights.shape != like.shape or not weights.is_floating_point():
         found = f"{weights.dtype} {tuple(weights.shape)}" if torch.is_tensor(weights) else type(weights).__name__
         raise ConfigError(f"{name}: returned {found}; expected a floating-point weight for each of {len(like)} tokens")
-    if not torch.isfinite(like).all():  # of an infinite log-probability, for which the update is skipped
+    if not torch.isfinite(like).all():  # an infinite log-probability, so the update is skipped anyway
         return
     if not (torch.isfinite(weights) & (weights >= 0)).all():
         raise ConfigError(f"{name}: returned weights that are negative or not finite")
@@ -461,7 +465,7 @@ def _statistics(batch: Tokens, new: Tensor, entropies: Tensor, truncated: Tensor
         "surplus_squares": surplus.square(),
     }
     totals = {name: torch.where(batch.mask, value.double(), 0.0).sum() for name, value in sums.items()}
-    nothing = torch.zeros(1, dtype=torch.float64, device=batch.mask.device)  # an empty batch has no maximum
+    nothing = torch.zeros(1, dtype=torch.float64, device=batch.mask.device)  # max() fails for an empty batch
     totals["mismatch_max"] = torch.cat([nothing, log_weight.abs()]).max()
     totals["log_ratio_max"] = torch.cat([nothing, log_ratio.abs()]).max()
     return totals

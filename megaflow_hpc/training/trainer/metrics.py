@@ -1,4 +1,4 @@
-"""Collects the metrics of a step: seconds per stage, and token statistics."""
+"""Collects the metrics of a step: seconds per stage and token statistics."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class WeightedMean:
         self.add(other.rows, other._sums)
 
     def of_all(self, ranks: ProcessGroup, copies: int = 1) -> WeightedMean:
-        """Combines the statistics of all ranks. Every rank must call it and gets the same result.
+        """Combines the statistics of all ranks. Every rank must call this method, and gets the same result.
 
         Args:
             ranks: all ranks.
-            copies: number of successive ranks that have the same statistics.
+            copies: number of consecutive ranks that have the same statistics.
         """
         self._sums = {name: value.cpu() for name, value in self._sums.items()}
         mean = WeightedMean()

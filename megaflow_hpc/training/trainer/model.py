@@ -1,15 +1,15 @@
 """The policy in the trainer: log-probabilities and entropies of the tokens of a packed row.
 
-A row holds several sequences without padding, and each attends only to itself
-(:mod:`~megaflow_hpc.training.trainer.layers`). Models that mix tokens in other ways, such as convolutions or state
-spaces, would leak one sequence into another. So :func:`load` compares a packed row with its sequences run one by one,
-and rejects a model with different results.
+A row contains several sequences without padding, and each sequence attends only to itself
+(:mod:`~megaflow_hpc.training.trainer.layers`). Models that mix tokens in other ways, such as by convolutions or state
+spaces, would leak one sequence into another. So :func:`load` compares a packed row with the same sequences run one by
+one, and rejects the model if the results differ.
 
-Logits are computed in chunks, for the target tokens only, and recomputed in the backward pass. So the logits for a
-vocabulary of 150,000 and 32,768 tokens are never in memory together.
+Logits are computed in chunks, for the target tokens only, and recomputed in the backward pass. So the logits of a whole
+row, such as 32,768 tokens × a vocabulary of 150,000, are never in memory at the same time.
 
-An image-text model gets the pixels of the images that a row shows (:mod:`~megaflow_hpc.training.trainer.vision`). Its
-vision tower keeps its own attention, and its language model attends as any other.
+An image-text model gets the pixels of the images in a row (:mod:`~megaflow_hpc.training.trainer.vision`). Its vision
+tower keeps its own attention, and only its language model uses the packed attention.
 
 Several ranks (``torchrun``) share parameters and rows as described in :mod:`~megaflow_hpc.training.trainer.sharding`.
 Gradients are summed over ranks, because losses divide by the tokens of all ranks.
@@ -53,30 +53,32 @@ from megaflow_hpc.training.trainer.vision import (
 )
 
 CHUNK_LOGITS = 2**26
-"""Number of logits in a chunk: 256 MB in float32. The backward pass needs three or four times as much."""
+"""Number of logits in a chunk, which take 256 MB in float32. The backward pass needs three or four times as much."""
 COLLECTIVE_TIMEOUT_S = 3600.0
-"""Seconds that a rank waits for the others. torch's default of 10 minutes is too short for writing large versions."""
+"""Maximum seconds that a rank waits for other ranks. torch's default of 10 minutes is too short for writing large
+versions."""
 END_KEY = "megaflow.end"
-"""Key in torch's store for the exit status of all ranks, set when a rank cannot continue."""
+"""Key in torch's store for the exit status of all ranks. It is set when a rank cannot continue."""
 END_POLL_S = 1.0
 """Seconds between polls for :data:`END_KEY`."""
 AGREE_POLL_S = 0.02
 """Seconds between polls for a value of rank 0."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PACKING_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Maximum mean difference of log-probabilities between packed and single sequences. The bfloat16 limit is large because
-bfloat16 rounds logits around 16 by 0.06."""
+"""Maximum mean difference of log-probabilities between packed and single sequences. The limit for bfloat16 is large
+because bfloat16 rounds logits around 16 by 0.06."""
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The ranks that train one policy, as seen from one of them."""
+    """The ranks that train one policy, as seen from one rank."""
 
     rank: int = 0
     count: int = 1
     device: Any = torch.device("cpu")  # noqa: RUF009
     background: Any = None
-    """torch process group of the same ranks on CPUs, for background threads. ``None`` for a single process."""
+    """A torch process group of the same ranks that works on CPUs, for background threads. ``None`` for a single
+    process."""
     watch: EndWatch | None = None
     """Ends this process when another rank has ended. ``None`` for a single process."""
 
@@ -106,16 +108,17 @@ class ProcessGroup:
         return values
 
     def end(self, status: int) -> NoReturn:
-        """Ends the processes of all ranks at once, even those that wait for this one in a collective operation.
+        """Ends the processes of all ranks immediately, even ranks that are waiting for this rank in a collective
+        operation.
 
         Args:
-            status: exit status, unless another rank has set one already.
+            status: exit status, unless another rank has already set one.
         """
         _exit(status if self.watch is None else self.watch.tell(status))
 
     def leave(self) -> None:
-        """Waits for all ranks, then leaves the group. A rank that exits without this call would bring down the
-        others."""
+        """Waits for all ranks and then leaves the group. A rank that exits without this call would bring down the other
+        ranks."""
         if self.count > 1:
             dist.barrier()
             if self.watch is not None:
@@ -126,7 +129,7 @@ class ProcessGroup:
 class EndWatch(threading.Thread):
     """Ends this process once another rank has ended with an error.
 
-    Collective operations need all ranks, and some wait forever for a missing rank.
+    This is needed because some collective operations wait forever for a missing rank.
 
     Args:
         store: torch's key-value store, which all ranks share.
@@ -141,11 +144,11 @@ class EndWatch(threading.Thread):
             try:
                 if self._store.check([END_KEY]):
                     _exit(int(self._store.get(END_KEY)))
-            except RuntimeError:  # the process of the store has ended, and torchrun will end this one
+            except RuntimeError:  # the store's process has ended, so torchrun will end this process
                 return
 
     def tell(self, status: int) -> int:
-        """Makes all ranks end. Returns their exit status, which is that of the first failing rank."""
+        """Makes all ranks end. Returns their exit status, which the first failing rank determines."""
         try:
             return int(self._store.compare_set(END_KEY, "", str(status)))
         except RuntimeError:  # as above
@@ -159,10 +162,8 @@ class EndWatch(threading.Thread):
 
 def join() -> ProcessGroup:
     """Joins the ranks that torchrun started (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``). A single rank opens no port.
-
-    If ``MEGAFLOW_TRAINER_STORE`` is set, it is the URL at which the ranks meet, as for ``init_process_group``. torch's
-    default store listens on all addresses of a node. Ranks on one node can use a file instead.
-    """
+    ``MEGAFLOW_TRAINER_STORE`` may contain the URL at which the ranks meet, as for ``init_process_group``. torch's
+    default store listens on all addresses of a node. Ranks on a single node can use a file instead."""
     rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -182,7 +183,7 @@ def join() -> ProcessGroup:
 class Meeting:
     """The ranks that torchrun started for a user's trainer, which creates its own process group.
 
-    They exchange values through torch's store, at the address of :func:`join`.
+    They exchange values through torch's store, at the same address as in :func:`join`.
 
     Attributes:
         rank, count: rank of this process, and the number of ranks.
@@ -198,11 +199,12 @@ class Meeting:
         self._watch.start()
 
     def broadcast(self, value: Any) -> Any:
-        """Broadcasts rank 0's value to all ranks, as JSON: clients of torch's store are not authenticated."""
+        """Broadcasts rank 0's value to all ranks. Uses JSON, because torch's store does not authenticate its
+        clients."""
         key, self._values = f"value-{self._values}", self._values + 1
         if not self.rank:
             self._store.set(key, json.dumps(value))
-        while not self._store.check([key]):  # ``get`` would keep the watch from using the store
+        while not self._store.check([key]):  # ``get`` would block the watch's use of the store
             time.sleep(AGREE_POLL_S)
         text = self._store.get(key)
         if self._store.add(f"{key}.readers", 1) == self.count:  # the last reader
@@ -211,7 +213,7 @@ class Meeting:
         return json.loads(text)
 
     def end(self, status: int) -> NoReturn:
-        """Ends the processes of all ranks at once. See :meth:`ProcessGroup.end`."""
+        """Ends the processes of all ranks immediately. See :meth:`ProcessGroup.end`."""
         _exit(self._watch.tell(status))
 
 
@@ -222,13 +224,13 @@ def _exit(status: int) -> NoReturn:
 
 
 RowPart = tuple[Any, Any, Sequence[ShownImage]]
-"""A sequence of a row: its token ids, the indices of its target tokens, and the images that it shows."""
+"""A sequence in a row: its token ids, the indices of its target tokens, and its images."""
 
 
 def row_of(parts: Sequence[RowPart], policy: PolicyModel) -> tuple[Any, ...]:
     """Returns the inputs of :meth:`PolicyModel.forward` for a row of sequences.
 
-    If there are no sequences, the row is a single token to ignore, because every rank must take part in a pass.
+    If there are no sequences, the row is a single token to ignore, because every rank must take part in each pass.
 
     Raises:
         BadImage: an image cannot be decoded.
@@ -273,14 +275,14 @@ class PolicyModel(torch.nn.Module):
 
     Attributes:
         causal: the transformers model, with LoRA layers if configured.
-        adapter: the peft model that wraps it, or ``None``.
+        adapter: the peft model that wraps ``causal``, or ``None``.
         stored: dtype of the weights in the model directory and in published versions.
         temperature: sampling temperature, by which logits are divided.
         ranks: all ranks.
         context: process group of the ranks that share each row, or ``None``.
         router: replays the experts that the engine chose.
-        vision: makes the pixel inputs of an image-text model. ``None`` if the model takes text only.
-        text_only: reason why a model with a vision part takes text only, or ``None``.
+        vision: computes the pixel inputs of an image-text model. ``None`` if the model takes text only.
+        text_only: error that states why a model with a vision part takes text only, or ``None``.
     """
 
     def __init__(self, causal: Any, source: Path, ranks: ProcessGroup | None = None) -> None:
@@ -295,7 +297,7 @@ class PolicyModel(torch.nn.Module):
         self.router = RouterReplay(causal)
         self.vision: Vision | None = None
         self.text_only: NoVision | None = None
-        # The tuple hides the adapter from torch, which would otherwise find the parameters of ``causal`` twice.
+        # The tuple hides the adapter from torch, which would otherwise register the parameters of ``causal`` twice.
         self._adapter: tuple[Any, ...] = ()
 
     @property
@@ -304,7 +306,8 @@ class PolicyModel(torch.nn.Module):
 
     @property
     def routing(self) -> tuple[int, int, int] | None:
-        """Number of layers, of experts per token, and of experts; ``None`` if the model is not a mixture of experts."""
+        """Numbers of layers, of experts per token, and of experts. ``None`` if the model is not a mixture of
+        experts."""
         return self.router.shape
 
     def forward(
@@ -316,19 +319,20 @@ class PolicyModel(torch.nn.Module):
         experts: Any = None,
         pixels: Mapping[str, Any] | None = None,
     ) -> tuple[Any, Any]:
-        """Returns log-probabilities and entropies, each float32 (T); 0 except for the target tokens.
+        """Returns log-probabilities and entropies, each float32 (T). They are 0 except for the target tokens.
 
         Args:
             tokens: int64 (T), the concatenated sequences.
-            positions: int64 (T) or (1, T), from 0 in each sequence; (3, T) if positions have three dimensions.
+            positions: int64 (T) or (1, T), starting at 0 in each sequence. (3, T) if positions have three dimensions.
             offsets: (S + 1), start of each sequence.
             where: int64 (N), indices of the target tokens. The first token of a sequence cannot be a target.
-            experts: int16 (T, layers, experts per token), experts that the routers must use; -1 lets the router choose.
-            pixels: the model's inputs for the row's images, and ``input_ids`` (T), whose placeholders mark them.
+            experts: int16 (T, layers, experts per token), experts that the routers must use. -1 lets the router choose.
+                pixels: the model's inputs for the row's images, and ``input_ids`` (T), in which placeholders mark the
+                images.
         """
         lengths = [end - begin for begin, end in pairwise(offsets)]
         total, begin, mine = len(tokens), 0, where
-        if self.context is not None:  # this rank's part of the row, which is padded with ignored tokens
+        if self.context is not None:  # use this rank's part of the row, which is padded
             size = -(-total // dist.get_world_size(self.context))
             begin = size * dist.get_rank(self.context)
             missing = size * dist.get_world_size(self.context) - total
@@ -358,7 +362,7 @@ class PolicyModel(torch.nn.Module):
         ]
         # A rank with only masked tokens must still take part in the backward pass.
         nothing = hidden.sum(dtype=torch.float32) * 0.0
-        if self.vision is not None and not given and self.ranks.count > 1:  # FSDP gathers the vision tower on all ranks
+        if self.vision is not None and not given and self.ranks.count > 1:  # FSDP's collectives need all ranks
             blank = {name: value.to(tokens.device) for name, value in self.vision.blank().items()}
             features = inner.get_image_features(**blank, return_dict=True).pooler_output
             nothing = nothing + sum(part.sum(dtype=torch.float32) for part in features) * 0.0
@@ -387,13 +391,13 @@ class PolicyModel(torch.nn.Module):
         return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
 
     def shares(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns ``tensors``, named and sharded like the parameters, as shares of unsharded tensors. Does not copy
-        them."""
+        """Converts ``tensors``, which are named and sharded like the parameters, to shares of unsharded tensors,
+        without copying."""
         return dict(tensors)
 
     def logprobs_alone(self, tokens: Any, **given: Any) -> Any:
-        """Returns the log-probabilities (T - 1) of a sequence's tokens (T) except the first, by the model's own forward
-        method and head."""
+        """Returns the log-probabilities (T - 1) of a sequence's tokens (T) except the first. Uses the model's own
+        forward method and head."""
         logits = self.causal(input_ids=tokens[None], use_cache=False, **given).logits[0].float()
         return torch.log_softmax(logits[:-1], -1).gather(-1, tokens[1:, None])[:, 0]
 
@@ -421,13 +425,13 @@ def load(
     Args:
         path: the directory.
         dtype: ``float32`` or ``bfloat16`` for computing. The optimizer keeps trained parameters in float32.
-        ranks: all ranks; by default, a single rank on the CPU.
-        lora: ``rank``, ``alpha`` and ``targets`` (module names, or ``all-linear``), as in the campaign file. Needs
+        ranks: all ranks. Default: a single rank on the CPU.
+        lora: ``rank``, ``alpha`` and ``targets`` (module names, or ``all-linear``), as in the campaign file. Requires
             peft.
         recompute: recompute layers in the backward pass instead of storing their activations.
         parallel: ``replicas``, ``context``, ``tensor`` and ``expert``, as in the campaign file.
         frozen_vision: do not train the vision part of an image-text model.
-        read: creates and shards the model. By default, transformers creates it and this package shards it.
+        read: creates and shards the model. By default, transformers creates the model and this package shards it.
 
     Raises:
         ConfigError: the directory is not a model, peft is missing, the model cannot be divided according to
@@ -447,7 +451,7 @@ def load(
     policy = (read or _read)(source, dtype, ranks, layout)
     causal = policy.causal
     _check_positions(source, causal)
-    causal.requires_grad_(lora is None)  # before the first pass, in which FSDP decides which gradients it adds up
+    causal.requires_grad_(lora is None)  # before the first pass, in which FSDP decides which gradients it reduces
     if frozen_vision:
         _freeze_vision(policy)
     for module in causal.modules():
@@ -462,7 +466,7 @@ def load(
     layers.register()
     if policy.vision is None:
         causal.set_attn_implementation(layers.ATTENTION_NAME)
-    else:  # patches of an image attend to each other, in both directions
+    else:  # the patches of an image attend to each other in both directions
         causal.set_attn_implementation({"": layers.ATTENTION_NAME, "text_config": layers.ATTENTION_NAME})
     _check_packing(policy, alone, DTYPES[dtype])
     if lora is not None:
@@ -509,7 +513,8 @@ def _read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Poli
         divided.append(policy)
 
     try:
-        # If trust_remote_code is unset, transformers asks on the terminal whether to run the model's code.
+        # Set trust_remote_code, because transformers would otherwise ask on the terminal whether to run the model's
+        # code.
         if grid is None:
             causal = kind.from_pretrained(source, trust_remote_code=False, **options)
         else:
@@ -533,7 +538,7 @@ def _vision(source: Path, text_kinds: Any) -> tuple[Vision | None, NoVision | No
     """Returns the :class:`Vision` of a model with a vision part, or the reason why the model takes text only.
 
     Args:
-        text_kinds: transformers' mapping of the configurations that can be loaded without a vision part.
+        text_kinds: transformers' mapping of configurations that can be loaded without a vision part.
 
     Raises:
         NoVision: the model can be loaded neither with images nor without.
@@ -563,7 +568,7 @@ def _freeze_vision(policy: PolicyModel) -> None:
 
 @torch.no_grad()
 def _copy(causal: Any) -> None:
-    """Copies parameters that are memory-mapped to the model's files, because another process may replace a file."""
+    """Copies parameters that are memory-mapped from the model's files, because another process may replace a file."""
     copies: dict[int, Any] = {}
     for module in causal.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -573,7 +578,8 @@ def _copy(causal: Any) -> None:
 
 
 def _row(policy: PolicyModel) -> list[RowPart]:
-    """Returns short sequences that fit the model's vocabulary. All tokens but each first one are targets."""
+    """Returns short sequences that fit the model's vocabulary. All tokens except the first of each sequence are
+    targets."""
     tokens = np.arange(1, 15) * 7 % policy.words
     parts: list[RowPart] = [(part, np.arange(1, len(part)), ()) for part in np.split(tokens, [5, 6])]
     if policy.vision is not None:
@@ -583,8 +589,9 @@ def _row(policy: PolicyModel) -> list[RowPart]:
 
 @torch.no_grad()
 def _alone(policy: PolicyModel) -> Any:
-    """Returns the log-probabilities of :func:`_row`. Runs each sequence separately through the model's own forward
-    method and head. With several ranks, gathers one layer at a time, never the whole model."""
+    """Returns the log-probabilities of the tokens in :func:`_row`. Runs each sequence separately through the model's
+    own forward method and head. If there are several ranks, only one layer is gathered at a time, never the whole
+    model."""
     policy.eval()
     logprobs = []
     for part in _row(policy):
@@ -598,8 +605,8 @@ def _alone(policy: PolicyModel) -> Any:
 
 
 def _check_positions(source: Path, causal: Any) -> None:
-    """Rejects models that treat a token according to the longest sequence of its row, or to its distance from a mask's
-    border. The short sequences of :func:`_check_packing` do not show it."""
+    """Rejects models in which a token's treatment depends on the longest sequence of its row, or on chunk boundaries in
+    the row. The sequences in :func:`_check_packing` are too short to detect this."""
     config = causal.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, Mapping)]
@@ -634,7 +641,7 @@ def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise ConfigError(f"lora: needs peft in the trainer's environment (pip install peft): {error}") from None
     every = lora["targets"] == "all-linear"
-    # Engines load adapters of the language model only.
+    # Engines only load adapters for the language model.
     vision = {name.rpartition(".")[0] for name, _ in vision_parameters(causal)}
     config = LoraConfig(
         r=int(lora["rank"]),
@@ -653,8 +660,8 @@ def _with_lora(causal: Any, lora: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _whole_shapes(causal: Any) -> Iterator[None]:
-    """Replaces sharded parameters with placeholders of unsharded shape, from which peft derives the shapes of
-    adapters."""
+    """Temporarily replaces sharded parameters with placeholders that have the unsharded shapes, from which peft derives
+    the shapes of adapters."""
     divided = [
         (module, name, parameter)
         for module in causal.modules()

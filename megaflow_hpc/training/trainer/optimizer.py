@@ -1,8 +1,8 @@
-"""AdamW over float32 copies of the trained parameters, with a clipped gradient norm.
+"""AdamW on float32 copies of the trained parameters, with gradient-norm clipping.
 
 Parameters in bfloat16 would lose most updates: at a learning rate of 1e-6, an update is far smaller than half a unit in
-the last place of a typical weight. So the optimizer keeps float32 *masters* and accumulates gradients in them. The
-model's parameters are rounded copies of the masters. float32 parameters are their own masters.
+the last place of a typical weight. So the optimizer keeps float32 copies, the *masters*, and accumulates gradients in
+float32. The model's parameters are rounded from the masters. Parameters that are already float32 are their own masters.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megaflow_hpc.training.trainer.model import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""``mallopt`` options (malloc.h): free heap size above which malloc returns memory to the kernel, and maximum number of
-memory-mapped blocks."""
+"""Options of ``mallopt`` (malloc.h): size of the free heap above which malloc returns memory to the kernel, and maximum
+number of memory-mapped blocks."""
 
 
 class Optimizer:
@@ -30,7 +30,7 @@ class Optimizer:
     Args:
         policy: the policy.
         lr, betas, eps, weight_decay: parameters of AdamW.
-        clip_norm: maximum norm of the gradient over all parameters and ranks; ``None`` disables clipping.
+        clip_norm: maximum norm of the gradient over all parameters and ranks. ``None`` disables clipping.
         offload: keep masters, moments and gradients in host memory, and compute the optimizer step on the CPU.
     """
 
@@ -63,19 +63,20 @@ class Optimizer:
             self.masters[name] = master
         if not self.masters:
             raise ConfigError("the model has no parameter to train")
-        groups: dict[Any, list[Any]] = {}  # torch's foreach kernels need tensors that are sharded over the same mesh
+        groups: dict[Any, list[Any]] = {}  # in torch's foreach kernels, all tensors need the same mesh
         for master in self.masters.values():
             groups.setdefault(getattr(master, "device_mesh", None), []).append(master)
-        # A fused step needs no temporary copies: 18 bytes a parameter instead of 22.
+        # A fused step needs no temporary copies, so it takes 18 bytes per parameter instead of 22.
         self._fused = offload or next(iter(self.masters.values())).device.type == "cuda"
         how = {"fused": True} if self._fused else {"foreach": True}
         parameters = [{"params": group} for group in groups.values()]
         self.adamw = torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **how)
 
     def step(self, lr: float | None = None) -> float:
-        """Applies the accumulated gradients and clears them; returns their norm before clipping, the same on all ranks.
+        """Applies and clears the accumulated gradients. Returns their norm before clipping, which is the same on all
+        ranks.
 
-        If the norm is not finite, parameters and moments are unchanged.
+        If the norm is not finite, parameters and moments are not changed.
         """
         try:
             self.reduce()
@@ -100,12 +101,12 @@ class Optimizer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sums the gradients of adapters over all ranks. FSDP sums the gradients of the parameters that it shards.
+        """Sums the gradients of adapters over all ranks. For the parameters that FSDP shards, FSDP sums the gradients.
 
-        :meth:`step` calls it. Further calls before the next step do nothing.
+        :meth:`step` calls this method. Further calls before the next step do nothing.
         """
         for master in self.masters.values():
-            if master.grad is None:  # unused in this step, such as an inactive expert; its moments still decay
+            if master.grad is None:  # unused in this step, like an inactive expert; its moments still decay
                 master.grad = torch.zeros_like(master)
         if self.policy.adapter and self.policy.ranks.count > 1 and not self._reduced:
             whole = [master.grad for master in self.masters.values()]
@@ -121,7 +122,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _norm(self) -> float:
-        """Returns the norm of the gradient over all ranks. Parameters may be sharded over different meshes."""
+        """Returns the norm of the gradient over all ranks. Works if parameters are sharded over different meshes."""
         ranks = self.policy.ranks
         norms = torch.stack(torch._foreach_norm(self._gradients())).to("cpu", torch.float64)
         holders = torch.tensor([ranks.count / _shares(whole) for whole in self.policy.shares(self.masters).values()])
@@ -132,11 +133,11 @@ class Optimizer:
 
     @torch.no_grad()
     def to(self, device: Any) -> None:
-        """Moves the policy, masters and moments to a device. Each rank moves its own shard. Gradients are discarded."""
+        """Moves the policy, masters and moments to a device and discards gradients. Each rank moves its own shard."""
         _keep_memory()
         self.policy.to(device)
         if not self._offload:
-            torch.nn.ParameterList(master for _, master in self._rounded).to(device)  # moves them in place
+            torch.nn.ParameterList(master for _, master in self._rounded).to(device)  # in place
             for master in self.masters.values():
                 state = self._state(master)
                 state.update({name: state[name].to(device) for name in (*MOMENTS, *(["step"] if self._fused else []))})
@@ -160,15 +161,15 @@ class Optimizer:
             self._state(master)["step"].fill_(count)
 
     def tensors(self) -> dict[str, Any]:
-        """Returns masters and moments by name. They are not copied, so reading a checkpoint into them restores the
-        state."""
+        """Returns masters and moments by name. The tensors are not copied, so loading a checkpoint into them restores
+        the state."""
         kinds = {"master": {name: master.detach() for name, master in self.masters.items()}}
         kinds |= {moment: {n: self._state(m)[moment] for n, m in self.masters.items()} for moment in MOMENTS}
         shares = {kind: self.policy.shares(tensors) for kind, tensors in kinds.items()}
         return {f"{kind}.{name}": shares[kind][name] for name in self.masters for kind in shares}
 
     def _state(self, master: Any) -> dict[str, Any]:
-        """Returns AdamW's state of a parameter. Before the first step, creates the state as AdamW would."""
+        """Returns AdamW's state for a parameter. Before the first step, creates the state as AdamW would."""
         state: dict[str, Any] = self.adamw.state[master]
         if not state:
             state.update(
@@ -185,13 +186,13 @@ def _local(tensor: Any) -> Any:
 
 
 def _shares(tensor: Any) -> int:
-    """Returns the number of shares that a tensor is divided into."""
+    """Returns the number of shares into which a tensor is divided."""
     placements = getattr(tensor, "placements", ())
     return math.prod(tensor.device_mesh.size(n) for n, place in enumerate(placements) if not place.is_replicate())
 
 
 class _MasterGradient:
-    """Gradient hook that adds a rounded parameter's gradient to that of its float32 master."""
+    """Gradient hook that adds a rounded parameter's gradient to the gradient of its float32 master."""
 
     def __init__(self, master: Any) -> None:
         self._master = master
@@ -206,7 +207,7 @@ class _MasterGradient:
 def _keep_memory() -> None:
     """Makes malloc keep freed memory for tensors that are moved from GPUs later.
 
-    The kernel must zero new pages first. Moving 4.3 GB from an H200 took 2.7 s with new pages and 0.4 s with kept ones.
+    The kernel has to zero new pages. Moving 4.3 GB from an H200 took 2.7 s with new pages and 0.4 s with reused pages.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""Checks that the user functions of a section ``training`` keep their contracts, by calling them on small examples.
+"""Checks that the user functions in a section ``training`` fulfil their contracts, by calling them on small examples.
 
 Planning runs :func:`main` in the trainer's interpreter. It reads ``{"training": {…}, "team": {…}, "beside": DIR}`` as
 JSON on standard input and writes ``{"errors": {KEY: [ERROR, LACKS]}, "digests": {…}, "code": [NAME…]}``.
@@ -35,7 +35,7 @@ from megaflow_hpc.types import Rollout
 
 
 def check(training: TrainingConfig, team: TeamConfig | None = None) -> None:
-    """Calls every user function on an example. With a team, the samples of the examples have roles.
+    """Calls every user function on an example. If there is a team, the example's samples have roles.
 
     Raises:
         Mistakes: a function cannot be imported or called, or breaks its contract.
@@ -45,7 +45,7 @@ def check(training: TrainingConfig, team: TeamConfig | None = None) -> None:
 
 
 def failed(training: TrainingConfig, team: TeamConfig | None = None) -> dict[str, tuple[str, bool]]:
-    """Returns the error of each function that fails, and whether a library is missing, by the function's key."""
+    """Maps the key of each function that fails to its error, and whether the cause is a missing library."""
     failures = {}
     for key, method in methods_of(training).items():
         try:
@@ -55,14 +55,14 @@ def failed(training: TrainingConfig, team: TeamConfig | None = None) -> dict[str
             own = method.name.partition(":")[0].partition(".")[0]
             lacks = isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] != own
             failures[key] = (str(error), lacks)
-        except BaseException as error:  # includes SystemExit, raised by a module that is a script
+        except BaseException as error:  # includes SystemExit, which a script raises on import
             failures[key] = (f"{method}: {error!r}", False)
     return failures
 
 
 def _try(key: str, method: Method, training: TrainingConfig, team: TeamConfig | None) -> None:
     policy, _, kind = key.removeprefix("training.policies.").partition(".")
-    # Before the function is imported, which may need a missing library.
+    # Check before importing the function, because the import may need a missing library.
     if kind.startswith("columns.") and method.name in OF_VERSIONS:
         _check_versions(method, training.policies[policy], training.publish_delta)
     resolve(method)
@@ -81,7 +81,7 @@ def _try(key: str, method: Method, training: TrainingConfig, team: TeamConfig | 
 
 
 def _check_versions(method: Method, policy: PolicyTraining, publish_delta: bool) -> None:
-    """Checks that whole versions are published, which the function loads."""
+    """Checks that complete versions are published, because the function loads them."""
     if policy.lora or publish_delta:
         key, publishes = ("lora", "only adapters") if policy.lora else ("publish_delta", "differences")
         raise ConfigError(
@@ -171,13 +171,13 @@ def _try_loss(loss: Any, method: Method, policy: PolicyTraining) -> None:
 
 
 class Example:
-    """Totals of the minibatch with which losses are tried."""
+    """Totals of the example minibatch on which losses are tried."""
 
     tokens, sequences, samples = 5, 2, 2
 
 
 def _column(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
-    """Checks only the arguments of a column function, because a call may need models or a server."""
+    """Checks a column function's arguments, but does not call it, because a call may need models or a server."""
     function = resolve(method)
     try:
         inspect.signature(function).bind([], None)
@@ -186,7 +186,7 @@ def _column(method: Method, policy: PolicyTraining, roles: RoleRewards) -> None:
 
 
 OF_VERSIONS = {f"megaflow_hpc.training.trainer.recipes:{name}" for name in ("average", "old")}
-"""Column functions of this package that load earlier versions of the weights."""
+"""This package's column functions that load earlier versions of the weights."""
 
 OF_POLICY: dict[str, Callable[[Method, PolicyTraining, RoleRewards], None]] = {
     "advantage": _advantage,
@@ -196,21 +196,22 @@ OF_POLICY: dict[str, Callable[[Method, PolicyTraining, RoleRewards], None]] = {
     "importance": _importance,
     "columns": _column,
 }
-"""Functions that check a user function, by the first part of its key in a policy's settings."""
+"""Maps the first part of a user function's key in a policy's settings to the function that checks it."""
 
 
 def scheduled(method: Method, step: int, steps: int, lr: float, metrics: dict[str, float]) -> float:
     """Calls a user's function for the learning rate of an update.
 
-    It is called as ``function(step, steps, lr, metrics, **args)``: the step from 1, the number of steps,
-    ``optimizer.lr`` after warm-up, and the update's metrics as in ``metrics.jsonl``. It returns the rate.
+    The function is called as ``function(step, steps, lr, metrics, **args)``, with the number of the step from 1, the
+    number of steps, the learning rate from ``optimizer.lr`` and warm-up, and the update's metrics as in
+    ``metrics.jsonl``. It returns the learning rate.
     """
     return float(numbers(method, call(method, step, steps, lr, metrics), [()], "the learning rate", least=0.0))
 
 
 def example_groups(roles: RoleRewards | None = None) -> list[SampleGroup]:
-    """Returns two groups of three rollouts, with rewards, turns and named rewards. The sequences are of the ``roles``
-    in turn."""
+    """Returns two groups of three rollouts, with rewards, turns and named rewards. Each rollout's sequences cycle
+    through the ``roles``."""
     groups = []
     for task, rewards in (("a", (1.0, 0.0, 0.5)), ("b", (0.0, 1.0, 1.0))):
         samples = [_sample(task, number, reward, roles or {}) for number, reward in enumerate(rewards)]
@@ -244,7 +245,7 @@ def _sample(task: str, index: int, reward: float, roles: RoleRewards) -> Sample:
 
 
 def main() -> None:
-    """Answers the request on standard input."""
+    """Processes the request on standard input."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     question = json.load(sys.stdin)
@@ -259,7 +260,7 @@ def main() -> None:
             continue  # its error is among the failures
     json.dump({"errors": failures, "digests": recorded, "code": code.imported_from(question["beside"])}, answers)
     answers.close()
-    os._exit(0)  # do not wait for threads that an import started
+    os._exit(0)  # do not wait for threads started by imports
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ Values = list[NDArray[np.float32]]
 def sapo(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, positive: float = 1.0, negative: float = 1.05
 ) -> tuple[Any, dict[str, Any]]:
-    """Applies a soft gate instead of a clip: −σ(τ (r − 1)) (4 / τ) A, averaged in each rollout, then over rollouts.
+    """Uses a soft gate instead of a clip: −σ(τ (r − 1)) (4 / τ) A, averaged over each rollout, then over rollouts.
 
-    r is the ratio of new to proximal; τ is ``positive`` for A > 0 and ``negative`` otherwise. The gradient at r = 1 is
-    that of r A (Gao et al. 2025, SAPO, arXiv 2511.20347).
+    r is the ratio of new to proximal. τ is ``positive`` for A > 0 and ``negative`` otherwise. At r = 1, the gradient
+    equals the gradient of r A (Gao et al. 2025, SAPO, arXiv 2511.20347).
     """
     ratio = (new - batch.proximal).exp()
     temperature = torch.where(batch.advantages > 0, positive, negative)
@@ -57,7 +57,7 @@ def kl_to_reference(
     """Adds ``beta`` × KL(policy, reference), averaged over tokens, to a built-in loss.
 
     The KL is estimated as exp(d) − d − 1 with d = log reference − log p (k3: Schulman 2020,
-    joschu.net/blog/kl-approx.html; GRPO, arXiv 2402.03300, equation 4). ``loss`` has the keys ``kind``, ``clip`` and
+    joschu.net/blog/kl-approx.html; GRPO, arXiv 2402.03300, equation 4). ``loss`` takes the keys ``kind``, ``clip`` and
     ``length`` of the campaign file.
     """
     share, sums = surrogate(_loss(loss), new, batch, totals)
@@ -70,11 +70,12 @@ def kl_to_reference(
 def decoupled(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, column: str = "average", **loss: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Computes a built-in loss with ratios relative to a column, not to the policy before the step: PPO-EWMA.
+    """Computes a built-in loss with ratios relative to a column instead of the policy before the step, as in PPO-EWMA.
 
-    With the column :func:`average`, the objective is that of Hilton et al. 2021, arXiv 2110.00641, section 3: the
-    importance weight is average / engine, and the clipped ratio new / average. ``loss`` has the keys ``kind``,
-    ``clip`` and ``length`` of the campaign file. ``importance`` and ``truncate`` replace those of the policy.
+    With the column :func:`average`, this is the objective of Hilton et al. 2021, arXiv 2110.00641, section 3: the
+    importance weight is average / engine, and the clipped ratio is new / average. ``loss`` takes the keys ``kind``,
+    ``clip`` and ``length`` of the campaign file, and also ``importance`` and ``truncate``, which replace the policy's
+    settings.
     """
     return _weighted(loss, new, replace(batch, proximal=batch.columns[column]), totals)
 
@@ -82,11 +83,11 @@ def decoupled(
 def exact_old(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, column: str = "old", **loss: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Computes a built-in loss with importance weights relative to a column, not to the engine's probabilities.
+    """Computes a built-in loss with importance weights relative to a column instead of the engine's probabilities.
 
-    With the column :func:`old`, these weights correct only for the age of the weights, not for the engine's arithmetic
-    (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298). ``loss`` is that of
-    :func:`decoupled`.
+    With the column :func:`old`, importance weights correct only for the age of the model's weights, not for the
+    engine's arithmetic (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298). ``loss`` takes
+    the same keys as in :func:`decoupled`.
     """
     return _weighted(loss, new, replace(batch, engine=batch.columns[column]), totals)
 
@@ -94,10 +95,10 @@ def exact_old(
 def distill(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, column: str = "teacher"
 ) -> tuple[Any, dict[str, Any]]:
-    """Distils on-policy: −r A, averaged over tokens, with A = log teacher − log proximal for each token.
+    """Computes the loss of on-policy distillation: −r A, averaged over tokens, with A = log teacher − log proximal.
 
-    Its gradient is that of the reverse KL(policy, teacher) at each sampled token. Rewards are not used (Agarwal et al.
-    2024, GKD, arXiv 2306.13649; Lu et al. 2025, On-Policy Distillation, thinkingmachines.ai).
+    Its gradient equals the gradient of the reverse KL(policy, teacher) at each sampled token. Rewards are not used
+    (Agarwal et al. 2024, GKD, arXiv 2306.13649; Lu et al. 2025, On-Policy Distillation, thinkingmachines.ai).
     """
     log_ratio = torch.where(batch.mask, batch.columns[column] - batch.proximal, torch.zeros_like(new))
     ratio = (new - batch.proximal).exp()
@@ -106,18 +107,20 @@ def distill(
 
 
 def likelihood(new: Any, entropies: Any, batch: Tokens, totals: Totals) -> tuple[Any, dict[str, Any]]:
-    """Returns −A log p, averaged over tokens: with A = 1, the loss of supervised fine-tuning."""
+    """Returns −A log p, averaged over tokens. With A = 1, this is the loss of supervised fine-tuning."""
     return -(new * batch.advantages * batch.weights).sum() * mean_over_tokens(totals), {}
 
 
 def dpo(
     new: Any, entropies: Any, batch: Tokens, totals: Totals, beta: float = 0.1, column: str = "pairs"
 ) -> tuple[Any, dict[str, Any]]:
-    """Computes the loss of DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7) for the advantage ``pairs``.
+    """Computes the DPO loss (Rafailov et al. 2023, arXiv 2305.18290, equation 7), to be used with the advantage
+    ``pairs``.
 
-    Its gradient is −``beta`` σ(−``beta`` m) (∇ log p(best) − ∇ log p(worst)), where the margin m says how much more the
-    policy prefers the best rollout than the reference does. m is the column :func:`pairs`, computed before the step, so
-    the gradient is exact if a step is one update. The loss is divided by the number of rollouts with tokens.
+    Its gradient is −``beta`` σ(−``beta`` m) (∇ log p(best) − ∇ log p(worst)), where the margin m measures how much more
+    the policy prefers the best rollout than the reference does. m is the column :func:`pairs`. It is computed before
+    the step, so the gradient is exact only if a step is a single update. The loss is divided by the number of rollouts
+    with tokens to train on.
     """
     slope = beta * torch.sigmoid(-beta * batch.columns[column]) * batch.advantages * batch.weights
     paired = (batch.advantages != 0) & batch.mask
@@ -125,7 +128,7 @@ def dpo(
 
 
 def _loss(fields: Mapping[str, Any], **weights: Any) -> Loss:
-    """Returns a built-in loss with the defaults of the campaign file.
+    """Returns a built-in loss with the campaign file's defaults.
 
     Args:
         fields: ``kind``, ``clip`` and ``length``.
@@ -140,7 +143,7 @@ def _loss(fields: Mapping[str, Any], **weights: Any) -> Loss:
 
 
 def _weighted(fields: dict[str, Any], new: Any, batch: Tokens, totals: Totals) -> tuple[Any, dict[str, Any]]:
-    """Computes a built-in loss after recomputing the importance weights from the batch."""
+    """Computes a built-in loss with importance weights recomputed from the batch."""
     weights = {name: fields.pop(name) for name in ("importance", "truncate") if name in fields}
     loss = _loss(fields, **weights)
     with torch.no_grad():
@@ -152,7 +155,7 @@ def _weighted(fields: dict[str, Any], new: Any, batch: Tokens, totals: Totals) -
 
 
 def icepop(batch: Tokens, truncate: float, low: float = 0.5) -> Any:
-    """Keeps importance weights w = proximal / engine with ``low`` ≤ w ≤ ``truncate``, and sets the others to 0.
+    """Keeps importance weights w = proximal / engine with ``low`` ≤ w ≤ ``truncate``, and sets all others to 0.
 
     The paper uses 0.5 and 5 (Ling team 2025, IcePop, arXiv 2510.18855).
     """
@@ -161,10 +164,11 @@ def icepop(batch: Tokens, truncate: float, low: float = 0.5) -> Any:
 
 
 def geometric(batch: Tokens, truncate: float) -> Any:
-    """Gives each sequence one weight: the geometric mean of its tokens' proximal / engine, at most ``truncate``.
+    """Gives each sequence a single weight: the geometric mean of proximal / engine over its tokens, at most
+    ``truncate``.
 
-    Unlike the product of the ratios, this weight does not grow with length. GSPO's ratio uses the same mean (arXiv
-    2507.18071, equation 7).
+    Unlike the product of the ratios, this weight does not grow with the length of the sequence. GSPO's ratio uses the
+    same mean (arXiv 2507.18071, equation 7).
     """
     lengths = batch.offsets.diff()
     owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
@@ -183,12 +187,12 @@ def reference(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Valu
 
 
 def average(sequences: Sequence[ColumnSequence], models: FrozenModels, decay: float = 0.9) -> Values:
-    """Returns log-probabilities under the exponentially weighted mean of all versions (PPO-EWMA, arXiv 2110.00641)."""
+    """Returns log-probabilities under the exponential moving average of all versions (PPO-EWMA, arXiv 2110.00641)."""
     return models.logprobs(models.average(decay), sequences)
 
 
 def old(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
-    """Returns log-probabilities under the version that sampled each token, computed by the trainer."""
+    """Returns each token's log-probability under the version that sampled it, computed by the trainer."""
     values = [np.zeros(len(s.tokens), np.float32) for s in sequences]
     for version in models.versions:
         for column, s, own in zip(values, sequences, models.logprobs(models.folder(version), sequences), strict=True):
@@ -197,7 +201,7 @@ def old(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
 
 
 def pairs(sequences: Sequence[ColumnSequence], models: FrozenModels) -> Values:
-    """Returns the margin of each pair, for each of its tokens: the policy's preference relative to the reference.
+    """Returns, for each token, the margin of its pair: the policy's preference relative to the reference's.
 
     The margin is log p(best) − log p(worst) − log reference(best) + log reference(worst), summed over tokens.
     """
@@ -214,8 +218,8 @@ def teacher(
 ) -> Values:
     """Returns log-probabilities under another model, served by vLLM at ``url`` (http://HOST:PORT) as ``model``.
 
-    vLLM computes them as ``prompt_logprobs``, at temperature 1, and generates one more token. The teacher must have the
-    policy's tokenizer: both must decode the first sequence's tokens to the same text.
+    vLLM computes them as ``prompt_logprobs`` at temperature 1, and generates one more token. The teacher must have the
+    policy's tokenizer. This is checked by decoding the first sequence's tokens with both.
     """
     from transformers import AutoTokenizer  # type: ignore[import-not-found]
 

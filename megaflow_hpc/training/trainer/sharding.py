@@ -1,14 +1,15 @@
 """Divides a model and its input rows among ranks.
 
-The ranks form one grid (:mod:`~megaflow_hpc.training.layout`). ``tensor`` ranks divide each layer's heads and features,
-by transformers' plan for the model. ``context`` ranks divide the tokens of a row
-(:mod:`~megaflow_hpc.training.trainer.layers`). Both compute the same micro-batch. All ranks but those of ``tensor``
-and ``replicas`` store a share of each parameter (FSDP2); ``replicas`` store the same shares, so a layer is gathered
-within a node and gradients cross nodes once (HSDP). ``expert`` ranks, which follow each other, store different experts
-of each layer, and tokens travel to them (transformers' token dispatch).
+The ranks form a grid (:mod:`~megaflow_hpc.training.layout`). Along ``tensor``, ranks divide each layer's heads and
+features according to transformers' plan for the model. Along ``context``, they divide the tokens of a row
+(:mod:`~megaflow_hpc.training.trainer.layers`). Ranks that differ only in these two dimensions compute the same
+micro-batch. Along all dimensions except ``tensor`` and ``replicas``, each rank stores a share of each parameter
+(FSDP2). Replicas store the same shares, so a layer is gathered within a node, and gradients cross nodes only once
+(HSDP). ``expert`` consecutive ranks store different experts of each layer, and tokens are sent to them (transformers'
+token dispatch).
 
-The model is divided while its parameters are placeholders on torch's meta device. Then each rank reads only its own
-slices of the safetensors files.
+The model is divided while its parameters are placeholders on torch's meta device. After that, each rank reads only its
+own slices of the safetensors files.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.training.layout import Layout
 
 PARTIAL_NORM = "replicated_with_grad_allreduce"
-"""transformers' parallel style for weights that every rank holds in full, but applies only to its own heads."""
+"""transformers' parallel style for weights that every rank holds in full but applies only to its own heads."""
 COLUMNS, ROWS, WHOLE = "colwise", "rowwise", ""
-"""transformers' parallel styles for linear layers whose outputs or inputs are divided, and an empty style for layers
+"""transformers' parallel styles for linear layers with divided outputs or divided inputs, and an empty style for layers
 that every rank computes in full."""
 PACKED = ("packed_colwise", "packed_rowwise")
-"""transformers' parallel styles for several matrices in one parameter. Their shares are not contiguous, so checkpoints
-cannot be read with another layout."""
+"""transformers' parallel styles for parameters that contain several matrices. A rank's share is not contiguous, so
+checkpoints cannot be read with another layout."""
 
 
 class Grid:
-    """Creates the process groups of a layout. All ranks must create a grid.
+    """Creates the process groups of a layout. All ranks must create it.
 
     Attributes:
         context: process group of the ranks that share a row, or ``None``.
@@ -58,13 +59,13 @@ class Grid:
             self.context = rows["context"].get_group()
 
     def shard(self, policy: torch.nn.Module, causal: Any) -> None:
-        """Divides the parameters of ``causal``, which is a submodule of ``policy``. The parameters may be placeholders.
+        """Divides the parameters of ``causal``, a submodule of ``policy``. The parameters may be placeholders.
 
         Raises:
             ConfigError: transformers cannot divide this model according to the layout.
         """
         check_model(self.layout, causal)
-        causal.tie_weights()  # FSDP must know which parameters are the same
+        causal.tie_weights()  # FSDP must know which parameters are shared
         expert_modules = self._split(causal)
         if self.layout.replicas * self.layout.sharded > 1:
             self._fully_shard(policy, causal, expert_modules)
@@ -104,7 +105,7 @@ class Grid:
                 "expert out"
             )
         ends = causal.get_input_embeddings(), causal.get_output_embeddings()
-        if ends[0].weight is ends[1].weight or len(ends[0].weight) % layout.tensor:  # every rank computes both
+        if ends[0].weight is ends[1].weight or len(ends[0].weight) % layout.tensor:  # computed in full
             plan = {name: style for name, style in plan.items() if modules.get(name) not in ends}
         norms = {name for name, pattern in patterns.items() if plan.get(pattern) == PARTIAL_NORM}
         plan = {name: style for name, style in plan.items() if style != PARTIAL_NORM}
@@ -136,7 +137,7 @@ class Grid:
         for module in expert_modules:
             fully_shard(module, mesh=self.experts[names], **how)
         layers = set(causal._no_split_modules or ())
-        # Layer by layer, so that the device never has to hold the whole model.
+        # Shard layer by layer, so that the device never has to hold the whole model.
         for module in [m for m in causal.modules() if type(m).__name__ in layers]:
             fully_shard(module, mesh=self.dense[names], **how)
         fully_shard(policy, mesh=self.dense[names], **how)
@@ -166,12 +167,12 @@ def check_model(layout: Layout, causal: Any) -> None:
 
 
 def read_sharded(source: Any, kinds: Any, shard: Callable[[Any], None], **options: Any) -> Any:
-    """Loads a model from a directory. ``shard`` divides it before any weight is read.
+    """Loads a model from a directory. Calls ``shard`` before any weight is read.
 
     Args:
         source: the directory.
         kinds: transformers' mapping of configurations to classes.
-        shard: divides the parameters of the model, which are placeholders.
+        shard: divides the model's parameters, which are still placeholders.
         options: options of ``from_pretrained``.
     """
     from transformers import AutoConfig  # type: ignore[import-not-found]
@@ -189,7 +190,7 @@ def read_sharded(source: Any, kinds: Any, shard: Callable[[Any], None], **option
         shard(model)
         return model
 
-    # transformers calls these hooks once the placeholders exist. Its own hooks support neither replicas nor context.
+    # transformers calls these hooks once the placeholders exist. Its own hooks do not support replicas or context.
     hooks = {"prepare_distribute_model": prepare, "maybe_distribute_model": distribute, "__module__": kind.__module__}
     hooked: Any = type(kind.__name__, (kind,), hooks)
     causal = hooked.from_pretrained(
@@ -202,7 +203,8 @@ def read_sharded(source: Any, kinds: Any, shard: Callable[[Any], None], **option
 def _sum_gradients(module: torch.nn.Module, group: Any) -> None:
     """Sums the gradients of a module's weights over a group in each backward pass.
 
-    transformers' own hook sums ``grad`` after the pass, which would count earlier micro-batches several times.
+    transformers' own hook sums ``grad`` after the pass, which would count the gradients of earlier micro-batches
+    repeatedly.
     """
     forward = module.forward
 
@@ -218,10 +220,10 @@ def _sum_gradients(module: torch.nn.Module, group: Any) -> None:
 
 
 def divide_adapters(causal: Any) -> None:
-    """Makes the adapters of divided linear layers compute this rank's share.
+    """Makes the adapters of divided linear layers compute only this rank's share.
 
     Every rank stores whole adapters, and the gradients of all ranks are added up. So each rank must contribute only the
-    part of its outputs or inputs, or an equal part if all ranks compute the same.
+    gradient from its own outputs or inputs, or an equal fraction if all ranks compute the same.
 
     Raises:
         ConfigError: an adapted layer is divided in another way.
@@ -241,7 +243,7 @@ def divide_adapters(causal: Any) -> None:
 
 
 def _shares_of(style: str, down: Any, up: Any, group: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Returns the forward passes of an adapter's two matrices on this rank."""
+    """Returns the forward functions of an adapter's two matrices on this rank."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
     def local_part(matrix: Any, dimension: int) -> Any:
@@ -259,7 +261,7 @@ def _shares_of(style: str, down: Any, up: Any, group: Any) -> tuple[Callable[[An
 
 
 class ScaleGradient(torch.autograd.Function):
-    """Returns a tensor unchanged in the forward pass. Multiplies its gradient by a factor in the backward pass."""
+    """Identity in the forward pass. Multiplies the gradient by a factor in the backward pass."""
 
     @staticmethod
     def forward(context: Any, tensor: Any, factor: float) -> Any:
@@ -272,8 +274,8 @@ class ScaleGradient(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sums tensors over all ranks of a group. Every rank must derive the same loss from the sum, so the gradient is
-    passed back unchanged."""
+    """Sums tensors over all ranks of a group. Passes the gradient back unchanged, because every rank derives the same
+    loss from the sum."""
 
     @staticmethod
     def forward(context: Any, part: Any, group: Any) -> Any:
@@ -287,8 +289,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class SumGradients(torch.autograd.Function):
-    """Returns a tensor unchanged in the forward pass. Sums its gradient over the ranks of a group in the backward
-    pass."""
+    """Identity in the forward pass. Sums the gradient over the ranks of a group in the backward pass."""
 
     @staticmethod
     def forward(context: Any, tensor: Any, group: Any) -> Any:

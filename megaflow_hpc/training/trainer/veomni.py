@@ -1,13 +1,13 @@
 """Creates models with VeOmni's implementations and kernels, for ``slurm.trainer.kind: veomni``.
 
 VeOmni (ByteDance Seed) creates the model, divides it among the ranks (FSDP2, experts) and reads its weights. Loss,
-optimizer, checkpoints and publishing are those of this package's trainer, and parameters have the same names. So the
-trainer can continue from a checkpoint of either kind of trainer.
+optimizer, checkpoints and publishing are the same as in this package's own trainer, and so are the names of parameters.
+So training can continue from a checkpoint of either trainer.
 
-On GPUs, mixtures of experts use its grouped Triton kernel, and norms, activations and rotary embeddings those of
-liger-kernel if that is installed. On CPUs everything is plain PyTorch.
+On GPUs, mixtures of experts use VeOmni's grouped Triton kernel. Norms, activations and rotary embeddings use
+liger-kernel if it is installed. On CPUs, everything is plain PyTorch.
 
-(VeOmni 0.1.12 of PyPI: ``models/auto.py:build_foundation_model``,
+(VeOmni 0.1.12 from PyPI: ``models/auto.py:build_foundation_model``,
 ``distributed/torch_parallelize.py:build_parallelize_model``, ``checkpoint/dcp_checkpointer.py:ModelState``.)
 """
 
@@ -40,15 +40,16 @@ class VeOmniModel(PolicyModel):
     def __init__(self, causal: Any, source: Path, ranks: ProcessGroup) -> None:
         super().__init__(causal, source, ranks)
         if ranks.count > 1:
-            # The root of FSDP is the model, not this module: its hooks gather embeddings, last norm and head.
-            causal.set_reshard_after_forward(True, recurse=False)  # the root stays gathered by default
+            # FSDP's root is the model, not this module, and the root's hooks gather the embeddings, the last norm and
+            # the head.
+            causal.set_reshard_after_forward(True, recurse=False)  # by default, the root stays gathered
             causal.forward_row = super().forward
             fsdp.register_fsdp_forward_method(causal, "forward_row")
             self.forward = causal.forward_row  # type: ignore[method-assign]
 
     def shares(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns tensors as shares of unsharded tensors. With several expert groups, VeOmni's parameters are shares of
-        one group's tensors."""
+        """Converts tensors to shares of unsharded tensors. With several expert groups, VeOmni's parameters are shares
+        of one group's tensors only."""
         from veomni.checkpoint.dcp_checkpointer import ModelState  # type: ignore[import-not-found]
 
         if not getattr(self.causal, "_fqn2spec_info", None):
@@ -71,7 +72,7 @@ def read(source: Path, dtype: str, ranks: ProcessGroup, layout: Layout) -> Polic
             f"slurm.trainer.kind: veomni needs VeOmni {VERSION} in the trainer's environment, which has {found}; "
             f"run there: pip install --no-deps veomni=={VERSION}"
         )
-    # VeOmni could run a model's own code and load pickled weights; this trainer allows neither.
+    # VeOmni could run code from the model directory and load pickled weights. This trainer allows neither.
     if "auto_map" in (source / "config.json").read_text():
         raise ConfigError(f"{source}: its config.json names its own Python code (auto_map), which is not run")
     if not any(source.glob("*.safetensors")):
@@ -95,7 +96,7 @@ def divided(config: Any, source: Path, dtype: str, ranks: ProcessGroup, layout: 
     """Creates a model from a transformers ``config``, shards it, and loads its weights from ``source``.
 
     Raises:
-        ConfigError: the layout does not suit the model.
+        ConfigError: the model cannot be divided according to the layout.
     """
     from veomni.arguments.arguments_types import (  # type: ignore[import-not-found]
         MixedPrecisionConfig,
@@ -107,7 +108,7 @@ def divided(config: Any, source: Path, dtype: str, ranks: ProcessGroup, layout: 
 
     logging.getLogger("veomni").setLevel(logging.WARNING)
     with torch.device("meta"):
-        plain = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](deepcopy(config))  # the constructor changes its config
+        plain = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](deepcopy(config))  # the constructor modifies the config
     check_model(layout, plain)
     device = ranks.device.type
     kernels = OpsImplementationConfig(**_kernels(device, dtype))
@@ -133,12 +134,12 @@ def divided(config: Any, source: Path, dtype: str, ranks: ProcessGroup, layout: 
             broadcast_model_weights_from_rank0=True,
         )
         for module in causal.modules():
-            if isinstance(module, fsdp.FSDPModule):  # losses divide by the tokens of all ranks
+            if isinstance(module, fsdp.FSDPModule):  # losses already divide by the tokens of all ranks
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
     policy = VeOmniModel(causal, source, ranks)
     policy.context = Grid(layout, device).context if layout.context > 1 else None
-    # VeOmni's classes do not map their fused experts to the separate experts in model files.
+    # VeOmni's classes lack the mapping from fused experts to the separate experts in model files.
     causal._weight_conversions = get_model_conversion_mapping(plain, add_legacy=False)
     return policy
 

@@ -1,13 +1,15 @@
-"""Images in the trainer: pixel inputs and positions of sequences that show images to an image-text model.
+"""Images in the trainer: pixel inputs and token positions for an image-text model's sequences with images.
 
-The record holds each image file, and the placeholder tokens that the engine replaced by it. The image processor of the
-model directory converts the file to pixels as the engine's did, so both see the same numbers. Images are placed by the
-recorded spans, never by token ids, because a model may sample a placeholder itself.
+A rollout's record contains each image file and the span of placeholder tokens that the image replaced in the engine.
+The image processor in the model directory converts the file to pixels in the same way as the engine did, so trainer and
+engine see the same numbers. Images are placed by the recorded spans, never by token ids, because a model may sample a
+placeholder token itself.
 
-Supported are models whose processor cuts images into a grid of patches (``image_grid_thw``), merges squares of patches
-to one token, and marks each by the same placeholder: Qwen2-VL and its successors, GLM-4V, PaddleOCR-VL and others.
-Positions come from the model's own ``get_rope_index``, one sequence at a time, because row and column of a patch count
-there (multi-dimensional rotary embeddings: Wang et al. 2024, Qwen2-VL, arXiv 2409.12191).
+Supported models have a processor that splits images into a grid of patches (``image_grid_thw``), merges each square of
+patches into one token, and marks all of these tokens with the same placeholder: Qwen2-VL and its successors, GLM-4V,
+PaddleOCR-VL and others. The model's own ``get_rope_index`` computes the positions, one sequence at a time, because they
+depend on the row and column of a patch (multi-dimensional rotary embeddings: Wang et al. 2024, Qwen2-VL, arXiv
+2409.12191).
 """
 
 from __future__ import annotations
@@ -32,32 +34,31 @@ from megaflow_hpc.training.microbatch import ShownImage
 from megaflow_hpc.trajectory import Image, ImageSpan
 
 GRID = "image_grid_thw"
-"""Input of the model that holds the number of patches of each image: frames, rows, columns."""
+"""Model input with the number of patches in each image: frames, rows and columns."""
 MAX_CACHED_BYTES = 2**29
-"""Maximum size of the cache of processed images. A step reads each image several times: in each epoch, and in each
-window that shows it.
-"""
+"""Maximum size of the cache of processed images, in bytes. A step reads each image several times: in each epoch, and
+for each sequence that contains it."""
 
 
 class BadImage(ConfigError):
     """An image of a rollout cannot be decoded.
 
     Attributes:
-        sequence: index in its row of the sequence that shows the image.
+        sequence: index of the sequence with the image in its row.
     """
 
     sequence = 0
 
 
 class NoVision(ConfigError):
-    """The model directory cannot take images. The message says why, and what to do."""
+    """The model cannot take images. The message states the reason and the remedy."""
 
 
 class Vision:
-    """Makes the inputs of one image-text model. Created by :meth:`read`.
+    """Computes the inputs of one image-text model. Created by :meth:`read`.
 
     Attributes:
-        options: options of the image processor that differ from its files, as in vLLM's ``mm-processor-kwargs``.
+        options: options that override those in the image processor's files, as in vLLM's ``mm-processor-kwargs``.
     """
 
     def __init__(self, source: Path, processor: Any, placeholder: int) -> None:
@@ -72,7 +73,7 @@ class Vision:
         """Reads the image processor of a model directory.
 
         Raises:
-            NoVision: the directory has no image processor, or one of another kind.
+            NoVision: the directory has no image processor, or an unsupported one.
         """
         from transformers import AutoConfig, AutoImageProcessor  # type: ignore[import-not-found]
 
@@ -93,10 +94,10 @@ class Vision:
         return cls(source, processor, int(placeholder))
 
     def attach(self, causal: Any) -> None:
-        """Uses this model to compute positions. By default, a copy without weights is created for that."""
+        """Uses this model to compute positions. By default, a model without weights is created for that."""
         self._model = causal
         for module in causal.modules():
-            if type(module).__name__ == "PaddleOCRVisionEmbeddings":  # transformers 5.19 and vLLM 0.32 differ here
+            if type(module).__name__ == "PaddleOCRVisionEmbeddings":  # as in vLLM 0.32, unlike transformers 5.19
                 module.interpolation_align_corners = False
 
     def _rope_index(self) -> Callable[..., Any] | None:
@@ -112,11 +113,11 @@ class Vision:
 
     @property
     def placeholder(self) -> int:
-        """Id of the token that stands for a part of an image."""
+        """Id of the placeholder token, which represents a part of an image."""
         return self._placeholder
 
     def tokens_of(self, image: Image) -> int:
-        """Returns the number of placeholder tokens that the model's processor gives to an image.
+        """Returns the number of placeholder tokens that the model's processor uses for an image.
 
         Raises:
             BadImage: the image cannot be decoded.
@@ -134,7 +135,7 @@ class Vision:
         opened = decoded(image)
         try:
             made = self._processor(images=[opened], return_tensors="pt", **self.options)
-        except ValueError as error:  # such as an image that is too long and thin
+        except ValueError as error:  # for example, for an image that is too narrow
             raise BadImage(f"the image {image.sha256[:12]}… cannot be processed: {error}") from None
         pixels = {name: made[name] for name in self._processor.model_input_names if name in made}
         self._kept[image.sha256] = pixels
@@ -144,11 +145,11 @@ class Vision:
         return pixels
 
     def inputs(self, shown: Sequence[ShownImage]) -> list[dict[str, Any]]:
-        """Returns the pixel inputs of each image that a sequence shows.
+        """Returns the pixel inputs for each image in a sequence.
 
         Raises:
             BadImage: an image cannot be decoded.
-            ConfigError: the processor gives an image another number of tokens than the engine did.
+            ConfigError: the processor uses a different number of tokens for an image than the engine did.
         """
         parts = []
         for span, image in shown:
@@ -165,11 +166,12 @@ class Vision:
     # --- placeholders ---
 
     def positions(self, tokens: Any, shown: Sequence[ShownImage]) -> Any:
-        """Returns the positions of a sequence, int64 (3, T), or (1, T) if the model's have one dimension.
+        """Returns the positions of a sequence's tokens, int64 (3, T), or (1, T) if the model's positions have one
+        dimension.
 
         Args:
             tokens: token ids (T).
-            shown: its images, sorted by their start.
+            shown: the sequence's images, sorted by their start.
 
         Raises:
             BadImage: an image cannot be decoded.
@@ -178,7 +180,7 @@ class Vision:
         length = len(tokens)
         plain = torch.arange(length)[None]
         for before, after in pairwise([span for span, _ in shown]):
-            if before.end >= after.start:  # the model would take both for one
+            if before.end >= after.start:  # the model would see a single image
                 raise ConfigError(
                     f"{self.source}: no token is between the images at tokens {before.start} and {after.start}: use a "
                     "chat template that marks where an image begins; no step was taken"
@@ -199,9 +201,8 @@ class Vision:
         return rope_index(input_ids=ids, mm_token_type_ids=kinds, **{GRID: grids})[0][:, 0]
 
     def marked(self, tokens: Any, sequences: Sequence[Sequence[ShownImage]], offsets: Sequence[int]) -> Any:
-        """Returns a row's token ids (T) in which only shown images have placeholders. Replaces other placeholders by 0,
-        because the model would insert images there.
-        """
+        """Returns a row's token ids (T), in which only images have placeholders. Replaces any other placeholder with 0,
+        because the model would insert an image there."""
         shown = torch.zeros(len(tokens), dtype=torch.bool)
         for begin, images in zip(offsets, sequences, strict=False):
             for span, _ in images:
@@ -212,8 +213,8 @@ class Vision:
     # --- examples ---
 
     def example(self) -> list[tuple[Any, list[ShownImage]]]:
-        """Returns sequences with one, two and no images, which fit any vocabulary: int64 tokens (T), and what is
-        shown."""
+        """Returns sequences with one, two and no images, as pairs of int64 tokens (T) and images. They fit any
+        vocabulary."""
         first, second = _drawn(2, 3), _drawn(3, 2)
         sequences: list[tuple[Any, list[ShownImage]]] = []
         for images in ([first], [second, first], []):
@@ -226,12 +227,12 @@ class Vision:
         return sequences
 
     def blank(self) -> dict[str, Any]:
-        """Returns the pixel inputs of a small image."""
+        """Returns the pixel inputs for a small image."""
         return dict(self._pixels(_drawn(1, 1)))
 
 
 def kinds_of(length: int, shown: Sequence[ShownImage]) -> NDArray[np.int32]:
-    """Returns 1 for each token of a sequence that stands for an image, otherwise 0 (``mm_token_type_ids``)."""
+    """Returns 1 for each image token of a sequence and 0 for all others (``mm_token_type_ids``)."""
     kinds = np.zeros(length, np.int32)
     for span, _ in shown:
         kinds[span.start : span.end] = 1
@@ -239,16 +240,12 @@ def kinds_of(length: int, shown: Sequence[ShownImage]) -> NDArray[np.int32]:
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Joins the pixel inputs of several images for a single call. Empty without images."""
+    """Joins the pixel inputs of several images for a single call. Returns an empty dict if there are no images."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
 def image_of(data: bytes, where: object) -> Image:
-    """Returns the image in a file.
-
-    Args:
-        data: content of the file.
-        where: name of the file, for errors.
+    """Returns the image in a file. Args: data: content of the file. where: name of the file, for error messages.
 
     Raises:
         BadImage: Pillow cannot read the file as an image.
@@ -264,7 +261,7 @@ def image_of(data: bytes, where: object) -> Image:
 
 
 def decoded(image: Image) -> Any:
-    """Decodes an image as vLLM does: turned upright, with transparent pixels on white, in RGB. Returns a PIL image.
+    """Decodes an image as vLLM does: rotated upright, with transparent pixels on white, in RGB. Returns a PIL image.
 
     Raises:
         BadImage: the file is damaged, not an image, or has more pixels than Pillow allows.
@@ -278,7 +275,7 @@ def decoded(image: Image) -> Any:
             warnings.simplefilter("error", Pillow.DecompressionBombWarning)
             opened = Pillow.open(io.BytesIO(image.data), formats=[kind])
             opened = ImageOps.exif_transpose(opened)
-            if opened.mode == "RGB":  # vLLM ignores a transparent colour here
+            if opened.mode == "RGB":  # vLLM ignores a transparent colour in this mode
                 opened.load()
                 return opened
             if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
@@ -293,7 +290,7 @@ def decoded(image: Image) -> Any:
 
 @contextmanager
 def embedding(causal: Any, tokens: Any) -> Iterator[None]:
-    """Makes a model embed these token ids (1, T), whatever ids it is called with."""
+    """Makes a model embed these token ids (1, T) regardless of the ids with which it is called."""
     hook = causal.get_input_embeddings().register_forward_pre_hook(lambda module, given: (tokens,))
     try:
         yield
@@ -302,10 +299,10 @@ def embedding(causal: Any, tokens: Any) -> Iterator[None]:
 
 
 def processor_options(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the options of the image processor among an engine's ``args``.
+    """Returns the image processor's options from an engine's ``args``.
 
     Raises:
-        ConfigError: they are not a mapping.
+        ConfigError: the options are not a mapping.
     """
     given = next((value for name, value in args.items() if name.replace("_", "-") == "mm-processor-kwargs"), None) or {}
     try:
@@ -324,7 +321,7 @@ def takes_images(source: Path) -> bool:
 
 
 def vision_parameters(causal: Any) -> list[tuple[str, Any]]:
-    """Returns the parameters before the language model: those of the vision tower and of its projection."""
+    """Returns the parameters that precede the language model, i.e. the vision tower's and its projection's."""
     language = {id(p) for module in (causal.get_decoder(), causal.get_output_embeddings()) for p in module.parameters()}
     return [(name, p) for name, p in causal.named_parameters() if id(p) not in language]
 

@@ -34,7 +34,7 @@ from megaflow_hpc.trajectory import Image, ImageSpan, image_parts
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 """File name endings of weight files. All other files are copied from MODEL."""
 Example = tuple[list[int], list[int], list[ShownImage]]
-"""Tokens of a conversation, the indices of the tokens that the assistant wrote, and the images that it shows."""
+"""A conversation's tokens, the indices of the tokens that the assistant wrote, and the images."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def _train(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{error.filename}: {error.strerror}; choose another place for OUT") from None
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{folder}: you may not write there; choose another place for OUT")
-    # Import after the check: torch takes seconds to load.
+    # Import torch only after the check, because it takes seconds to load.
     import torch  # type: ignore[import-not-found]
 
     from megaflow_hpc.training.microbatch import rows_in_order
@@ -115,12 +115,12 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def examples(model: Path, demonstrations: Path) -> list[Example]:
-    """Returns the conversations, encoded by the model's chat template.
+    """Returns the conversations, encoded with the model's chat template.
 
-    If the template changes earlier messages when one is added, each later answer becomes a separate example.
+    If the template changes earlier messages when a message is added, each later answer becomes a separate example.
 
     Raises:
-        ConfigError: a line is not a conversation, or the template does not add an answer to its prompt.
+        ConfigError: a line is not a conversation, or the template does not append an answer to its prompt.
     """
     from transformers import AutoTokenizer  # type: ignore[import-not-found]
 
@@ -162,18 +162,18 @@ def examples(model: Path, demonstrations: Path) -> list[Example]:
 
 
 class _Images:
-    """Places the images of demonstrations as the model's image processor requires."""
+    """Inserts the placeholders for images in demonstrations, as the model's image processor requires."""
 
     def __init__(self, model: Path, demonstrations: Path) -> None:
         self._model, self._folder = model, demonstrations.parent
         self._vision: Any = None
 
     def placed(self, tokens: list[int], messages: Sequence[Any], where: str) -> tuple[list[int], list[ShownImage]]:
-        """Returns tokens with as many placeholders for each image as its size needs, and the images.
+        """Returns the tokens, with the right number of placeholders for each image's size, and the images.
 
         Raises:
-            ConfigError: an image is missing or damaged, the model takes none, or its template renders a different
-                number.
+            ConfigError: an image is missing or damaged, the model takes no images, or the template renders a different
+                number of images.
         """
         urls = [part["image_url"]["url"] for message in messages for part in image_parts(message)]
         if not urls:
