@@ -3,8 +3,8 @@
 An agent may commit, switch branches, rewrite the history, break the index or remove ``.git``. It may also install
 hooks, filters, attributes and drivers that run when git reads the checkout. The commit is therefore stored on the host,
 in ``checkout.json`` next to the sandbox's layer. The patch is computed with a separate git directory that ignores the
-agent's configuration, index and references. From the agent's repository, git reads only objects. If the objects are
-gone, the image's own repository is exposed briefly. Git runs in the sandbox, where the agent can replace it, so treat a
+agent's configuration, index and references, and reads only objects from the agent's repository. If the objects are
+gone, the image's own repository is exposed briefly. Git runs in the sandbox, where the agent can replace it. So treat a
 patch as the agent's submission, not as evidence.
 
 Patches are stored as JSON. A patch that is not valid UTF-8 or contains NUL bytes is stored as binary hunks for all
@@ -30,16 +30,16 @@ from megaflow_hpc.types import Artifact
 NOTE = "checkout.json"
 LOOK_TIMEOUT_S = 120.0
 GIT_TIMEOUT_S = 300.0
-"""Timeout of git commands in seconds. Generous enough for a large checkout."""
+"""Timeout of git commands in seconds, enough for a large checkout."""
 MAX_PATCH_BYTES = 8 << 20
-"""Maximum patch size in bytes. A larger patch is an error, because a truncated patch is useless."""
+"""Maximum size of a patch in bytes. A larger patch is an error, because a truncated patch would be useless."""
 EXIT_NO_DIRECTORY = 78
 """Exit status of the script if it cannot create the directories."""
 EXIT_NO_COMMIT = 79
 """Exit status of the script if the commit is missing."""
 
 _SETTINGS = ("core.fileMode", "core.autocrlf", "core.eol", "core.symlinks")
-"""Git settings that determine whether git considers an unchanged file modified."""
+"""Git settings that influence whether git considers a file modified."""
 
 _LOOK = f"""cd -P . && above=$PWD || exit 1
 # Most tasks have no checkout, and a shell finds that out faster than git.
@@ -71,7 +71,7 @@ _DIFF = """{git} diff --cached --binary --no-color --no-ext-diff --no-textconv -
   {commit} {options} || exit 1"""
 _AS_BINARY = "echo '* -diff' >\"$d/git/info/attributes\"; g -c diff.default.binary=true"
 _GITLINK = re.compile(rb"^(?:(?:new|deleted) file mode|old mode|new mode|index [0-9a-f]+\.\.[0-9a-f]+) 160000$", re.M)
-"""Matches a header line of a patch that refers to a commit of a nested repository."""
+"""Matches a patch's header line that refers to a commit of a nested repository."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Start:
     top: str
     objects: str
     exclude: str
-    """The repository's private ignore patterns, in addition to the ``.gitignore`` files of the tree."""
+    """The repository's private ignore patterns, which apply in addition to the tree's ``.gitignore`` files."""
     settings: list[str]
 
 
@@ -95,12 +95,13 @@ class Patch:
 
 
 async def remember(sandbox: ApptainerSandbox, workdir: str | None, make: Sequence[str] = ()) -> Start | None:
-    """Records the commit of the checkout that contains ``workdir``. Returns ``None`` if there is no checkout or no git.
+    """Records the commit of the checkout that contains ``workdir``. Returns ``None`` if there is no checkout or git is
+    missing.
 
     Args:
         sandbox: The agent's sandbox.
         workdir: The task's working directory.
-        make: Directories to create first, along with ``workdir``. Creating them here saves separate commands.
+        make: Directories to create first, along with ``workdir``. Creating them in the same command saves time.
 
     Raises:
         SandboxError: The sandbox was lost, or the directories cannot be created.
@@ -137,7 +138,7 @@ async def remember_new(sandbox: ApptainerSandbox, workdir: str | None) -> None:
 
 
 def read_note(sandbox: ApptainerSandbox) -> bytes:
-    """Returns the record that :func:`remember` wrote. Empty if there is none."""
+    """Returns the record that :func:`remember` wrote, or an empty value if there is none."""
     path = Path(sandbox.directory, NOTE)
     return path.read_bytes() if path.exists() else b""
 
@@ -151,8 +152,9 @@ def write_note(sandbox: ApptainerSandbox, content: bytes) -> None:
 async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | None:
     """Returns all changes since :func:`remember` as one git patch: committed, uncommitted and untracked files.
 
-    Returns ``None`` without running a command if no checkout was recorded. Does not modify the checkout. Call it after
-    killing the agent's processes, and kill all processes again afterwards, because the agent may have replaced git.
+    If no checkout was recorded, returns ``None`` without running a command. Does not modify the checkout. Call this
+    after killing the agent's processes, and kill all processes again afterwards, because the agent may have replaced
+    git.
 
     Raises:
         SandboxError: The sandbox was lost.
@@ -187,8 +189,8 @@ async def difference(sandbox: ApptainerSandbox, workdir: str | None) -> Patch | 
 
 
 async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
-    """Applies a patch from :func:`difference` to an unmodified checkout. Returns the reason for a failure. Empty on
-    success.
+    """Applies a patch from :func:`difference` to an unmodified checkout. Returns the reason for a failure, or an empty
+    string on success.
 
     Raises:
         SandboxError: The sandbox was lost.
@@ -203,9 +205,10 @@ async def apply(sandbox: ApptainerSandbox, patch: bytes) -> str:
 
 
 def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
-    """Converts a patch to artifacts: ``patch``, empty without changes, and ``patch.error`` if there was an error.
+    """Converts a patch to artifacts: ``patch``, which is empty if there are no changes, and ``patch.error`` if there
+    was an error.
 
-    Without a checkout there is neither.
+    If there was no checkout, there are no artifacts.
     """
     if patch is None:
         return []
@@ -245,7 +248,7 @@ async def _diff(sandbox: ApptainerSandbox, start: Start, diff: str) -> Patch | N
         gone=EXIT_NO_COMMIT,
         diff=diff,
     )
-    # Truncated output keeps the first and the last half, so the first half must fit the whole patch.
+    # Truncated output keeps its first and last half, so the first half must be large enough for the whole patch.
     done = await sandbox.exec(script, cwd="/", timeout_s=GIT_TIMEOUT_S, output_limit=2 * MAX_PATCH_BYTES)
     if done.exit_code == EXIT_NO_COMMIT:
         return None
@@ -258,7 +261,7 @@ async def _diff(sandbox: ApptainerSandbox, start: Start, diff: str) -> Patch | N
     left_out = [line for line in done.stderr.splitlines() if line.startswith(("error:", "fatal:"))]
     for part in re.split(rb"^diff --git ", done.stdout_bytes, flags=re.M)[1:]:
         if _GITLINK.search(part.partition(b"\n@@")[0]):
-            names = part.partition(b"\n")[0]  # the same name twice, after a/ and b/
+            names = part.partition(b"\n")[0]  # contains the name twice, after a/ and b/
             name = names[: len(names) // 2].strip(b'"').removeprefix(b"a/").decode("utf-8", "surrogateescape")
             left_out.append(
                 f"{name!a}: a separate repository; the patch names its commit and contains none of its files"

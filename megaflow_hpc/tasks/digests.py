@@ -1,9 +1,9 @@
-"""Detects changes to the files that a task's rollouts read, by digests computed during planning.
+"""Detects changes to the files that a task's rollouts read, using digests computed during planning.
 
 Planning copies instructions and settings into the run, but rollouts read tests, solutions and the source of a task's
-class from their original location. If a user edited these files during a run, rollouts of one group would see different
-tests. Planning therefore hashes names, modes and contents once. A rollout compares sizes and modification times, and
-hashes contents only if these differ.
+class from their original location. If a user edited these files during a run, rollouts of the same group would see
+different tests. Planning therefore hashes names, modes and contents. A rollout compares sizes and modification times,
+and hashes contents only if sizes or times differ.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ def check_unchanged(task: Task) -> None:
     """Checks that a task's files have not changed since planning.
 
     Raises:
-        ConfigError: A file has changed. The message names the most recently modified one.
+        ConfigError: A file has changed. The message names the most recently modified file.
     """
     recorded = task.metadata.get(KEY)
-    if not recorded:  # rollouts of this task read no files
+    if not recorded:  # this task's rollouts read no files
         return
     fixed = msgspec.convert(recorded, FixedFiles)
     try:
@@ -138,7 +138,7 @@ def _files(paths: Sequence[str]) -> Iterator[tuple[str, str, os.stat_result]]:
 def _metadata_digest(paths: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name, _, status in _files(paths):
-        regular = stat.S_ISREG(status.st_mode)  # a directory's size and time are covered by its entries
+        regular = stat.S_ISREG(status.st_mode)  # ignore a directory's size and time, since its entries are listed
         values = (status.st_size, status.st_mtime_ns) if regular or stat.S_ISLNK(status.st_mode) else ()
         digest.update(repr((os.fsencode(name), stat.filemode(status.st_mode), *values)).encode())
     return digest.hexdigest()[:32]
@@ -159,5 +159,5 @@ def _content_digest(paths: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _cached_content_digest(paths: tuple[str, ...], seen: str) -> str:
-    """Returns the content hash, cached under ``seen``. A copied run has new modification times but the same content."""
+    """Returns the content hash, and caches it under ``seen``."""
     return _content_digest(paths)

@@ -1,7 +1,8 @@
-"""Task formats: objects that read tasks from a campaign's sources, and prepare, solve and verify them.
+"""Task formats.
 
-Each format is an object named ``FORMAT`` in its own module, and handles tasks of one ``kind``. The formats are Harbor
-directories, SWE-bench lines and Python classes. To run a task, get its format from :func:`format_of`.
+A format reads tasks from a campaign's sources, and prepares, solves and verifies them. Each format is an object named
+``FORMAT`` in its own module, and handles the tasks of one ``kind``. The formats are Harbor directories, SWE-bench lines
+and Python classes. To run a task, get its format from :func:`format_of`.
 """
 
 from __future__ import annotations
@@ -23,35 +24,34 @@ from megaflow_hpc.tasks.judging import Judge
 from megaflow_hpc.types import ExecResult, Network, Task, Verdict
 
 TASK_ID = re.compile(r"[A-Za-z0-9._-]+")
-"""Matches a task id, which is used in directory and column names. In a rollout id, an @ precedes the round."""
+"""Matches a task id. Task ids are used in directory and column names. In rollout ids, an @ separates the round."""
 
 MODULES: Mapping[str, str] = {
     "swebench": "megaflow_hpc.tasks.swebench.format",
     "python": "megaflow_hpc.tasks.python_class",
     "harbor": "megaflow_hpc.tasks.harbor.format",
 }
-"""Maps kinds to modules, in the order in which formats may claim a source. Harbor comes last because it accepts any
-path."""
+"""Maps kinds to modules, in the order in which they are asked whether a source has their format. Harbor comes last
+because it accepts any path."""
 
 
 Refuse = Callable[[ConfigError], None]
-"""Receives the error of a task that cannot be read or tested. The task is then left out."""
+"""Function called with the error of a task that cannot be read or tested. If it returns, the task is left out."""
 
 
 def refuse_into(messages: list[str]) -> Refuse:
-    """Returns a function that appends the message of each error. It drops the error itself, which would keep its task
-    in memory.
-    """
+    """Returns a function that appends the message of each error to a list. Errors themselves are not kept, because
+    their tracebacks would keep tasks in memory."""
     return lambda error: messages.append(str(error))
 
 
 def raise_error(error: ConfigError) -> None:
-    """Raises the error, so that one invalid task refuses its source."""
+    """Raises the error, so that a source with an invalid task is refused."""
     raise error
 
 
 OpenJudge = Callable[..., AbstractAsyncContextManager[Judge]]
-"""Opens access to judges. Takes no argument, or a listening socket."""
+"""Function that opens access to judges. Takes a listening socket or no argument."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ class VerificationContext:
     as_left: bool = False
     """Keep all of the agent's changes, even to the image's programs."""
     network: Network | None = None
-    """Network for tests that may use one. If ``None``, they use the sandbox's network."""
+    """Network for tests that may use one. If ``None``, tests use the sandbox's network."""
     start: Callable[[Task], Awaitable[ApptainerSandbox]] | None = None
-    """Starts the sandbox of a separate verifier, given its environment as a task."""
+    """Starts the sandbox of a separate verifier, given the verifier's environment as a task."""
     patch: Patch | None = None
     """The agent's changes to the git checkout in the working directory. ``None`` if there was no checkout."""
     messages: Callable[[], list[dict[str, Any]]] = list
     """Returns the agent's conversation so far."""
     roles: Callable[[], dict[str, list[dict[str, Any]]]] = dict
-    """Returns the latest conversation of each role of the campaign's team."""
+    """Returns the latest conversation of each role in the campaign's team."""
     artifacts: Callable[[], dict[str, bytes]] = dict
     """Returns the files stored with the rollout so far, by name."""
     judge: OpenJudge | None = None
-    """Opens access to the campaign's judges, also at a socket that listens in a sandbox. ``None`` if the campaign has
-    none."""
+    """Opens access to the campaign's judges, optionally at a socket that listens inside a sandbox. ``None`` if the
+    campaign has no judges."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class StepVerdict:
 
 
 class TaskFormat(Protocol):
-    """Interface of a task format. Methods that take a sandbox run in a worker. ``claims`` to ``files`` run during
-    planning."""
+    """Interface of a task format. Methods that take a sandbox run in workers. The methods from ``claims`` to ``files``
+    run during planning."""
 
     def claims(self, source: str, /) -> bool:
         """Returns whether a campaign's source has this format."""
@@ -120,14 +120,14 @@ class TaskFormat(Protocol):
             refuse: Called for each task that cannot be tested.
 
         Raises:
-            ConfigError: This machine lacks a program that all of them need.
+            ConfigError: A program that all of these tasks need is missing on this machine.
         """
 
     def images(self, task: Task, /) -> list[ImageRequest]:
-        """Returns the images that a task needs: the agent's image first, then those of separate verifiers."""
+        """Returns the images that a task needs: the agent's image first, then separate verifiers' images."""
 
     def files(self, task: Task, /) -> list[str]:
-        """Returns the paths that rollouts read from their original location, and which must not change during a run."""
+        """Returns the paths that rollouts read from their original location. These must not change during a run."""
 
     def asks_judge(self, task: Task, /) -> bool:
         """Returns whether the verification of a task needs a judge."""
@@ -181,13 +181,13 @@ class TaskFormat(Protocol):
         """
 
     async def put_back(self, task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, bytes], /) -> bool:
-        """Restores the artifacts that the task declares from those of a stored rollout.
+        """Restores the artifacts that the task declares from a stored rollout's artifacts.
 
         Args:
             stored: artifacts by name.
 
         Returns:
-            True if the tests need no other files of the agent.
+            True if the tests need no other files from the agent.
 
         Raises:
             UnscoredError: Some of the artifacts are not stored.
@@ -201,7 +201,7 @@ class TaskFormat(Protocol):
 
 
 class OneStep:
-    """Default methods for formats whose tasks have one step and one prebuilt image."""
+    """Default methods for formats whose tasks have a single step and a single prebuilt image."""
 
     def settle(self, tasks: Sequence[Task], refuse: Refuse) -> list[Task]:
         return list(tasks)

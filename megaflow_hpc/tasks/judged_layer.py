@@ -1,13 +1,12 @@
-"""Prepares a sandbox's writable layer for the tests, and restores it for the agent afterwards. Used by every task
-format.
+"""Prepares a sandbox's writable layer for the tests, and restores it for the agent afterwards. All task formats use it.
 
 ``fresh`` keeps the agent's changes at given paths. ``shared`` also keeps files that the agent added outside the system
 directories. ``as-left`` keeps every change. See :mod:`~megaflow_hpc.environments.sandbox.rootfs.upperdir` for the
 rules.
 
-Programs read settings from the home directory, so the tests must not see the agent's changes to it. Usually they get
-the image's home directory. If a kept path includes the home directory, as with working directory ``/root``, they get an
-empty one instead.
+Programs read settings from the home directory, so the tests must not see the agent's changes to it. Usually, the tests
+get the image's home directory. If a kept path includes the home directory, as with the working directory ``/root``,
+they get an empty home directory instead.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from megaflow_hpc.host.process import environment
 from megaflow_hpc.tasks.formats import VerificationContext
 
 EMPTY_HOME = "/.megaflow-home"
-"""Home directory for the tests if the agent's changes in the usual home directory are kept."""
+"""Home directory for the tests, if the agent's changes in the usual home directory are kept."""
 _LOADED = ("PATH", "HOME", "BASE", "ENV")
-"""Suffixes of environment variables whose values are paths that programs load code or settings from (``PYTHONPATH``,
+"""Suffixes of environment variables whose values are paths from which programs load code or settings (``PYTHONPATH``,
 ``CARGO_HOME``, ``PYTHONUSERBASE``, ``BASH_ENV``)."""
 _NOT_LOADED = ("PATH", "HOME")
-"""Variables with a suffix in :data:`_LOADED` that have rules of their own."""
+"""Variables with a suffix in :data:`_LOADED` to which separate rules apply."""
 _MAX_NAMED = 50
 
 
@@ -73,7 +72,7 @@ class JudgedLayer:
         assumed = self._depends()
         shown = (os.fsdecode(entry).partition("=") for entry in environment(self._sandbox.pid or 0))
         self._variables |= {name: value for name, _, value in shown} | self._given
-        if self._depends() != assumed:  # the image sets PATH or HOME itself: restart with its values
+        if self._depends() != assumed:  # the image sets PATH or HOME itself, so restart with its values
             await self._sandbox.restart(self.spec(spec), self.enter)
 
     async def start_when_used(self) -> None:
@@ -82,7 +81,7 @@ class JudgedLayer:
         await self._sandbox.end_processes(self.enter)
 
     def spec(self, spec: SandboxSpec) -> SandboxSpec:
-        """Returns the spec of the tests' container, with an empty home directory if the usual one is a kept path."""
+        """Returns the spec of the tests' container, with an empty home directory if the usual one is in a kept path."""
         if not self._needs_home():
             return spec
         own = Path(self._sandbox.directory, "tests-home")
@@ -91,7 +90,7 @@ class JudgedLayer:
         return replace(spec, env={**spec.env, "HOME": EMPTY_HOME}, binds=(*spec.binds, f"{own}:{EMPTY_HOME}"))
 
     def enter(self, paths: LayerPaths) -> None:
-        """Prepares the layer for the tests. Undoes an interrupted earlier attempt first."""
+        """Prepares the layer for the tests. First undoes an earlier attempt that was interrupted."""
         self._put_back(paths)
         if not self._context.as_left:
             self._sifted = upperdir.sift(paths.upper, paths.image, self._rules())
@@ -100,8 +99,8 @@ class JudgedLayer:
         self._prepare(paths)
 
     def leave(self, paths: LayerPaths) -> None:
-        """Restores the agent's layer, but keeps the tests' changes at the kept paths. Restores the image's own
-        programs."""
+        """Restores the agent's layer, except that the tests' changes at the kept paths are kept and the image's own
+        programs are restored."""
         self._put_back(paths)
         upperdir.restore(paths.upper, paths.image, self._kept)
 
@@ -119,7 +118,7 @@ class JudgedLayer:
         return f"\n--- changes that the tests did not see: {' '.join(names[:_MAX_NAMED])}{more} ---\n" if names else ""
 
     def _depends(self) -> tuple[bool, KeepRules | None]:
-        """Returns the settings of the tests' container that depend on environment variables."""
+        """Returns those settings of the tests' container that depend on environment variables."""
         return self._needs_home(), None if self._context.fresh or self._context.as_left else self._rules()
 
     def _needs_home(self) -> bool:
@@ -143,7 +142,7 @@ class JudgedLayer:
 
 
 def home_of(spec: SandboxSpec) -> str:
-    """Returns the default home directory in a sandbox. The image may override it."""
+    """Returns the default home directory in a sandbox, which the image may override."""
     usual = "/root" if spec.as_root else pwd.getpwuid(os.getuid()).pw_dir
     return spec.env.get("HOME", usual).rstrip("/")
 
@@ -158,6 +157,6 @@ def _hidden_list(paths: LayerPaths) -> Path:
 
 
 def _relative(paths: Iterable[str]) -> list[str]:
-    """Makes absolute paths relative to the root. Omits relative paths and the root itself."""
+    """Converts absolute paths to paths relative to the root. Omits relative paths and the root itself."""
     places = (os.path.normpath(path).strip("/") for path in paths if path.startswith("/"))
     return [place for place in places if place]

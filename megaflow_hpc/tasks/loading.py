@@ -31,15 +31,15 @@ def load_tasks(
     """Returns all tasks of all sources, ordered by source, then by id.
 
     Args:
-        sources: ``{path, include, exclude, limit}`` as in the campaign file; a bare string is a path. Paths are globs
-            relative to ``base_dir``. ``include`` and ``exclude`` are shell patterns matched against ids.
-        dockerfiles: reads the tasks' Dockerfiles, so that their images can be resolved later.
-        services: services of the campaign, which every task gets.
-        left_out: Receives the error of each task that cannot be read or tested, unless its source is ``strict``. If
-            ``None``, every source is strict: one such task refuses it.
+        sources: ``{path, include, exclude, limit}`` as in the campaign file. A bare string is a path. Paths are globs
+            relative to ``base_dir``. ``include`` and ``exclude`` are shell patterns for ids.
+        dockerfiles: reads the tasks' Dockerfiles, so that images can be resolved later.
+        services: the campaign's services, which are added to every task.
+        left_out: List to which the error of each task that cannot be read or tested is appended. In a ``strict``
+            source, such a task is an error. If ``None``, every source is strict.
 
     Raises:
-        ConfigError: a task and the campaign have a service of the same name.
+        ConfigError: a task and the campaign have a service with the same name.
         Mistakes: a source has no valid tasks, a strict source has an invalid task, or ids are duplicated.
     """
     dockerfiles = dockerfiles or Dockerfiles()
@@ -89,12 +89,12 @@ def _of_source(
 
 
 MAX_REASONS = 10
-"""Maximum number of reasons in a summary of the tasks that were left out."""
+"""Maximum number of reasons in a summary of left-out tasks."""
 
 
 def summarise(left_out: Sequence[str]) -> list[str]:
-    """Returns one line for each reason why tasks were left out, with the first task's place and the number of others.
-    The most frequent reasons come first."""
+    """Returns one line per reason why tasks were left out, with the location of the first task and the number of other
+    tasks. The most frequent reasons come first."""
     reasons: dict[str, list[str]] = {}
     for message in left_out:
         place, _, reason = message.partition(": ")
@@ -108,8 +108,8 @@ def summarise(left_out: Sequence[str]) -> list[str]:
 
 
 def at_key(place: str, error: ConfigError) -> Mistakes:
-    """Returns the errors of a source of tasks. Those without the path of a task's file begin with ``place``, the key's
-    ``file:line``."""
+    """Returns the errors of a task source. Messages that do not start with the path of a task's file are prefixed with
+    ``place``, the ``file:line`` of the source's key."""
     messages = error.found if isinstance(error, Mistakes) else [str(error)]
     return Mistakes([line if line.startswith("/") else f"{place}: {line}" for line in messages])
 
@@ -122,7 +122,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def images_of(task: Task) -> list[ImageRequest]:
-    """Returns the images of a task: the agent's image first, then those of separate verifiers and of services."""
+    """Returns the images of a task: the agent's image first, then the images of separate verifiers and services."""
     requests = format_of(task).images(task)
     for service in task.services:
         if service.image:
@@ -132,7 +132,7 @@ def images_of(task: Task) -> list[ImageRequest]:
 
 
 def image_requests(tasks: Sequence[Task]) -> list[ImageRequest]:
-    """Returns the images of tasks: agents' images in task order, then those of separate verifiers and of services."""
+    """Returns the images of tasks: agents' images in task order, then the images of separate verifiers and services."""
     wanted = [images_of(task) for task in tasks]
     agents = [request for requests in wanted for request in requests[:1]]
     return agents + [request for requests in wanted for request in requests[1:]]
@@ -144,7 +144,7 @@ def in_image_directories(
     images: Images,
     mapping: ImageMapping,
 ) -> list[Task]:
-    """Sets missing working directories of tasks from their images, or from the base images of images that will be
+    """Sets each task's working directory, if missing, from its image, or from the base image if the image has yet to be
     built.
 
     Args:
@@ -172,12 +172,12 @@ def in_image_directories(
 def _startable(
     task: Task, service: Service, files: Mapping[str, str], images: Images, mapping: ImageMapping
 ) -> Service:
-    """Adds the program, ports and working directory of a service's image, unless the service has its own."""
+    """Fills in a service's program, ports and working directory from its image, if the service does not define them."""
     image: str | Path = files[service.image or task.image]
     if service.base:
         image = images.resolve(service.base, mapping, build=False)
     start = image_start(image)
-    if not service.image:  # the task's image runs the agent's commands, not a service
+    if not service.image:  # the service uses the task's image, which defines no service
         start = ImageStart()
     entrypoint = service.entrypoint or start.entrypoint
     command = service.command or (() if service.entrypoint else start.command)

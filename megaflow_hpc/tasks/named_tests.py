@@ -1,14 +1,14 @@
-"""The verifier of tasks made by ``tasks build``: runs named tests in the sandbox and writes the reward.
+"""The verifier of tasks made by ``tasks build``. It runs named tests in the sandbox and writes the reward.
 
-This module is copied into each task's ``tests/``, and runs on the image's own Python. It may import only pytest and the
+This module is copied into each task's ``tests/`` and runs on the image's own Python. It may only import pytest and the
 standard library. The directory also contains::
 
     expected.json     {"source_root", "failing", "passing", "files", "stale"}
     files/            the test files of the fixed release
 
 The reward is 1 if every test listed under ``failing`` now passes and no test listed under ``passing`` is broken.
-Outcomes come from pytest's own reports in a child process, never from printed output. The parent process decides the
-reward. If the child dies early, the remaining tests have no outcome and count as not passed.
+Outcomes come from pytest's own reports in a child process, never from printed output. The parent process determines the
+reward. If the child process dies early, the remaining tests have no outcome and count as not passed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 PYTEST_INI = "[pytest]\nfilterwarnings = default\n"
-"""pytest settings that replace the project's own, which may require missing plugins or turn warnings into errors."""
+"""pytest settings that replace the project's own settings, because those may require missing plugins or turn warnings
+into errors."""
 
 
 def matches(entry: str, test: str) -> bool:
-    """Returns whether ``test`` (a pytest id) equals ``entry`` or is part of it. An entry is a test, function, class,
+    """Returns whether the pytest id ``test`` equals ``entry`` or is inside it. An entry is a test, function, class,
     file or directory."""
     return test == entry or any(test.startswith(entry + border) for border in ("[", "::", "/"))
 
@@ -55,13 +56,14 @@ def grade(
 
 
 def selection(entries: Iterable[str]) -> list[str]:
-    """Returns arguments for pytest: the entries without parameter sets, and without entries inside other entries."""
+    """Returns arguments for pytest: the entries without their parameter sets. Omits entries that are inside other
+    entries."""
     plain = list(dict.fromkeys(entry.split("[", 1)[0] for entry in entries))
     return [entry for entry in plain if not any(other != entry and matches(other, entry) for other in plain)]
 
 
 def place(files: Path, workdir: Path, expected: Mapping[str, Any]) -> None:
-    """Copies the fixed release's test files into ``workdir``. Removes files that could interfere, such as stray
+    """Copies the fixed release's test files into ``workdir``. Removes files that could interfere, such as a stray
     ``conftest.py``."""
     shipped = set(expected["files"])
     strangers = [path for path in workdir.rglob("conftest.py") if str(path.relative_to(workdir)) not in shipped]
@@ -101,7 +103,7 @@ def record(target: str, arguments: Sequence[str]) -> int:
 
 
 def verify(tests: Path, workdir: Path, logs: Path) -> int:
-    """Runs the named tests of ``tests`` in ``workdir``. Writes ``reward.txt`` and ``results.json`` to ``logs``."""
+    """Runs the tests that ``tests`` names, in ``workdir``. Writes ``reward.txt`` and ``results.json`` to ``logs``."""
     logs.mkdir(parents=True, exist_ok=True)
     expected = json.loads((tests / "expected.json").read_text())
     place(tests / "files", workdir, expected)

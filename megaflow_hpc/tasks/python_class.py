@@ -24,15 +24,15 @@ each role of a team), ``patch`` (the agent's changes to the checkout in ``workdi
 ``task`` (:class:`~megaflow_hpc.types.Task`) and ``judge``
 (:class:`~megaflow_hpc.tasks.judging.Judge`).
 
-``setup``, ``score`` and ``solve`` may also be synchronous methods. They then run in a thread, and the sandbox's
-``exec``, ``upload``, ``download`` and ``read`` block. A class defines one task, whose id is the class name or ``id``.
-If it has a class method ``instances`` that returns ``{name: keyword arguments}``, it defines one task per name. Within
-a rollout, ``setup`` and ``score`` are called on the same instance.
+``setup``, ``score`` and ``solve`` may also be synchronous methods. They then run in a thread, in which the sandbox's
+``exec``, ``upload``, ``download`` and ``read`` block. A class defines one task, whose id is ``id`` or, by default, the
+class name. A class with a class method ``instances`` that returns ``{name: keyword arguments}`` defines one task per
+name. Within a rollout, ``setup`` and ``score`` are called on the same instance.
 
 The code runs in the worker. It is imported from the campaign file's directory or from the interpreter's path. If
-``setup`` raises an exception, the rollout fails with kind ``user``, and the error names file and line. If ``score``
-raises an exception, the reward is 0 and the verdict has an error, because the agent may have caused the exception. If
-the judge is down, ``score`` is called again, whatever it returned or raised.
+``setup`` raises an exception, the rollout fails with kind ``user``, and the error names the file and line. If ``score``
+raises an exception, the reward is 0 and the verdict has an error, because the agent may have caused the exception. If a
+judge is down, ``score`` is called again, whatever it returned or raised.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ SETTINGS: Mapping[str, tuple[type, ...]] = {
 IN_SANDBOX = frozenset(SETTINGS) - {"image", "timeout_s", "score_timeout_s"}
 """Settings that apply only to tasks with a sandbox."""
 MAX_ERROR_CHARS = 2_000
-"""Maximum length of an exception of a task's code, which may quote what an agent wrote."""
+"""Maximum length in characters of an exception's text from a task's code. Limited because the text may quote what an
+agent wrote."""
 NONE = "none"
 """Value of ``image`` that declares a task without a sandbox."""
 EXTRAS = frozenset({"messages", "roles", "patch", "artifacts", "task", "judge"})
@@ -110,12 +111,12 @@ class ClassSource(msgspec.Struct, frozen=True):
     file: str = ""
     """Source file of the class. Empty if unknown."""
     judged: bool = False
-    """True if ``score`` takes the parameter ``judge``."""
+    """True if ``score`` has the parameter ``judge``."""
     rubrics: list[str] = []
-    """Rubrics that had been read when the class was imported. They must not change during a run, because workers read
-    them at different times."""
+    """Rubrics that were read while importing the class. They must not change during a run, because workers read them at
+    different times."""
     teamed: bool = False
-    """True if ``score`` needs the roles of a team. A parameter ``roles`` with a default needs none."""
+    """True if ``score`` needs a team's roles, i.e. if it has a parameter ``roles`` without a default."""
 
 
 def looks_like_class(source: str) -> bool:
@@ -136,7 +137,7 @@ def read_python_tasks(
         source: ``package.module:Class``.
         base: Directory to search for the module before the interpreter's own path.
         wanted: Returns whether the campaign uses the task with this id.
-        refuse: Called for each wanted instance that is invalid. By default, the first one raises its error.
+        refuse: Called for each wanted instance that is invalid. By default, raises the error.
 
     Raises:
         ConfigError: The class is invalid. The message names its file and line, the problem and the expected value.
@@ -209,7 +210,7 @@ def _task(cls: type, name: str, keywords: dict[str, Any], source: str, base: str
 
 
 def _services(task_id: str, sections: Mapping[str, Any], where: str) -> tuple[Service, ...]:
-    """Returns the services of a task. Their keys are those of ``services`` in a campaign file."""
+    """Returns the services of a task. Takes the same keys as ``services`` in a campaign file."""
     parsed: dict[str, ServiceConfig] = {}
     for name, section in sections.items():
         try:
@@ -332,17 +333,18 @@ def _text(context: VerificationContext) -> str:
 
 
 def _files(context: VerificationContext) -> dict[str, bytes]:
-    """Returns the stored files and the patch, which a campaign stores only after the verdict."""
+    """Returns the stored files and the patch. The patch is added because a campaign stores it only after the
+    verdict."""
     patch = {artifact.name: artifact.data for artifact in checkout.to_artifacts(context.patch)}
     return {**context.artifacts(), **patch}
 
 
 def named_rewards(task: Task, method: Callable[..., Any], score: Any) -> dict[str, float]:
-    """Checks a score, and returns it as rewards by name.
+    """Checks a score and returns it as rewards by name.
 
     Raises:
-        UserCodeError: it is neither a finite number nor a mapping from names to finite numbers, or a trajectory cannot
-            store it.
+        UserCodeError: the score is neither a finite number nor a mapping from names to finite numbers, or a trajectory
+            cannot store it.
     """
     try:
         rewards = checked_rewards(score if isinstance(score, Mapping) else {"reward": score})
@@ -429,10 +431,10 @@ async def call(
     """Calls a method of a task with its sandbox, in the event loop or in a thread, with a time limit.
 
     Args:
-        more: Additional keyword arguments for the method.
+        more: Further keyword arguments for the method.
 
     Raises:
-        UserCodeError: The method timed out, or raised an exception other than the following.
+        UserCodeError: The method timed out, or raised an exception other than the ones below.
         SandboxError: The sandbox was lost.
         ModelServiceError: Raised by the method.
     """
@@ -441,7 +443,7 @@ async def call(
         async with limit:
             if inspect.iscoroutinefunction(method):
                 return await method(*([] if sandbox is None else [sandbox]), **more)
-            # After a timeout, the thread runs until it next uses the sandbox, which is closed by then.
+            # After a timeout, the thread continues until it next uses the sandbox, which is closed by then.
             loop = asyncio.get_running_loop()
             plain = dict(more)
             if isinstance(judge := more.get("judge"), Judge):
@@ -483,7 +485,7 @@ async def _in_thread(call: Callable[[], Any], name: str) -> Any:
             outcome = None, error
         try:
             loop.call_soon_threadsafe(finish, *outcome)
-        except RuntimeError:  # the loop is closed, so nothing waits for the result
+        except RuntimeError:  # the loop is closed, so nothing is waiting for the result
             pass
 
     threading.Thread(target=body, name=f"task-{name}", daemon=True).start()
@@ -491,7 +493,7 @@ async def _in_thread(call: Callable[[], Any], name: str) -> Any:
 
 
 def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[UserCodeError]) -> Any:
-    """Returns the result of ``call``. Converts exceptions to errors of type ``kind``, which name ``what`` and the
+    """Returns the result of ``call``. Converts exceptions to errors of type ``kind`` that name ``what`` and the
     line."""
     try:
         return call()
@@ -500,7 +502,7 @@ def guarded(call: Callable[[], Any], what: str, kind: type[ConfigError] | type[U
 
 
 def origin(error: BaseException) -> str:
-    """Returns ``file:line`` of the innermost frame that is in user code and not in a library."""
+    """Returns ``file:line`` of the innermost frame in user code, as opposed to a library."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     library = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)), "<frozen")

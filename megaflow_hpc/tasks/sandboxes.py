@@ -1,6 +1,5 @@
-"""Sandboxes of tasks: specs, verification contexts, a stand-in for tasks without an image, and a hint at a missing
-network.
-"""
+"""Sandboxes of tasks: specs, verification contexts, a stand-in for tasks without an image, and a hint if a network is
+missing."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from megaflow_hpc.types import ExecResult, Network, Task
 
 
 def sandbox_spec(task: Task, images: Mapping[str, str], environment: EnvironmentConfig) -> SandboxSpec:
-    """Returns the sandbox spec of a task. For limits that the task does not set, the campaign's apply.
+    """Returns the sandbox spec of a task. The campaign's limits apply if the task does not set its own.
 
     Args:
         images: Maps image names in tasks to SIF files or directories.
@@ -72,8 +71,8 @@ def verification_context(
 
 
 class NoSandbox:
-    """The sandbox of a task without an image, whose agent only takes part in a conversation. It has no container and no
-    files, and every operation raises an error that blames the calling code.
+    """Stand-in for the sandbox of a task without an image, whose agent only takes part in a conversation. There is no
+    container and there are no files, so almost every operation raises an error that blames the calling code.
 
     Args:
         task: The task, which error messages name.
@@ -118,7 +117,7 @@ _NETWORK_FAILED = re.compile(
 
 
 def network_hint(output: str, network: Network) -> str:
-    """Returns a hint to append to a failed program's error: the key that gives its sandbox a network.
+    """Returns a hint to append to a failed program's error: the key with which its sandbox gets a network.
 
     Returns an empty string if the sandbox has the host's network, or if the output shows no network failure.
 

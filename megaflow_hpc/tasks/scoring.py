@@ -1,14 +1,15 @@
 """Loads the user's functions, classes and rubrics that score stored rollouts (``reverify --with``).
 
 ==================  ==================================================================================
-``score.py``        the function ``score`` of a file; ``score.py:NAME`` names another, or a class
-``package.module:NAME``   a function or class of a module
+``score.py``        the function ``score`` in a file; ``score.py:NAME`` names another function or a class
+``package.module:NAME``   a function or class in a module
 ``rubric.yaml``     a rubric that the campaign's judges answer
 ==================  ==================================================================================
 
-A function is like a task's ``score`` without the sandbox: it takes any of the parameters :data:`PARAMETERS`. A class is
-instantiated for each rollout, and its method ``score`` is called. If that takes ``sandbox``, it gets a sandbox without
-files. A function whose first parameter is ``rollouts`` is like one that ``training.policies.NAME.score`` names.
+A function is like a task's ``score``, but without a sandbox: it takes any of the parameters in :data:`PARAMETERS`. A
+class is instantiated for each rollout, and its method ``score`` is called. If this method takes ``sandbox``, it gets a
+sandbox without files. A function whose first parameter is ``rollouts`` is called like a function in
+``training.policies.NAME.score``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megaflow_hpc.tasks.python_class import code_of, named_rewards, origin
 from megaflow_hpc.types import TURN_REWARD, Task
 
 PARAMETERS = ("messages", "roles", "patch", "artifacts", "task", "judge", "trajectory", "reward", "rewards", "sandbox")
-"""Parameters that a scorer may have. ``reward`` and ``rewards`` are those of the campaign's own verification."""
+"""Parameters that a scorer may have. ``reward`` and ``rewards`` come from the campaign's own verification."""
 BATCH = "rollouts"
 """First parameter of a function that scores many rollouts in one call."""
 FUNCTION = "score"
@@ -40,25 +41,25 @@ class Scorer:
     """A loaded scorer."""
 
     name: str
-    """Default name of its rewards."""
+    """Default name of the scorer's rewards."""
     title: str
-    """The function or file, for messages."""
+    """The function or file, as named in messages."""
     target: Any
     digest: str
-    """SHA-256 of its source file, and of the rubrics that it has read."""
+    """SHA-256 of the scorer's source file and of the rubrics that it has read."""
 
     @property
     def batch(self) -> bool:
-        """True if it scores many rollouts in one call."""
+        """True if the scorer scores many rollouts in one call."""
         return not inspect.isclass(self.target) and next(iter(_parameters(self.target)), "") == BATCH
 
     @property
     def parameters(self) -> frozenset[str]:
-        """The :data:`PARAMETERS` that it takes."""
+        """Those of :data:`PARAMETERS` that the scorer takes."""
         return frozenset(_parameters(_method(self.target))) & {*PARAMETERS, BATCH}
 
     def method(self) -> Callable[..., Any]:
-        """Returns the function to call for one rollout. Raises UserCodeError if a class cannot be constructed."""
+        """Returns the function to call for one rollout. Raises UserCodeError if the class cannot be instantiated."""
         try:
             return _method(self.target() if inspect.isclass(self.target) else self.target)
         except Exception as error:
@@ -72,7 +73,7 @@ def load_scorer(source: str) -> Scorer:
         source: One of the forms in the module's table. Files are relative to the working directory.
 
     Raises:
-        ConfigError: It cannot be imported, or has an invalid form.
+        ConfigError: The scorer cannot be imported, or is invalid.
     """
     if source.endswith((".yaml", ".yml")):
         rubric = Rubric.read(source)
@@ -108,10 +109,10 @@ def load_scorer(source: str) -> Scorer:
 
 
 def scores_of(scorer: Scorer, task: Task, method: Callable[..., Any], value: Any, turns: int) -> dict[str, float]:
-    """Checks what a scorer returned for one rollout, and returns it as rewards by name.
+    """Checks what a scorer returned for one rollout and converts it to rewards by name.
 
     Args:
-        value: a number, numbers by name, or a sequence with one number for each model call.
+        value: a number, numbers by name, or a sequence with one number per model call.
         turns: number of the rollout's model calls.
 
     Raises:
@@ -132,10 +133,10 @@ def scores_of(scorer: Scorer, task: Task, method: Callable[..., Any], value: Any
 
 
 def check_turns(rewards: Mapping[str, float], turns: int) -> None:
-    """Checks that rewards of turns name model calls that the rollout made.
+    """Checks that the rewards of turns refer to model calls that the rollout made.
 
     Raises:
-        UserCodeError: there is no such call.
+        UserCodeError: a reward refers to a call that does not exist.
     """
     known = {f"{TURN_REWARD}{number}" for number in range(turns)}
     for name in rewards:

@@ -15,14 +15,14 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import Service, Task
 
 MAX_PORTS = 64
-"""Maximum total number of ports of a task's services. It also limits the number of services."""
+"""Maximum total number of ports of a task's services. This also limits the number of services."""
 
 
 def add_services(tasks: Sequence[Task], services: Mapping[str, ServiceConfig]) -> list[Task]:
-    """Returns the tasks with the campaign's services.
+    """Returns the tasks with the campaign's services added.
 
     Raises:
-        ConfigError: a task has a service of the same name, or has no sandbox that could reach them, or
+        ConfigError: a task has a service with the same name or has no sandbox that could reach services, or
             :func:`check_ports` rejects the services.
     """
     if not services:
@@ -43,11 +43,11 @@ def add_services(tasks: Sequence[Task], services: Mapping[str, ServiceConfig]) -
 
 
 def check_ports(task_id: str, services: Sequence[Service]) -> None:
-    """Checks that each service reaches those that it waits for.
+    """Checks that each service can reach the services for which it waits.
 
     Raises:
-        ConfigError: Both serve the same port. The sandbox of the first then cannot also listen on it in place of the
-            other.
+        ConfigError: Both services serve the same port. The waiting service's sandbox then cannot forward this port to
+            the other service.
     """
     by_name = {service.name: service for service in services}
     for service in services:
@@ -60,7 +60,7 @@ def check_ports(task_id: str, services: Sequence[Service]) -> None:
 
 
 def check_number(task_id: str, services: Sequence[Service]) -> None:
-    """Checks the total number of ports, because this process listens on each of them in every sandbox.
+    """Checks the total number of ports, because this process listens on every port in every sandbox.
 
     Raises:
         ConfigError: The services have more than :data:`MAX_PORTS` ports.
@@ -94,13 +94,13 @@ def services_of(
     start: Start,
     shared: Mapping[str, RemoteServices] | None = None,
 ) -> ServiceGroup:
-    """Returns the services of one rollout of a task, not yet started.
+    """Returns the services for one rollout of a task. They are not started yet.
 
     Args:
-        images: image name in the tasks → SIF file or directory.
-        environment: the campaign's ``environment``.
+        images: maps image names in tasks to SIF files or directories.
+        environment: the campaign's ``environment`` section.
         start: starts a sandbox.
-        shared: scope → its services, which rollouts share. If ``None``, this rollout starts its own.
+        shared: maps scopes to services that rollouts share. If ``None``, this rollout starts its own services.
     """
     default = environment.limits
     planned = []

@@ -5,8 +5,8 @@ It prepares the sandbox, then runs the agent and the verifier for each step.
 Campaigns and ``tasks validate`` both use :func:`run_steps`, so they judge tasks identically.
 
 Once an agent has ended, it always gets a verdict, whatever the tested code does. In every format, if the verifier
-writes no valid reward, the reward is 0 and the verdict contains the verifier's error. If the node may have failed, the
-verification is repeated on the files that the agent left; see :func:`_on_kept_state`.
+writes no valid reward, the reward is 0 and the verdict contains the verifier's error. If the node may be at fault, the
+verification is repeated on the files that the agent left (see :func:`_on_kept_state`).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from megaflow_hpc.types import Task, Verdict, whole_rewards
 
 T = TypeVar("T")
 RETRY_DELAYS_S = 1.0, 5.0
-"""Delays in seconds before the second and third attempt of a verification after an infrastructure failure. If the job
-is about to end, this process receives its signal during the first delay."""
+"""Seconds before the second and third attempt of a verification after an infrastructure failure. If the failure
+occurred because the job is ending, this process is signalled during the first delay."""
 LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 
 RunAgent = Callable[[int, Task], Awaitable[None]]
-"""Runs the agent on a step. Takes the step's index, from 0, and the step."""
+"""Function that runs the agent on a step. Takes the step's index, counted from 0, and the step."""
 
 
 async def prepare(task: Task, sandbox: ApptainerSandbox) -> None:
-    """Prepares a fresh sandbox: creates work and log directories, runs the format's setup, and records the git commit.
+    """Prepares a fresh sandbox. Creates work and log directories, runs the format's setup, and records the git commit.
 
-    Kills all processes that the setup or a health check left running, because they could read the agent's API key.
+    Kills all processes that the setup or a health check left running, because these could read the agent's API key.
 
     Raises:
         SandboxError: The sandbox cannot be prepared. The rollout fails.
@@ -85,12 +85,13 @@ async def run_steps(
     verifying: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Verdict:
     """Runs the steps of a task in a prepared sandbox. Stops after a step whose reward is below the required minimum.
-    Also stops if a step cannot be set up on the files of earlier steps. That step and all later ones get reward 0.
+    Also stops if a step cannot be set up on the files of earlier steps. In that case, this step and all later steps get
+    reward 0.
 
     Args:
-        verdicts: Verdicts of completed steps, which are not run again. New verdicts are appended.
+        verdicts: Verdicts of steps that are already completed, which are not run again. New verdicts are appended.
         under_way: True if :func:`begin` has already prepared the next step.
-        verifying: Context manager that is entered while a step is verified.
+        verifying: Returns a context manager that is active while a step is verified.
 
     Raises:
         SandboxError: A sandbox was lost, or the first step cannot be set up.
@@ -125,13 +126,13 @@ async def run_steps(
 
 
 def _setup_failed(before: Sequence[StepVerdict], why: str) -> Verdict:
-    """Returns the verdict on a step that cannot be set up on the agent's files, whether by accident or on purpose."""
+    """Returns the verdict on a step that cannot be set up on the agent's files, whether by accident or by intent."""
     why = f"the step cannot be set up on the files of the earlier steps: {why}"
     return replace(Verdict.of(dict.fromkeys(_names(before), 0.0), why), agent_error=why)
 
 
 def _names(verdicts: Sequence[StepVerdict]) -> list[str]:
-    """Returns the names of the steps' rewards, without those of turns, which belong to the step that gave them."""
+    """Returns the names of the steps' rewards. Omits rewards of turns, because each turn belongs to one step."""
     return [name for step in verdicts for name in whole_rewards(step.verdict.rewards)]
 
 
@@ -210,7 +211,7 @@ async def run_conversation(
 async def _difference(sandbox: ApptainerSandbox, step: Task) -> checkout.Patch | None:
     try:
         return await checkout.difference(sandbox, step.workdir)
-    except LimitError as error:  # the agent's programs exceeded a limit, which is reset for the tests
+    except LimitError as error:  # the agent's programs exceeded a limit; usage is reset for the tests
         return checkout.Patch(b"", str(error))
 
 
@@ -220,11 +221,12 @@ async def _on_kept_state(
     """Runs ``work`` on an agent's final files, and attributes a failure to the node or to the rollout.
 
     If a limit is exceeded, a file is invalid or the task's own code raises an exception, the rollout is at fault. If
-    the container is lost or does not start on the agent's files, either may be at fault. If a sandbox of the same image
-    then starts on this node without those files, the work is retried, and another failure is the rollout's fault.
+    the container is lost or does not start on the agent's files, either the node or the rollout may be at fault. In
+    that case, a sandbox of the same image is started without the agent's files. If it starts on this node, the work is
+    retried, and further failures are attributed to the rollout.
 
     Returns:
-        The result of ``work`` and an empty string, or ``None`` and the reason the rollout is at fault.
+        The result of ``work`` and an empty string, or ``None`` and the reason why the rollout is at fault.
 
     Raises:
         SandboxError: This node cannot do the work.
@@ -246,7 +248,7 @@ async def _on_kept_state(
             failure = error
         except MegaflowError:
             raise
-        except Exception as error:  # a bug that the agent's files may trigger on purpose
+        except Exception as error:  # a bug, which the agent's files may trigger on purpose
             return None, f"{error!r} at {traceback.extract_tb(error.__traceback__)[-1]}"
         if pause_s is not None:
             await asyncio.sleep(pause_s)

@@ -1,10 +1,10 @@
-"""Checks that tasks distinguish solved from unsolved: the reward must be 1 with the reference solution and 0 without
-it.
+"""Checks that tasks distinguish solved from unsolved states. The reward must be 1 with the reference solution and 0
+without it.
 
 Each task runs twice, in fresh sandboxes and with the same steps as a rollout: prepare, solve or do nothing, verify. If
 the verifier writes ``results.json`` (as named_tests.py does), individual tests are checked too. Tests listed as failing
-must *fail* without the solution and pass with it; a collection error is not a failure. Tests listed as passing must
-pass both times.
+must *fail* without the solution, where a collection error does not count, and pass with it. Tests listed as passing
+must pass both times.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from megaflow_hpc.types import Agent, Task
 
 @dataclass
 class ValidationRun:
-    """One run of a task. ``failing`` and ``passing`` are the outcomes of the tests listed as such, if known."""
+    """One run of a task. ``failing`` and ``passing`` are the outcomes of the tests in the lists of these names, if
+    known."""
 
     reward: float | None = None
     error: str = ""
     output: str = ""
     hint: str = ""
-    """Addition to a message about a wrong reward: the network that the tests may have missed."""
+    """Hint to add to a message about a wrong reward, if the tests may have needed a network."""
     duration_s: float = 0.0
-    """Seconds in the sandbox, excluding the time to wait for it and to stage its image."""
+    """Seconds in the sandbox, excluding the time spent waiting for the sandbox and staging its image."""
     failing: dict[str, str] = field(default_factory=dict)
     passing: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Validation:
-    """A validated task, with any problems found."""
+    """The result of validating a task, with any problems found."""
 
     task: str
     before: ValidationRun
@@ -57,7 +58,8 @@ class Validation:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the result as JSON, with each failing test's outcome without and with the solution."""
+        """Returns the result in a JSON-compatible form, with the outcome of each test listed as failing, without and
+        with the solution."""
         tests = dict.fromkeys([*self.before.failing, *self.after.failing])
         return {
             "task": self.task,
@@ -72,7 +74,7 @@ class Validation:
 
 
 def judge(before: ValidationRun, after: ValidationRun) -> list[str]:
-    """Returns the problems of a task, given its runs without and with the solution."""
+    """Returns the problems found in a task, given its runs without and with the solution."""
     problems = []
     for name, run, reward in (("without the solution", before, 0.0), ("with the solution", after, 1.0)):
         if run.error:
@@ -127,7 +129,7 @@ async def validate(
 
 
 class _SolutionFailed(Exception):
-    """The reference solution failed, so the run is not judged."""
+    """The reference solution failed, so the run is not verified."""
 
 
 async def _run(

@@ -25,20 +25,21 @@ from megaflow_hpc.types import MAX_NAME_LENGTH, Artifact, Task
 PUBLISHED, MANIFEST = "/logs/artifacts", "artifacts/manifest.json"
 COLLECT_S = 120.0
 DOWNLOAD_TIMEOUT_S = 240.0
-"""Timeout in seconds for collecting all artifacts of a task. The programs that read them may be the agent's own."""
+"""Timeout in seconds for collecting all artifacts of a task. Needed because the agent may have replaced the programs
+that read them."""
 
 CARRIED_SHARE = 0.9
-"""Fraction of a separate verifier's ``disk_mb`` that artifacts may use. The rest is left for the tests."""
+"""Fraction of a separate verifier's ``disk_mb`` that artifacts may use. The rest is for the tests."""
 
 MAX_FILE = 1 << 20
 MAX_BYTES = 8 << 20
 MAX_FILES = 200
-"""Maximum number of artifact files in a trajectory. Does not apply to a separate verifier's copy."""
+"""Maximum number of artifact files in a trajectory. Does not apply to copies for a separate verifier."""
 
 
 @dataclass
 class Collected:
-    """A collected artifact. ``path`` is its location on the host, or ``None`` if it is missing."""
+    """A collected artifact. ``path`` is its location on the host, or ``None`` if the artifact is missing."""
 
     source: str
     """Absolute path in the agent's sandbox."""
@@ -113,7 +114,7 @@ async def collect(task: Task, sandbox: ApptainerSandbox, folder: Path) -> list[C
             kept.path = target
         except TimeoutError:
             kept.error = f"reading the artifacts took longer than {DOWNLOAD_TIMEOUT_S:g} s"
-        except Exception as error:  # a broken transfer from the agent's programs must not prevent a verdict
+        except Exception as error:  # the agent must not be able to prevent a verdict
             kept.error = str(error) or repr(error)
         collected.append(kept)
     return collected
@@ -123,8 +124,8 @@ async def carry(collected: Sequence[Collected], sandbox: ApptainerSandbox) -> li
     """Copies artifacts to the same paths in another sandbox. Skips artifacts that do not fit.
 
     Returns:
-        One message for each missing artifact, with the reason. If the sandbox is lost, this is not reported here,
-        because its next use fails.
+        One message per missing artifact, with the reason. A lost sandbox is not reported, because its next use will
+        fail.
     """
     problems: list[str] = []
     left = math.inf if sandbox.spec.disk_mb is None else sandbox.spec.disk_mb * 1e6 * CARRIED_SHARE
@@ -149,8 +150,8 @@ def _size(path: Path) -> int:
 
 
 def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artifact]:
-    """Converts collected files to artifacts of a trajectory. ``artifacts/manifest.json`` lists omitted files, with
-    reasons."""
+    """Converts collected files to artifacts of a trajectory. If files are omitted, ``artifacts/manifest.json`` lists
+    them with the reasons."""
     artifacts: list[Artifact] = []
     manifest: list[dict[str, Any]] = []
     left = MAX_BYTES
@@ -182,10 +183,10 @@ def to_artifacts(collected: Sequence[Collected], prefix: str = "") -> list[Artif
 
 
 async def put_back(task: Task, sandbox: ApptainerSandbox, stored: Mapping[str, bytes]) -> None:
-    """Copies a stored rollout's artifacts to their places in a sandbox.
+    """Copies a stored rollout's artifacts to their original paths in a sandbox.
 
     Raises:
-        UnscoredError: Some of them are not stored, or do not fit into the sandbox.
+        UnscoredError: Some of the artifacts are not stored, or do not fit into the sandbox.
     """
     manifest = {entry["source"]: entry for entry in json.loads(stored.get(MANIFEST, b"[]"))}
     folder = Path(sandbox.directory + ".restored")
@@ -238,5 +239,5 @@ def _leave_out(path: Path, patterns: Sequence[str]) -> None:
     for file in sorted(path.rglob("*")):
         relative = str(file.relative_to(path))
         excluded = any(fnmatch.fnmatch(relative, p) or fnmatch.fnmatch(file.name, p) for p in patterns)
-        if excluded and os.path.lexists(file):  # its directory may be gone already
+        if excluded and os.path.lexists(file):  # its directory may have been removed already
             remove_tree(file)

@@ -1,8 +1,8 @@
 """Reads the services of a Harbor task's ``docker-compose.yaml``.
 
-Harbor merges the file over its own definition of ``main``, the agent's container. Here every other service becomes a
+Harbor merges the file over its own definition of ``main``, the agent's container. Here, every other service becomes a
 :class:`~megaflow_hpc.types.Service`. Keys that have no effect in a sandbox are ignored. Keys that a sandbox cannot
-support are rejected, with their line.
+support are rejected with an error that names the line.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megaflow_hpc.errors import ConfigError
 from megaflow_hpc.types import HealthCheck, Limits, Service
 
 COMPOSE = "docker-compose.yaml"
-"""The only file name that Harbor reads as a Compose definition. Files with similar names are data of the task."""
+"""The only file that Harbor reads as a Compose definition. Files with similar names are part of the task's data."""
 MAIN = "main"
-"""The agent's own container."""
+"""Name of the agent's own container."""
 
 _READ = {
     *("image", "build", "command", "entrypoint", "environment", "healthcheck", "ports", "expose", "depends_on"),
@@ -58,14 +58,15 @@ _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+(?:\.\d+)?)s)?(?:(\d+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([bkmg]?)b?", re.IGNORECASE)
 _MEGABYTES = {"": 1e-6, "b": 1e-6, "k": 1024e-6, "m": 1024**2 / 1e6, "g": 1024**3 / 1e6}
 _MAX_READY_S = 3600.0
-"""Maximum time for a service to become healthy, during which the rollout occupies a slot."""
+"""Maximum seconds for a service to become healthy. Limited because the rollout occupies a slot meanwhile."""
 _MIN_READY_S = 60.0
-"""Minimum time for a service to become healthy. Containers start more slowly on a cluster than on a laptop."""
+"""Seconds that a service gets at least to become healthy, because containers start more slowly on a cluster than on a
+laptop."""
 
 
 @dataclass(frozen=True)
 class Compose:
-    """The services of a file, and the variables that it adds to the agent's sandbox."""
+    """The services that a file defines, and the variables that it adds to the agent's sandbox."""
 
     services: tuple[Service, ...] = ()
     main_env: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +107,7 @@ def read_compose(file: Path, root: Path, dockerfiles: Dockerfiles) -> Compose:
 
 @dataclass(frozen=True)
 class _Part:
-    """A value of the file, with its location for error messages."""
+    """A value in the file, with its location for error messages."""
 
     file: Path
     node: yaml.Node | None
@@ -114,7 +115,7 @@ class _Part:
     value: Any
 
     def error(self, key: Any, problem: str) -> ConfigError:
-        """Returns an error at ``key`` below this value, or at the value itself if it is empty."""
+        """Returns an error located at ``key`` inside this value, or at the value itself if ``key`` is empty."""
         path = (*self.path, key) if key != "" else self.path
         return ConfigError(f"{place_of(self.node, path, str(self.file))}: {'.'.join(map(str, path))}: {problem}")
 
@@ -129,7 +130,7 @@ class _Part:
         return self.value
 
     def items(self) -> list[Any]:
-        """Returns a list. A single value is a list of one."""
+        """Returns the value as a list. A single value becomes a list with one item."""
         if self.value is None:
             return []
         return self.value if isinstance(self.value, list) else [self.value]
@@ -155,7 +156,8 @@ class _Part:
         )
 
     def words(self) -> tuple[str, ...]:
-        """Returns a command as words. Like Compose, splits a text as a shell would, without running one."""
+        """Returns a command as a list of words. Like Compose, splits a string as a shell would, without running a
+        shell."""
         if isinstance(self.value, list):
             return tuple(self.text(word) for word in self.value)
         if self.value is None:
@@ -195,7 +197,7 @@ def _check_keys(part: _Part, known: set[str]) -> None:
 
 
 def _read_main(part: _Part) -> dict[str, str]:
-    """Reads what the file adds to the agent's container. Its other settings are Harbor's."""
+    """Reads the variables that the file adds to the agent's container, whose other settings come from Harbor."""
     build, command = part.part("build"), part.part("command")
     context = build.value.get("context", ".") if isinstance(build.value, dict) else build.value
     if context not in (None, ".", "./", "${CONTEXT_DIR}"):
@@ -260,7 +262,7 @@ def _read_service(name: str, part: _Part, root: Path, dockerfiles: Dockerfiles) 
 
 
 def _dockerfile(part: _Part, root: Path) -> Path:
-    """Returns the Dockerfile of a service's ``build``, which must be in the directory that it copies from."""
+    """Returns the Dockerfile of a service's ``build``, which must be in its build context."""
     build = part.part("build")
     options = build.value if isinstance(build.value, dict) else {"context": build.value}
     for key in options:
@@ -339,7 +341,7 @@ def _after(part: _Part) -> tuple[str, ...]:
 
 
 def _check_volumes(top: _Part, names: list[str]) -> None:
-    """Rejects volumes other than a directory of a single service."""
+    """Rejects bind mounts, and volumes that several services share."""
     owners: dict[str, str] = {}
     for name in names:
         part = top.part("services").part(name).part("volumes")

@@ -1,4 +1,4 @@
-"""Typed fields that only Harbor tasks have, stored as a plain mapping in ``task.metadata["harbor"]``.
+"""Typed fields that only Harbor tasks have. They are stored as a plain mapping in ``task.metadata["harbor"]``.
 
 Block files and messages contain this mapping, so released fields must never change name or meaning.
 """
@@ -29,7 +29,8 @@ class Healthcheck(Struct, frozen=True, omit_defaults=True):
 
 
 class CollectHook(Struct, frozen=True, omit_defaults=True):
-    """``[[verifier.collect]]``: a command that writes artifacts. Runs as ``user``, or else as the agent's user."""
+    """``[[verifier.collect]]``: a command that writes artifacts. Runs as ``user`` if set, otherwise as the agent's
+    user."""
 
     command: str
     timeout_s: float = 60.0
@@ -51,17 +52,20 @@ class VerifierRules(Struct, frozen=True, omit_defaults=True):
     user: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     judge: list[str] = field(default_factory=list)
-    """Names of variables that hold the key of the campaign's judges (:data:`.JUDGE_KEYS`). Empty without a judge."""
+    """Names of the variables that are set to the key for the campaign's judges (:data:`.JUDGE_KEYS`). Empty if the
+    tests use no judge."""
     network: str | None = None
     """Network for the tests. ``None`` means the agent's network. An empty string means the campaign's network, even if
-    the agent has none."""
+    the agent has no network."""
     collect: list[CollectHook] = field(default_factory=list)
     environment: dict[str, Any] | None = None
-    """Environment of a separate verifier, as :meth:`Task.to_dict` returns it. Other fields of that task are ignored."""
+    """Environment of a separate verifier, as a task in the form of :meth:`Task.to_dict`. The task's other fields are
+    ignored."""
     bundled: bool = False
     """True if the separate verifier's image already contains the tests."""
     secrets: list[str] = field(default_factory=list)
-    """Secret values of the user's variables that are passed to the verifier. They are masked in stored results."""
+    """Values of the user's variables that are passed to the verifier. These are secret, so they are masked in stored
+    results."""
 
 
 class Judging(Struct, frozen=True, omit_defaults=True):
@@ -92,14 +96,14 @@ class HarborStep(Judging, frozen=True, omit_defaults=True, kw_only=True):
     agent_timeout_s: float | None = None
     user: str | None = None
     min_reward: dict[str, float] = field(default_factory=dict)
-    """Maps reward names to the minimum values required for continuing with the next step."""
+    """Maps reward names to the minimum values required to continue with the next step."""
     healthcheck: Healthcheck = Healthcheck()
     workdir: str | None = None
     """Host directory whose content is copied into the working directory."""
 
 
 class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
-    """All Harbor fields of a task. If ``step`` is set, the task represents one step."""
+    """All Harbor fields of a task. If ``step`` is set, the task represents a single step."""
 
     dockerfile: str = ""
     """Dockerfile to build. Empty if the image is used as is."""
@@ -111,7 +115,7 @@ class HarborData(Judging, frozen=True, omit_defaults=True, kw_only=True):
     healthcheck: Healthcheck = Healthcheck()
     steps: list[HarborStep] = field(default_factory=list)
     reward_strategy: str = "mean"
-    """How to combine the rewards of steps: ``mean`` over all steps, or ``final`` for the last step's."""
+    """How the rewards of steps are combined: ``mean`` over all steps, or ``final`` for the last step's rewards."""
     step: HarborStep | None = None
 
     @classmethod

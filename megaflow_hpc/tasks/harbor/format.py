@@ -1,7 +1,7 @@
 """Harbor task directories as a task format, their steps, and a template for new task directories.
 
 The steps of a multi-step task run in order in one sandbox, each with its own agent run and verdict. Each step is
-represented as an ordinary :class:`Task`, so agents and the verifier need not handle steps specially.
+represented as an ordinary :class:`Task`, so agents and verifiers do not have to handle steps.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SCRIPT = "solve.sh"
 
 
 async def solve(task: Task, sandbox: Sandbox) -> ExecResult:
-    """Uploads the solution of a task or step and runs it in the working directory, by the interpreter of its first
-    line, or else by bash.
+    """Uploads the solution of a task or step and runs it in the working directory. Uses the interpreter in the
+    solution's first line or, if there is none, bash.
 
     Raises:
         ConfigError: The task has no solution.
@@ -111,7 +111,7 @@ async def begin_step(task: Task, sandbox: Sandbox) -> None:
 
 
 def may_continue(task: Task, verdict: Verdict) -> bool:
-    """Returns whether the next step may run: every reward must reach the step's ``min_reward``."""
+    """Returns whether the next step may run, which requires that every reward reaches the step's ``min_reward``."""
     step = HarborData.of(task).step
     least = step.min_reward if step else {}
     unnamed = 0.0 if verdict.error else float("-inf")
@@ -122,8 +122,8 @@ def combine(task: Task, verdicts: Sequence[StepVerdict]) -> Verdict:
     """Combines the verdicts of the completed steps into one verdict for the task.
 
     With ``mean``, each named reward is averaged over these steps. A reward that a step does not report counts as 0.
-    With ``final``, the rewards are those of the last completed step. A step whose verifier failed has reward 0. For
-    rewards of turns, the last step that names a turn decides, because a turn belongs to one step.
+    With ``final``, the last completed step's rewards are used. A step whose verifier failed has reward 0. A turn's
+    reward is taken from the last step that reports it, because each turn belongs to one step.
     """
     if len(verdicts) == 1 and not verdicts[0].name:
         return verdicts[0].verdict
@@ -146,7 +146,7 @@ async def wait_healthy(who: str, sandbox: Sandbox, check: Healthcheck) -> None:
     Args:
         who: Name of the task or step, for the error message.
         sandbox: The sandbox to check.
-        check: The health check. If its command is empty, returns immediately.
+        check: The health check. If its command is empty, this function returns immediately.
 
     Raises:
         SetupError: The health check failed ``retries`` times.
@@ -196,7 +196,7 @@ class HarborFormat(OneStep):
                 tasks.append(read_harbor_task(directory, dockerfiles))
             except ConfigError as error:
                 unread(directory, error)
-            except (OSError, RuntimeError) as error:  # unreadable files and loops of links
+            except (OSError, RuntimeError) as error:  # unreadable files and symlink loops
                 unread(directory, ConfigError(f"{directory}: {error}"))
         return tasks
 
@@ -253,7 +253,8 @@ def find_tasks(source: str, base: Path, unread: Callable[[str, ConfigError], Non
     """Returns the task directories that match a path or glob pattern.
 
     Args:
-        unread: Called with each directory that has a task in another format, and the error. By default, raises it.
+        unread: Called with each directory that contains a task in another format, and an error. By default, raises the
+            error.
 
     Raises:
         ConfigError: No task matches.
@@ -282,7 +283,7 @@ def find_tasks(source: str, base: Path, unread: Callable[[str, ConfigError], Non
 
 
 def _judgings(data: HarborData) -> Sequence[Judging]:
-    """Returns the verification of each step, or of the task if it has no steps."""
+    """Returns the verification settings of each step, or of the task if it has no steps."""
     return data.steps or [data]
 
 
@@ -301,7 +302,7 @@ def _image(task: Task) -> ImageRequest:
 
 TEMPLATE = Path(__file__).parent / "template"
 BASE = "docker://debian:12"
-"""Source of the template's image ``base``. No registry has an image of this name."""
+"""Source to which the template's image name ``base`` should be mapped, because no registry has an image ``base``."""
 
 
 def write_template(name: str, directory: Path) -> Path:

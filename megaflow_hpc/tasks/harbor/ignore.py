@@ -1,8 +1,9 @@
-"""Selects a Harbor task's test and solution files by its ``.harborignore`` files.
+"""Selects a Harbor task's test and solution files according to its ``.harborignore`` files.
 
-As in Harbor (0.25), ``tests/`` and ``solution/`` of a task or step, and all their subdirectories, may contain a
-``.harborignore``. Its lines use ``.gitignore`` syntax, relative to its directory. The deepest file takes precedence.
-Excluded files are neither uploaded nor required. The ``.harborignore`` files themselves are always excluded.
+As in Harbor (0.25), the directories ``tests/`` and ``solution/`` of a task or step, and all their subdirectories, may
+contain a ``.harborignore`` file. Its lines use ``.gitignore`` syntax, relative to its directory. The deepest file takes
+precedence. Excluded files are not uploaded and need not exist. The ``.harborignore`` files themselves are always
+excluded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _HOMES = ("tests", "solution")
 
 
 class TaskFiles:
-    """Selects the files of one task directory by its ``.harborignore`` files."""
+    """Selects the files of one task directory according to its ``.harborignore`` files."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
@@ -55,7 +56,7 @@ class TaskFiles:
         return path
 
     def copy(self, source: Path, target: Path) -> None:
-        """Copies the files of a directory that are not excluded into ``target``. Copies symlinks as symlinks."""
+        """Copies a directory's files into ``target``, except excluded files. Copies symlinks as symlinks."""
 
         def left_out(directory: str, names: list[str]) -> list[str]:
             return [name for name in names if self.excludes(Path(directory, name))]
@@ -108,7 +109,8 @@ class TaskFiles:
             raise ConfigError(f"{file}: is a link out of the task, to {file.resolve()}; copy the file into the task")
         from pathspec import GitIgnoreSpec
 
-        # Git treats ``***`` like ``*``. A regular expression would backtrack over each asterisk, which is slow.
+        # Git treats ``***`` like ``*``. Collapse asterisks, because a regular expression would backtrack over each of
+        # them.
         lines = [re.sub(r"\*{3,}", "*", line) for line in read_text(file).splitlines()]
         if sum(map(len, lines)) > MAX_PATTERN_CHARACTERS:
             raise ConfigError(f"{file}: more than {MAX_PATTERN_CHARACTERS} characters; write fewer patterns")

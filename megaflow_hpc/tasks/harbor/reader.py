@@ -1,4 +1,4 @@
-"""Reads Harbor task directories (schema up to 1.4; keys and defaults are those of Harbor 0.25).
+"""Reads Harbor task directories (schema up to 1.4, with the keys and defaults of Harbor 0.25).
 
 ::
 
@@ -6,7 +6,7 @@
            or, with [[steps]], steps/NAME/{instruction.md, tests/, solution/, workdir/}
 
 Fields that only the verifier, the image store, ``prepare`` or the oracle need are in :class:`.data.HarborData`. The
-author's ``[metadata]`` becomes the task's metadata. Keys that Harbor ignores are also ignored here. Settings that a
+author's ``[metadata]`` becomes the task's metadata. Keys that Harbor ignores are ignored here too. Settings that a
 cluster cannot support are rejected.
 """
 
@@ -46,7 +46,7 @@ from megaflow_hpc.types import Limits, McpServer, Network, Task
 NEWEST_SCHEMA = (1, 4)
 """Newest supported schema version of task.toml."""
 DEFAULT_AGENT_TIMEOUT_S = 900.0
-"""Default agent timeout in seconds. Harbor has none, but a rollout needs a limit."""
+"""Default agent timeout in seconds. Harbor has no default, but every rollout needs a limit."""
 
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _MCP_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -106,7 +106,7 @@ def read_harbor_task(path: str | os.PathLike[str], dockerfiles: Dockerfiles | No
 
 
 def read_instruction(root: Path, home: Path) -> str:
-    """Reads ``instruction.md`` without its leading canary lines, which reveal benchmarks in training data."""
+    """Reads ``instruction.md`` without its leading canary lines, which serve to detect benchmarks in training data."""
     file = home / "instruction.md"
     if not file.is_file():
         raise ConfigError(f"{file}: missing; a Harbor task needs an instruction")
@@ -185,7 +185,7 @@ def _read_steps(
 
 
 def _min_reward(step: TomlTable) -> dict[str, float]:
-    """Reads minimum rewards by name. A bare number applies to ``reward``."""
+    """Reads minimum rewards by name. A bare number applies to the reward named ``reward``."""
     value = step.data.get("min_reward")
     if value is None:
         return {}
@@ -208,8 +208,8 @@ def read_environment(
         directory: Directory of the environment's Dockerfile, which is also the build context.
         root: The task's directory.
         dockerfiles: Reads the Dockerfile.
-        passed: Set that collects the values of the user's variables that are used. ``None`` for an agent's environment,
-            which may not use them.
+        passed: Set to which the values of the user's variables in use are added. ``None`` for an agent's environment,
+            which must not use these variables.
 
     Raises:
         ConfigError: A value is invalid. The message names file, line, value and remedy.
@@ -261,8 +261,9 @@ def read_environment(
 def read_network(table: TomlTable) -> Network | None:
     """Returns the network of a task.
 
-    ``gateway`` if the task forbids or restricts network access: only the agent's model is reachable. Otherwise
-    ``None``, which leaves the decision to the campaign, because compute nodes often have no internet access.
+    If the task forbids or restricts network access, this is ``gateway``, with which only the agent's model is
+    reachable. Otherwise it is ``None``, which leaves the decision to the campaign, because compute nodes often have no
+    internet access.
     """
     mode = table.choice("network_mode", "no-network", "public", "allowlist")
     if mode is None:
@@ -346,10 +347,11 @@ SOLUTION = "solve.sh"
 
 
 def _check_lines(script: Path) -> None:
-    """Checks that the first line of a script does not end in CRLF, which Linux takes for part of a program's name.
+    """Checks that the first line of a script does not end in CRLF. Linux would treat the CR as a part of the
+    interpreter's name.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The first line ends in CRLF.
     """
     with open(script, "rb") as file:
         first = file.readline(4096)
@@ -366,8 +368,8 @@ def read_judging(
 
     Args:
         toml: The task's root table.
-        environment: The agent's environment. A separate verifier without an image of its own uses the same image.
-        step: The step's ``[[steps]]`` table, if reading a step.
+        environment: The agent's environment. A separate verifier that has no image of its own uses the same image.
+        step: The step's ``[[steps]]`` table, when reading a step.
 
     Raises:
         ConfigError: A value is invalid. The message names file, line, value and remedy.
@@ -406,7 +408,7 @@ def read_judging(
 
 
 def _read_rules(sections: list[TomlTable], passed: set[str] | None) -> VerifierRules:
-    """Reads the task's ``[verifier]`` values, overridden by those of the step."""
+    """Reads the task's ``[verifier]`` values. A step's values override them."""
     rules = VerifierRules()
     for section in sections:
         network, judge = rules.network, section.asks_judge("env")
@@ -448,10 +450,10 @@ def _read_separate(
     dockerfiles: Dockerfiles,
     passed: set[str],
 ) -> _Separate | None:
-    """Reads the verifier's own environment. Returns ``None`` if it shares the agent's.
+    """Reads the environment of a separate verifier. Returns ``None`` if the verifier shares the agent's environment.
 
     Args:
-        sections: ``[verifier]`` of the task and, if reading a step, of the step. The last section that sets a value
+        sections: ``[verifier]`` of the task and, when reading a step, of the step. The last section that sets a value
             wins.
         homes: Directories of the task and the step, whose ``tests/`` may contain the image's Dockerfile.
     """
@@ -476,7 +478,7 @@ def _read_separate(
             return _Separate(read_environment(chosen, home / "tests", root, dockerfiles, passed), bundled=True)
     if own is None or not own:
         return _Separate(replace(environment, user=None))
-    # the agent's image with the verifier's own limits and variables
+    # Use the agent's image with the verifier's own limits and variables.
     merged = TomlTable(own.path, {**own.data, "docker_image": environment.image}, own.lines, own.name)
     verifier = read_environment(merged, root / "environment", root, dockerfiles, passed)
     agents, data = HarborData.of(environment), HarborData.of(verifier)

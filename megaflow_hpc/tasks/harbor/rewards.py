@@ -1,4 +1,4 @@
-"""Reads and validates reward files from a host directory in which the sandbox may have written anything."""
+"""Reads and validates reward files from a host directory to which programs in the sandbox may have written anything."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megaflow_hpc.types import MAX_REWARD, ONLY_PARTS, Artifact, main_reward, wh
 MAX_REWARD_BYTES = 65536
 """Maximum size of a reward file in bytes."""
 MAX_REWARD_COUNT = 64
-"""Maximum number of rewards in a file, those of turns not counted."""
+"""Maximum number of rewards in a file, not counting the rewards of turns."""
 MAX_NAME_LENGTH = 100
-"""Maximum length of a reward name in characters. Each name becomes a column for all trajectories."""
+"""Maximum length of a reward name in characters. Names become columns of the trajectory file."""
 
 REWARD_FILES = ("reward.json", "reward.txt")
 """Reward files in Harbor's order of precedence."""
@@ -36,8 +36,8 @@ def read_rewards(logs: Path) -> dict[str, float]:
     """Reads the named rewards from ``/logs/verifier``.
 
     Raises:
-        ValueError: The reward is missing or not a finite number, or the two files disagree. If a file has several
-            rewards, one must belong to the whole rollout.
+        ValueError: The reward is missing or not a finite number, the two files disagree, or a file has no reward for
+            the whole rollout.
     """
     by_file: dict[str, dict[str, float]] = {}
     with _open_logs(logs) as directory:
@@ -104,7 +104,7 @@ def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"/logs/verifier/{name}: not a plain file that can be read")
-        if status.st_size > limit:  # a sparse file can be arbitrarily large
+        if status.st_size > limit:  # checked first, because a sparse file can be arbitrarily large
             raise ValueError(f"/logs/verifier/{name}: larger than {limit} bytes")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(limit)
@@ -144,7 +144,7 @@ def parse_rewards(name: str, text: str) -> dict[str, float]:
 
 
 class _DuplicateKey(Exception):
-    """A JSON object has a duplicate key, so that parsers could disagree on the reward."""
+    """A JSON object has a duplicate key, for which parsers may return different rewards."""
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -157,7 +157,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _number(name: str, key: str, number: object) -> float:
     if not isinstance(number, int | float):
-        shown = f"a {type(number).__name__}"  # the contents of a list may be long
+        shown = f"a {type(number).__name__}"  # not the value, because a list may be long
         if isinstance(number, str):
             shown = repr(number[:80])
         raise ValueError(f"{name}: {key} is {shown}; expected a finite number")

@@ -1,8 +1,8 @@
 """Reads a ``task.toml`` table by table. Errors include the line number.
 
-Also expands references such as ``${NAME}`` in environment variables. Tasks are untrusted, so they can read only
-variables that the user has allowed, and not, for example, cloud credentials. The values are passed only to a verifier
-in a separate sandbox, because in a shared sandbox the agent's programs could read the tests' environment.
+Also expands references such as ``${NAME}`` in environment variables. Tasks are untrusted, so they can only read
+variables that the user has allowed, but not, for example, cloud credentials. The values are only passed to verifiers in
+separate sandboxes, because in a shared sandbox the agent's programs could read the tests' environment.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 from megaflow_hpc.errors import ConfigError
 
 ALLOWED_VARIABLES = "MEGAFLOW_TASK_ENV"
-"""Environment variable that lists, separated by commas, the variables that ``${NAME}`` in a task may read."""
+"""Environment variable with a comma-separated list of the variables that ``${NAME}`` in a task may read."""
 
 JUDGE_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
-"""Variables whose value in ``[verifier.env]`` is the key of the campaign's judges, unless the user's are allowed."""
+"""Variables that stand for the key of the campaign's judges in ``[verifier.env]``, unless the user allows tasks to read
+the user's own variables with these names."""
 
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _SIZES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
@@ -31,7 +32,7 @@ def read_text(path: Path) -> str:
     """Reads a file as UTF-8.
 
     Raises:
-        ConfigError: The file cannot be read; the message names it.
+        ConfigError: The file cannot be read. The message names the file.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -59,7 +60,8 @@ def read_toml(path: Path) -> TomlTable:
 
 @dataclass(frozen=True)
 class TomlTable:
-    """A table that spans the lines ``begin`` to ``end``. ``name`` is its dotted key. Empty for the root table."""
+    """A table that spans the lines ``begin`` to ``end``. ``name`` is its dotted key, which is empty for the root
+    table."""
 
     path: Path
     data: dict[str, Any]
@@ -100,7 +102,7 @@ class TomlTable:
     # --- tables -------------------------------------------------------------------------------------------------
 
     def table(self, key: str) -> TomlTable:
-        """Returns the table at ``key``. Empty if it is missing."""
+        """Returns the table at ``key``, or an empty table if it is missing."""
         value = self.data.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, value, "a table")
@@ -129,7 +131,7 @@ class TomlTable:
     # --- values -------------------------------------------------------------------------------------------------
 
     def text(self, key: str) -> str | None:
-        """Returns a nonempty string. Like the following methods, returns ``None`` if the key is missing."""
+        """Returns a non-empty string. Like the following methods, returns ``None`` if the key is missing."""
         value = self.data.get(key)
         if value is None:
             return None
@@ -145,7 +147,7 @@ class TomlTable:
         return value
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """Returns a positive number, in the unit stated by the key's name."""
+        """Returns a positive number. The key's name states the unit."""
         value = self.data.get(key)
         if value is None:
             return default
@@ -184,7 +186,7 @@ class TomlTable:
         """Returns environment variables with ``${NAME}`` and ``${NAME:-default}`` expanded.
 
         Args:
-            passed: Set that collects the values of the user's variables that are used. ``None`` forbids using them.
+            passed: Set to which the values of the user's variables in use are added. ``None`` forbids using them.
         """
         table = self.table(key)
         values: dict[str, str] = {}
@@ -197,13 +199,14 @@ class TomlTable:
         return values
 
     def asks_judge(self, key: str) -> list[str]:
-        """Returns the variables of a table that are the key of a judge: ``NAME = "${OPENAI_API_KEY}"`` or the like."""
+        """Returns the names of a table's variables whose value is the key of a judge, as in ``NAME =
+        "${OPENAI_API_KEY}"``."""
         allowed = {word.strip() for word in os.environ.get(ALLOWED_VARIABLES, "").split(",")}
         keys = {f"${{{name}}}" for name in JUDGE_KEYS if name not in allowed}
         return [name for name, value in self.table(key).data.items() if isinstance(value, str) and value in keys]
 
     def without(self, key: str, names: Collection[str]) -> TomlTable:
-        """Returns a copy of the table in which the table ``key`` lacks some names."""
+        """Returns a copy of this table, with ``names`` removed from the table at ``key``."""
         kept = {name: value for name, value in self.table(key).data.items() if name not in names}
         return replace(self, data={**self.data, key: kept}) if names else self
 

@@ -1,7 +1,7 @@
 """Runs a Harbor task's tests in a container that the agent cannot have tampered with.
 
-In Harbor's contract, ``tests/`` is mounted at ``/tests``, ``test.sh`` runs in the working directory, and the reward is
-written to ``/logs/verifier/reward.json`` or ``reward.txt``. If both files exist, they must agree. Failing tests still
+In Harbor's contract, ``tests/`` is mounted at ``/tests``, and ``test.sh`` runs in the working directory and writes the
+reward to ``/logs/verifier/reward.json`` or ``reward.txt``. If both files exist, they must agree. Failing tests still
 produce a reward. If the verifier writes no reward, the verdict has an error and reward 0. There are three modes
 (docs/how-to/tasks.md lists the attacks that each prevents):
 
@@ -46,7 +46,8 @@ from megaflow_hpc.types import MAX_NAME_LENGTH, Network, Task, Verdict
 _SHELL = (
     'for b in /bin/bash /usr/bin/bash; do [ -x "$b" ] && exec "$b" /tests/test.sh; done; exec /bin/sh /tests/test.sh'
 )
-"""Shell command that starts bash without using PATH, which may contain directories that the agent can write to."""
+"""Shell command that starts bash without using PATH, because PATH may contain directories to which the agent can
+write."""
 
 
 async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationContext, *, stay: bool) -> Verdict:
@@ -61,7 +62,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
 
     Raises:
         SandboxError: A sandbox was lost. Errors in tests and rewards are reported in the verdict's ``error`` instead.
-        ModelServiceError: A judge that the tests ask is down.
+        ModelServiceError: A judge that the tests use is down.
         ConfigError: The task cannot be verified in this way.
     """
     data = HarborData.of(task)
@@ -71,7 +72,7 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
         try:
             await run_hooks(task, sandbox)
             collected = await collect(task, sandbox, folder)
-        except LimitError as error:  # the agent's programs exceeded a limit, which is reset for the tests
+        except LimitError as error:  # the agent's programs exceeded a limit; usage is reset for the tests
             collected = [Collected(entry.source, entry.source, error=str(error)) for entry in entries_of(task)]
         artifacts = to_artifacts(collected, prefix)
         if data.verifier.environment:
@@ -81,13 +82,13 @@ async def verify(task: Task, sandbox: ApptainerSandbox, context: VerificationCon
                 check_fresh(task)
             verdict = await _judge(task, sandbox, context, [] if context.as_left else _kept(task), stay=stay)
     finally:
-        await asyncio.to_thread(remove_tree, folder, ignore_errors=True)  # the pod's cleanup removes what is left
+        await asyncio.to_thread(remove_tree, folder, ignore_errors=True)  # the pod's cleanup removes the rest
     logs = [replace(log, name=prefix + log.name) for log in verdict.artifacts]
     return Mask(data.verifier.secrets).verdict(replace(verdict, artifacts=[*artifacts, *logs]))
 
 
 def check_fresh(task: Task) -> None:
-    """Checks that ``fresh`` verification keeps any of the agent's work.
+    """Checks that ``fresh`` verification would keep some of the agent's work.
 
     Raises:
         ConfigError: The task has neither a working directory nor artifacts.
@@ -109,7 +110,7 @@ async def _judge_elsewhere(
     def restore(paths: LayerPaths) -> None:
         upperdir.restore(paths.upper, paths.image, _kept(task))
 
-    await sandbox.end_processes(restore if stay else None)  # keeps the files for a retry
+    await sandbox.end_processes(restore if stay else None)  # keeps the agent's files for a retry
     other = await context.start(environment)
     try:
         problems = await carry(collected, other)
@@ -179,7 +180,7 @@ def _spec(before: SandboxSpec, rules: VerifierRules, context: VerificationContex
 async def _judging(
     task: Task, sandbox: ApptainerSandbox, rules: VerifierRules, context: VerificationContext
 ) -> AsyncIterator[dict[str, str]]:
-    """Yields the variables by which the tests reach the campaign's judges, if the task asks for them.
+    """Yields the variables with which the tests reach the campaign's judges, if the task requests judges.
 
     Raises:
         ModelServiceError: A judge was down, so the result of the tests is invalid.
@@ -206,8 +207,8 @@ def _kept(task: Task) -> list[str]:
 def _command(sources: Sequence[Path]) -> list[str]:
     """Returns the command that runs the tests.
 
-    Shell scripts, and tests contained in a verifier's image, are run by the image's shell. Other scripts are run by
-    their shebang line.
+    The image's shell runs shell scripts, and tests that are part of a verifier's image. Other scripts are run according
+    to their shebang line.
     """
     script = next((path / "test.sh" for path in reversed(sources) if (path / "test.sh").is_file()), None)
     if script is not None and names_interpreter(script):
@@ -216,7 +217,7 @@ def _command(sources: Sequence[Path]) -> list[str]:
 
 
 def names_interpreter(script: Path) -> bool:
-    """Returns whether the first line of a script names another program than a shell to run it."""
+    """Returns whether a script's first line names an interpreter that is not a shell."""
     with open(script, "rb") as file:
         first = file.readline(256)
     words = first[2:].split() if first.startswith(b"#!") else []
@@ -246,11 +247,11 @@ def _create_directories(home: Path, sources: Sequence[Path], files: TaskFiles) -
 
 MASK = b"[masked]"
 MIN_SECRET_LENGTH = 6
-"""Minimum length of a secret in characters. Masking shorter values would make test output unreadable."""
+"""Minimum length in characters of secrets to mask. Masking shorter values would make test output unreadable."""
 
 
 class Mask:
-    """Masks secrets in bytes, strings and verdicts, both verbatim and in encodings that tools print.
+    """Masks secrets in bytes, strings and verdicts, verbatim or in encodings that tools use in their output.
 
     Args:
         values: The secrets to mask.

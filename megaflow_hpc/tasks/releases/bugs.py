@@ -1,7 +1,5 @@
-"""Reads the bug file of ``tasks build``. This YAML file names a buggy and a fixed release of a package for each bug.
-
-``share/recipes/bug-repair/bugs.yaml`` is an example; docs/how-to/real-bugs.md explains it.
-"""
+"""Reads the bug file of ``tasks build``, a YAML file that names a buggy and a fixed release of a package for each bug.
+``share/recipes/bug-repair/bugs.yaml`` is an example, and docs/how-to/real-bugs.md explains it."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ class Bug(Section):
     failing: tuple[str, ...] = Field(min_length=1)
     """Ids of tests in the fixed release that fail on the buggy release."""
     passing: tuple[str, ...] = Field(min_length=1)
-    """Ids of tests, files or directories whose tests pass on both releases."""
+    """Ids of tests, or files or directories with tests, that pass on both releases."""
     requires: tuple[str, ...] = ()
     """Packages that the tests import, as pip requirements."""
     issue: str = Field(min_length=1)
@@ -67,9 +65,9 @@ class BugFile(Section):
     """A list of bugs, and the image in which their tests run."""
 
     image: str = Field("megaflow-bugs", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name by which the tasks refer to the image."""
+    """Name with which the tasks refer to the image."""
     requires: tuple[str, ...] = ("pytest>=8,<9",)
-    """Requirements shared by all tasks. pytest 9 is excluded, because it reports subtests as separate tests."""
+    """Requirements of all tasks. pytest 9 is excluded because it reports subtests as separate tests."""
     bugs: tuple[Bug, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -85,7 +83,7 @@ def read_bugs(path: str | os.PathLike[str]) -> tuple[BugFile, Callable[[str], st
     """Reads a bug file.
 
     Returns:
-        Its content, and a function that returns ``file:line`` for a bug's id.
+        The content, and a function that returns ``file:line`` for a bug's id.
 
     Raises:
         ConfigError: A value is invalid. The message names file, line, value and remedy.

@@ -1,8 +1,7 @@
 """Builds the shared image of tasks made from bugs: a base image, pytest, and the packages that the tests import.
 
-The build itself needs no network, because it installs wheels that were downloaded for the base image's Python. It
-therefore needs none of the host's pip settings, credentials or certificates. A stamp file next to the SIF records the
-build's inputs.
+The build installs wheels that were downloaded earlier for the base image's Python. So it needs neither a network nor
+the host's pip settings, credentials and certificates. A stamp file next to the SIF records the build's inputs.
 """
 
 from __future__ import annotations
@@ -36,17 +35,18 @@ python3 /opt/wheels/{pip}/pip install --no-index --find-links /opt/wheels --no-c
     --break-system-packages --root-user-action=ignore --ignore-installed -- "$@"
 rm -rf /opt/wheels
 """
-"""Shell script that runs in the image. Requirements come from a file, so they are passed as arguments and never
-interpolated."""
+"""Shell script that runs in the image. Requirements come from an untrusted file, so they are passed as arguments and
+never interpolated."""
 
 
 def requirements(content: BugFile, bugs: Iterable[Bug]) -> list[str]:
-    """Returns all requirements of the image, without duplicates."""
+    """Returns all requirements to install in the image, without duplicates."""
     return list(dict.fromkeys([*content.requires, *(need for bug in bugs for need in bug.requires)]))
 
 
 def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bool:
-    """Builds the shared image on top of ``base`` (a SIF or an unpacked directory). Returns False if it is up to date.
+    """Builds the shared image on top of ``base`` (a SIF or an unpacked directory). Returns False if the image was
+    already up to date.
 
     The image contains the requirements of all bugs in the file, regardless of ``--only``.
     """
@@ -90,7 +90,7 @@ def build_image(content: BugFile, base: Path, target: Path, say: Progress) -> bo
 
 
 def under_test(content: BugFile, wheels: Iterable[str]) -> list[str]:
-    """Returns the tested packages whose wheels were downloaded. An agent could copy the fix from such a wheel."""
+    """Returns those tested packages whose wheels were downloaded. An agent could copy the fix from such a wheel."""
 
     def normal(name: str) -> str:
         return re.sub(r"[-_.]+", "-", name).lower()

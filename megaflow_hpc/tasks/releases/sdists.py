@@ -3,9 +3,9 @@
 Archives are cached in a directory. The running interpreter's ``pip`` downloads them, using its configured indexes,
 credentials, certificates and proxies.
 
-``pip download`` of a source distribution also runs its build backend in a fresh environment. Building takes seconds,
-and fails with old backends, but pip has no option to download only the file. So this module, run as a program, uses the
-internals of pip's ``download`` command, which respect the same configuration. If these internals have changed (exit
+``pip download`` also runs the build backend of a source distribution in a fresh environment. That takes seconds and
+fails with old backends, but pip has no option to download only the file. So this module, when run as a program, uses
+the internals of pip's ``download`` command, which respect the same configuration. If these internals have changed (exit
 status :data:`CHANGED`), ``pip download`` itself is used.
 """
 
@@ -36,7 +36,7 @@ from megaflow_hpc.host.tar import Budget, Kind, Parts, TreeWriter, plain, unpack
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 MAX_TREE = (1 << 30, 200_000)
-"""Maximum size in bytes and maximum number of files of an unpacked source distribution, to guard against archive
+"""Maximum size in bytes and maximum number of files of an unpacked source distribution. Guards against archive
 bombs."""
 TEST_DIRECTORIES = {"test", "tests", "testing"}
 NOT_CODE = {
@@ -52,7 +52,7 @@ NOT_CODE = {
     "scripts",
     "tools",
 }
-"""Names of top-level directories that do not belong to an installed package."""
+"""Names of top-level directories that are not part of an installed package."""
 METADATA_FILES = {
     "setup.py",
     "noxfile.py",
@@ -76,7 +76,7 @@ COMMIT_ENV = {
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
 }
-"""Environment variables that make commits reproducible and ignore the user's hooks, signing and line-ending
+"""Environment variables that make commits reproducible, and disable the user's hooks, signing and line-ending
 settings."""
 
 
@@ -96,7 +96,7 @@ class ReleasePatch:
     """The code changes between two releases."""
 
     text: bytes
-    """The patch, in a form that ``git apply`` accepts."""
+    """The patch, in the format of ``git apply``."""
     lines: int
     """Number of added and removed lines."""
     files: tuple[str, ...]
@@ -122,7 +122,7 @@ def run_pip(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def fetch(releases: Iterable[Release], cache: Path) -> dict[Release, Path]:
-    """Returns the path of each release's archive, and downloads missing archives. Omits releases that do not exist.
+    """Returns the path of each release's archive. Downloads missing archives. Omits releases that do not exist.
 
     Raises:
         SiteError: pip cannot be run, or cannot reach its index.
@@ -266,7 +266,8 @@ def is_test(name: str) -> bool:
 
 
 def is_code(name: str) -> bool:
-    """Returns whether a file is the package's own Python code: not a test, document, tool or metadata file."""
+    """Returns whether a file is the package's own Python code, as opposed to a test, document, tool or metadata
+    file."""
     path = PurePosixPath(name)
     if path.suffix not in (".py", ".pyi") or is_test(name) or path.name in METADATA_FILES:
         return False
@@ -311,13 +312,15 @@ def commit(tree: Path, message: str) -> None:
 
 
 def keep_version(old: bytes, new: bytes) -> bytes:
-    """Returns ``new`` with the ``__version__`` line of ``old``, because tests compare it with package metadata."""
+    """Returns ``new`` with the ``__version__`` line of ``old``, because tests compare the version with package
+    metadata."""
     before = VERSION_LINE.search(old)
     return VERSION_LINE.sub(lambda _: before[0], new, count=1) if before else new
 
 
 def difference(buggy: Path, fixed: Path) -> ReleasePatch:
-    """Returns the code changes from ``buggy`` to ``fixed``. ``buggy`` must be committed, and is restored afterwards."""
+    """Returns the code changes from ``buggy`` to ``fixed``. ``buggy`` must be committed. It is modified, but restored
+    afterwards."""
     old, new = ({name for name in tree_files(tree) if is_code(name)} for tree in (buggy, fixed))
     for name in old - new:
         (buggy / name).unlink()
@@ -344,8 +347,8 @@ CHANGED = 90
 
 
 def main() -> int:
-    """Downloads files like ``pip download``, without building them. Returns pip's exit status, or ``CHANGED`` if its
-    internals changed.
+    """Downloads files like ``pip download``, but without building them. Returns pip's exit status, or ``CHANGED`` if
+    pip's internals have changed.
 
     ``python -m megaflow_hpc.tasks.releases.sdists -d DIR NAME==VERSION…`` prints one JSON line per argument:
     ``[argument, file name or null]``.

@@ -1,8 +1,7 @@
-"""Builds tasks from real bugs. Each task is based on two releases of a package, the later of which fixes a known
-defect.
+"""Builds tasks from real bugs. Each task is based on two releases of a package. The later release fixes a known defect.
 
-A bug file names the releases and the tests (:mod:`~megaflow_hpc.tasks.releases.bugs`) but contains no package code,
-because the build downloads both source distributions. Each bug becomes a Harbor task directory::
+A bug file names the releases and the tests (:mod:`~megaflow_hpc.tasks.releases.bugs`). The build downloads both source
+distributions, so the file contains no package code. Each bug becomes a Harbor task directory::
 
     OUTPUT/<id>/
       task.toml            docker_image names the shared image; workdir /testbed
@@ -43,7 +42,7 @@ from megaflow_hpc.tasks.releases.sdists import (
 )
 
 MAX_LINES = 400
-"""Maximum number of changed lines in a fix. Larger differences usually contain several changes."""
+"""Maximum number of changed lines in a fix. Larger differences usually contain other changes too."""
 WORKDIR = "/testbed"
 BUILD_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 """File names in ``environment/`` that Harbor treats as build instructions."""
@@ -59,7 +58,7 @@ class BuiltTask:
     path: Path
     bug: Bug
     lines: int
-    """Number of lines that the reference patch adds or removes."""
+    """Number of lines added or removed by the reference patch."""
     fresh: bool
     """True if this run built the directory. False if it was already up to date."""
 
@@ -70,7 +69,7 @@ class BuiltTask:
 def build_tasks(
     content: BugFile, bugs: Sequence[Bug], output: Path, cache: Path, where: Callable[[str], str], say: Progress
 ) -> list[BuiltTask]:
-    """Builds missing and outdated task directories, and publishes each with one rename."""
+    """Builds missing or outdated task directories, and publishes each with a rename."""
     output.mkdir(parents=True, exist_ok=True)
     fingerprints = {bug.id: fingerprint(content, bug) for bug in bugs}
     stale = [bug for bug in bugs if read_stamp(output / bug.id).get("fingerprint") != fingerprints[bug.id]]
@@ -96,14 +95,15 @@ def build_tasks(
 
 
 def fingerprint(content: BugFile, bug: Bug) -> str:
-    """Returns a digest of all inputs of a task directory, including this code. A new digest means a rebuild."""
+    """Returns a digest of all inputs of a task directory, including this code. If the digest changes, the directory is
+    rebuilt."""
     code = [Path(file).read_text() for file in (__file__, sdists.__file__, named_tests.__file__)]
     made_from = [content.image, bug.model_dump(mode="json"), code]
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def read_stamp(task: Path) -> dict[str, Any]:
-    """Returns the ``[metadata]`` of a task directory. Empty if there is none."""
+    """Returns the ``[metadata]`` of a task directory, or an empty dict if there is none."""
     try:
         metadata = tomllib.loads((task / "task.toml").read_text()).get("metadata", {})
     except (OSError, ValueError):
@@ -224,7 +224,7 @@ There is no network.
 def task_toml(image: str, bug: Bug, patch: ReleasePatch, root: str, stamp: str) -> str:
     """Returns the content of a ``task.toml`` in Harbor's schema 1.4.
 
-    It names an image and has no Dockerfile, so ``environment/`` is uploaded to ``workdir``.
+    The task names an image and has no Dockerfile, so ``environment/`` is uploaded to ``workdir``.
     """
     path = WORKDIR if root == "." else f"{WORKDIR}/{root}"
     sections: dict[str, dict[str, Any]] = {

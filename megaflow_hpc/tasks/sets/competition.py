@@ -1,7 +1,7 @@
-"""Grades a solution of a programming problem by the rules of LiveCodeBench's checker.
+"""Grades the solution of a programming problem by the rules of LiveCodeBench's checker.
 
-The file is copied into the tests of each problem, so it needs only Python 3.9. Each test runs in a new process, which
-does not know the expected output.
+This file is copied into each problem's tests, so it must run on Python 3.9 without other packages. Each test runs in a
+new process, which does not know the expected output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 START_S = 1
-"""Time in which Python starts, in seconds. Added to the time limit of each test."""
+"""Seconds for starting Python, added to the time limit of each test."""
 MODULES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
 )
@@ -26,11 +26,12 @@ PREAMBLE = "".join(
     + [f"import {name}\n" for name in MODULES.split()]
     + ["sys.setrecursionlimit(50000)\n"]
 )
-"""Code before each solution. LiveCodeBench's problems assume these imports."""
+"""Code to run before each solution. LiveCodeBench's problems assume these imports."""
 
 
 def as_function(code: str) -> str:
-    """Returns a program as a function ``program`` after its imports. Removes its final test of ``__name__``."""
+    """Converts a program to its imports followed by a function ``program``. Unwraps a final ``if __name__ ==
+    "__main__"``."""
     body = ast.parse(code).body
     if body and isinstance(last := body[-1], ast.If) and ast.unparse(last.test) == "__name__ == '__main__'":
         body[-1:] = last.body
@@ -42,9 +43,10 @@ def as_function(code: str) -> str:
 
 
 def run(solution: str, name: str = "") -> None:
-    """Runs a solution with standard input: as a program, or, given a name, by calling this function or method.
+    """Runs a solution on standard input.
 
-    Each line of the input is then an argument in JSON. The result is printed as a Python literal.
+    If ``name`` is empty, runs the solution as a program. Otherwise, calls the function or method of that name. Each
+    line of the input is an argument as JSON, and the result is printed as a Python literal.
     """
     code = Path(solution).read_text(encoding="utf-8")
     namespace: dict[str, Any] = {"__name__": "solution"}
@@ -56,7 +58,7 @@ def run(solution: str, name: str = "") -> None:
             pass
         return
     output = os.dup(1)
-    os.dup2(2, 1)  # the solution's own output is no result
+    os.dup2(2, 1)  # the solution's own output is not the result
     arguments = [json.loads(line) for line in sys.stdin.read().split("\n")]
     exec(f"{PREAMBLE}\n{code}", namespace)
     function = getattr(namespace["Solution"](), name) if "class Solution" in code else namespace[name]
@@ -65,7 +67,8 @@ def run(solution: str, name: str = "") -> None:
 
 
 def same_lines(found: str, expected: str) -> bool:
-    """Returns whether each line is equal, or has equal numbers. Ignores white space around lines and the text."""
+    """Returns whether all lines are equal, as text or as numbers. Ignores whitespace around lines and around the
+    text."""
     lines = [[line.strip() for line in text.strip().split("\n")] for text in (found, expected)]
     return len(lines[0]) == len(lines[1]) and all(map(_same_line, *lines))
 
@@ -78,7 +81,7 @@ def _same_line(found: str, expected: str) -> bool:
 
 
 def same_value(found: str, expected: str) -> bool:
-    """Returns whether a Python literal equals a JSON value. A tuple may be returned in place of a list."""
+    """Returns whether a Python literal equals a JSON value. A tuple is accepted instead of a list."""
     try:
         value = ast.literal_eval(found)
         return bool((list(value) if isinstance(value, tuple) else value) == json.loads(expected))
@@ -87,7 +90,7 @@ def same_value(found: str, expected: str) -> bool:
 
 
 def first_failure(solution: str, name: str, limit_s: float, tests: list[list[str]]) -> str:
-    """Returns the first test that a solution fails, and how. Empty if it passes all tests.
+    """Describes the first test that a solution fails. Returns an empty string if it passes all tests.
 
     Args:
         solution: File to run.
@@ -110,7 +113,7 @@ def first_failure(solution: str, name: str, limit_s: float, tests: list[list[str
 
 
 def main(solution: str, tests: str, reward: str) -> None:
-    """Grades a solution and writes its reward. Deletes the tests before it runs."""
+    """Grades a solution and writes the reward. Deletes the tests before the solution runs."""
     problem = json.loads(gzip.decompress(Path(tests).read_bytes()))
     os.remove(tests)
     wrong = first_failure(solution, **problem)

@@ -24,13 +24,13 @@ from megaflow_hpc.tasks.sets import competition
 from megaflow_hpc.texts import parse_json
 
 MAX_TEXT_BYTES = 1 << 20
-"""Maximum size of a file that a converter reads."""
+"""Maximum size in bytes of a file that a converter reads."""
 MAX_TREE = (4 << 30, 500_000)
-"""Maximum number of bytes, and of files and directories, of an unpacked archive."""
+"""Maximum size in bytes, and maximum number of files and directories, of an unpacked archive."""
 MAX_TESTS_BYTES = 512 << 20
-"""Maximum size of the hidden tests of a problem."""
+"""Maximum size in bytes of a problem's hidden tests."""
 ROWS_IN_MEMORY = 64
-"""Maximum number of Parquet rows in memory at once."""
+"""Maximum number of Parquet rows in memory at the same time."""
 
 
 def to_lines(files: Sequence[Path], target: Path) -> None:
@@ -69,11 +69,11 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def unpack(archive: Path, directory: Path) -> tuple[Path, list[Path]]:
-    """Unpacks a git host's tar.gz. Returns the directory that contains the repository, and the paths of symlinks that
-    are missing there, because they could lead out of it.
+    """Unpacks a tar.gz from a git host. Returns the repository's directory, and the paths of symlinks that were not
+    unpacked because they could point outside it.
 
     Raises:
-        ConfigError: It is not such an archive, or is too large.
+        ConfigError: The file is not such an archive, or is too large.
     """
     links = list[Path]()
 
@@ -92,17 +92,18 @@ def unpack(archive: Path, directory: Path) -> tuple[Path, list[Path]]:
 
 
 def harbor(source: Path, target: Path, refuse: Refuse, missing: Sequence[Path] = ()) -> None:
-    """Moves the Harbor task directories below ``source`` to ``target``. Directories in a task belong to the task.
+    """Moves the Harbor task directories below ``source`` to ``target``. Task directories inside a task are part of that
+    task.
 
-    Leaves out tasks with a symlink that leads out of them.
+    Tasks with a symlink that points outside the task are left out.
 
     Args:
-        missing: Paths of symlinks that the source lacks.
+        missing: Paths of symlinks that were not unpacked.
     """
     if (source / "task.toml").exists():
         raise ConfigError(f"{source}: is a task itself; name the directory that contains the tasks")
     for file in sorted(source.rglob("task.toml"), key=lambda file: (len(file.parts), file)):
-        if not file.exists():  # moved with the task that contains it
+        if not file.exists():  # moved along with the task that contains it
             continue
         task, problem = target / file.parent.name, ""
         if task.exists():
@@ -111,13 +112,13 @@ def harbor(source: Path, target: Path, refuse: Refuse, missing: Sequence[Path] =
             problem = f"{link.relative_to(source)}: is a link out of the task; copy the file into the task"
         if problem:
             refuse(ConfigError(problem))
-            shutil.rmtree(file.parent)  # with the tasks among its files
+            shutil.rmtree(file.parent)  # including any tasks inside it
             continue
         file.parent.rename(task)
 
 
 def _leaving(task: Path, missing: Sequence[Path]) -> Iterator[Path]:
-    """Yields the symlinks of a task that lead out of it."""
+    """Yields the symlinks in a task that point outside the task."""
     yield from (link for link in missing if link.is_relative_to(task))
     for directory, folders, files in os.walk(task):
         for path in (Path(directory, name) for name in (*folders, *files)):
@@ -146,7 +147,7 @@ HEALTHCHECK = """
 command = {first}
 """
 MAX_NAME = 200
-"""Maximum length of the name of a directory or file."""
+"""Maximum length of directory and file names."""
 
 
 class NewTask(msgspec.Struct):
@@ -166,7 +167,7 @@ class NewTask(msgspec.Struct):
         """Writes the task below ``directory``.
 
         Raises:
-            ValueError: Its name or that of a file is invalid, or another task has its name.
+            ValueError: The task's name or a file's name is invalid, or another task has the same name.
         """
         if not TASK_ID.fullmatch(self.name) or self.name.startswith(".") or len(self.name) > MAX_NAME:
             raise ValueError(f"the task's name {self.name[:80]!r}: expected at most {MAX_NAME} letters and digits")
@@ -221,13 +222,14 @@ POLYGLOT_COMMANDS: Mapping[str, str] = {
     "python": "python3 -m unittest *_test.py",
     "rust": "cargo test -- --include-ignored",
 }
-"""Commands that test an exercise, by language. Python needs an image of Python only, the others that of Aider."""
+"""Maps each language to the command that tests an exercise. Python exercises use a plain Python image. Exercises in
+other languages use Aider's image."""
 _SKIPPED = re.compile(rb"\bx(?=test\()|@Disabled\([^)]*\)\s*\n")
-"""Marks of Exercism's tests that wait until the user enables them."""
+"""Matches the markers with which Exercism disables tests until the user enables them."""
 
 
 def aider_polyglot(source: Path, target: Path, refuse: Refuse, missing: Sequence[Path] = ()) -> None:
-    """Writes the exercises of Aider's polyglot benchmark as Harbor tasks."""
+    """Converts the exercises of Aider's polyglot benchmark to Harbor tasks."""
     for config in sorted(source.glob("*/exercises/practice/*/.meta/config.json")):
         exercise = config.parent.parent
         try:
@@ -246,7 +248,7 @@ def _exercise(exercise: Path, language: str) -> NewTask:
     given = {path: _read(exercise, path) for path in paths if not path.startswith((".meta/", ".docs/"))}
     if absent := sorted({*files.solution, *files.test} - given.keys()):
         raise ValueError(f"{', '.join(absent)}: missing")
-    # CMake names the program after the directory.
+    # Name the directory after the exercise, because CMake derives the program's name from it.
     place = {"workdir": f"/work/{exercise.name}", "command": POLYGLOT_COMMANDS[language]}
     names = ", ".join(f"`{name}`" for name in files.solution)
     written: dict[str, str | bytes] = {"instruction.md": text + POLYGLOT_TASK.format(names=names, **place)}
@@ -265,9 +267,8 @@ def _exercise(exercise: Path, language: str) -> NewTask:
 
 
 def _solutions(exercise: Path, files: _Files) -> dict[str, str]:
-    """Maps each example file to the file of the solution with its name, else its suffix. Other examples are helpers
-    next to the solution.
-    """
+    """Maps each example file to the solution file that it replaces, which has the same name or else the same suffix.
+    Other example files are helpers, which are placed next to the solution."""
     free, placed = list(files.solution), dict[str, str]()
     for same in (lambda path: path.name, lambda path: path.suffix):
         for example in (each for each in files.example if each not in placed):
@@ -312,7 +313,7 @@ it:
 
 
 class _Fix(msgspec.Struct):
-    """A line of HumanEvalPack."""
+    """A line of the HumanEvalPack dataset."""
 
     task_id: str
     declaration: str
@@ -363,7 +364,7 @@ FUNCTION = """Keep the names of the starter code, which the file contains:
 def _problem(
     name: str, text: str, code: str, function: str, limit_s: int, tests: Iterable[tuple[str, str]], source: str
 ) -> NewTask:
-    """Returns the task to solve a programming problem.
+    """Returns the task of solving a programming problem.
 
     Args:
         code: Starter code.
@@ -398,7 +399,7 @@ class _Metadata(msgspec.Struct):
 
 
 class _Contest(msgspec.Struct):
-    """A line of LiveCodeBench's code generation."""
+    """A line of LiveCodeBench's code-generation dataset."""
 
     question_content: str
     question_id: str
@@ -420,9 +421,10 @@ _TEXT_PICKLE = re.compile("(PROTO )?(FRAME )?(SHORT_BIN|BIN)?UNICODE8? ((LONG_BI
 
 
 def _hidden_tests(text: str) -> str:
-    """Returns LiveCodeBench's hidden tests as JSON: the text itself, or the text in a compressed pickle, in base64.
+    """Returns LiveCodeBench's hidden tests as JSON.
 
-    Never loads the pickle, which could run any code.
+    The text is either JSON itself, or a base64-encoded, compressed pickle that contains the JSON. Never loads the
+    pickle, because that could run arbitrary code.
     """
     if text.lstrip().startswith("["):
         return text
@@ -484,7 +486,7 @@ R2E_MARKS: Mapping[str, str] = {"context": " ", "added": "+", "deleted": "-", "n
 
 
 class _Commit(msgspec.Struct):
-    """A row of R2E-Gym."""
+    """A row of the R2E-Gym dataset."""
 
     repo_name: str
     docker_image: str
@@ -501,9 +503,8 @@ class _Execution(msgspec.Struct):
 
 
 def _r2e_gym(row: Any) -> NewTask:
-    """Converts a row of R2E-Gym. Its tests come from the row, and their helpers from the image, where the agent does
-    not see them. Every test must have exactly the expected outcome.
-    """
+    """Converts a row of R2E-Gym. The tests come from the row. Their helpers come from the image, where they are hidden
+    from the agent. Every test must have exactly the expected outcome."""
     line = msgspec.convert(row, _Commit)
     tests = msgspec.json.decode(line.execution_result_content, type=_Execution)
     if not msgspec.json.decode(line.expected_output_json, type=dict[str, str]):
@@ -525,7 +526,7 @@ def _r2e_gym(row: Any) -> NewTask:
 
 
 def _r2e_command(repository: str, codes: list[str]) -> str:
-    """Returns the command that runs the tests of a repository, as R2E-Gym does."""
+    """Returns the command with which R2E-Gym runs the tests of a repository."""
     before, program = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning'", "-m pytest -rA r2e_tests"
     if repository == "tornado":
         program = "r2e_tests/tornado_unittest_runner.py"
@@ -537,7 +538,7 @@ def _r2e_command(repository: str, codes: list[str]) -> str:
 
 
 def _r2e_fix(commit: Any) -> str:
-    """Returns the fix: the differences of a commit in Python files that are no tests."""
+    """Returns the fix, which is the commit's changes to Python files other than tests."""
     lines = []
     for file in commit["file_diffs"]:
         path = file["header"]["file"]["path"]
@@ -563,11 +564,11 @@ ROWS: Mapping[str, Callable[[Any], NewTask]] = {
     "nemo-gym-code": _nemo_gym_code,
     "r2e-gym": _r2e_gym,
 }
-"""Functions that convert a row to a task, by format."""
+"""Maps each format to the function that converts a row to a task."""
 
 
 def write_rows(files: Sequence[Path], target: Path, refuse: Refuse, convert: Callable[[Any], NewTask]) -> None:
-    """Writes the rows of Parquet and JSONL files as Harbor tasks into an empty directory."""
+    """Converts the rows of Parquet and JSONL files to Harbor tasks in an empty directory."""
     for file in files:
         rows = _rows(file) if file.suffix == ".parquet" else _lines(file)
         for number, row in enumerate(rows, 1):
@@ -577,7 +578,7 @@ def write_rows(files: Sequence[Path], target: Path, refuse: Refuse, convert: Cal
                 convert(parse_json(row) if isinstance(row, bytes) else row).write(target)
             except (ValueError, zlib.error, msgspec.MsgspecError) as error:
                 refuse(ConfigError(f"{file}:{number}: {error}"))
-            except (LookupError, TypeError, AttributeError) as error:  # a nested field is missing or of another type
+            except (LookupError, TypeError, AttributeError) as error:  # a nested field is missing or has the wrong type
                 refuse(ConfigError(f"{file}:{number}: not in the format of this set ({error!r:.200})"))
 
 
@@ -590,4 +591,4 @@ DIRECTORIES: Mapping[str, Callable[[Path, Path, Refuse, Sequence[Path]], None]] 
     "harbor": harbor,
     "aider-polyglot": aider_polyglot,
 }
-"""Converters of archives by format. Each writes task directories into an empty directory."""
+"""Maps each format of archives to its converter, which writes task directories into an empty directory."""

@@ -1,9 +1,8 @@
-"""Finds task sets by name in ``registry.yaml``, and downloads their files. Interrupted downloads continue, checksums
-are verified, and files appear whole.
+"""Finds task sets by name in ``registry.yaml``, and downloads their files. Interrupted downloads are resumed, checksums
+are verified, and files appear atomically.
 
-The Hugging Face Hub states the size and SHA-256 of each large file. The token in ``HF_TOKEN`` is sent to the Hub, or to
-the server that ``HF_ENDPOINT`` names in its place. It is sent neither to other mirrors nor to the hosts to which a
-server redirects.
+The Hugging Face Hub reports the size and SHA-256 of each large file. The token in ``HF_TOKEN`` is sent only to the Hub,
+or to the server in ``HF_ENDPOINT`` if set. It is not sent to other mirrors, or to hosts to which a server redirects.
 """
 
 from __future__ import annotations
@@ -35,43 +34,44 @@ from megaflow_hpc.texts import parse_json
 
 HUB = "https://huggingface.co"
 TIMEOUT_S = 60.0
-"""Timeout of one network operation in seconds."""
+"""Timeout of a network operation in seconds."""
 MAX_TRIES = 4
-"""Maximum number of consecutive tries without progress."""
+"""Maximum number of consecutive attempts without progress."""
 FIRST_PAUSE_S = 0.5
-"""Pause before the second try in seconds. Doubles with each further one."""
+"""Seconds before the second attempt. The pause doubles with each further attempt."""
 MAX_ANSWER_BYTES = 64 << 20
 MAX_PAGES = 1000
-"""Maximum number of pages of the list of a dataset's files."""
+"""Maximum number of pages in the list of a dataset's files."""
 CHUNK = 1 << 20
 _NEXT_PAGE = re.compile(r'<([^<>]+)>;\s*rel="next"')
 FILE = Path(__file__).with_name("registry.yaml")
 
 
 class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A task set. Numbers are as its sources state them, or ``unknown``."""
+    """A task set in the registry. Numbers are stated by :attr:`sources`, or ``unknown``."""
 
     title: str
     licence: str
     tasks: int | Literal["unknown"]
     bytes: int | Literal["unknown"]
-    """Size of the download."""
+    """Size of the download in bytes."""
     images: str
     image_bytes: int | Literal["unknown"]
     sources: list[str]
-    """Addresses at which these facts were read."""
+    """URLs from which this information was taken."""
     hub: str = ""
-    """Dataset on the Hugging Face Hub."""
+    """Name of the dataset on the Hugging Face Hub."""
     files: list[str] = []
-    """Patterns of the dataset's files."""
+    """Patterns of the dataset's files to download."""
     releases: list[str] = []
-    """Files that the set's releases added, in order. Versions such as ``release_v2`` and ``v2_v4`` select from them."""
+    """Files that the set's releases added, in order of release. Versions such as ``release_v2`` and ``v2_v4`` select a
+    part of them."""
     needed: list[str] = []
-    """Files that the selected release consists of."""
+    """Files of which the selected release consists."""
     archive: str = ""
-    """Address of a tar.gz. ``{revision}`` is replaced by the version."""
+    """URL of a tar.gz. ``{revision}`` is replaced with the version."""
     home: str = ""
-    """Web page of a set that is part of an image."""
+    """Web page of a set whose data is part of an image."""
     revision: str = "main"
     format: Literal[
         "",
@@ -85,7 +85,7 @@ class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         "r2e-gym",
     ] = ""
     unread: str = ""
-    """Reason why the set cannot be imported. Empty if it can."""
+    """Reason why the set cannot be imported. Empty if it can be."""
     accept: bool = False
     """True if the user must accept the licence."""
     image: str = ""
@@ -102,7 +102,7 @@ class TaskSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Returns the set with the files of a version, and the revision that contains them.
 
         Raises:
-            ConfigError: There is no such release.
+            ConfigError: The release does not exist.
         """
         match = re.fullmatch(r"release_v(\d+)|v(\d+)(?:_v(\d+))?", version) if self.releases else None
         if match is None:
@@ -121,10 +121,10 @@ def task_sets() -> dict[str, TaskSet]:
 
 
 def find(name: str) -> TaskSet:
-    """Returns the set of this name.
+    """Returns the task set with this name.
 
     Raises:
-        ConfigError: The name is unknown, or the set is not read.
+        ConfigError: The name is unknown, or the set cannot be imported.
     """
     sets = task_sets()
     if name not in sets:
@@ -163,24 +163,24 @@ class Remote:
 
     url: str
     path: str
-    """Name in the set. May contain directories."""
+    """Path of the file in the set."""
     size: int | None = None
     sha256: str = ""
     fixed: bool = True
-    """False if the content may change, such as that of a branch's archive. The file is then downloaded again."""
+    """False if the content may change, as with a branch's archive. The file is then downloaded every time."""
     hub: bool = True
-    """True if the server is the Hub or ``HF_ENDPOINT``, which get the token."""
+    """True if the server is the Hub or ``HF_ENDPOINT``, to which the token is sent."""
 
 
 @dataclass(frozen=True)
 class SetSource:
-    """A task set at a version, and the server that has it."""
+    """A version of a task set, and the server from which to download it."""
 
     name: str
     task_set: TaskSet
     version: str
     mirror: str = ""
-    """Address of a server with the same paths. Replaces the one of the set."""
+    """URL of a server with the same paths, to use instead of the set's own server."""
 
     def files(self) -> tuple[str, list[Remote]]:
         """Returns the exact revision and the files to download.
@@ -220,7 +220,7 @@ class SetSource:
         return revision, sorted(found, key=lambda remote: remote.path)
 
     def _entries(self, url: str) -> list[_Entry]:
-        """Returns all entries of a list that has several pages."""
+        """Returns all entries of a paginated list."""
         entries: list[_Entry] = []
         pages = [url]
         while len(pages) <= MAX_PAGES:
@@ -232,12 +232,12 @@ class SetSource:
             following = _NEXT_PAGE.search(link)
             if following is None:
                 return entries
-            # Take only the query, so that the request and its token stay with the mirror.
+            # Use only the query of the link, so that the request and its token go to the same server.
             pages.append(f"{url.partition('?')[0]}?{urllib.parse.urlsplit(following[1]).query}")
         raise self.explain(url, ValueError(f"the list of files has more than {MAX_PAGES} pages"))
 
     def _json(self, url: str) -> tuple[Any, str]:
-        """Returns an answer of the Hub and its header ``Link``."""
+        """Returns the Hub's decoded response and its ``Link`` header."""
         try:
             with closing(_open(url, {}, hub=self._gets_token)) as response:
                 return parse_json(response.read(MAX_ANSWER_BYTES)), response.headers.get("Link", "")
@@ -246,11 +246,11 @@ class SetSource:
 
     @property
     def _gets_token(self) -> bool:
-        """True unless ``mirror`` is another server than the one for which the token is."""
+        """True unless ``mirror`` is a server to which the token must not be sent."""
         return self.mirror.rstrip("/") in ("", _endpoint())
 
     def explain(self, url: str, error: Exception) -> ConfigError | SiteError:
-        """Returns the error to report: the request, the answer, and the remedy."""
+        """Converts a failed request to an error that names the request, the response and the remedy."""
         what = f"{self.name}@{self.version}"
         if isinstance(error, _Refused) and error.status in (401, 403) and not self._gets_token:
             return ConfigError(
@@ -272,7 +272,7 @@ class SetSource:
 
 
 def _endpoint() -> str:
-    """Returns the address of the Hub."""
+    """Returns the URL of the Hub."""
     return (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
 
 
@@ -294,14 +294,14 @@ def _open(url: str, headers: dict[str, str], *, hub: bool) -> http.client.HTTPRe
 
 
 def fetch(source: SetSource, remote: Remote, directory: Path, say: Callable[[str], None]) -> tuple[Path, str]:
-    """Downloads a file into ``directory``, unless it is there. Returns its path and SHA-256.
+    """Downloads a file into ``directory`` unless it is already there. Returns its path and SHA-256.
 
     A partial download is kept next to the file, and the next call resumes it. If the file system supports locks, only
-    one of several concurrent calls downloads.
+    one of several concurrent calls downloads the file.
 
     Raises:
         ConfigError: The server refuses the file.
-        SiteError: The download breaks off again and again, or the file has another size or checksum.
+        SiteError: The download keeps failing, or the file has the wrong size or checksum.
     """
     target = directory / remote.path
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -322,7 +322,7 @@ def _download(source: SetSource, remote: Remote, target: Path) -> str:
         try:
             complete = _continue(remote, part, before)
         except _Refused as error:
-            if error.status == 416 and before:  # the part is complete, but of unknown size, or it is of another file
+            if error.status == 416 and before:  # already complete, or a part of another file
                 part.unlink()
             elif error.status < 500 and error.status != 429:
                 raise source.explain(remote.url, error) from None

@@ -30,16 +30,16 @@ class ImportedSet:
     """Result of :func:`import_set`."""
 
     path: Path
-    """JSONL file, or directory of the task directories. A campaign names it under ``tasks:``."""
+    """JSONL file, or directory that contains the task directories."""
     revision: str
     files: list[dict[str, Any]]
-    """Path and SHA-256 of each file that was read."""
+    """Path and SHA-256 of each input file."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     @property
     def pattern(self) -> str:
-        """Source of the tasks for a campaign file."""
+        """The path or pattern to use under ``tasks:`` in a campaign file."""
         return str(self.path) if self.path.is_file() else f"{glob.escape(str(self.path))}/*"
 
 
@@ -59,17 +59,17 @@ def import_set(
     """Writes the tasks of ``NAME[@VERSION]`` below ``output``, and ``NAME.source.json`` next to them.
 
     Args:
-        origin: Directory with the set's files. Nothing is downloaded.
-        mirror: Server to download from, instead of the set's own.
+        origin: Directory with the set's files. If given, nothing is downloaded.
+        mirror: Server from which to download instead of the set's own server.
         accepted: True if the user accepts the licence.
-        change: Returns an instance with the values that the user gives for all lines.
+        change: Fills the values that the user gives for all lines into an instance.
         say: Reports progress.
-        image: Image that contains the set's pages, for a set that is in an image.
-        seeds: Number of tasks of each page.
+        image: Image with the set's pages, for a set whose data is part of an image.
+        seeds: Number of tasks for each page.
         strict: Write nothing if a task of the set would be left out.
 
     Raises:
-        ConfigError: The set is unknown or not read, its licence must be accepted, or its files are invalid.
+        ConfigError: The set is unknown or cannot be imported, its licence must be accepted, or its files are invalid.
         SiteError: A file cannot be downloaded.
     """
     base, _, version = name.partition("@")
@@ -119,7 +119,7 @@ def import_set(
         if strict and imported.left_out:
             raise Mistakes(imported.left_out)
         with _alone(output):
-            # Write the record first, so that a repeated call may replace the tasks.
+            # Write the record first, because only tasks with a record may be replaced by a repeated call.
             write_json(
                 record,
                 {
@@ -140,9 +140,8 @@ def import_set(
 
 
 def _image_of_pages(name: str, image: Path | None, version: str, origin: Path | None, mirror: str) -> Path:
-    """Returns the image to read pages from. Raises ConfigError if it is missing, or if an option does not apply to a
-    set in an image.
-    """
+    """Returns the image from which to read pages. Raises ConfigError if the image is missing, or if an option does not
+    apply to a set whose data is part of an image."""
     if version or origin or mirror:
         raise ConfigError(
             f"{name}: its pages are in an image, at the image's version; leave out @VERSION, --from, --mirror"
@@ -169,9 +168,8 @@ def _episodes(
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Holds a directory's lock, so that only one import at a time replaces its results. Holds no lock if the file
-    system does not support locks.
-    """
+    """Holds a directory's lock, so that only one import at a time replaces results in it. If the file system does not
+    support locks, no lock is held."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
@@ -182,7 +180,8 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _local(name: str, task_set: TaskSet, origin: Path) -> list[Path]:
-    """Returns the files of a set in a directory: at their paths in the set, or all of them directly in it."""
+    """Returns the files of a set in a directory. They may be at their paths in the set, or directly in the
+    directory."""
     if not origin.is_dir():
         raise ConfigError(f"--from {origin}: no such directory")
     if lacking := [file for file in task_set.needed if not (origin / file).is_file()]:
@@ -236,6 +235,6 @@ def _directories(task_set: TaskSet, files: list[Path], target: Path) -> tuple[li
 
 
 def _read_back(target: Path, left_out: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Reads the tasks that were written, as a campaign would."""
+    """Reads the written tasks in the same way as a campaign."""
     tasks = load_tasks([f"{glob.escape(str(target))}/*"], "/", left_out=left_out)
     return [{"id": task.id, "image": task.image, "path": task.path} for task in tasks], left_out

@@ -1,8 +1,8 @@
-"""Writes tasks of MiniWoB++ from the pages in an image of desktops (containers/desktop.def).
+"""Writes MiniWoB++ tasks for the pages in a desktop image (containers/desktop.def).
 
-Each task is one episode: a page and a seed. The page runs in a service, in a sandbox of its own, where the image's
-program ``screen`` starts it. The agent's sandbox reaches that program's port and nothing else of the page. The tests
-read the reward of the page's own script with a key that is only in the task's directory::
+Each task is one episode, given by a page and a seed. The page runs in a service with its own sandbox, in which the
+image's program ``screen`` opens it. The agent's sandbox can only reach this program's port. The tests read the reward
+that the page's own script computed, using a key that only the task's directory contains::
 
     OUTPUT/<page>-s<seed>/
       task.toml            docker_image "desktop"; SCREEN_ADDRESS tells `screen` where the page is
@@ -32,16 +32,15 @@ from megaflow_hpc.tasks.sets import miniwob_oracle
 
 VERSION_FILE = "/opt/miniwob/VERSION"
 IMAGE = "desktop"
-"""Image name in the tasks."""
+"""Name with which tasks refer to the image."""
 PORT = 7900
 SIZE = "504x660"
 ZOOM = 3
-"""Pixels of the display for each pixel of a page. The pages are 160 pixels wide and 210 high."""
+"""Display pixels per page pixel. Pages are 160 pixels wide and 210 pixels high."""
 AGENT_S = 300
 EPISODE_S = 86_400
-"""Seconds after which the page ends its episode. Much longer than the agent's own time limit, which a campaign can
-change.
-"""
+"""Seconds after which the page ends its episode. Much longer than any time limit for the agent, which a campaign can
+change."""
 LISTING_S = 900.0
 MAX_LISTING_BYTES = 64 << 20
 
@@ -109,7 +108,7 @@ _VERSION = re.compile(r"[0-9][0-9a-z.]{0,30}")
 
 
 class AskedPage(msgspec.Struct):
-    """A line of ``screen utterances``, a program of the image."""
+    """A line of the output of ``screen utterances``, a program in the image."""
 
     page: _Page
     seed: _Seed
@@ -118,7 +117,7 @@ class AskedPage(msgspec.Struct):
 
 
 def read_pages(image: Path, seeds: int) -> tuple[str, list[AskedPage]]:
-    """Returns the version of the pages in an image, and what each page asks for with each seed.
+    """Returns the version of the pages in an image, and the instruction that each page shows for each seed.
 
     Raises:
         ConfigError: The image has no pages, or its browser does not start.
@@ -160,7 +159,7 @@ def read_pages(image: Path, seeds: int) -> tuple[str, list[AskedPage]]:
 
 
 def write_tasks(image: Path, seeds: int, target: Path, refuse: Refuse) -> str:
-    """Writes a task for each page and seed. Returns the version of the pages."""
+    """Writes a task for each page and seed. Returns the pages' version."""
     version, episodes = read_pages(image, seeds)
     for asked in episodes:
         if asked.error or not asked.utterance:
@@ -171,7 +170,7 @@ def write_tasks(image: Path, seeds: int, target: Path, refuse: Refuse) -> str:
 
 
 def write_task(target: Path, asked: AskedPage, version: str) -> None:
-    """Writes the task of one episode into a directory of ``target``."""
+    """Writes the task of one episode into a new directory in ``target``."""
     values: dict[str, Any] = {
         "version": version,
         "page": asked.page,

@@ -1,6 +1,6 @@
-"""Solves pages of MiniWoB++ by their accessibility tree, as reference solutions of the imported tasks.
+"""Solves MiniWoB++ pages using their accessibility tree. Serves as the reference solution of the imported tasks.
 
-A copy of this file is a task's ``solution/solve.py``. It runs in the sandbox, with the standard library only:
+A copy of this file is each task's ``solution/solve.py``. It runs in the sandbox and only needs the standard library:
 ``python3 solve.py PAGE UTTERANCE``.
 """
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 QUERY_PIXELS = 150
-"""Height of the bar at the top, in pixels of the display, which repeats what the page asks for."""
+"""Height, in display pixels, of the bar at the top that shows the page's instruction."""
 ANIMATION_S = 0.6
-"""Longest time that a page takes to open a section."""
+"""Maximum seconds that a page takes to open a section."""
 LINE = re.compile(
     r'^(?P<indent> *)(?P<role>\S+) (?P<name>"(?:[^"\\]|\\.)*")'
     r"(?: \((?P<x>-?\d+),(?P<y>-?\d+)\) (?P<width>\d+)x(?P<height>\d+))?(?: (?P<details>.*))?$"
@@ -27,7 +27,7 @@ LINE = re.compile(
 
 @dataclass(frozen=True)
 class Element:
-    """A line of ``screen tree``, with the middle of its box."""
+    """An element in the output of ``screen tree``, with the centre of its box."""
 
     role: str
     name: str
@@ -38,7 +38,7 @@ class Element:
 
 
 def look() -> list[Element]:
-    """Returns what is on the page, from top to bottom and from left to right, without the bar at the top."""
+    """Returns the elements of the page, from top to bottom and from left to right, without the bar at the top."""
     text = subprocess.run(["screen", "tree"], capture_output=True, text=True, check=True).stdout
     nodes = []
     for match in filter(None, map(LINE.match, text.splitlines())):
@@ -49,23 +49,23 @@ def look() -> list[Element]:
 
 
 def do(**action: Any) -> None:
-    """Carries out one action."""
+    """Performs one action."""
     subprocess.run(["screen", "do", json.dumps(action)], stdout=subprocess.DEVNULL, check=True)
 
 
 def find(*roles: str, name: str | None = None) -> list[Element]:
-    """Returns the nodes with one of the roles, and with this name if one is given, from top to bottom."""
+    """Returns the elements with one of the roles, and with this name if given, from top to bottom."""
     found = [node for node in look() if node.role in roles and (name is None or node.name.strip() == name.strip())]
     return sorted(found, key=lambda node: (node.y, node.x))
 
 
 def click(node: Element) -> None:
-    """Clicks the middle of a node."""
+    """Clicks the centre of an element."""
     do(action="left_click", coordinate=[node.x, node.y])
 
 
 def press(name: str) -> None:
-    """Clicks the button of this name."""
+    """Clicks the button with this name."""
     click(find("button", name=name)[0])
 
 
@@ -76,7 +76,7 @@ def fill(box: Element, text: str) -> None:
 
 
 def quoted(utterance: str) -> list[str]:
-    """Returns the quoted parts of what the page asks for."""
+    """Returns the quoted parts of the page's instruction."""
     return re.findall(r'"([^"]*)"', utterance)
 
 
@@ -287,7 +287,7 @@ PAGES: dict[str, Callable[[str], None]] = {
     "simple-arithmetic": _arithmetic,
     "unicode-test": _click_named_button,
 }
-"""Pages that can be solved."""
+"""Maps the pages that can be solved to their solvers, which take the page's instruction."""
 
 if __name__ == "__main__":
     PAGES[sys.argv[1]](sys.argv[2])

@@ -1,5 +1,5 @@
-"""SWE-bench style JSONL files: a task format, and the import of a file, which checks each line and writes the instances
-in a uniform format."""
+"""SWE-bench style JSONL files: the task format, and the import of a file, which checks each line and writes the
+instances in a uniform format."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ FORMAT: TaskFormat = SwebenchFormat()
 
 @contextmanager
 def scratch_in(folder: Path | None) -> Iterator[Path]:
-    """Yields a temporary directory in ``folder``, for files that are renamed into it. ``None`` is the system's own.
+    """Yields a temporary directory in ``folder``, for files that are later renamed into ``folder``. ``None`` selects
+    the system's temporary directory.
 
-    Creates the folder with its parents. If they stay empty, removes them again.
+    Creates ``folder`` and its parents, and removes them again if they remain empty.
     """
     created = [each for each in (folder, *folder.parents) if not each.exists()] if folder else []
     for each in reversed(created):
@@ -77,27 +78,27 @@ def scratch_in(folder: Path | None) -> Iterator[Path]:
 
 @dataclass
 class ImportedFile:
-    """The instances of a file that can be tested, and the errors of the others."""
+    """The instances in a file that can be tested, and the errors for the other lines."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """``id``, ``repo``, ``tested_by``, number of tests, ``image`` and ``path`` of each instance."""
+    """For each instance, its ``id``, ``repo``, ``tested_by``, numbers of tests, ``image`` and ``path``."""
     left_out: list[str] = field(default_factory=list)
 
 
 def import_file(
     source: Path, target: Path | None, change: Callable[[Instance], Instance] | None, strict: bool = False
 ) -> ImportedFile:
-    """Reads a file once, keeping only tasks in memory, and writes its instances to ``target``.
+    """Reads a file once and writes its instances to ``target``. Only tasks are kept in memory.
 
     Args:
         source: The JSONL file.
-        target: File to write, or ``None`` to check the instances only.
-        change: Returns an instance with the values that the user gives for all lines. ``None`` changes nothing.
+        target: File to write, or ``None`` to only check the instances.
+        change: Fills the values that the user gives for all lines into an instance. ``None`` changes nothing.
         strict: Write nothing if a line would be left out.
 
     Raises:
-        ConfigError: The file cannot be read, it has no instance that can be tested, or ``strict`` and a line would be
-            left out.
+        ConfigError: The file cannot be read, none of its instances can be tested, or ``strict`` is set and a line would
+            be left out.
     """
     if target is not None and target.exists() and source.exists() and target.samefile(source):
         raise ConfigError(f"{target}: is the file to read; name another directory")
@@ -109,10 +110,10 @@ def import_file(
         copy = scratch / source.name
         with copy.open("wb") as stream:
             for line, instance in read_instances(source, refuse=refuse_into(refused)):
-                if change is not None or target is not None:  # check the instances in the form that is written
+                if change is not None or target is not None:  # check instances in the form in which they are written
                     instance = change(instance) if change else instance
                     text = json.dumps(instance.record(), ensure_ascii=False) + "\n"
-                    # The number stays that of the source's line, for messages.
+                    # Keep the line number of the source file for messages.
                     line = Line(copy, line.number, stream.tell(), text.encode("utf-8", "surrogatepass"))
                     stream.write(line.data)
                 tasks.append(to_task(line, instance))

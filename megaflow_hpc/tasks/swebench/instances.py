@@ -1,7 +1,7 @@
 """Reads SWE-bench style JSONL, where each line is an instance of any supported dataset.
 
-Each dataset has a class that converts its lines to the fields of :class:`Instance`. The values of all datasets are then
-validated in the same way.
+Each dataset has a class that converts its lines to the fields of :class:`Instance`. After that, values from all
+datasets are validated in the same way.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from megaflow_hpc.tasks.formats import Refuse, raise_error
 from megaflow_hpc.texts import parse_json
 
 IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
-"""Default image of an instance, as published by SWE-bench."""
+"""Default image of an instance, which SWE-bench publishes."""
 WORKDIR = "/testbed"
 RUNNERS = ("", "script", "named")
 TEXTS = ("problem_statement", "patch", "test_patch", "bug_patch", "eval_script")
-"""Fields that may contain NUL, because they are only written to files."""
+"""Fields that may contain NUL characters, because they are only written to files."""
 _IMAGE = re.compile(r"([a-z][a-z-]*://)?[A-Za-z0-9][A-Za-z0-9._/:@+~-]*")
-"""Matches an image name, optionally with a registry. Lines are untrusted, and an image given as a path would not be
-checked."""
+"""Matches an image name, optionally with a registry. Paths are not allowed, because lines are untrusted and image files
+are not checked."""
 _PATH = re.compile(r"(/(?!\.\.?(/|$))[^/\x00-\x1f\x7f]+)+/?")
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A problem to solve. Fields are named as in SWE-bench, and are empty if missing."""
+    """A problem to solve. Fields have the same names as in SWE-bench, and are empty if missing."""
 
     instance_id: str
     repo: str
@@ -53,13 +53,14 @@ class Instance:
     eval_script: str = ""
     """Script that applies the test patch and runs the tests between SWE-bench's markers."""
     test_cmd: str = ""
-    """Command that runs the tests. If it is pytest and names no tests, it gets the files of ``test_patch``."""
+    """Command that runs the tests. If the command is pytest without any test names, the files in ``test_patch`` are
+    added."""
     test_cmds: str = ""
-    """Commands that run the tests as they are (SWE-bench-Live, SWE-rebench V2)."""
+    """Commands that run the tests. Used unchanged (SWE-bench-Live, SWE-rebench V2)."""
     env: Mapping[str, str] | None = None
     """Environment variables for the tests."""
     log_parser: str = ""
-    """Name of a log parser of the ``swebench`` package."""
+    """Name of a log parser in the ``swebench`` package."""
     eval_type: str = ""
     runner: str = ""
     """``script`` runs ``eval_script`` or ``commands`` and parses the log. ``named`` runs pytest on test ids."""
@@ -70,12 +71,12 @@ class Instance:
 
     @property
     def task_id(self) -> str:
-        """The instance's id as a task id. Replaces invalid characters with ``_``."""
+        """The instance's id as a task id. Invalid characters are replaced with ``_``."""
         return task_id_of(self.instance_id)
 
     @property
     def commands(self) -> str:
-        """The line's own commands that run the tests. Empty if it has none."""
+        """The line's own commands for running the tests. Empty if it has none."""
         return self.test_cmd or self.test_cmds
 
     def fill_in(self, image: str = "", **defaults: str) -> Instance:
@@ -99,7 +100,8 @@ TEXT_FIELDS = tuple(
 
 
 def image_name(pattern: str, instance_id: str) -> str:
-    """Expands an image name pattern for an instance. Placeholders replace double underscores, which Docker forbids."""
+    """Expands an image name pattern for an instance. Some placeholders replace double underscores, which Docker forbids
+    in names."""
     lower = instance_id.lower()
     return pattern.format(id=lower, id_1776=lower.replace("__", "_1776_"), id_s=lower.replace("__", "_s_"))
 
@@ -115,8 +117,8 @@ def read_instances(
     Args:
         path: The JSONL file.
         wanted: Returns whether the instance with this id is used.
-        refuse: Called for each invalid line, and for each line whose id an earlier line has. By default, the first
-            one raises its error.
+        refuse: Called for each invalid line, and for each line with the id of an earlier line. By default, raises the
+            error.
 
     Raises:
         ConfigError: The file cannot be read or is empty, or a line is invalid. The message names file, line, field,
@@ -205,7 +207,7 @@ def _instance(line: Line, raw: dict[str, Any]) -> Instance:
 
 
 def _check(line: Line, values: Mapping[str, str]) -> None:
-    """Rejects values that refer to files or images outside the instance."""
+    """Rejects values that refer to files outside the checkout, and invalid image names."""
     runner, workdir = values.get("runner", ""), values.get("workdir") or WORKDIR
     if runner not in RUNNERS:
         raise line.error("runner", runner, "script or named")
@@ -229,7 +231,8 @@ def _text(line: Line, key: str, value: Any) -> str:
 
 
 def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
-    """Returns a string after checking that it can be written to a file and, unless ``nul``, passed as an argument."""
+    """Returns a string after checking that it can be written to a file and, unless ``nul`` is set, passed as an
+    argument."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -240,7 +243,8 @@ def _writable(line: Line, key: str, text: str, *, nul: bool = False) -> str:
 
 
 def _unseparated(text: str) -> bool:
-    """Returns whether a comma is missing between quoted names, as in numpy's output. Python would concatenate them."""
+    """Returns whether commas are missing between quoted names, as in numpy's output. Python would concatenate these
+    names."""
     try:
         parse_json(text)
         return False
@@ -277,14 +281,14 @@ def _variables(line: Line, value: Any) -> dict[str, str] | None:
 # --- datasets ---------------------------------------------------------------------------------------------------------
 
 MAX_LITERAL_BYTES = 2 << 20
-"""Maximum size in bytes of a string to parse as a Python literal. The syntax tree needs hundreds of times as much
+"""Maximum size in bytes of a string to parse as a Python literal. The syntax tree takes hundreds of times as much
 memory."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a file, with its position."""
+    """A line of a file and its position."""
 
     path: Path
     number: int
@@ -301,7 +305,8 @@ class Line:
 
 
 class SweBench:
-    """SWE-bench, Verified, Lite, Multilingual and SWE-Gym, whose field names :class:`Instance` uses."""
+    """SWE-bench, its variants Verified, Lite and Multilingual, and SWE-Gym. :class:`Instance` uses their field
+    names."""
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
@@ -338,8 +343,8 @@ class SweBench:
 class SweRebench(SweBench):
     """SWE-rebench: ``install_config`` contains ``test_cmd``, ``log_parser`` and ``env_vars``.
 
-    The checkout in the images of SWE-rebench V2 is in a directory with the repository's name. Its commands run as they
-    are. Those of the first version get the files of the test patch, as in SWE-bench.
+    In images of SWE-rebench V2, the checkout is in a directory with the repository's name, and commands are used
+    unchanged. In the first version, the files in the test patch are added to the command, as in SWE-bench.
     """
 
     @classmethod
@@ -385,7 +390,8 @@ class SweSmith(SweBench):
 
 
 class MultiSweBench(SweBench):
-    """Multi-SWE-bench: issues are the problem statement, and tests are the keys of objects with outcomes."""
+    """Multi-SWE-bench: the problem statement consists of issues, and test names are the keys of objects with
+    outcomes."""
 
     KEPT: ClassVar = ("image", "test_cmd", "test_cmds", "log_parser", "runner", "workdir", "test_patch", "env")
 
@@ -432,7 +438,7 @@ class MultiSweBench(SweBench):
 
 
 class NemoGym(SweBench):
-    """NeMo Gym's ``swe_agents``: ``instance_dict`` in the metadata of a row is a line of another dataset, as JSON."""
+    """NeMo Gym's ``swe_agents``: ``instance_dict`` in a row's metadata contains a line of another dataset as JSON."""
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
@@ -472,13 +478,13 @@ def dataset_of(raw: Mapping[str, Any]) -> type[SweBench]:
 
 
 def parser_name(name: Any) -> str:
-    """Converts the name of a log parser to the spelling of the ``swebench`` package."""
+    """Converts a log parser's name to the spelling in the ``swebench`` package."""
     text = str(name or "")
     return f"parse_log_{text}" if text and not text.startswith("parse_log_") else text
 
 
 def _image(raw: Mapping[str, Any]) -> Any:
-    """Returns the image of a line, whose field name differs between datasets."""
+    """Returns a line's image, for which datasets use different field names."""
     return raw.get("image") or raw.get("docker_image") or raw.get("image_name")
 
 
@@ -503,7 +509,7 @@ def _tests(line: Line, raw: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def literal(text: str) -> Any:
-    """Parses a JSON value or Python literal. Returns ``None`` if the text is neither."""
+    """Parses a JSON value or a Python literal. Returns ``None`` if the text is neither."""
     try:
         return parse_json(text)
     except ValueError:

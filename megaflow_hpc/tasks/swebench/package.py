@@ -1,12 +1,12 @@
 """Runs the ``swebench`` package's own test commands, log parsers and grading in a separate process.
 
-:mod:`~megaflow_hpc.tasks.swebench.plan` runs it as a script: one JSON request on standard input, one JSON response on
-standard output. The package's regular expressions parse untrusted output, so they run in a child process that is killed
-if it hangs. A normal import of the package takes seconds, because its ``__init__`` files import docker, datasets and
-modal. This script skips those files and replaces such libraries with empty modules. The rest is pure Python, starts in
-0.1 s and needs only ``swebench`` and ``unidiff``.
+:mod:`~megaflow_hpc.tasks.swebench.plan` runs this module as a script, with one JSON request on standard input and one
+JSON response on standard output. The package's regular expressions parse untrusted output, so they run in a child
+process that is killed if it hangs. A normal import of the package takes seconds, because its ``__init__`` files import
+docker, datasets and modal. This script skips those files and replaces such libraries with empty modules. The rest is
+pure Python, starts in 0.1 s and only needs ``swebench`` and ``unidiff``.
 
-Version 4 of the package contains the test commands of its repositories, while version 5 reads them from the dataset
+Version 4 of the package contains the test commands for its repositories, whereas version 5 reads them from the dataset
 (``eval_script``, ``log_parser``, ``eval_type``). Both versions are supported. Requests::
 
     {"op": "plan", "instances": [{…}, …]}
@@ -15,7 +15,7 @@ Version 4 of the package contains the test commands of its repositories, while v
         → {"resolved": bool, "tests": {"FAIL_TO_PASS": {"success": […], "failure": […]}, …}}
 
 A plan's ``error`` explains why the package cannot test the instance. ``missing`` names a package that is not installed.
-At import time, this module needs only the standard library.
+At import time, this module only needs the standard library.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from typing import Any
 
 HARNESS = "swebench.harness"
 ABSENT = frozenset({"bs4", "datasets", "docker", "dotenv", "ghapi", "git", "modal", "requests", "tenacity", "tqdm"})
-"""Libraries that only skipped parts of the package use."""
+"""Libraries that are only used by parts of the package that this script skips."""
 PLAN_TIMEOUT_S = 60.0
-"""Maximum seconds for one instance of a ``plan`` request."""
+"""Maximum seconds per instance in a ``plan`` request."""
 PARSERS = ("python", "javascript", "c", "go", "java", "php", "ruby", "rust")
 
 
 class _Absent(types.ModuleType):
-    """A stub module, in which every attribute is a class that does nothing."""
+    """A stub module. Each of its attributes is a class that does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -54,7 +54,7 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        """Returns the spec of a stub module if ``name`` belongs to a library in :data:`ABSENT`. Otherwise ``None``."""
+        """Returns the spec of a stub module if ``name`` is in a library in :data:`ABSENT`, otherwise ``None``."""
         loader: Any = _Finder
         return ModuleSpec(name, loader, is_package=True) if name.partition(".")[0] in ABSENT else None
 
@@ -82,12 +82,12 @@ def prepare_import() -> None:
 
 
 def parsers() -> tuple[dict[str, Callable[..., dict[str, str]]], dict[str, str]]:
-    """Returns the log parsers by function name, and the names of the parsers by repository."""
+    """Returns the log parsers by function name, and each repository's parser name."""
     named: dict[str, Callable[..., dict[str, str]]] = {}
     by_repo: dict[str, str] = {}
     for language in PARSERS:
         module = importlib.import_module(f"{HARNESS}.log_parsers.{language}")
-        # Use the name in the module, because parse_log_flask is an alias of parse_log_pytest.
+        # Use the names in the module, because parse_log_flask is an alias of parse_log_pytest.
         by_name = {name: value for name, value in vars(module).items() if name.startswith("parse_log_")}
         named |= by_name
         for attribute, mapping in vars(module).items():
@@ -107,7 +107,8 @@ def specifications(instance: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def plan(instance: Mapping[str, Any]) -> dict[str, Any]:
-    """Decides how to test and grade an instance. ``eval_script`` is empty if the package has no test command for it."""
+    """Decides how to test and grade an instance. ``eval_script`` is empty if the package has no test command for the
+    instance."""
     named, by_repo = parsers()
     constants = importlib.import_module(f"{HARNESS}.constants")
     fail_only = instance["repo"] in getattr(constants, "FAIL_ONLY_REPOS", ())
@@ -135,7 +136,7 @@ def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"not done after {PLAN_TIMEOUT_S:g} s")
 
-    before = signal.signal(signal.SIGALRM, stop)  # Python's regular expressions can be interrupted
+    before = signal.signal(signal.SIGALRM, stop)  # Python's regular expressions are interruptible
     signal.setitimer(signal.ITIMER_REAL, PLAN_TIMEOUT_S)
     try:
         return plan(instance)
@@ -150,7 +151,7 @@ def try_plan(instance: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Specification:
-    """The fields of the package's ``TestSpec`` that grading needs, for both versions."""
+    """The fields of the package's ``TestSpec`` that grading needs, for both versions of the package."""
 
     instance_id: str
     repo: str
@@ -194,7 +195,7 @@ def grade(request: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> int:
     """Handles the request on standard input, ``plan`` or ``grade``. The response may name a ``missing`` package."""
     request = json.load(sys.stdin)
-    answers, sys.stdout = sys.stdout, sys.stderr  # keep the package's own output out of the response
+    answers, sys.stdout = sys.stdout, sys.stderr  # keeps the package's own output out of the response
     try:
         prepare_import()
         if request["op"] == "plan":

@@ -1,15 +1,15 @@
 """Creates tasks from the lines of a JSONL file, and uses the ``swebench`` package to decide how to test them.
 
-A task stores the position and hash of its line, not the line itself. This hides patches and tests from agents and
-``run.json``, and detects edits to the file after planning.
+A task stores the position and hash of its line instead of the line itself. This keeps patches and tests out of
+``run.json`` and hidden from agents, and detects edits to the file after planning.
 
 * Lines with ``eval_script``, ``test_cmd`` or ``test_cmds``, and repositories that the package supports, use the runner
   ``script``.
 * Lines of other repositories with pytest ids, and lines with ``runner: named``, use the runner ``named``, which does
   not need the package.
 
-Instances that neither runner supports are left out during planning, with their line, instead of failing in a thousand
-rollouts.
+Instances that neither runner supports are left out during planning, and their lines are reported. Otherwise they would
+only fail later, in many rollouts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megaflow_hpc.types import Task
 
 INSTALL = f"{install('swebench')} (or only the used packages: pip install --no-deps swebench unidiff)"
 PARSER_TIMEOUT_S = 120.0
-"""Timeout of a log parser in seconds. After a timeout, the tests count as failed."""
+"""Timeout of a log parser in seconds. If it is exceeded, the tests count as failed."""
 
 
 def ask(request: dict[str, Any]) -> dict[str, Any]:
@@ -68,17 +68,17 @@ def has_pytest_ids(instance: Instance) -> bool:
 
 
 CHUNK = 2000
-"""Number of instances that are in memory at once, and in one request to the ``swebench`` package."""
+"""Maximum number of instances in memory at the same time, and in one request to the ``swebench`` package."""
 
 
 def settle(tasks: Sequence[Task], refuse: Refuse = raise_error) -> list[Task]:
     """Returns the tasks that can be tested and graded here, with their runners.
 
     Args:
-        refuse: Called for each other task. The message names the line, what is missing and the remedies.
+        refuse: Called for every other task. The message names the line, what is missing, and the remedies.
 
     Raises:
-        ConfigError: The ``swebench`` package is needed, but not installed.
+        ConfigError: The ``swebench`` package is required but not installed.
     """
     return [task for first in range(0, len(tasks), CHUNK) for task in _settle(tasks[first : first + CHUNK], refuse)]
 
@@ -113,7 +113,7 @@ def _where(task: Task) -> str:
 
 
 def request_fields(instance: Instance) -> dict[str, Any]:
-    """Returns the fields of an instance that the package needs, without solutions or problem statement."""
+    """Returns the fields of an instance that the package needs. Omits solutions and the problem statement."""
     return instance.record() | {"version": instance.version, "problem_statement": "", "patch": "", "bug_patch": ""}
 
 
@@ -141,7 +141,7 @@ VERIFIER_TIMEOUT_S = 1800.0
 
 
 class LineSource(Struct, frozen=True, omit_defaults=True):
-    """Position of a task's line, and the task's runner. Stored as a plain mapping in ``task.metadata["swebench"]``."""
+    """Position of a task's line and the task's runner. Stored as a plain mapping in ``task.metadata["swebench"]``."""
 
     file: str
     line: int
@@ -160,15 +160,15 @@ class LineSource(Struct, frozen=True, omit_defaults=True):
         return msgspec.convert(task.metadata["swebench"], cls)
 
     def put(self, task: Task) -> Task:
-        """Returns a copy of the task that stores this source."""
+        """Returns a copy of the task with this source."""
         return replace(task, metadata={**task.metadata, "swebench": msgspec.to_builtins(self)})
 
 
 def to_task(line: Line, instance: Instance) -> Task:
-    """Creates the task of an instance. :func:`settle` decides later how its tests run."""
+    """Creates a task from an instance. Later, :func:`settle` decides how its tests run."""
     env = {}
     if "sweb.eval" in instance.image or "swesmith" in instance.image:
-        env["BASH_ENV"] = "/root/.bashrc"  # these images activate the repository's environment there
+        env["BASH_ENV"] = "/root/.bashrc"  # in these images, this file activates the environment
     digest = hashlib.sha256(line.data).hexdigest()
     source = LineSource(str(line.path), line.number, line.offset, len(line.data), digest)
     task = Task(
@@ -215,6 +215,6 @@ def load(task: Task) -> Instance:
 def read_tasks(
     path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda _: True, refuse: Refuse = raise_error
 ) -> list[Task]:
-    """Creates a task for each line of a file, like :func:`read_instances`. :func:`settle` makes the selected tasks
+    """Creates a task for each instance that :func:`read_instances` yields. :func:`settle` makes the selected tasks
     ready to run."""
     return [to_task(line, instance) for line, instance in read_instances(path, wanted, refuse)]

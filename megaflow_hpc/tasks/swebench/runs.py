@@ -1,12 +1,12 @@
 """Prepares, solves and judges SWE-bench style instances in a sandbox.
 
-As in SWE-bench, an agent submits a *patch*: the diff of the checkout before and after its work. All other changes are
-discarded: the sandbox is reset to the image, the patch and then ``test_patch`` are applied, and the tests run.
-Tampering with the container therefore does not help the agent.
+As in SWE-bench, an agent submits a *patch*, which is the difference of the checkout before and after the agent's work.
+All other changes are discarded: the sandbox is reset to the image, the patch and then ``test_patch`` are applied, and
+the tests run. So tampering with the container does not help the agent.
 
-Planning decides how outcomes are read (:mod:`.plan`). With ``script``, the ``swebench`` package parses and grades the
-log between SWE-bench's markers. With ``named``, pytest runs the tests by id, and the outcomes come from its own reports
-(:mod:`named_tests`).
+Planning decides how outcomes are determined (:mod:`.plan`). With ``script``, the ``swebench`` package parses and grades
+the log between SWE-bench's markers. With ``named``, pytest runs the tests by id, and the outcomes come from pytest's
+own reports (:mod:`named_tests`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ GIT_TIMEOUT_S = 300.0
 OWN_FILES = "/.megaflow-swebench"
 """Directory in the sandbox for the verifier's own files. Created after the agent has ended."""
 START_REF = "refs/megaflow-hpc/start"
-"""Git reference to the original commit, used by the verifier's scripts."""
+"""Git reference to the original commit. Used by the verifier's scripts."""
 GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c user.name=megaflow -c user.email=megaflow@localhost"
 MARKERS = (">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code")
-"""Markers in the log that SWE-bench's grading looks for."""
+"""Markers that SWE-bench's grading expects in the log."""
 
 
 # --- before and instead of the agent --------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ async def _hand_out(task: Task, instance: Instance, sandbox: ApptainerSandbox, *
         steps += [] if for_agent else [mark]
     else:
         await _upload(sandbox, {"bug.patch": instance.bug_patch})
-        # Remove the failing tests from the agent's checkout, as in SWE-smith. The verifier's reference keeps them.
+        # As in SWE-smith, remove the failing tests from the agent's checkout. The verifier's reference keeps them.
         files = " ".join(shlex.quote(name) for name in _files_of(instance.FAIL_TO_PASS))
         insert = [
             f"{GIT} apply --whitespace=nowarn {OWN_FILES}/bug.patch",
@@ -101,7 +101,7 @@ async def solve(task: Task, sandbox: ApptainerSandbox) -> ExecResult:
 async def _upload(sandbox: ApptainerSandbox, files: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, text in files.items():
-            # preserve line endings, which are part of a patch
+            # Write bytes to preserve line endings, which are part of a patch.
             Path(scratch, name).write_bytes(text.encode("utf-8", "surrogateescape"))
         await sandbox.upload(scratch, OWN_FILES)
 
@@ -116,8 +116,8 @@ def _files_of(tests: Sequence[str]) -> list[str]:
 async def verify(task: Task, sandbox: ApptainerSandbox, patch: checkout.Patch | None) -> Verdict:
     """Judges the agent's patch by running the tests on a clean image.
 
-    The reward is 1 if the instance is resolved, otherwise 0. ``fail_to_pass`` and ``pass_to_pass`` are the fractions of
-    the tests in each list that have the expected outcome.
+    The reward is 1 if the instance is resolved, otherwise 0. The rewards ``fail_to_pass`` and ``pass_to_pass`` are the
+    fractions of tests in these lists with the expected outcome.
 
     Raises:
         SandboxError: The sandbox was lost, or the instance's file has changed.
@@ -142,7 +142,7 @@ async def _judge(task: Task, instance: Instance, patch: bytes, sandbox: Apptaine
         if LineSource.of(task).runner == "named":
             return await _run_named(task, instance, sandbox)
         return await _run_script(task, instance, sandbox)
-    except (TimeoutError, RuntimeError, LimitError) as error:  # an unparsable log counts as failed tests
+    except (TimeoutError, RuntimeError, LimitError) as error:  # if the log cannot be parsed, the tests count as failed
         return _unresolved(str(error), error=str(error))
 
 
@@ -152,7 +152,7 @@ def _unresolved(output: str, error: str = "") -> Verdict:
 
 
 def _unfinished_verdict(task: Task, done: ExecResult) -> Verdict | None:
-    """Returns the verdict if the tests timed out or exceeded a limit. ``None`` if they finished."""
+    """Returns the verdict if the tests timed out or exceeded a limit, or ``None`` if they finished."""
     if not done.timed_out and not done.breach:
         return None
     why = done.breach or f"the tests ran longer than {task.verifier_timeout_s:g} s"
@@ -160,7 +160,7 @@ def _unfinished_verdict(task: Task, done: ExecResult) -> Verdict | None:
 
 
 async def _apply(instance: Instance, patch: bytes, sandbox: ApptainerSandbox) -> ExecResult:
-    """Applies a patch, trying the same commands in the same order as SWE-bench's harness."""
+    """Applies a patch. Tries the same commands in the same order as SWE-bench's harness."""
     await _upload(sandbox, {"model.patch": patch.decode("utf-8", "surrogateescape")})
     clean = f"{{ {GIT} checkout -q -- .; {GIT} clean -fdq; }} 2>/dev/null"
     tries = [f"{GIT} apply --verbose {option}" for option in ("", "--3way ", "--reject ")]
@@ -183,7 +183,7 @@ async def _run_script(task: Task, instance: Instance, sandbox: ApptainerSandbox)
     if (verdict := _unfinished_verdict(task, done)) is not None:
         return verdict
     with tempfile.NamedTemporaryFile() as log:
-        # the package reads the log as strict UTF-8
+        # The package reads the log as strict UTF-8.
         log.write(done.stdout_bytes.decode("utf-8", "replace").encode())
         log.flush()
         request = {"op": "grade", "instance": request_fields(instance), "plan": plan, "log": log.name}
@@ -221,9 +221,9 @@ async def _run(task: Task, instance: Instance, sandbox: ApptainerSandbox, comman
     if home.startswith(workdir):  # the patch can write to the home directory
         env = {"HOME": f"{OWN_FILES}/home", **env}
     if sandbox.spec.network != "host":
-        # Scripts reinstall the checkout. Without a network, pip must not try to download a build backend.
+        # Scripts reinstall the checkout. If there is no network, pip must not try to download a build backend.
         env = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", **env}
-    # Merge both streams, as SWE-bench's harness does. Its scripts expect a non-login shell.
+    # Merge both streams, and use a non-login shell, as SWE-bench's harness does.
     return await sandbox.exec(
         f"unset BASH_ENV; rm -rf {OWN_FILES}/home; mkdir -p {OWN_FILES}/home; exec {command} 2>&1",
         cwd=instance.workdir,
@@ -234,8 +234,8 @@ async def _run(task: Task, instance: Instance, sandbox: ApptainerSandbox, comman
 
 
 def _with_exit_status(eval_script: str) -> str:
-    """Returns an ``eval_script`` that also prints the test command's exit status, which version 5 compares with the
-    log."""
+    """Adds the output of the test command's exit status to an ``eval_script``. Version 5 of the package compares the
+    status with the log."""
     if not eval_script or MARKERS[2] in eval_script:
         return eval_script
     lines = eval_script.split("\n")
@@ -264,11 +264,12 @@ def _place_tests(instance: Instance) -> list[str]:
 
 
 def _script(instance: Instance) -> str:
-    """Returns the script that the data set's own harness would run for the line's commands."""
+    """Returns the script that the dataset's own harness would run for the line's commands."""
     files = re.findall(r"^diff --git a/.*? b/(.*\.py)$", instance.test_patch, re.MULTILINE)
     files = files or _files_of(instance.FAIL_TO_PASS + instance.PASS_TO_PASS)
     command = instance.commands
-    # Values of options are no tests, such as "-W ignore::DeprecationWarning" in the commands of SWE-rebench.
+    # Ignore the values of options, such as "-W ignore::DeprecationWarning" in SWE-rebench's commands, which are not
+    # tests.
     arguments = re.sub(r"\s-([Wcpkmo]\s*\S+|\S+)", " ", command)
     alone = "pytest" in command and not re.search(r"\s\S*(\.py|::)|\s\S*test\S*/", arguments)
     if instance.test_cmd and alone and "\n" not in command:
@@ -299,10 +300,9 @@ async def _run_named(task: Task, instance: Instance, sandbox: ApptainerSandbox) 
 
 
 def judge(instance: Instance, outcomes: dict[str, str]) -> tuple[list[str], dict[str, float]]:
-    """Returns the problems that prevent a reward, and the fraction of tests in each list that have the expected
-    outcome.
+    """Returns the problems that prevent a reward, and for each list of tests the fraction with the expected outcome.
 
-    As in SWE-bench, a ``FAIL_TO_PASS`` test must pass. A ``PASS_TO_PASS`` test must pass or be skipped.
+    As in SWE-bench, ``FAIL_TO_PASS`` tests must pass, and ``PASS_TO_PASS`` tests must pass or be skipped.
     """
     problems: list[str] = []
     shares: dict[str, float] = {}
