@@ -126,8 +126,10 @@ def check_bounds(raw: bytes | bytearray, bounds: Bounds = REQUEST) -> None:
 
 
 def brackets(raw: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
-    """Yields the brackets and the number of commas outside strings, for each window of a few kilobytes. In a malformed
-    document, counting is correct up to the syntax error, where a decoder stops."""
+    """Yields the brackets and the number of commas outside strings, for each window of a few kilobytes.
+
+    In a malformed document, counting is correct up to the syntax error, where a decoder stops.
+    """
     for part in _outside_strings(raw):
         yield part.translate(None, _NO_BRACKETS), part.count(b",")
 

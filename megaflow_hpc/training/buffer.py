@@ -1,7 +1,8 @@
-"""Collects the groups of one policy that no step has trained on yet. The ledger's blocks list the rollouts of each
-group, and the journals contain the finished rollouts. The buffer only reads both. A later process rebuilds the buffer
-from the ``settled`` field of a plan, and rereads only the few waiting rollouts. A group is *complete* once each of its
-rollouts has finished or failed.
+"""Collects the groups of one policy that no step has trained on yet.
+
+The ledger's blocks list the rollouts of each group, and the journals contain the finished rollouts. The buffer only
+reads both. A later process rebuilds the buffer from the ``settled`` field of a plan, and rereads only the few waiting
+rollouts. A group is *complete* once each of its rollouts has finished or failed.
 
 Damaged records are skipped. Pods mark a block as done once the records of all its rollouts are durable. So if a rollout
 in a done block still has no readable record after a while, the record is lost, and the rollout counts as failed.
@@ -273,8 +274,11 @@ class Buffer:
         return len(lost)
 
     def read(self, place: RecordPlace, scores: Mapping[str, float]) -> tuple[Sample, Arrived] | None:
-        """Reads a rollout that an earlier plan settled. Returns ``None`` if its record is damaged. Args: scores: the
-        rollout's rewards from a scorer. Empty if there are none."""
+        """Reads a rollout that an earlier plan settled. Returns ``None`` if its record is damaged.
+
+        Args:
+            scores: the rollout's rewards from a scorer. Empty if there are none.
+        """
         read = self._read(place)
         return read and (scored(read[0], scores) if scores else read[0], read[1])
 
@@ -355,7 +359,8 @@ class Sequences:
         """Reads a rollout. Returns the trajectory and the policy's sequences, which may be truncated.
 
         Raises:
-            DamagedRecord: the rollout's record is damaged. ConfigError: the file system cannot read the journal.
+            DamagedRecord: the rollout's record is damaged.
+            ConfigError: the file system cannot read the journal.
         """
         try:
             trajectory = self._journals.load(RecordEntry("", "", place.epoch, 0, 0, place.journal, place.start, 0))

@@ -73,6 +73,9 @@ class Layout:
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:
     """Returns the number of copies of each key head with which heads can be divided equally among ranks, each head
-    together with its key head. Returns 0 if that is impossible."""
+    together with its key head.
+
+    Returns 0 if that is impossible.
+    """
     copies = ranks // math.gcd(key_heads, ranks)
     return 0 if heads % ranks or heads % (key_heads * copies) else copies

@@ -382,10 +382,12 @@ def _in_flight(model: ModelShape, layout: Layout, size: int) -> float:
 
 
 def _token_flops(model: ModelShape, settings: PolicyTraining, tokens: int) -> float:
-    """Returns the floating-point operations per token of one forward and backward pass over one sequence. Per
-    parameter, a matrix takes 2 operations in the forward pass, 2 for the gradient of its input, and 2 for its own
+    """Returns the floating-point operations per token of one forward and backward pass over one sequence.
+
+    Per parameter, a matrix takes 2 operations in the forward pass, 2 for the gradient of its input, and 2 for its own
     gradient unless only adapters are trained. The backward pass always recomputes the logits and, with ``recompute``,
-    also the layers. The vision part is not counted."""
+    also the layers. The vision part is not counted.
+    """
     layers = model.total - model.all_experts - model.ends - model.vision
     layers += model.all_experts * model.chosen // max(model.experts, 1)
     attention = 2 * model.layers * model.heads * model.head * tokens  # causal, forward

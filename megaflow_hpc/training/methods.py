@@ -292,11 +292,12 @@ def _at(error: BaseException) -> str:
 
 
 def sources(module: str, file: Path) -> dict[str, Path]:
-    """Returns the source files of a module and of the user's modules that it imports directly or indirectly. Files are
-    found by parsing import statements, not by importing, so the result does not depend on which modules the process has
-    already imported. It includes imports in function bodies, and the packages that contain each module. It excludes the
-    standard library, installed packages and this package. Data files, and modules imported under a computed name
-    (``importlib``), are not found.
+    """Returns the source files of a module and of the user's modules that it imports directly or indirectly.
+
+    Files are found by parsing import statements, not by importing, so the result does not depend on which modules the
+    process has already imported. It includes imports in function bodies, and the packages that contain each module. It
+    excludes the standard library, installed packages and this package. Data files, and modules imported under a
+    computed name (``importlib``), are not found.
 
     Args:
         module: the module's name, such as ``package.module``.

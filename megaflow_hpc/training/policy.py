@@ -1,5 +1,8 @@
-"""The policy that a run trains, and its evaluation on held-out tasks every few training steps. Evaluation rollouts are
-ordinary rollouts whose round is the step number. As in any rollout, the version that sampled each token is recorded."""
+"""The policy that a run trains, and its evaluation on held-out tasks every few training steps.
+
+Evaluation rollouts are ordinary rollouts whose round is the step number. As in any rollout, the version that sampled
+each token is recorded.
+"""
 
 from __future__ import annotations
 

@@ -56,8 +56,11 @@ def same_message(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def arguments_of(text: Any) -> dict[str, Any]:
-    """Decodes a tool call's arguments. Text that is not a JSON object, or is nested deeper than :data:`MAX_DEPTH`,
-    becomes the single argument :data:`RAW_ARGUMENT`, because some encoders reject it."""
+    """Decodes a tool call's arguments.
+
+    Text that is not a JSON object, or is nested deeper than :data:`MAX_DEPTH`, becomes the single argument
+    :data:`RAW_ARGUMENT`, because some encoders reject it.
+    """
     if not text:
         return {}
     try:

@@ -145,8 +145,10 @@ class OpenRollout:
             asked["seed"] = (self.seed + self.recorder.calls + self.in_flight - 1) % SEEDS
 
     def check_images(self, images: Mapping[str, Image]) -> None:
-        """Raises OverBudget if the rollout's images, including this call's, exceed the budget in bytes. Each image
-        counts once, however often it is sent."""
+        """Raises OverBudget if the rollout's images, including this call's, exceed the budget in bytes.
+
+        Each image counts once, however often it is sent.
+        """
         most = self.budget.image_bytes
         if most is None or not images:
             return

@@ -227,9 +227,11 @@ class ModelGateway:
 
     async def outage(self, rollout_id: str) -> str:
         """Returns the reason why the latest call of an open rollout failed, if the service fails on other requests too.
+
         Returns an empty string if the call succeeded, or if a server answers the gateway's own request. In the latter
         case, the rollout's request was at fault. This check is needed because the clients of some agents swallow the
-        503. Call this method after the agent has ended, because it cancels the rollout's calls and refuses new ones."""
+        503. Call this method after the agent has ended, because it cancels the rollout's calls and refuses new ones.
+        """
         rollout = self._by_id[rollout_id]
         failure, control = rollout.failure, rollout.control
         rollout.suspend(now=True)  # so that the control does not wait for the rollout's own calls

@@ -315,9 +315,12 @@ class EngineServer:
         return self._proxy.requests > 0 or (self.files.beats > 0 and os.environ.get("SLURM_RESTART_COUNT", "0") != "0")
 
     async def _may_idle(self) -> bool:
-        """Returns whether an idle server may exit. It must keep running while no scaler is running, since only a scaler
-        can release its held array element again. It also keeps running while a trainer may soon add rollouts. A judge
-        never exits, because agents may work for a long time between two verifications."""
+        """Returns whether an idle server may exit.
+
+        It must keep running while no scaler is running, since only a scaler can release its held array element again.
+        It also keeps running while a trainer may soon add rollouts. A judge never exits, because agents may work for a
+        long time between two verifications.
+        """
         if self.what.model.get("judge"):
             return False
         if in_slurm() and not await asyncio.to_thread(self._scaler.confirmed):

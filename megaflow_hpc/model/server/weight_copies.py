@@ -343,8 +343,10 @@ class WeightCopies:
         return digest.hexdigest()
 
     def _poll(self, copy: _Copy, name: str, offset: int) -> _Reply | None:
-        """Polls the first peer until it sends bytes from ``offset`` on, or the path of the complete file. If the peer
-        fails, stops using the peer for this copy and returns ``None``."""
+        """Polls the first peer until it sends bytes from ``offset`` on, or the path of the complete file.
+
+        If the peer fails, stops using the peer for this copy and returns ``None``.
+        """
         peer, progress, changed = copy.peers[0], "", time.monotonic()
         try:
             while True:

@@ -233,8 +233,11 @@ def varied(
 
 
 def varies(group: SampleGroup, advantage: AdvantageConfig, role: str = "") -> bool:
-    """Returns whether the samples of a group differ in any value with non-zero weight. Args: role: consider only
-    samples in which the policy played this role. If empty, consider all samples."""
+    """Returns whether the samples of a group differ in any value with non-zero weight.
+
+    Args:
+        role: consider only samples in which the policy played this role. If empty, consider all samples.
+    """
     values, weights = columns([sample for sample, _ in players([group], role)], advantage)
     values = values[:, weights != 0]
     return bool(len(values) and (values != values[0]).any())

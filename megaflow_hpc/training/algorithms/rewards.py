@@ -121,9 +121,10 @@ def columns(samples: Sequence[Sample], config: AdvantageConfig) -> tuple[NDArray
 
 
 def scores(method: Method, rollouts: Sequence[StoredRollout]) -> dict[str, dict[str, float] | None]:
-    """Calls a user's function to score stored rollouts. The function is called as ``function(rollouts, **args)``. It
-    returns a mapping from sample ids to scores. A score is one number, one number per sequence or per turn of the
-    sample, or ``None`` if the function cannot score the rollout.
+    """Calls a user's function to score stored rollouts.
+
+    The function is called as ``function(rollouts, **args)``. It returns a mapping from sample ids to scores. A score is
+    one number, one number per sequence or per turn of the sample, or ``None`` if the function cannot score the rollout.
 
     Returns:
         Maps sample ids to named rewards: ``score``, ``sequence.N`` for each sequence, or ``turn.N`` for each model

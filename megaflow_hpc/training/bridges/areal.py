@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 def batch(
     step: Step, minibatch: Minibatch | None = None, *, aligned: bool = True, vision: Vision | None = None
 ) -> list[dict[str, Any]]:
-    """Returns the step's sequences by group. Each group has B rows, padded on the right to the group's longest sequence
-    (L). Sequences without a token to train on are omitted.
+    """Returns the step's sequences by group.
+
+    Each group has B rows, padded on the right to the group's longest sequence (L). Sequences without a token to train
+    on are omitted.
 
     Args:
         step: a step of a dataflow with one rank, because AReaL's controller divides the list among ranks.

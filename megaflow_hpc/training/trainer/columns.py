@@ -106,8 +106,11 @@ class FrozenModels:
     def __init__(
         self, flow: Dataflow, policy: PolicyModel, ranks: ProcessGroup, step: Step, sampled: Mapping[int, set[int]]
     ) -> None:
-        """Prepares the models for a step. Args: sampled: maps each version to the indices of this rank's rollouts in
-        which it sampled a token."""
+        """Prepares the models for a step.
+
+        Args:
+            sampled: maps each version to the indices of this rank's rollouts in which it sampled a token.
+        """
         self._flow, self._policy, self._ranks = flow, policy, ranks
         self.base, self.newest = policy.source, step.plan.version
         self._sampled: dict[int, set[int]] = {}
@@ -143,7 +146,8 @@ class FrozenModels:
         """Returns the log-probability of each sampled token under a model, and 0 for other tokens.
 
         Args:
-            folder: a model directory. ``None`` selects the policy before the step. sequences: sequences of this rank.
+            folder: a model directory. ``None`` selects the policy before the step.
+            sequences: sequences of this rank.
 
         Raises:
             OutOfMemory: a row does not fit into memory.
@@ -183,9 +187,11 @@ class FrozenModels:
         return [logprobs_of[number] for number in range(len(sequences))]
 
     def average(self, decay: float) -> Path:
-        """Returns a model directory with the exponential moving average of all versions, in float32. The average after
-        version n is ``decay`` × (the average after version n − 1) + (1 − ``decay``) × version n. The average after
-        version 0 is the base model."""
+        """Returns a model directory with the exponential moving average of all versions, in float32.
+
+        The average after version n is ``decay`` × (the average after version n − 1) + (1 − ``decay``) × version n. The
+        average after version 0 is the base model.
+        """
         if self._ranks.first and self.newest:
             self._write_averages(decay)
         self._ranks.barrier()
@@ -238,7 +244,9 @@ def columns_of(
     flow: Dataflow, step: Step, methods: dict[str, Method], policy: PolicyModel, ranks: ProcessGroup
 ) -> Columns:
     """Returns the columns of a step: by name, the values for each sequence of each rollout. Computes them unless they
-    are stored. If one rank raises an error, other ranks may be waiting for it. The failed rank must then end them
+    are stored.
+
+    If one rank raises an error, other ranks may be waiting for it. The failed rank must then end them
     (:meth:`ProcessGroup.end`).
 
     Raises:

@@ -218,7 +218,8 @@ def importance_weights(loss: Loss, batch: Tokens) -> tuple[Tensor, Tensor]:
     (Your Efficient RL Framework Secretly Brings You Off-Policy RL Training).
 
     Args:
-        loss: settings, of which ``importance`` and ``truncate`` are used. batch: the tokens, with 0 for masked values.
+        loss: settings, of which ``importance`` and ``truncate`` are used.
+        batch: the tokens, with 0 for masked values.
 
     Raises:
         ConfigError: a user's function returned weights that are invalid or have the wrong shape.

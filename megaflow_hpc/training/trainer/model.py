@@ -162,8 +162,10 @@ class EndWatch(threading.Thread):
 
 def join() -> ProcessGroup:
     """Joins the ranks that torchrun started (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``). A single rank opens no port.
+
     ``MEGAFLOW_TRAINER_STORE`` may contain the URL at which the ranks meet, as for ``init_process_group``. torch's
-    default store listens on all addresses of a node. Ranks on a single node can use a file instead."""
+    default store listens on all addresses of a node. Ranks on a single node can use a file instead.
+    """
     rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -245,7 +245,11 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def image_of(data: bytes, where: object) -> Image:
-    """Returns the image in a file. Args: data: content of the file. where: name of the file, for error messages.
+    """Returns the image in a file.
+
+    Args:
+        data: content of the file.
+        where: name of the file, for error messages.
 
     Raises:
         BadImage: Pillow cannot read the file as an image.
