@@ -138,7 +138,7 @@ async def remember_new(sandbox: ApptainerSandbox, workdir: str | None) -> None:
 
 
 def read_note(sandbox: ApptainerSandbox) -> bytes:
-    """Returns the record that :func:`remember` wrote, or an empty value if there is none."""
+    """Returns the record that :func:`remember` wrote, or an empty value if it is missing."""
     path = Path(sandbox.directory, NOTE)
     return path.read_bytes() if path.exists() else b""
 
@@ -218,7 +218,7 @@ def to_artifacts(patch: Patch | None, prefix: str = "") -> list[Artifact]:
 
 
 def _recorded_start(sandbox: ApptainerSandbox) -> Start | None:
-    """Reads the record of :func:`remember`. Raises FileNotFoundError if there is none."""
+    """Reads the record of :func:`remember`. Raises FileNotFoundError if it is missing."""
     note = json.loads(Path(sandbox.directory, NOTE).read_bytes())
     return Start(**note) if note else None
 

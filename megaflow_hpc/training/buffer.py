@@ -277,7 +277,7 @@ class Buffer:
         """Reads a rollout that an earlier plan settled. Returns ``None`` if its record is damaged.
 
         Args:
-            scores: the rollout's rewards from a scorer. Empty if there are none.
+            scores: the rollout's rewards from a scorer. Empty if it has no such rewards.
         """
         read = self._read(place)
         return read and (scored(read[0], scores) if scores else read[0], read[1])
@@ -484,8 +484,8 @@ def _state(trajectory: Trajectory, turn: Turn) -> str:
 
 
 Routing = tuple[int, int, int]
-"""Of a mixture-of-experts model: number of layers (with or without experts), experts per token, and experts per
-layer."""
+"""Number of layers (with or without experts), experts per token, and experts per layer, for a mixture-of-experts
+model."""
 
 
 def check_experts(sequence: TokenSequence, routing: Routing) -> None:

@@ -200,7 +200,7 @@ class Prediction:
     """Predicted memory for training, in bytes."""
 
     moments: Mapping[str, Mapping[str, int]]
-    """GPU memory in bytes, by phase of a step and by what the memory is used for."""
+    """GPU memory in bytes, by phase of a step and by use."""
     load: int
     """Host memory of a node in bytes while its ranks load the model."""
     node: int
@@ -225,7 +225,7 @@ class Prediction:
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """GPU memory in bytes at the peak, by what it is used for."""
+        """GPU memory in bytes at the peak, by use."""
         return self.moments[self.moment]
 
     @property

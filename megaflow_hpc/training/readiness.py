@@ -142,7 +142,7 @@ class PodWatch:
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """Whether the engines of one policy serve its newest weights."""
+    """Readiness of one policy's engines to serve its newest weights."""
 
     missing: str
     """Description of the engines that a request must wait for, or an empty string."""

@@ -217,7 +217,7 @@ class StalenessControl:
         return self._files.read(TaskBatch, number)
 
     def _last_refill(self) -> tuple[int, Refill | None]:
-        """Returns the number and the record of the last refill, or ``(0, None)`` if there is none."""
+        """Returns the number and the record of the last refill, or ``(0, None)`` before the first refill."""
         number = max(self._files.numbers(Refill), default=0)
         return number, self._files.read(Refill, number)
 

@@ -165,8 +165,8 @@ class Recorder:
     def find(
         self, prompt: Sequence[int], policy: str = "", role: str = "", images: Sequence[ImageSpan] = ()
     ) -> int | None:
-        """Returns the index of the longest sequence of this policy and role that ``prompt`` extends, or ``None`` if
-        there is none. The prompt must show the sequence's images at the same positions."""
+        """Returns the index of the longest sequence of this policy and role that ``prompt`` extends, or ``None`` if it
+        extends no sequence. The prompt must show the sequence's images at the same positions."""
         candidate, policy = Prompt(_as_array(prompt), images), policy or self.policy
         best, best_length = None, -1
         for number, sequence in enumerate(self.recording.sequences):
@@ -281,7 +281,7 @@ class Recorder:
         self, rendered: Prompt, messages: Sequence[Mapping[str, Any]], policy: str = "", role: str = ""
     ) -> tuple[TokenSequence, Tip] | None:
         """Returns the sequence and tip of the latest turn that this conversation continues with the same prompt and an
-        unchanged answer, or ``None`` if there is none."""
+        unchanged answer, or ``None`` if it continues no turn."""
 
         def continues(tip: Tip) -> bool:
             length = len(tip.rendered)

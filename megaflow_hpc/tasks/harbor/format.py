@@ -32,7 +32,7 @@ SCRIPT = "solve.sh"
 
 async def solve(task: Task, sandbox: Sandbox) -> ExecResult:
     """Uploads the solution of a task or step and runs it in the working directory. Uses the interpreter in the
-    solution's first line or, if there is none, bash.
+    solution's first line, or bash by default.
 
     Raises:
         ConfigError: The task has no solution.

@@ -103,7 +103,7 @@ def fingerprint(content: BugFile, bug: Bug) -> str:
 
 
 def read_stamp(task: Path) -> dict[str, Any]:
-    """Returns the ``[metadata]`` of a task directory, or an empty dict if there is none."""
+    """Returns the ``[metadata]`` of a task directory, or an empty dict if it is missing."""
     try:
         metadata = tomllib.loads((task / "task.toml").read_text()).get("metadata", {})
     except (OSError, ValueError):

@@ -105,6 +105,6 @@ def _aligned(lines: list[TrainerRow]) -> dict[str, NDArray[Any]]:
 
 
 def _earlier(values: NDArray[Any]) -> NDArray[Any]:
-    """Rolls values left by one along each row. The first value wraps to the end, where it is masked, since first tokens
-    are never sampled."""
+    """Rolls values left by one along each row. The first value wraps to the end, but is masked there, since first
+    tokens are never sampled."""
     return np.roll(values, -1, axis=1)
