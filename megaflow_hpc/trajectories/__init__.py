@@ -1,8 +1,9 @@
 """The trajectories of a campaign: durable journals, the HDF5 file made from them, and its reader and exports.
 
 Pods append finished rollouts to journals. ``gather`` merges the journals into ``trajectories.h5``. Readers accept
-either. Each of the packages ``hdf5``, ``journal``, ``reading``, ``maintenance`` and ``exports`` may import only those
-before it. The names below are imported lazily, so processes that only append to a journal never load h5py or numpy.
+either. The packages are layered: ``hdf5``, ``journal``, ``reading``, ``maintenance``, ``exports``. Each may import only
+packages that precede it in this list. The names below are imported lazily, so processes that only append to a journal
+never load h5py or numpy.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ FORMATS = ("jsonl", "parquet", "verl", "areal", "atif", "preds", "harbor", "insp
 GROUP_TOKENS = 1 << 20
 """Maximum number of tokens to hold in memory at once (tens of MB)."""
 TOKEN_BYTES = 16
-"""Bytes of an image that count as a token."""
+"""Number of image bytes that count as one token."""
 GROUP_ROWS = 1024
 
 COMPRESSIONS = ("none", "gz", "zst")
@@ -45,7 +45,7 @@ class ExportJob:
     progress: Callable[[int, int], None]
     """Called with (finished rows, total rows)."""
     warn: Callable[[str], None]
-    """Called with the id and the reason if a trajectory, or many of a kind, cannot be exported completely."""
+    """Called with a message if a trajectory cannot be exported completely. One message may cover many trajectories."""
 
     def rows(self) -> Iterator[Row]:
         """Yields the selected rows in order."""
@@ -86,7 +86,8 @@ def export(
         where: Selection expression; see :mod:`~megaflow_hpc.trajectories.reading.selection`.
         compress: Compression of JSON Lines files: ``none``, ``gz`` or ``zst``.
         progress: Called with (format, finished rows, total rows).
-        warn: Called with a message for each trajectory that cannot be exported completely, or for many of a kind.
+        warn: Called with a message if a trajectory cannot be exported completely. One message may cover many
+            trajectories.
 
     Returns:
         The paths written, by format.

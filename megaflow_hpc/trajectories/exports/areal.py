@@ -2,11 +2,11 @@
 
 ``input_ids`` int32, ``loss_mask`` int32, ``logprobs`` float32 (0.0 if not sampled), ``versions`` int32 (-1 if not
 sampled), ``attention_mask`` bool and ``rewards`` float32 have the names of AReaL's tensors. :func:`tensors` pads rows
-into the batch that AReaL's ``concat_padded_tensors`` would produce. ``images`` are those of the sequence in the order
-of their placeholders, ``{"start": …, "length": …, "bytes": …}``, from which a processor makes AReaL's
-``multi_modal_input``. ``trajectory`` and ``group`` identify the row. In a
-team, select one role's sequences by ``role``, and its reward in ``named_rewards``, which has all rewards by name.
-(AReaL 1.0: ``areal/workflow/rlvr.py``, ``areal/infra/workflow_executor.py``.)
+into the batch that AReaL's ``concat_padded_tensors`` would produce. ``images`` lists the sequence's images in the order
+of their placeholders, each as ``{"start": …, "length": …, "bytes": …}``. A processor can compute AReaL's
+``multi_modal_input`` from them. ``trajectory`` and ``group`` identify the row. In a team, select the sequences of one
+role by ``role``, and read its reward from ``named_rewards``, which contains all rewards by name. (AReaL 1.0:
+``areal/workflow/rlvr.py``, ``areal/infra/workflow_executor.py``.)
 """
 
 from __future__ import annotations

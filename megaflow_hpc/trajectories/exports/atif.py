@@ -11,7 +11,7 @@ model call that started a conversation refers to that conversation. Steps shared
 as copied context, so each call has exactly one original step. Calls without a linked message count only towards the
 totals.
 
-Images are files in ``images/``, next to the document.
+Images are stored as files in ``images/``, next to the document.
 
 Follows schema ATIF-v1.7 (Harbor's RFC 0001); the output validates against Harbor's models.
 """
@@ -47,7 +47,7 @@ HELP = "ATIF, Harbor's trajectory format, one JSON document per trajectory"
 
 SCHEMA = "ATIF-v1.7"
 IMAGES = "images"
-"""Folder of the images, next to the documents that name them."""
+"""Directory of the image files, next to the documents that refer to them."""
 _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
 
 
@@ -67,7 +67,8 @@ def write(job: ExportJob) -> list[Path]:
 
 
 def write_images(folder: Path, row: Row) -> None:
-    """Writes the images that a document in this folder names. Those of other rollouts are the same file."""
+    """Writes the images to which a document in this directory refers. Files are named by hash, so identical images are
+    stored once."""
     for image in row.images.values():
         path = folder / IMAGES / image.file_name
         if not path.exists():

@@ -9,8 +9,8 @@
       verifier/                  test-stdout.txt, reward.json, and the verifier's artifacts
       artifacts/                 other artifacts
 
-Follows Harbor 0.25: the output validates against its models. Harbor's ``result.json`` of a job lists trials by reward;
-this one only counts them, because a campaign may have a million.
+Follows Harbor 0.25: the output validates against its models. In Harbor, the ``result.json`` of a job lists its trials
+by reward. This export only counts them, because a campaign may have a million.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 HELP = "a Harbor jobs directory, for harbor view"
 
 MAX_NAME = 120
-"""Maximum length of a task's name in a trial's name. File systems allow 255 bytes in all."""
+"""Maximum length of the task name within a trial name. File systems limit a file name to 255 bytes."""
 TEST_OUTPUT = "verifier.log"
 
 
@@ -72,7 +72,7 @@ def write(job: ExportJob) -> list[Path]:
 
 
 class _Evaluation:
-    """Sums over the rollouts of one agent and policy."""
+    """Aggregates the rollouts of one agent and policy."""
 
     def __init__(self) -> None:
         self.rewards: dict[str, list[float]] = {}
@@ -99,7 +99,7 @@ def _rewards(row: Row) -> dict[str, float]:
 
 
 def trial_name(row: Row) -> str:
-    """Returns a name that is unique in the campaign, and a valid file name."""
+    """Returns a trial name that is unique in the campaign and valid as a file name."""
     task = safe_name(row.task_id)
     if len(task) > MAX_NAME or task != row.task_id:
         task = f"{task[:MAX_NAME]}-{uuid.uuid5(uuid.NAMESPACE_URL, row.task_id).hex[:8]}"
@@ -152,7 +152,7 @@ def _trial(row: Row, campaign: str, job_id: str) -> dict[str, Any]:
 
 
 def _phases(row: Row) -> dict[str, dict[str, str]]:
-    """Returns the times of the phases, which follow one another from the rollout's start."""
+    """Returns the start and end of each phase, assuming that one phase follows another without a gap."""
     phases, at = {}, row.started_at
     for name, seconds in (
         ("environment_setup", row.setup_s),

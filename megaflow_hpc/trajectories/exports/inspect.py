@@ -1,13 +1,14 @@
 """Exports to Inspect logs, which ``inspect view`` opens, with one log per policy.
 
-Files are named ``inspect/POLICY.eval``, or ``inspect/POLICY+AGENT.eval`` if a policy has several agents. A sample is a
-rollout: its id is the task's, its epoch the number of the sample, counted from 1. The sample's messages and events are
-the main conversation; other conversations are in its metadata. Scores are the rewards by name.
+Files are named ``inspect/POLICY.eval``, or ``inspect/POLICY+AGENT.eval`` if a policy has several agents. Each rollout
+becomes an Inspect sample, with the task id as its id and the sample number, counted from 1, as its epoch. The sample's
+messages and events come from the main conversation; other conversations are stored in its metadata. Each reward becomes
+a score of the same name.
 
-Images are ``data:`` URLs in the content of their messages.
+Images are embedded in messages as ``data:`` URLs.
 
-Follows the log schema of version 2 (Inspect 0.3): a ZIP file with a JSON document for each sample, their summaries, and
-a header.
+Follows version 2 of the log schema (Inspect 0.3): a ZIP file with a JSON document per sample, a list of sample
+summaries, and a header.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ HELP = "Inspect logs (.eval), for inspect view"
 
 LOG_VERSION = 2
 MAX_SUMMARY_CHARS = 2000
-"""Maximum length of the input in a sample's summary."""
+"""Maximum number of characters of the input in a sample's summary."""
 _STOPS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls", "content_filter": "content_filter"}
 
 
@@ -61,7 +62,7 @@ def write(job: ExportJob) -> list[Path]:
                 several = policies.count(row.policy) > 1
                 name = f"{row.policy}+{row.agent.rpartition(':')[2]}" if several else row.policy
                 path = temporary / f"{safe_name(name)[:200]}.eval"
-                if path.exists():  # two names that differ only in unsafe characters
+                if path.exists():  # the names of two policies differ only in unsafe characters
                     path = path.with_name(f"{path.stem[:180]}-{len(logs)}.eval")
                 logs[pair] = _Log(path, row, store.campaign or "campaign")
                 stack.callback(logs[pair].abandon)
@@ -72,7 +73,7 @@ def write(job: ExportJob) -> list[Path]:
 
 
 class _Log:
-    """A log that is being written. The summaries are collected in a file, because there may be a million."""
+    """Writes one log. Collects the summaries in a file, because there may be a million."""
 
     def __init__(self, path: Path, row: Row, campaign: str) -> None:
         self._zip = zipfile.ZipFile(path, "x", zipfile.ZIP_DEFLATED, compresslevel=5)
@@ -243,7 +244,7 @@ def _sample(row: Row) -> dict[str, Any]:
 def _events(
     row: Row, talk: Conversation, messages: list[dict[str, Any]], counts: Sequence[tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
-    """Yields an event for each model call of a conversation. Its input refers to the first messages.
+    """Yields an event for each model call of a conversation. Each event refers to its input by message indices.
 
     Args:
         counts: Numbers of prompt and sampled tokens of each call.
@@ -314,7 +315,7 @@ def _message(message: Mapping[str, Any], policy: str, images: Mapping[str, Image
 
 
 def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sample's line in the list of samples."""
+    """Returns the sample's entry in the list of summaries."""
     asked = sample["input"]
     if not isinstance(asked, str):
         asked = next((message["content"] for message in reversed(asked) if message["role"] == "user"), "")

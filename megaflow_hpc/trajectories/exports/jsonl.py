@@ -6,9 +6,9 @@ the calls that produced the answers. The indices refer to ``messages``, or to ``
 conversations.
 
 Token columns are lists, one per sequence. Log-probabilities have nine significant digits, enough to restore the exact
-float32. ``null`` marks tokens that were not sampled and missing rewards. Artifacts are base64-encoded, and so are
-images, each of which is on the line once. Messages name them by ``sha256:<hex>``. A sequence's ``images`` lists the
-placeholder tokens of each as ``[start, length, sha256]``.
+float32. ``null`` marks tokens that were not sampled and missing rewards. Artifacts and images are base64-encoded. Each
+image is stored once per line, and messages refer to it by ``sha256:<hex>``. The ``images`` of a sequence list the
+placeholder tokens of each image as ``[start, length, sha256]``.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def import_jsonl(
 
     Args:
         source: The JSON Lines file.
-        target: The file to write. Its directory is made. An existing file is replaced once the import has succeeded.
+        target: The file to write. Its directory is created if missing. An existing file is replaced once the import has
+            succeeded.
         campaign: Name of the campaign. Default: the name of ``source`` up to its first dot.
         progress: Called with the number of finished trajectories.
 

@@ -19,7 +19,7 @@ MAX_DEPTH = 64
 
 
 def as_text(content: Any, labels: Mapping[str, str] = NO_LABELS) -> str:
-    """Converts any message content to valid Unicode text. ``labels`` are those of
+    """Converts any message content to valid Unicode text. ``labels`` is passed to
     :func:`~megaflow_hpc.texts.joined_parts`."""
     content = joined_parts(content, labels)
     text = "" if content is None else str(content)
@@ -27,7 +27,8 @@ def as_text(content: Any, labels: Mapping[str, str] = NO_LABELS) -> str:
 
 
 def text_and_images(content: Any, images: Mapping[str, Image]) -> list[str | Image]:
-    """Returns a message's content as texts and images in their order. An image that was not stored is its label."""
+    """Splits a message's content into texts and images, in order. An image that was not stored is replaced by its
+    label."""
     if not isinstance(content, list):
         return [as_text(content)]
     shown = image_parts({"content": content})
@@ -61,7 +62,7 @@ class RecordedToolCall:
     id: str
     name: str
     arguments: dict[str, Any]
-    """Empty if the arguments are not a JSON object, or nested deeper than :data:`MAX_DEPTH`."""
+    """The parsed arguments. Empty if they are not a JSON object or are nested deeper than :data:`MAX_DEPTH`."""
     unparsed: str
     """The arguments as written, if they could not be parsed into ``arguments``. Otherwise empty."""
 

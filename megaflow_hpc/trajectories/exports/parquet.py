@@ -3,8 +3,8 @@
 Scalar columns have the same names as in ``trajectories.h5``. ``rewards`` is a struct with one field per reward.
 ``sequences``, ``turns``, ``attempts`` and ``artifacts`` are lists of structs, with token columns as nested lists.
 ``messages`` (the main conversation), ``conversations`` and ``tree`` are JSON strings as in the JSON Lines export,
-because messages have no fixed schema. ``images`` has each image of a rollout once, with its file as bytes; messages
-name it by ``sha256:<hex>``, and ``image_spans`` lists the placeholder tokens that stand for it: the number of the
+because messages have no fixed schema. ``images`` contains each image of a rollout once, as the bytes of its file.
+Messages refer to it by ``sha256:<hex>``. ``image_spans`` lists the placeholder tokens of each image: the number of the
 sequence, ``start``, ``length`` and ``image``. NaN is preserved.
 """
 
@@ -49,12 +49,12 @@ def pyarrow() -> Any:
 
 
 def images_type(pa: Any) -> Any:
-    """Returns the type of :func:`images_in`'s column."""
+    """Returns the Arrow type of the column that :func:`images_in` fills."""
     return pa.list_(pa.struct({"start": pa.int64(), "length": pa.int64(), "bytes": pa.binary()}))
 
 
 def images_in(sequence: SequenceView, images: Mapping[str, Image]) -> list[dict[str, Any]]:
-    """Returns the images of a sequence in the order of their placeholders, each with the position of these.
+    """Returns the images of a sequence in the order of their placeholders, each with the span of its placeholders.
 
     Args:
         images: The images of the rollout, by their SHA-256.

@@ -4,9 +4,9 @@ The file maps instance ids to ``instance_id``, ``model_name_or_path`` and ``mode
 only one prediction per instance in a file, campaigns with several policies or samples are split:
 ``preds-<policy>-<sample>.json``, and ``preds-<policy>-<sample>@<round>.json`` for later rounds.
 
-The patch is the artifact ``model.patch``, ``patch.diff`` or ``patch``, else the patch of the last step, else the first
-artifact whose name ends in ``.patch`` or ``.diff``. If there is no patch, the prediction is empty, and a warning
-counts such rollouts.
+The patch is the artifact ``model.patch``, ``patch.diff`` or ``patch``. Without such an artifact, it is the patch of the
+last step, or else the first artifact whose name ends in ``.patch`` or ``.diff``. If there is no patch, the prediction
+is empty, and a warning counts such rollouts.
 
 A patch that is not valid UTF-8 cannot be stored in JSON, and replacing bytes would change it. Its prediction is left
 empty, with a warning. Patches created by this package are always valid.
@@ -37,7 +37,7 @@ def write(job: ExportJob) -> list[Path]:
     names = ("task_id", "group_id", "sample_index")
     columns = (job.store.column(name)[job.numbers].tolist() for name in names)
     for row, task, group, sample in zip(job.numbers.tolist(), *columns, strict=True):
-        policy = group.rpartition("/")[2]  # followed by the agent if it has several
+        policy = group.rpartition("/")[2]  # followed by the agent if the policy has several
         by_file.setdefault((policy, sample, round_of(task, group)), []).append(row)
     paths = []
     done = lacking = 0

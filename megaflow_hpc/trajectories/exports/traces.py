@@ -1,14 +1,14 @@
-"""Exports to traces of agents, which the Hugging Face Hub shows in its trace viewer.
+"""Exports agent traces for the trace viewer of the Hugging Face Hub.
 
 ::
 
-    traces/README.md                       dataset card with the tags by which the Hub finds the viewer
+    traces/README.md                       dataset card with the tags that enable the viewer
     traces/TASK__POLICY__SAMPLE.jsonl      the main conversation
     traces/TASK__POLICY__SAMPLE.1.jsonl    another conversation of the rollout, such as a sub-agent's
 
-Follows the Session Trace Simple Format (https://huggingface.co/docs/hub/session-traces-format): a line for the session,
-then a line for each message. The format has no images, so their labels take their place. Upload the directory to a
-dataset or a bucket, and read it first: traces hold whatever agents saw.
+Follows the Session Trace Simple Format (https://huggingface.co/docs/hub/session-traces-format): one line for the
+session, then one line per message. The format does not support images, so each is replaced by its label. Review the
+directory before you upload it to a dataset or a bucket: traces contain everything that the agents saw.
 """
 
 from __future__ import annotations

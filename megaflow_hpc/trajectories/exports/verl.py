@@ -6,11 +6,12 @@ the same names contain lists: ``prompts`` (tokens before the first sampled one),
 computing advantages), ``__num_turns__``, ``min_global_steps`` and ``max_global_steps`` (weight versions). :func:`proto`
 pads rows into the tensors that ``DataProto.from_single_dict`` expects.
 
-``images`` are those that the prompt's messages show, in order, each as ``{"bytes": …}``, which verl's processors take.
-The messages have ``<image>`` in their place. ``sequence_images`` are those of the whole sequence in the order of their
-placeholders, with ``start`` and ``length`` in ``prompts + responses``.
+``images`` lists the images in the prompt's messages, in order, each as ``{"bytes": …}``, the form that verl's
+processors expect. The messages contain ``<image>`` in place of each image. ``sequence_images`` lists the images of the
+whole sequence in the order of their placeholders, with ``start`` and ``length`` relative to ``prompts + responses``.
 
-In a team, select one role's sequences by ``role``, and its reward in ``named_rewards``, which has all rewards by name.
+In a team, select the sequences of one role by ``role``, and read its reward from ``named_rewards``, which contains all
+rewards by name.
 
 The columns ``data_source``, ``prompt``, ``ability``, ``reward_model`` and ``extra_info`` match verl's ``RLHFDataset``,
 so the same file also serves as a prompt dataset. (verl 0.9: ``verl/experimental/agent_loop/agent_loop.py``,
@@ -107,8 +108,8 @@ def _messages_of(row: Row, sequence: int) -> list[dict[str, Any]]:
 def _prompt(
     messages: Sequence[Mapping[str, Any]], images: Mapping[str, Image]
 ) -> tuple[list[dict[str, str]], list[str]]:
-    """Returns the messages before the first assistant message, with their content as text, and the SHA-256 of each
-    image for which the text has ``<image>``."""
+    """Returns the messages before the first assistant message as text, with ``<image>`` in place of each image, and the
+    SHA-256 of each of these images."""
     prompt: list[dict[str, str]] = []
     shown: list[str] = []
     for message in messages:
@@ -159,7 +160,7 @@ def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str,
     """Pads rows of this format as verl's agent loop does: prompts on the left, responses on the right.
 
     Args:
-        rows: Rows read from the Parquet file. B is their number.
+        rows: B rows read from the Parquet file.
         pad_token_id: Id of the tokenizer's padding token.
 
     Returns:

@@ -36,7 +36,7 @@ Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _FILTERS = [h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32]
-"""Filters of every chunk that this package writes. Some are shuffled first."""
+"""Filters of every chunk that this package writes. Some columns are also shuffled before these are applied."""
 _CHECKSUM_BYTES = 4
 _OVERHEAD_BYTES = 64
 """Upper bound for the header and checksum overhead of a short chunk. Deflate never doubles the size of its input."""
@@ -64,7 +64,7 @@ def read(dataset: h5py.Dataset, start: int = 0, end: int | None = None) -> Array
 
 
 def read_column(file: h5py.File, path: str, start: int = 0, end: int | None = None) -> Array:
-    """Returns entries ``[start, end)`` of a schema column: numbers, ``S`` bytes, or ``str`` objects of a :data:`TEXT`
+    """Returns entries ``[start, end)`` of a schema column: numbers, ``S`` bytes, or ``str`` objects for a :data:`TEXT`
     column."""
     if COLUMNS[path].dtype != TEXT:
         return read(file[path], start, end)

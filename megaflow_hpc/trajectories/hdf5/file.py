@@ -262,7 +262,8 @@ def new_file(
     Args:
         path: The new file, which must not exist.
         campaign: Name of the campaign.
-        sources: The journals and seals from which the file is gathered. Readers compare them with those of the run.
+        sources: The journals and seals from which the file is gathered. Readers compare them with the run's journals
+            and seals.
         attributes: Additional root attributes.
 
     Raises:
@@ -351,7 +352,7 @@ class BackingFile(io.FileIO):
         return size
 
     def readinto(self, buffer: Any) -> int:
-        """Reads into ``view``, including writes that are kept in memory. Returns the number of bytes read."""
+        """Reads into ``buffer``, including writes that are kept in memory. Returns the number of bytes read."""
         view = memoryview(buffer).cast("B")
         start = self.tell()
         size = super().readinto(view) or 0

@@ -94,6 +94,6 @@ def _abandoned(path: Path, name: str) -> bool:
 
 
 def _host() -> str:
-    """Returns an id for this host and boot, within which a pid and its start time identify a process."""
+    """Returns an id of this host and its current boot. Within one boot, a pid and a start time identify a process."""
     boot = boot_id().replace("-", "")[:12]
     return f"{os.uname().nodename.partition('.')[0]}~{boot}"

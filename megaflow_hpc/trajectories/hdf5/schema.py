@@ -26,8 +26,8 @@ STRING = "string"
 """Fixed-width UTF-8, padded with NUL. Widths are powers of two."""
 
 TEXT = "text"
-"""UTF-8 of any length, for values that are usually empty but sometimes long. Stored as bytes plus
-:func:`text_offset`."""
+"""UTF-8 of any length, for values that are usually empty but sometimes long. Stored as bytes, with the offsets in the
+column :func:`text_offset`."""
 
 STATUSES = ("completed", "truncated", "failed", "cancelled")
 
@@ -359,8 +359,8 @@ OFFSETS = {
 """Maps each offset column to the column that it points into."""
 
 MAX_REWARD_COLUMNS = 4096
-"""Maximum number of reward columns. Verifiers choose the names, and each column takes space in every row. Rewards of
-turns use at most the first half."""
+"""Maximum number of reward columns. Limited because verifiers choose the names and each column takes space in every
+row. Rewards of single turns are added only while at most half of the columns are in use."""
 
 MEASURED = ("setup_s", "agent_s", "verify_s", "cpu_s", "memory_peak_mb", "disk_peak_mb")
 """Measurements of a rollout, any of which may be unknown."""

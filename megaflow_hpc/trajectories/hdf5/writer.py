@@ -210,7 +210,7 @@ class ColumnLists:
         """Maps the SHA-256 of each image so far to its row of ``/images``."""
 
     def add(self, trajectory: Trajectory) -> list[Image]:
-        """Adds a trajectory as the next row. Returns its images that no earlier row has."""
+        """Adds a trajectory as the next row. Returns its new images, which no earlier row contains."""
         counts = self.counts
         new = self._add_images(trajectory)
         row = {name: getattr(trajectory, name) for name in _COPIED}
@@ -240,7 +240,7 @@ class ColumnLists:
             self.values[path] += values
 
     def _add_images(self, trajectory: Trajectory) -> list[Image]:
-        """Adds the images of a row. Must precede its sequences, whose spans refer to them."""
+        """Adds the images of a row. Call it before adding the row's sequences, whose spans refer to the images."""
         new = []
         for image in trajectory.images.values():
             key = bytes.fromhex(image.sha256)
@@ -254,8 +254,8 @@ class ColumnLists:
         return new
 
     def _add_turns(self, trajectory: Trajectory) -> None:
-        """Adds the turns of a row. Must precede its sequences, because turns refer to the next free sequence and
-        token."""
+        """Adds the turns of a row. Call it before adding the row's sequences, because turns refer to the next free
+        sequence and token."""
         sequence_lengths = [len(sequence.tokens) for sequence in trajectory.sequences]
         token_starts = list(accumulate(sequence_lengths, initial=self.counts["k"]))
         sequences, starts, ends = [], [], []
@@ -305,7 +305,8 @@ class TrajectoryWriter:
     Args:
         path: The file, usually a temporary name that the caller publishes. It must not exist, unless ``append``.
         campaign: Name of the campaign.
-        sources: The journals and seals from which the file is gathered. Readers compare them with those of the run.
+        sources: The journals and seals from which the file is gathered. Readers compare them with the run's journals
+            and seals.
         attributes: Additional root attributes.
         append: Continue an existing file that a writer has closed. Its root attributes are kept.
     """
@@ -389,7 +390,7 @@ class TrajectoryWriter:
                 column.finish()
 
     def _put_reward(self, row: int, name: str, value: float) -> None:
-        # A rollout may have many rewards of turns, which must not use up the columns of other rewards.
+        # A rollout may have a reward for every turn. These must not use up the columns that other rewards need.
         most = MAX_REWARD_COLUMNS // 2 if is_part_reward(name) else MAX_REWARD_COLUMNS
         if name in self._held_rewards or len(self._held_rewards) < most:
             self._held_rewards.setdefault(name, {})[row] = value

@@ -123,7 +123,7 @@ class _Catalog:
         for name in sorted(packs - self._tables.keys()):
             try:
                 tables[name] = read_table(self._folder / name)
-            except FileNotFoundError:  # it was packed again after the listing, if this process paused for minutes
+            except FileNotFoundError:  # packed again since the listing, while this process paused for minutes
                 for later in sorted(filter(_PACK_NAME.fullmatch, os.listdir(self._folder))):
                     with suppress(FileNotFoundError):
                         tables[later] = tables.get(later) or read_table(self._folder / later)
@@ -329,7 +329,7 @@ class _Packing:
             self._write({name: files[name] for name in taken})
 
     def _write(self, files: Mapping[str, _Table]) -> None:
-        name = f"{self._pod}.{self._start}.1{PACK}"  # earlier versions wrote other numbers than 1
+        name = f"{self._pod}.{self._start}.1{PACK}"  # earlier versions also used numbers other than 1
         temporary = self._folder / f".{name}"
         table: _Table = {}
         try:
@@ -345,7 +345,7 @@ class _Packing:
                 out.write(data + _FOOTER.pack(out.tell(), len(data), zlib.crc32(data), _MAGIC))
                 out.flush()
                 os.fsync(out.fileno())
-        except OSError:  # a full disk needs the space
+        except OSError:  # the disk may be full, so free the space
             temporary.unlink(missing_ok=True)
             raise
         os.link(temporary, self._folder / name)  # never replaces a pack

@@ -53,7 +53,7 @@ class JournalWriter:
             raise _exists(self.path)
         if not os.access(self.path.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"{self.path}: cannot be created (directory missing or access denied); check the run")
-        if is_packed_by_later_start(self.path):  # Slurm may give an id again, after its state was lost
+        if is_packed_by_later_start(self.path):  # Slurm reuses ids if it loses its state
             raise _exists(self.path)
         self._salt = os.urandom(8)
         self._file: int | None = None

@@ -1,9 +1,9 @@
 """Copies a campaign file without the names of users, hosts, jobs and home directories.
 
-Nodes, servers and jobs are replaced by numbers. In all text (errors, messages, artifacts, the configuration), these
-names are replaced too, as well as additional names that the caller gives, email addresses, and the owner in paths such
-as ``/home/NAME``. Token ids cannot be rewritten without the tokenizer. If a rollout's messages change, its token
-sequences are therefore dropped, unless the caller asks to keep them.
+Nodes, servers and jobs are replaced by numbers. The same names are replaced in all text (errors, messages, artifacts,
+the configuration), and so are names supplied by the caller, email addresses, and the owner in paths such as
+``/home/NAME``. Token ids cannot be rewritten without the tokenizer. If a rollout's messages change, its token sequences
+are therefore dropped, unless the caller asks to keep them.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def gather(
 
     Args:
         run: The run directory.
-        seals: (block, epoch) → (``<pod>.<start>``, valid bytes). Default: the ledger's seals.
+        seals: Maps (block, epoch) to (``<pod>.<start>``, valid bytes). Default: the ledger's seals.
         rebuild: Write the file even if it is up to date.
         stop: Called after each row. Returns whether to stop and keep the rows written so far.
 
@@ -145,7 +145,7 @@ def gathered(path: str | os.PathLike[str]) -> Path:
 
 
 def _is_up_to_date(run: RunDir, before: dict[str, Any], now: dict[str, Any], rebuild: bool) -> bool:
-    """Returns whether the existing file is up to date, given its fingerprint and that of the journals.
+    """Returns whether the existing file is up to date, given the fingerprints of the file and of the journals.
 
     Raises:
         ConfigError: The file is stale, but a journal from which it was gathered is missing.

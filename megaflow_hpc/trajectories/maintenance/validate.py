@@ -114,7 +114,7 @@ def _turns(file: h5py.File) -> Iterator[str]:
 
 
 def _links(file: h5py.File) -> Iterator[str]:
-    """Checks the links of a trajectory: parents of messages, and the answer and starting call of each turn."""
+    """Checks the links within each trajectory: message parents, and the answer and starting call of each turn."""
     message_offset = read(file["trajectories/message_offset"])
     turn_offset = read(file["trajectories/turn_offset"])
     parent = read(file["messages/parent"])
@@ -209,15 +209,15 @@ def _image_bytes(file: h5py.File, digests: Array, offsets: Array) -> Iterator[st
 
 
 def _batches(sizes: Array) -> Iterator[slice]:
-    """Yields slices of consecutive items. The items of a slice, but for its last, have at most ``_WINDOW_BYTES``."""
+    """Yields slices of consecutive items. Excluding its first item, each slice is smaller than ``_WINDOW_BYTES``."""
     batch = np.cumsum(sizes) // _WINDOW_BYTES
     bounds = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(sizes)]
     return (slice(first, last) for first, last in pairwise(bounds) if first < last)
 
 
 def _spans(file: h5py.File, used: Array) -> Iterator[str]:
-    """Checks that each image span is inside its sequence, after the span before it, and shows one of its rollout's
-    images."""
+    """Checks that each image span is inside its sequence, starts after the previous span, and refers to an image of its
+    rollout."""
     start, length, image = (read(file[f"image_spans/{name}"]) for name in ("start", "length", "image"))
     owner = _owners(file, "sequences/image_offset")
     tokens = read(file["sequences/token_offset"])
@@ -280,7 +280,7 @@ def verify(path: str | os.PathLike[str]) -> list[ColumnCheck]:
 
 
 def _check(name: str, dataset: h5py.Dataset) -> ColumnCheck:
-    if dataset.ndim != 1 or dataset.dtype.kind == "O":  # objects: data of variable length
+    if dataset.ndim != 1 or dataset.dtype.kind == "O":  # h5py reads variable-length data as objects
         return ColumnCheck(name, 0, "", "cannot be read: it is not a column of numbers or text")
     digest = hashlib.sha256()
     chunk = dataset.chunks[0] if dataset.chunks else 1

@@ -8,7 +8,7 @@ and get the advantage NaN. A row that is alone in its group gets the advantage 0
 ``drgrpo`` r - mean                                    Liu et al. 2025, Understanding R1-Zero-like training,
                                                        arXiv 2503.20783 (without the bias by difficulty)
 ``rloo``   r - mean of the others                      Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740
-``median`` r - median                                  Kim 2026, MC-GRPO, arXiv 2601.22582: its centre; no scaling
+``median`` r - median                                  Kim 2026, MC-GRPO, arXiv 2601.22582 (only its centring)
 =========  ==========================================  =============================================================
 """
 
@@ -35,7 +35,8 @@ def advantages(
         groups: The group of each row, of any hashable type, shape (n,).
         kind: An estimator from the table above.
         epsilon: Added to the divisor of ``grpo``.
-        ddof: Delta degrees of freedom of ``grpo``'s standard deviation: 1 as in verl and TRL, 0 for the population's.
+        ddof: Delta degrees of freedom of ``grpo``'s standard deviation: 1 (sample, as in verl and TRL) or 0
+            (population).
 
     Returns:
         Advantages of shape (n,). NaN for rows without a reward.
@@ -54,7 +55,7 @@ def advantages(
     size = np.bincount(group)
     first = np.zeros(len(size))
     first[group] = r
-    relative = r - first[group]  # exactly 0 for equal rewards, whatever their sum rounds to
+    relative = r - first[group]  # exactly 0 for equal rewards, regardless of rounding in their sum
     centred = relative - (np.bincount(group, relative) / size)[group]
     if kind == "grpo":
         spread = np.sqrt(np.bincount(group, centred**2) / np.maximum(size - ddof, 1))

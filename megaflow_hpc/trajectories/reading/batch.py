@@ -164,7 +164,7 @@ _TURN_COLUMNS = tuple(column.name for column in COLUMNS.values() if column.group
 
 
 def arrow_table(source: Source, column: Column, rewards: Sequence[str], name: Table, rows: Integers) -> Any:
-    """Returns a ``pyarrow.Table``. :meth:`TrajectoryStore.to_arrow` describes it.
+    """Builds a ``pyarrow.Table``. See :meth:`TrajectoryStore.to_arrow`.
 
     Args:
         column: Returns a column of the store by name.
@@ -203,7 +203,7 @@ def _turns(pa: Any, source: Source, ids: Array, rows: Integers) -> Any:
     for name in _TURN_COLUMNS:
         values = column(f"turns/{name}")[turns]
         columns[name] = text(values) if values.dtype.kind in "SO" else values
-    # The file numbers sequences and tokens throughout; the table numbers them within the rollout and the sequence.
+    # Sequences and tokens are numbered across the whole file, but in the table within their rollout and sequence.
     sequence = columns["sequence"]
     known = sequence >= 0
     firsts = np.repeat(column("trajectories/sequence_offset")[rows], counts)

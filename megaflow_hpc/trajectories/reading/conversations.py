@@ -37,11 +37,11 @@ class Conversation:
     started_by: int | None = None
     """Number of the call whose answer started this conversation, such as a sub-agent's."""
     role: str = ""
-    """Role that answered the last call; empty without a team."""
+    """Role that answered the last call. Empty if there is no team."""
     speakers: tuple[tuple[str, str], ...] = ()
-    """Role and policy of the conversation's own calls, each pair once, in order."""
+    """The distinct (role, policy) pairs that answered the conversation's own calls, in order of first use."""
     depth: int = 0
-    """Number of calls above this conversation that each started another one; 0 for the agent itself."""
+    """Number of sub-agent levels above this conversation. 0 for the agent itself."""
 
     @property
     def calls(self) -> int:
@@ -143,7 +143,7 @@ def main(candidates: Sequence[Conversation], policy: str) -> int:
         one = candidates[number]
         return policy in (speaker for _, speaker in one.speakers), one.calls, len(one.nodes)
 
-    return max(range(len(candidates)), key=rank)  # ties: the first
+    return max(range(len(candidates)), key=rank)  # on a tie, the first
 
 
 def heading(number: int, conversation: Conversation) -> str:
@@ -183,9 +183,9 @@ class _Calls(Protocol):
 
 
 def tokens_of_calls(rollout: _Calls) -> list[tuple[int, int]]:
-    """Returns the numbers of prompt tokens and of sampled tokens of each call.
+    """Returns the number of prompt tokens and the number of sampled tokens of each call.
 
-    Calls of an endpoint that reports no token ids have the numbers that it reported instead, or zeros.
+    If the endpoint reported no token ids, returns the counts that it reported, or zeros.
     """
     turns = rollout.turns
     counts = [(turn.token_start, turn.token_end - turn.token_start) for turn in turns]

@@ -2,10 +2,10 @@
 process.
 
 Each poll reads only the bytes appended to the journals since the last poll. Apart from those bytes, it costs one
-listing of ``RUN/journal`` and one stat for the journal of each pod's latest start. Journals of earlier starts, to
-which only a delayed writer can still append, and those that have not grown for :data:`QUIET_S`, are checked every
-:data:`FULL_INTERVAL_S`. A rollout is yielded at its first valid record. If that record failed or was cancelled and a
-later attempt succeeds, the rollout is yielded a second time, and never again.
+listing of ``RUN/journal`` and one stat for the journal of each pod's latest start. Two kinds of journals are checked
+only every :data:`FULL_INTERVAL_S`: journals of earlier starts, to which only a delayed writer can still append, and
+journals that have not grown for :data:`QUIET_S`. A rollout is yielded at its first valid record. If that record failed
+or was cancelled and a later attempt succeeds, the rollout is yielded a second time, and never again.
 
 A follower's *cursor* allows a later process to continue: it contains the number of bytes read from each journal, and
 the ids yielded without success. Successful ids are omitted, because the ledger lets only unsuccessful rollouts run
@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 1.0
 """Seconds between polls while there are no new records."""
 FULL_INTERVAL_S = 30.0
-"""Seconds between checks of all journals, including those of earlier starts and those that do not grow."""
+"""Seconds between checks of all journals, including journals of earlier starts and journals that do not grow."""
 QUIET_S = 600.0
-"""A journal that has not grown for this many seconds is checked less often: its pod may have ended, and if Slurm does
-not requeue pods, the run has many such journals."""
+"""Check a journal less often if it has not grown for this many seconds. Its pod may have ended, and a run whose pods
+are not requeued has many such journals."""
 MAX_CACHE_AGE_S = 60.0
 """Maximum time in seconds for which a network file system may return stale data for a journal."""
 
@@ -65,7 +65,7 @@ class Follower:
     Args:
         run: The run directory. Its campaign may not have started yet.
         after: Ids that are never yielded, such as those whose success an earlier process has already seen.
-        cursor: The :attr:`cursor` of an earlier follower of this run, after whose last result to continue.
+        cursor: The :attr:`cursor` of an earlier follower of this run. Continues after that follower's last result.
 
     Raises:
         ConfigError: ``cursor`` is invalid.
@@ -213,7 +213,7 @@ def follow(
 
 
 def _of_earlier_starts(names: Iterable[str]) -> set[str]:
-    """Returns the journals whose pod has a journal of a later start."""
+    """Returns all journals except the latest one of each pod."""
     of_pods: dict[str, list[tuple[int, str]]] = {}
     for name in names:
         pod, _, start = name.removesuffix(packs.JOURNAL).rpartition(".")
@@ -247,7 +247,7 @@ class _Outage:
 
 
 def _read_cursor(cursor: Mapping[str, Any]) -> tuple[dict[str, int], set[str]]:
-    """Parses a cursor. Returns the bytes read by journal, and the failed ids."""
+    """Parses a cursor. Returns a mapping from each journal to the number of bytes read so far, and the failed ids."""
     read, failed = cursor.get("journals"), cursor.get("failed")
     if (
         isinstance(read, dict)

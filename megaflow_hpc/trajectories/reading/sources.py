@@ -69,7 +69,8 @@ class SequenceView:
     """Routed experts, uint8 or uint16 of shape (T, layers, experts per token), if the engine reported them. If all
     bytes of a token are 255, its experts are unknown."""
     images: tuple[ImageSpan, ...] = ()
-    """The placeholder tokens of each image, sorted by their start. :meth:`Source.images` has the images."""
+    """The placeholder tokens of each image, sorted by their start. :meth:`Source.images` returns the images
+    themselves."""
 
 
 def experts_of(sequence: TokenSequence) -> Array | None:
@@ -168,7 +169,7 @@ class ClosedSource:
 
 
 def _become_closed(source: Any, path: Path) -> None:
-    """Lets the rows that refer to a source raise errors, too."""
+    """Closes a source in place, so that rows that still refer to it raise an error."""
     source.__class__, source.__dict__ = ClosedSource, {"path": path}
 
 
@@ -355,7 +356,7 @@ class Hdf5Source:
         if not 0 <= image < len(self._dataset("images/sha256")):
             raise self._invalid(row, f"image {image}, which the file lacks")
         digest = str(text(self._slice("images/sha256", image, image + 1))[0])
-        if not re.fullmatch("[0-9a-f]{64}", digest):  # readers name files by it
+        if not re.fullmatch("[0-9a-f]{64}", digest):  # readers use the digest as a file name
             raise self._invalid(row, f"image {image} is named {digest[:80]!r}, expected a SHA-256")
         return digest
 
@@ -526,7 +527,7 @@ class JournalSource:
     def images(self, row: int, with_data: bool = True) -> dict[str, Image]:
         return dict(self._load(row).images)
 
-    def image_bytes(self) -> Integers:  # a record with images consists of little else
+    def image_bytes(self) -> Integers:  # if a record has images, they make up most of it
         counts = np.diff(self.column("trajectories/image_offset"))
         return np.where(counts > 0, [entry.size for entry in self._index.winners], 0).astype(np.int64)
 
@@ -595,11 +596,11 @@ def _array(dtype: str, values: list[Any]) -> Array:
 
 
 class WithGiven:
-    """A source whose rows also have the rewards in ``RUN/rewards``, named ``NAME`` and ``NAME.PART``. They are read on
-    first use of any reward.
+    """Adds the rewards in ``RUN/rewards`` to the rows of a source, as ``NAME`` and ``NAME.PART``. Reads them when a
+    reward is first requested.
 
     Args:
-        source: Rows of the run.
+        source: Source of the run's rows.
     """
 
     def __init__(self, source: Source, run: RunDir) -> None:
@@ -630,7 +631,7 @@ class WithGiven:
 
     @cached_property
     def _given(self) -> dict[str, dict[str, float]]:
-        """Rollout id → reward name → value."""
+        """Maps each rollout id to its rewards by name."""
         rewards: dict[str, dict[str, float]] = {}
         for name, lines in given_rewards(self._run).items():
             for rollout, given in lines.items():

@@ -65,7 +65,7 @@ class TrajectoryStore:
         self.recorded = source
         """The rows as the campaign stored them."""
         self.source = cast(Source, WithGiven(source, run)) if run and run.rewards.is_dir() else source
-        """The same rows, with the rewards that ``reverify`` gave later."""
+        """The same rows, including rewards added later by ``reverify``."""
         self.path = path
         """The file or run directory that is being read."""
 
@@ -231,8 +231,8 @@ class TrajectoryStore:
             rows: Ids, row numbers or an expression. Default: all rows. Rows without tokens are skipped.
             pad: As in :meth:`batch`.
             seed: Seed for shuffling the rows. If ``None``, adjacent rows stay together, which is fastest to read.
-            shard: (rank, ranks) of a parallel trainer. Each rank gets a disjoint set of batches. Numbers of batches
-                differ by at most one.
+            shard: (rank, ranks) of a parallel trainer. Each rank gets a disjoint set of batches. The ranks' numbers of
+                batches differ by at most one.
             oversize: How to handle a trajectory that exceeds the budget on its own: ``error`` or ``skip``.
 
         Raises:
@@ -244,15 +244,16 @@ class TrajectoryStore:
             yield make_batch(self.source, numbers, pad)
 
     def to_arrow(self, table: Table = "rollouts", rows: Iterable[int | str] | str | None = None) -> pyarrow.Table:
-        """Returns a table of the store, as pyarrow has it. Needs pyarrow (``pip install "megaflow-hpc[export]"``).
+        """Returns a table of the store as a ``pyarrow.Table``. Requires pyarrow (``pip install
+        "megaflow-hpc[export]"``).
 
         >>> store.to_arrow("turns", "reward == 1").group_by("rollout").aggregate([("model_s", "sum")])  # doctest: +SKIP
 
         Args:
             table: ``rollouts``: one row per trajectory, with the columns of ``/trajectories`` in the file, ``tokens``,
                 ``sampled_tokens``, ``duration_s`` and ``rewards/NAME``. ``turns``: one row per model call, with
-                ``rollout`` (its id), ``turn`` (from 0) and the columns of ``/turns``; sequences are numbered within
-                the rollout, tokens within the sequence. ``sequences``: one row per token sequence, with ``rollout``,
+                ``rollout`` (its id), ``turn`` (from 0) and the columns of ``/turns``; sequences are numbered within the
+                rollout, tokens within the sequence. ``sequences``: one row per token sequence, with ``rollout``,
                 ``policy`` and the lists ``tokens``, ``logprobs``, ``loss_mask`` and ``weight_versions``.
             rows: Ids, row numbers or an expression as in :meth:`select`. Default: all rows.
 
@@ -262,7 +263,7 @@ class TrajectoryStore:
         return arrow_table(self.source, self.column, self.reward_names, table, self._chosen(rows))
 
     def to_pandas(self, table: Table = "rollouts", rows: Iterable[int | str] | str | None = None) -> pandas.DataFrame:
-        """Returns a table of :meth:`to_arrow` as a data frame. Needs pandas and pyarrow.
+        """Returns a table of :meth:`to_arrow` as a data frame. Requires pandas and pyarrow.
 
         >>> store.to_pandas().groupby("policy").reward.mean()         # doctest: +SKIP
 
@@ -301,8 +302,8 @@ def open_trajectories(path: str | os.PathLike[str]) -> TrajectoryStore:
 
     Args:
         path: A run directory (even of a running campaign), or a ``trajectories.h5``. For a run directory, reads its
-            ``trajectories.h5`` if that covers all journals, and otherwise the journals, with the same result. Rewards
-            that ``reverify`` gave later are read too.
+            ``trajectories.h5`` if that covers all journals. Otherwise reads the journals, with the same result.
+            Includes rewards added later by ``reverify``.
 
     Raises:
         ConfigError: ``path`` does not exist, is not a run directory, or is a foreign, damaged or newer file.
@@ -311,7 +312,7 @@ def open_trajectories(path: str | os.PathLike[str]) -> TrajectoryStore:
     if not path.is_dir():
         return TrajectoryStore(Hdf5Source(path), path)
     run = RunDir(path)
-    if not (os.path.exists(run.journal) or os.path.exists(run.trajectories)):  # unlike Path, false if not permitted
+    if not (os.path.exists(run.journal) or os.path.exists(run.trajectories)):  # unlike Path, false if access is denied
         read_run(run)
     seals = seals_of(run)
     if run.trajectories.exists() and _covers(recorded_sources(run.trajectories), fingerprint(run, seals)):
@@ -441,7 +442,7 @@ class Row:
 
     @property
     def sequence_roles(self) -> list[str]:
-        """The role that sampled each token sequence. Empty texts without a team."""
+        """The role that sampled each token sequence. Empty strings if there is no team."""
         roles = {turn.sequence: turn.role for turn in self.turns}
         return [roles.get(number, "") for number in range(len(self.sequences))]
 
@@ -467,7 +468,7 @@ class Row:
 
     @property
     def image_labels(self) -> dict[str, str]:
-        """A short text for each of the images, by their SHA-256. Reads no image."""
+        """A short text label for each image, by SHA-256. Does not read the images."""
         return {name: image.label for name, image in self._source.images(self.index, with_data=False).items()}
 
     def trajectory(self) -> Trajectory:
@@ -505,7 +506,7 @@ class Row:
 
 
 def _experts(view: SequenceView) -> tuple[array[int], int, int]:
-    """Returns the fields of a :class:`~megaflow_hpc.trajectory.TokenSequence` that hold experts."""
+    """Returns the expert fields of a :class:`~megaflow_hpc.trajectory.TokenSequence`."""
     if view.experts is None:
         return array("B"), 0, 0
     return array("B", view.experts.tobytes()), *view.experts.shape[1:]
