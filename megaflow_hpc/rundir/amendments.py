@@ -131,7 +131,7 @@ class _Plan(msgspec.Struct):
 
 
 def skip(run: RunDir, policy: str, step: int, rollout: str | None = None, cause: str = "") -> tuple[int, bool]:
-    """Leaves one rollout, or all of them, out of a step.
+    """Leaves one rollout out of a step. Without ``rollout``, skips the whole step.
 
     Returns:
         The amendment's number, and whether the step is already planned. If it is, a trainer may be training it, and the

@@ -2,7 +2,7 @@
 ``limits.usd``.
 
 Every pod reports the core-seconds of its allocation and the price of its model calls in its lease. Every engine server
-reports its GPU-seconds in a file of its own. One pod sums the reports for the whole campaign. A campaign can exceed a
+reports its GPU-seconds in a separate file. One pod sums the reports for the whole campaign. A campaign can exceed a
 limit by at most its usage between two polls. The jobs exchange no messages and do not query Slurm.
 
 ::
@@ -46,7 +46,7 @@ def cores_of(environment: Mapping[str, str] = os.environ) -> int:
 
 
 class RaisedLimits(msgspec.Struct, omit_defaults=True):
-    """Limits that override those of the campaign file. ``None`` means unlimited."""
+    """Limits that override the limits in the campaign file. ``None`` means unlimited."""
 
     core_hours: Amount | UnsetType | None = UNSET
     gpu_hours: Amount | UnsetType | None = UNSET
@@ -179,17 +179,17 @@ def measured(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and 0 <= value <= MAX_S else None
 
 
-# --- calls of judges and of models with a price -----------------------------------------------------------------------
+# --- usage of judges and priced models --------------------------------------------------------------------------------
 
 
 class ModelUse(msgspec.Struct, omit_defaults=True):
-    """Calls of one judge, or of one model with a price. They are counted apart from the tokens of policies."""
+    """Usage of one judge or one priced model. Counted separately from the policies' tokens."""
 
     calls: int = 0
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     usd: float | None = None
-    """Price in US dollars. ``None`` without a price in the campaign file."""
+    """Price in US dollars. ``None`` if the campaign file does not specify one."""
 
     def __add__(self, other: ModelUse) -> ModelUse:
         usd = None if self.usd is None and other.usd is None else (self.usd or 0.0) + (other.usd or 0.0)
@@ -198,11 +198,11 @@ class ModelUse(msgspec.Struct, omit_defaults=True):
 
 
 Used = dict[str, ModelUse]
-"""Model → its calls."""
+"""Maps each model to its usage."""
 
 
 def total_use(uses: Iterable[Mapping[str, ModelUse]]) -> Used:
-    """Returns the sum of several counts, model by model."""
+    """Adds up several mappings, model by model."""
     sums: Used = {}
     for use in uses:
         for model, one in use.items():

@@ -34,7 +34,7 @@ STALE_S = 100.0
 
 
 SERVICE = "service:"
-"""Prefix of a service's name in place of a policy. No policy's name has a colon."""
+"""Prefix of a service's name where a policy name is expected. Policy names cannot contain colons."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -177,8 +177,8 @@ class EndpointFiles:
         return [endpoint for endpoint in endpoints if endpoint.url and policy in (None, endpoint.policy)]
 
     def written_at(self, endpoint: Endpoint) -> float:
-        """Returns the time of a server's latest heartbeat in Unix seconds, by the file system's clock; 0 if its file is
-        gone."""
+        """Returns the time of a server's latest heartbeat in Unix seconds, by the file system's clock. 0 if its file no
+        longer exists."""
         try:
             return self._file(endpoint.server).stat().st_mtime
         except OSError:

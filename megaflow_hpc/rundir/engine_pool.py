@@ -102,8 +102,8 @@ class EnginePool:
         """Returns a mapping from policy to number of servers.
 
         Raises:
-            ConfigError: The directory is not a pool, this user may not use it, or another user could replace it.
-                Whoever replaces a pool could read every prompt.
+            ConfigError: The directory is not a pool, this user may not use it, or another user could replace it and
+                then read every prompt.
         """
         try:
             if why := who_may_replace(self.path, self.path.stat().st_uid, "this engine pool"):

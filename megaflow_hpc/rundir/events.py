@@ -52,7 +52,7 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event")
 
 
 class PodEvent(Event, tag="pod"):
-    """The pod started, is draining or ended. ``state`` is ``started``, ``draining`` or the pod's last word."""
+    """The pod started, is draining or ended. ``state`` is ``started``, ``draining`` or the pod's final state."""
 
     state: str
     job_id: str | None = None
@@ -108,7 +108,7 @@ class RolloutEvent(Event, tag="rollout", omit_defaults=False, gc=False):
     memory_peak_mb: Number | None = None
     disk_peak_mb: Number | None = None
     models: Used = {}
-    """Judges and models with a price → their calls."""
+    """Maps each judge and each priced model to its usage."""
 
 
 class AttemptEvent(Event, tag="attempt", gc=False):

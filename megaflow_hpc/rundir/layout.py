@@ -137,7 +137,7 @@ class RunDir:
         """Checks that the directory can be created, before anything else is prepared. Leaves no files behind.
 
         Raises:
-            ConfigError: As :meth:`check_place`, or an existing parent is not writable or has no hard links.
+            ConfigError: As :meth:`check_place`, or an existing parent is not writable or does not support hard links.
         """
         parent = next(path for path in (self.path, *self.path.absolute().parents) if os.path.isdir(path))
         try:

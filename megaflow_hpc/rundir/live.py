@@ -115,7 +115,7 @@ class LiveFiles:
         Raises:
             OSError: The run directory is not writable.
         """
-        if self._folder.parent.stat().st_uid != os.getuid():  # also for root, whose files the owner could not remove
+        if self._folder.parent.stat().st_uid != os.getuid():  # refuse root, too: the owner could not remove its files
             raise PermissionError(errno.EPERM, "only the run's owner may query pods")
         self._counter += 1
         ask = Ask(counter=self._counter, rollouts=rollouts[:MAX_ROLLOUTS], transcript=transcript)

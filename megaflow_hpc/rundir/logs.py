@@ -122,7 +122,7 @@ def pod_log(run: RunDir, pod: str) -> Path | None:
 
 
 def why_lost(run: RunDir, pod: str) -> str:
-    """Returns the log line that explains why a pod start (``<pod>.<start>``) ended without a last word.
+    """Returns the log line that explains why a pod start (``<pod>.<start>``) ended without reporting its final state.
 
     Reads only the end of the log. Returns an empty string if no line explains it, or if several pods share the log.
     """

@@ -13,7 +13,7 @@
 The batch shell of a pod and its rank 0 exchange files in a private directory (``MEGAFLOW_POD_DIR``)::
 
     drain                       the pod must drain; contains a key of :data:`WHY_DRAIN`, or is empty
-    state                       the pod's last word, one of :data:`LAST_WORDS`
+    state                       the pod's final state, one of :data:`LAST_WORDS`
     preempted                   Slurm preempted the pod, so this start is not counted as one without progress
     progress                    this start has stored results
     world                       all ranks are connected, so later failures are not caused by the ``srun --mpi`` type
@@ -61,9 +61,9 @@ STATE = "state"
 PROGRESS = "progress"
 WORLD = "world"
 LAST_WORDS = ("done", "drained", "paused", "lost")
-"""Possible last words: the pod stored all rollouts, released its blocks, stopped at a limit, or lost its blocks."""
+"""Final states of a pod: it stored all rollouts, released its blocks, stopped at a limit, or lost its blocks."""
 ORDERLY = LAST_WORDS[:3]
-"""Last words of a pod that ended normally."""
+"""Final states of a pod that ended normally."""
 
 CERTAIN = (
     "MEGAFLOW_PYTHON=",
@@ -215,8 +215,8 @@ class Marks:
         return jobs
 
     def forget_refused(self, jobs: Iterable[str] | None = None) -> None:
-        """Removes the ``refused`` marks of the given jobs. ``None`` means all jobs, and removes the counts of
-        consecutive failures of engine servers and trainers, too."""
+        """Removes the ``refused`` marks of the given jobs. ``None`` means all jobs, and also resets the counts of
+        consecutive failures of engine servers and trainers."""
         if jobs is None:
             jobs = [path.name for path in self._refused.glob("*")]
             for count in self._logs.glob("[st]*.requeues"):

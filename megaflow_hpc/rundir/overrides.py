@@ -42,7 +42,8 @@ def overridden(run: RunDir, config: CampaignConfig) -> CampaignConfig:
 
 
 def in_effect(run: RunDir, config: CampaignConfig) -> dict[str, Any]:
-    """Returns the sections ``slurm`` and ``limits`` of a run, with everything that verbs have changed.
+    """Returns the sections ``slurm`` and ``limits`` of a run, including everything that commands have changed since
+    planning.
 
     Args:
         config: The campaign as planned.

@@ -61,7 +61,7 @@ class RunHead(msgspec.Struct):
 
     campaign: _Named = msgspec.field(default_factory=_Named)
     total: int = 0
-    """Number of planned rollouts, excluding those added later."""
+    """Number of planned rollouts, excluding rollouts added later."""
 
 
 class ServerRecord(msgspec.Struct):
@@ -74,8 +74,7 @@ class ServerRecord(msgspec.Struct):
     held: bool = False
     """True if the element is submitted held. The autoscaler releases it."""
     service: dict[str, Any] | None = None
-    """The service that this element runs instead of an engine: its fields, its image's file and its sandbox's
-    limits."""
+    """The service that this element runs instead of an engine: its definition, image file and sandbox limits."""
 
 
 class ServerGroup(msgspec.Struct, array_like=True):
@@ -151,8 +150,8 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     file: str = ""
     """Path of the campaign file. Empty if the run has none."""
     beside: str = ""
-    """Directory of the campaign file, from which agents are imported that are not in ``RUN/code``. Empty if the run has
-    no campaign file."""
+    """Directory of the campaign file. Agents that are not in ``RUN/code`` are imported from it. Empty if the run has no
+    campaign file."""
     policies: dict[str, PolicyRecord] = {}
     packed: PackedTasks | None = None
     """Describes the task file. ``None`` if the run has no tasks."""
@@ -165,9 +164,9 @@ class RunRecord(msgspec.Struct, kw_only=True, dict=True):
     servers: list[ServerRecord] = []
     server_groups: list[ServerGroup] = []
     pools: dict[str, int] = {}
-    """Maps each policy served by an engine pool to the pool's number of servers for it."""
+    """Maps each policy that an engine pool serves to the pool's number of servers for that policy."""
     only: list[str] = []
-    """Patterns of ``--only``, with which the run was planned. Empty for the whole campaign."""
+    """Patterns that were passed to ``--only`` when the run was planned. Empty for the whole campaign."""
     total: int = 0
     """Number of rollouts in the campaign."""
 

@@ -1,12 +1,12 @@
-"""``RUN/rewards``: rewards that ``reverify`` gave to stored rollouts. The campaign's own rewards stay unchanged.
+"""``RUN/rewards``: rewards that ``reverify`` adds to stored rollouts. The campaign's own rewards stay unchanged.
 
 ::
 
     rewards/<name>/<time>.<random>.jsonl    one :class:`GivenReward` per line
 
-Each process appends to a file of its own and makes every line durable before it counts. So a process may be killed at
-any time: an incomplete line is ignored, and its rollout is scored again. If two processes scored the same rollout, the
-earlier line counts. Lines are never changed.
+Each process appends to its own file, and a line counts only once it is durable. A process may therefore be killed at
+any time: readers ignore an incomplete line, and its rollout is scored again. If two processes scored the same rollout,
+the earlier line counts. Lines are never changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megaflow_hpc.rundir.budget import Used
 from megaflow_hpc.rundir.layout import RunDir
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""Pattern of a name. It contains no dot, which separates it from the names of its parts."""
+"""Pattern of a valid name. Names contain no dots, because a dot separates the name from the name of a part."""
 RESERVED = frozenset({"reward", "turn", "sequence"})
 MAX_LINE_BYTES = 1 << 20
 
@@ -39,17 +39,17 @@ class GivenReward(msgspec.Struct, omit_defaults=True, kw_only=True):
     id: str
     """Id of the rollout."""
     at: float
-    """Unix seconds."""
+    """Time of scoring, as a Unix timestamp in seconds."""
     digest: str
-    """Digest of the scorer: of its file, or of the task's files."""
+    """Digest of the scorer's file or, without a scorer, of the task's files."""
     reward: float | None = None
-    """``None`` if the scorer gave only rewards of parts."""
+    """Reward of the whole rollout. ``None`` if the scorer rewarded only parts of it."""
     rewards: dict[str, float] = {}
     """Rewards by name. ``turn.N`` is the reward of model call N."""
     error: str = ""
     """Reason why the task's tests gave no valid reward. The reward is then 0."""
     judge: Used = {}
-    """Judge → its calls."""
+    """Maps each judge to its usage."""
 
     def named(self, name: str) -> dict[str, float]:
         """Returns the rewards by the names that readers see: ``NAME``, and ``NAME.PART`` for each part."""
@@ -69,7 +69,7 @@ def check_name(name: str) -> None:
 
 
 def given_rewards(run: RunDir) -> dict[str, dict[str, GivenReward]]:
-    """Returns name → rollout id → rewards, for everything in ``RUN/rewards``. Skips damaged lines."""
+    """Returns everything in ``RUN/rewards``, by name and rollout id. Skips damaged lines."""
     if not run.rewards.is_dir():
         return {}
     names = sorted(path.name for path in run.rewards.iterdir() if NAME.fullmatch(path.name))
@@ -77,7 +77,7 @@ def given_rewards(run: RunDir) -> dict[str, dict[str, GivenReward]]:
 
 
 def given_as(run: RunDir, name: str) -> dict[str, GivenReward]:
-    """Returns rollout id → rewards in ``RUN/rewards/NAME``. Skips damaged lines."""
+    """Returns the rewards in ``RUN/rewards/NAME`` by rollout id. Skips damaged lines."""
     given: dict[str, GivenReward] = {}
     for path in sorted((run.rewards / name).glob("*.jsonl")):
         for line in _lines(path):

@@ -1,10 +1,10 @@
 """Summaries of event files: ``RUN/events/<pod>.<start>.summary`` and ``<pod>.<start>.condensed``.
 
 Event files grow with every rollout, to gigabytes within a day. To spare readers, each pod periodically writes a summary
-of its own file. A summary contains the number of bytes that it covers, and the events that still matter: those of the
-pod, its workers and unfinished rollouts. The remaining events are reduced to counts and 8 bytes per successful rollout.
-Readers continue after the covered bytes. Summaries are only an optimisation. Readers fall back to the events if a
-summary is missing, damaged, of another version, or covers more bytes than the file has.
+of its own file. A summary contains the number of bytes that it covers, and the events that still matter: events of the
+pod itself, of its workers and of unfinished rollouts. The remaining events are reduced to counts and 8 bytes per
+successful rollout. Readers continue after the covered bytes. Summaries are only an optimisation. Readers fall back to
+the events if a summary is missing, damaged, of another version, or covers more bytes than the file has.
 
 ``<pod>.<start>.condensed`` replaces the event files of this start and of all earlier starts of the pod, which are then
 removed (:mod:`megaflow_hpc.rundir.pods.condensing`). A pod therefore has only a few files however often it starts, and
@@ -109,7 +109,7 @@ class Summary(Event, tag="summary"):
     constrained: dict[str, Count] = msgspec.field(default_factory=dict)
     """Maps each policy to the number of turns with constrained tokens in successful rollouts."""
     models: Used = msgspec.field(default_factory=dict)
-    """Maps judges and models with a price to their calls in all rollouts."""
+    """Maps each judge and each priced model to its usage in all rollouts."""
     busy_at: Time = 0.0
     """Time when the pod last started or ended a rollout."""
     stored: Count = 0

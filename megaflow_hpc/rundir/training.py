@@ -30,14 +30,14 @@ from megaflow_hpc.rundir.layout import RunDir, read_json, try_read_json
 from megaflow_hpc.rundir.marks import cause
 
 LAST_WORD_LOG_BYTES = 4000
-"""Number of bytes from the end of the log to store with the last word."""
+"""Number of bytes from the end of the log to store with the outcome."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 _NUMBERED = re.compile(r"(\d{6,})\.json")
 """Matches the file name of a numbered record."""
 FOR_GOOD = ("failed", "lost")
-"""Last words of a trainer that is not restarted: an error, or too many starts without a commit."""
+"""Outcomes after which a trainer is not restarted: an error, or too many starts without a commit."""
 
 
 def numbered(folder: Path) -> list[int]:
@@ -209,7 +209,7 @@ class TrainingView:
         return [start for start in starts if start]
 
     def last_word(self) -> LastWord | None:
-        """Returns the last word of the most recently ended start. ``None`` if it is missing or unreadable."""
+        """Returns the outcome of the most recently ended start. ``None`` if it is missing or unreadable."""
         try:
             first, _, end = read_regular(self._path / "last").decode("utf-8", "replace").partition("\n")
             word, node, status, log = first.split(" ", 3)

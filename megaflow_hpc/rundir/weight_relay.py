@@ -1,4 +1,4 @@
-"""Relays a policy's weights to a run at another site, with which this site shares no file system.
+"""Relays a policy's weights to a run at another site that shares no file system with this one.
 
 ::
 
@@ -8,14 +8,14 @@
     DIR/10.<sha256>/  files of the newest version, and checksums.json; <sha256> is the SHA-256 of checksums.json
     DIR/9.<sha256>/   its base, if version 10 is a delta (:mod:`.weight_delta`)
 
-The directory's name determines the content of every file. So the receiver recognises an incomplete or damaged copy,
-regardless of the order in which the transport writes files and of interruptions. It publishes a version only from files
-that it has copied and verified, and builds the complete files of a delta.
+The hash in a directory's name covers every file in it. The receiver therefore recognises an incomplete or damaged copy,
+in whatever order the transport writes the files and however often it is interrupted. It publishes only files that it
+has copied and verified, and restores a delta to a full version first.
 
-``DIR`` contains a state, not a queue. The sender replaces the state only when it is called, with hard links where
-possible, so a version does not change or vanish while it is transported, although the run may have removed it. Versions
-superseded in the meantime are never sent. The receiver needs no state of its own: a version's token names the number at
-the sender's site, and only higher numbers are published.
+``DIR`` is not a queue: it contains only the newest version. The sender replaces that version only when it is called. It
+uses hard links where possible, so a version remains intact during the transfer even if the run removes it. Versions
+superseded in the meantime are never sent. The receiver keeps no state: the token of a received version contains its
+number at the sender's site, and only versions with higher numbers are published.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class Received:
     version: Version | None
     """The version that the call published. ``None`` if there was no newer one."""
     sent: int
-    """The number, at the sender's site, of the newest version received so far. 0 before the first."""
+    """Number of the newest version received so far, as numbered at the sender's site. 0 if none was received."""
     waiting: str
     """Reason why a newer version is not complete. Empty if the newest version sent is complete."""
 
 
 class _IncompleteError(Exception):
-    """Files of a version are missing, not complete or damaged."""
+    """Files of a version are missing, incomplete or damaged."""
 
 
 def send(run: RunDir, directory: Path, policy: str | None = None) -> Version:
     """Puts the policy's newest version into ``directory`` and removes earlier ones, except its base.
 
-    The directory must not be changed while it is copied to the other site: call this function between two copies.
+    Do not call this function while the directory is being copied to the other site.
 
     Returns:
         The newest version. Its number is 0 if nothing has been published.
@@ -123,11 +123,12 @@ def send(run: RunDir, directory: Path, policy: str | None = None) -> Version:
 def receive(run: RunDir, directory: Path, policy: str | None = None) -> Received:
     """Publishes the newest complete version in ``directory``, if it is newer than the last one received.
 
-    May be repeated and killed at any time. Removes versions from ``directory`` that are no longer needed.
+    The call may safely be repeated or killed at any time. Removes versions from ``directory`` that are no longer
+    needed.
 
     Raises:
-        ConfigError: The policy does not exist, its engine cannot load the weights, or they come from another run than
-            those received before.
+        ConfigError: The policy does not exist, its engine cannot load the weights, or the weights come from a different
+            run than earlier versions.
     """
     policy, _ = policy_of(run, policy)
     if not directory.is_dir():
@@ -135,7 +136,7 @@ def receive(run: RunDir, directory: Path, policy: str | None = None) -> Received
     make_directory(run.weights)
     with locked_if_supported(run.weights / f".receiving.{policy}"):
         if weights.current(run, policy).version < weights.newest(run, policy).version:
-            weights.point(run, policy)  # a killed call has published but not updated the pointer
+            weights.point(run, policy)  # a killed call may have published a version without updating the pointer
         last, number = _last_received(run, policy)
         sent = sorted(_sent(directory), key=lambda sent: sent.number, reverse=True)
         same = {other.sha256 for other in sent if other.number == number}

@@ -47,8 +47,8 @@ PIECE = 256 << 10
 LAST_PIECES = 16
 """Maximum number of chunks to read when the pod ends, because other processes are waiting for it to exit."""
 MAX_UNFINISHED = 1000
-"""Maximum number of unfinished rollouts whose failed attempts are kept after their start has ended. Other unfinished
-rollouts get their full number of retries again."""
+"""Maximum number of unfinished rollouts whose failed attempts are remembered after the start that ran them has ended.
+Any other unfinished rollout gets its full number of retries again."""
 MAX_PERIODS = 64
 """Maximum number of past periods to keep slot counts for. Beyond that, neighbouring periods are merged."""
 PAUSE_FACTOR = 50
@@ -83,7 +83,7 @@ class EventAggregator:
         self._recent: Counter[int] = Counter()
         self._number = self._stored = 0
         self._seen_at = self._busy_at = 0.0
-        # About ended starts; see Condensed.
+        # State of the ended starts; see Condensed.
         self._ended_starts = self._ended_stored = 0
         self._after = -1
         self._sizes: dict[str, int] = {}
@@ -165,7 +165,7 @@ class EventAggregator:
         self._open, self._workers, self._pod, self._stored = {}, [], None, 0
 
     def _period(self) -> tuple[float, float, float] | None:
-        """Returns (begin, end, mean number of slots) of the current start. ``None`` without events of workers."""
+        """Returns (begin, end, mean number of slots) of the current start. ``None`` if it has no worker events."""
         if not self._workers:
             return None
         began = min(event.t for _, event in self._workers)

@@ -6,8 +6,7 @@ read yet. Once a pod is over, the coordinator condenses all of its starts (:clas
 1. An atomic rename publishes the new file. Its name contains the last start that it covers. From then on, readers
    ignore the covered event files and earlier condensed files.
 2. Then the ignored files are removed. If the pod is killed first, its next start removes them.
-3. An earlier start that Slurm wrongly considered lost may still append events. Readers ignore the file that it writes
-   to.
+3. An earlier start that Slurm wrongly considered lost may still append events. Readers ignore its file.
 
 If a file vanishes while it is being read, a later start has already condensed it, so nothing is published.
 """
@@ -71,7 +70,7 @@ class EndedPods:
         self._since: dict[str, float] = {}
         """Maps each ended pod that still has event files to the time since which it has been seen as over."""
         self._due: list[str] = []
-        """Pods whose events are due for condensing."""
+        """Maps each ended pod that still has event files to the time at which it was first seen as over."""
 
     def look(self, leases: Iterable[str]) -> None:
         """Finds pods that are over. Lists the directory once. Raises OSError.
