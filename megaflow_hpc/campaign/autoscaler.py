@@ -52,7 +52,7 @@ def wanted_servers(least: int, most: int, loads: Iterable[Load], asking: bool) -
         least: Number of servers that start with the campaign.
         most: Maximum number of servers.
         loads: Loads of the servers that are currently responding.
-        asking: True if rollouts that use the policy are still to run.
+        asking: True if rollouts that use the policy remain to be run.
     """
     loads = list(loads)
     if not asking:
@@ -83,7 +83,7 @@ class Autoscaler:
         self._counts = {
             server.policy: ServerCount(*server.model["servers"]) for server in planned.servers if server.held
         }
-        """Policy with held servers → minimum and maximum number of servers."""
+        """Maps each policy with held servers to its minimum and maximum number of servers."""
         self._called = {name for name, policy in planned.policies.items() if not policy.samples}
         """Policies without rollouts of their own, such as judges. Rollouts of any policy may call them."""
         self._lease = Leader(run, SCALER, holder)
@@ -143,7 +143,7 @@ class Backlog:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._policies: dict[str, str] = {}
-        """Rollout id → policy, for rollouts not yet stored."""
+        """Maps the id of each rollout not yet stored to its policy."""
         self._read_blocks: set[int] = set()
         self._events = EventReader(run.events, only="rollout", use_summaries=True)
         self._ended: list[str] = []

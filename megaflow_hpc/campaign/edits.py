@@ -29,7 +29,7 @@ def digest(text: str | bytes) -> str:
 
 
 EXTENDABLE = ("tasks", "samples", "environment.images")
-"""Keys whose changes ``extend`` adds to a run."""
+"""Keys that ``extend`` can change in a run."""
 BY_RESUME = {
     **{
         f"slurm.{jobs}.{key}": "resume --time, --mem or --partition"
@@ -93,15 +93,15 @@ class Edits:
         return [*files]
 
     def warnings(self) -> list[str]:
-        """Returns a warning for an edit of the run's copy of the campaign file, which has no effect, and a warning
-        about accepted changes of tasks."""
+        """Returns warnings about edits of the run's copy of the campaign file, which have no effect, and about accepted
+        changes to tasks."""
         return [*self._campaign_file(), *filter(None, [accepted_line(self._run)])]
 
     def campaign_keys(self) -> list[str]:
         """Compares the campaign file with the run. Returns one line for each remedy, with the keys that differ.
 
-        The file is the one from which the run was planned, wherever it is. If it is gone or invalid, returns an
-        empty list.
+        Reads the file from which the run was planned, not the run's own copy. Returns an empty list if the file is
+        missing or invalid.
         """
         file = Path(self._planned.file)
         try:
@@ -116,7 +116,7 @@ class Edits:
         remedies: dict[str, list[str]] = {}
         for key in keys:
             if key in BY_RESUME and str(run.get(key)) == str(wanted.get(key)):
-                continue  # a verb has changed it in the run
+                continue  # a command has already changed it in the run
             verb = f"extend {self._run}" if key in EXTENDABLE else BY_RESUME.get(key, "")
             remedies.setdefault(verb, []).append(key)
         return [
@@ -127,7 +127,7 @@ class Edits:
         ]
 
     def planned_text(self) -> str:
-        """Returns the campaign file as it was planned.
+        """Returns the text of the campaign file from which the run was planned.
 
         Raises:
             ConfigError: Both the file and the run's copy were edited.

@@ -36,7 +36,7 @@ def extend(run: Run, file: str | Path | None = None, watch: PlanWatch = SILENT) 
         file: The edited campaign file. Default: the file from which the run was planned.
 
     Raises:
-        ConfigError: Other keys differ too, the run trains or serves, or its pods are running.
+        ConfigError: Other keys differ too, the run trains a policy or is an engine pool, or its pods are running.
         SiteError: Slurm does not report which pods exist.
     """
     run.dir.check_ours(to_run=True)

@@ -112,7 +112,7 @@ class Campaign:
         Args:
             run_dir: Directory to create. Default: a new one in the campaign's ``run_dir``.
             only: Ids or shell patterns of tasks or rollouts. Default: all.
-            launcher: ``slurm``, ``local`` (this machine), or ``auto``: Slurm if there is one.
+            launcher: ``slurm``, ``local`` (this machine), or ``auto`` (Slurm if available).
             watch: Receives progress reports.
 
         Raises:
@@ -162,8 +162,7 @@ class Campaign:
     def _preflight(
         self, draft: Draft, slurm: bool, watch: PlanWatch, packages: bool = True
     ) -> Iterator[Callable[[], object]]:
-        """Yields checks of everything that pods require from this site. ``check``, ``plan`` and ``run`` perform all
-        of them.
+        """Yields checks of everything that pods require from this site. Used by ``check``, ``plan`` and ``run``.
 
         Args:
             packages: Also check the packages that pods import. Without Slurm, ``run`` checks them only when it starts a
@@ -227,7 +226,7 @@ class Campaign:
         """Starts a freshly planned run. Deletes the run directory if Slurm accepts none of its jobs.
 
         Raises:
-            SiteError: Slurm refused a job. The message includes Slurm's own.
+            SiteError: Slurm refused a job. The error quotes Slurm's message.
         """
         try:
             run.start(launcher, ranks)
@@ -288,7 +287,7 @@ class Findings:
 def check(
     path: str | Path, site_too: bool = True, watch: PlanWatch = SILENT, max_rollouts: int = MAX_ROLLOUTS
 ) -> Findings:
-    """Finds all problems of a campaign file on this site. Has no side effects.
+    """Finds all problems in a campaign file and at this site. Has no side effects.
 
     Args:
         site_too: Also query Slurm, if available, and start a sandbox.

@@ -60,7 +60,7 @@ def preview(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup], 
 
 
 SCRIPTS = {"servers": "model_servers", "trainer": "trainer", "pods": "sandbox_pods"}
-"""Role → script name in ``RUN/sbatch``."""
+"""Maps each role to its script name in ``RUN/sbatch``."""
 
 
 def by_hand(config: CampaignConfig, run: RunDir, groups: Sequence[ServerGroup]) -> list[str]:

@@ -41,7 +41,7 @@ from megaflow_hpc.slurm.ids import array_of, cluster_of, number, scancel
 from megaflow_hpc.trajectories.journal import packs
 
 GONE_S = 120.0
-"""Seconds to wait for cancelled jobs to leave Slurm, and for an answer of slurmctld before engines are ended."""
+"""Seconds to wait for cancelled jobs to leave Slurm, and for a response from slurmctld before engines are ended."""
 MAX_DEPENDENCIES = 16
 """Maximum number of engines that pods list as dependencies. Pods start after any of them has started."""
 
@@ -95,8 +95,8 @@ class Jobs(LiveJobs):
             if self._config.is_pool:  # a pool consists only of servers, which run until it is cancelled
                 self.invalidate()
                 return
-            # Let pods wait in the queue, not on a node, until an engine has started and all trainers have. Trainers
-            # request the rollouts.
+            # Let pods wait in the queue, not on a node, until at least one engine and all trainers have started.
+            # Without trainers, no rollouts would be requested.
             dependency = "?".join(f"after:{engine}" for engine in started[:MAX_DEPENDENCIES]) or None
             if trainers:
                 first = [job for trainer in trainers for job in self.arrays.queue(trainer)]
@@ -301,7 +301,7 @@ class Jobs(LiveJobs):
         return [job for job in self.arrays.ids("gather") if live.get(job, JobState(job, "")).waits]
 
     def _postpone(self, gathers: Iterable[str]) -> None:
-        """Makes gather jobs wait for the pods and trainers that were added, too."""
+        """Makes gather jobs also wait for pods and trainers that were added later."""
         for gather in gathers:
             site.ask("scontrol", "update", f"jobid={gather}", f"dependency={self._gather_dependency()}")
 
@@ -469,7 +469,7 @@ class Jobs(LiveJobs):
                 ends[job] = "vain"
             elif state not in accounting.LIVE:  # slurmdbd may be late
                 ends[job] = state
-        # A start that stores nothing leaves no journal. Leases of ended pods are removed.
+        # Look for journals, because leases of ended pods are removed. A start that stores nothing leaves no journal.
         journals = packs.sizes(self._run.journal) if ends or plan.last else ()
         stored = {name.removesuffix(packs.JOURNAL).rpartition(".")[0] for name in journals}
         plan.take_in(pods, {state.id for state in self._not_leaving(live)}, ends, stored)
@@ -557,7 +557,7 @@ class Jobs(LiveJobs):
         return sorted({array_of(job.id) for job in live})
 
     def until_gone(self) -> None:
-        """Waits until Slurm has no job of the run left.
+        """Waits until all jobs of the run have left Slurm.
 
         Raises:
             SiteError: Some jobs remain after :data:`GONE_S` seconds.

@@ -228,7 +228,7 @@ class LiveJobs:
         return {policy: live[job] for policy, jobs in self.trainers().items() for job in jobs if job in live}
 
     def starving(self, training: Mapping[str, Any], max_age_s: float = ASK_SLURM_S) -> list[str]:
-        """Returns a warning if trainers are running without any pod running or queued.
+        """Returns a warning if trainers are running while no pod is running or queued.
 
         Args:
             training: The ``training`` section of the status.
@@ -276,7 +276,7 @@ class LiveJobs:
         return {index: live[job] for job, index in self._server_indices(live).items()}
 
     def _server_indices(self, jobs: Iterable[str]) -> dict[str, int]:
-        """Returns array element → index of the engine server that it runs, for those jobs that run one."""
+        """Maps each array element that runs an engine server to the server's index."""
         bases = {record.id: record.base for record in self.arrays.records() if record.role == "servers"}
         parts = {job: job.partition("_") for job in jobs}
         return {

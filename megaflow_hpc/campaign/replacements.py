@@ -55,7 +55,7 @@ FINAL = {
     "CANCELLED": "cancelled by scancel",
     "COMPLETED": "ended in order",
 }
-"""Reason for a pod's end after which it is not replaced → description. All other reasons are Slurm states."""
+"""Maps each reason for which an ended pod is not replaced to its description. All other reasons are Slurm states."""
 
 
 _ELEMENT = re.compile(r"\bArrayJobId=(\d+) ArrayTaskId=(\d+) .*?\bRequeue=(\d)")
@@ -69,7 +69,7 @@ class Replacements(msgspec.Struct):
     settled: list[str] = []
     """Ids of arrays whose elements have all ended and were removed from :attr:`ended`."""
     ended: dict[str, str] = {}
-    """Ended elements of other arrays → key of :data:`FINAL` or Slurm state."""
+    """Maps each ended element of other arrays to a key of :data:`FINAL` or a Slurm state."""
     vain: list[str] = []
     """The last 20 pods that were given up because several consecutive starts stored nothing."""
     last: list[str] = []
@@ -103,7 +103,7 @@ class Replacements(msgspec.Struct):
         Args:
             arrays: Submitted pod arrays.
             live: Elements that Slurm lists as live and that are not leaving.
-            ends: Ended element → key of :data:`FINAL` or Slurm state.
+            ends: Maps each ended element to a key of :data:`FINAL` or a Slurm state.
             stored: Elements that have stored rollouts.
         """
         self.ended |= ends
@@ -172,13 +172,14 @@ class Successors:
     """Finds running pods that Slurm will not requeue and that are about to end, so they need a successor.
 
     Args:
-        lead_s: Seconds before the end of the walltime at which a pod asks to be signalled.
+        lead_s: Seconds before the end of the walltime at which Slurm signals a pod.
     """
 
     def __init__(self, lead_s: float) -> None:
         self._lead_s = lead_s + EARLY_S + START_S
         self._requeued: dict[str, bool] = {}
-        """Element → whether Slurm requeues it. Slurm is queried once, when the first element of an array is due."""
+        """Maps each element to whether Slurm requeues it. Slurm is queried once per array, when the first element of
+        the array is due."""
 
     def ending(self, pods: Sequence[JobState], now: float) -> list[str]:
         """Returns the running pods that need a successor now.
@@ -210,7 +211,7 @@ class Successors:
         cluster = cluster_of(array)
         try:
             shown = site.ask("scontrol", *site.here_or_on(cluster), "-o", "show", "job", number(array))
-        except SiteError:  # Slurm is away, or the array has ended; the pods are replaced later
+        except SiteError:  # Slurm does not respond, or the array has ended; the pods are replaced later
             return
         for job, element, requeued in _ELEMENT.findall(shown):
             self._requeued[named(f"{job}_{element}", cluster)] = requeued == "1"

@@ -1,5 +1,4 @@
-"""Prepares a stopped run to continue: changes job requests, frees the blocks of dead pods and repeats failed
-rollouts."""
+"""Prepares to resume a stopped run: changes job requests, frees the blocks of dead pods and repeats failed rollouts."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class Run:
         """Returns whether the campaign has ended or no pods are left.
 
         Args:
-            status: A recent status. ``None`` reads the status again.
+            status: A recent status. ``None`` reads the current status.
         """
         status = status or self.status()
         if self.config.is_pool and self.local is None:  # a pool has no pods, and serves until it is cancelled
@@ -332,7 +332,7 @@ class Run:
         """Returns the results of each policy, from the rollouts that are stored so far.
 
         Returns:
-            Policy → ``rollouts``, ``statuses``, ``solved`` (at least ``pass_threshold``), ``mean_reward``,
+            For each policy, ``rollouts``, ``statuses``, ``solved`` (at least ``pass_threshold``), ``mean_reward``,
             ``evaluation`` (mean and pass@k with 95 % intervals) and more, as ``run --json`` prints under ``policies``.
 
         Raises:
@@ -384,7 +384,7 @@ class Run:
         from megaflow_hpc.trajectories import gather
 
         self.dir.check_ours()
-        if self.ledger.finished:  # in case the last pod was killed before doing so
+        if self.ledger.finished:  # in case the last pod was killed before removing it
             remove_tree(self.dir.partial, ignore_errors=True)
         return gather(self.dir, self.ledger.seals(), rebuild=rebuild, stop=stop)
 

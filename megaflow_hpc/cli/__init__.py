@@ -7,7 +7,7 @@ Verbs call other subpackages and compute nothing themselves. Only ``__main__``, 
 :func:`main`.
 
 Exit status: 0 if every rollout ran, whatever its reward; 1 if some rollouts could not run; 2 for an invalid file or
-argument; 3 if the site refused; 130 if interrupted.
+argument; 3 if the site lacks something or refuses a request; 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GROUPS = {
     "runs.training": ("training",),
     "help": ("completion", "help"),
 }
-"""Module in this package → verbs that it adds. The ``help`` module needs the parser of every verb."""
+"""Maps each module in this package to the verbs that it adds. The ``help`` module needs the parser of every verb."""
 SECTIONS = {
     "start a campaign": ("recipes", "init", "check", "plan", "run", "submit"),
     "inspect it": ("list", "status", "watch", "usage", "show", "diff", "logs", "shell"),
@@ -69,7 +69,7 @@ SECTIONS = {
     "tasks, agents and images": ("tasks", "agents", "images"),
     "the site and this program": ("doctor", "prove", "janitor", "completion", "help"),
 }
-"""Section of ``--help`` → verbs, in display order."""
+"""Maps each section of ``--help`` to its verbs, in display order."""
 
 EPILOG = """\
 first steps:
@@ -113,8 +113,8 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
 
 
 def _groups_of(words: Sequence[str]) -> Iterable[str]:
-    """Returns the groups to load: that of the verb in ``words``, or all groups if there is no verb or it is in
-    ``help``."""
+    """Returns the groups to load: only the group of the verb in ``words``, or all groups if there is no verb or it
+    belongs to ``help``."""
     verb = next((word for word in words if word not in ("--json", "--debug")), "")
     for group, verbs in GROUPS.items():
         if verb in verbs and group != "help":

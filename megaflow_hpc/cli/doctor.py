@@ -250,7 +250,7 @@ def _lost_rank(outlives: dict[str, bool]) -> Finding:
     """Reports whether a pod survives the loss of a rank.
 
     Args:
-        outlives: Working ``--mpi`` type → whether the surviving rank continues. Pods use the first type.
+        outlives: For each working ``--mpi`` type, whether the surviving rank continues. Pods use the first type.
     """
     first = next(iter(outlives))
     better = next((name for name, survives in outlives.items() if survives), "")
@@ -331,7 +331,7 @@ def _scratch() -> Iterator[Finding]:
 
 
 def _run_directory() -> Iterator[Finding]:
-    """Checks the file system of the current directory, in which runs are created by default."""
+    """Checks the file system of the current directory, where runs are created by default."""
     from megaflow_hpc.host.mounts import MAX_CACHED_S, mount_of, why_no_links
 
     here = Path.cwd()

@@ -22,7 +22,7 @@ from megaflow_hpc.texts import in_one_line, printable
 FINAL = ("completed", "truncated", "failed", "cancelled")
 """Final states of a rollout."""
 ROLE_COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
-"""Role of a message → colour of its heading."""
+"""Maps each message role to the colour of its heading."""
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:

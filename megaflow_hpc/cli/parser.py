@@ -141,7 +141,7 @@ class CommandParser(Parser):
     """Parser for the whole command line. Its help groups the verbs by activity.
 
     Args:
-        sections: Title → verbs, in display order.
+        sections: Maps each title to its verbs, in display order.
     """
 
     def __init__(self, sections: Mapping[str, Sequence[str]], **options: Any) -> None:

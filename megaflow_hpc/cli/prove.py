@@ -123,7 +123,7 @@ def _trials(place: ProofSite, report: ProofReport, wanted: set[str], preempting:
 
 
 def _guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Yields the findings of a trial. An error that ends it is a finding too, so that the other trials still run."""
+    """Yields the findings of a trial. Reports an unexpected error as a finding, so that the other trials still run."""
     from megaflow_hpc.prove.report import Finding
 
     try:

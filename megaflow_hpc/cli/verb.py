@@ -111,7 +111,8 @@ def add_output(parser: argparse.ArgumentParser, what: str, required: bool = Fals
 
 
 def output_file(path: str | Path) -> Path:
-    """Returns the path of a file to write. Makes its directory. Call it when the rest of the command is valid."""
+    """Creates the parent directory of an output file and returns its path. Call it once all other arguments are
+    validated."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -183,8 +184,8 @@ def share(text: str) -> tuple[int, int]:
 
 
 def limit(text: str) -> tuple[str, float | None]:
-    """Parses the value of ``--limit``, such as ``core_hours=100`` or ``wall=none``, into name and number.
-    ``None``: no limit.
+    """Parses the value of ``--limit``, such as ``core_hours=100`` or ``wall=none``, into name and number. ``None``
+    means no limit.
 
     Raises:
         ArgumentTypeError: The limit is unknown, or the number is not positive.

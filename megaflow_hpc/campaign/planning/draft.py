@@ -78,12 +78,12 @@ class Draft:
     own_code: tuple[str, ...] = ()
     """Files and directories in ``base`` that contain the campaign's own agents and functions."""
     digests: Digests = field(default_factory=dict)
-    """Digests of the source files of the functions of ``training``."""
+    """Digests of the source files that define the functions in ``training``."""
     images: Images | None = None
     mapping: ImageMapping | None = None
     requests: list[ImageRequest] = field(default_factory=list)
     image_files: dict[str, str] = field(default_factory=dict)
-    """Image name in the tasks → SIF file or directory. Empty until images are resolved."""
+    """Maps each image name in the tasks to a SIF file or directory. Empty until images are resolved."""
     source: str = ""
     """Text of the campaign file."""
     file: str = ""
@@ -361,7 +361,7 @@ def list_servers(
     """Returns the elements of the engine array, sorted by resources. Each policy gets its maximum number of servers.
 
     Args:
-        sleeping: Policy → sleep level, for policies whose server runs in the trainer's job. These servers come last.
+        sleeping: Sleep level of each policy whose server runs in the trainer's job. These servers come last.
         srun: Additional srun options for engines that span several nodes.
     """
     servers = [
@@ -400,8 +400,9 @@ def list_services(config: CampaignConfig, tasks: Sequence[Task], image_files: Ma
     """Returns the services that serve the whole campaign, as elements of the engine array.
 
     Args:
-        tasks: The tasks. Each has all services of the campaign, with the programs of their images once these are known.
-        image_files: Image name → file. Empty while images are not resolved.
+        tasks: The tasks. Every task lists all services of the campaign, including the programs of their images once
+            known.
+        image_files: Maps image names to files. Empty until images are resolved.
     """
     records = []
     default = config.environment.limits
@@ -424,7 +425,7 @@ def list_services(config: CampaignConfig, tasks: Sequence[Task], image_files: Ma
 
 
 def group_services(servers: Sequence[ServerRecord]) -> list[ServerGroup]:
-    """Returns the group of each service. Every service has a job of its own."""
+    """Returns a group for each service. Each service runs in a separate job."""
     return [
         ServerGroup(
             index,
@@ -444,7 +445,7 @@ def _shape(server: ServerRecord) -> tuple[bool, int, int, str, bool]:
 
 
 def within_caps(config: CampaignConfig, servers: int, where: Where) -> CampaignConfig:
-    """Returns the campaign with its effective quotas. The site's caps fill in those that the campaign omits."""
+    """Returns the campaign with its effective quotas. Where the campaign sets none, the site's caps apply."""
     caps, source = site_caps()
     try:
         quotas = settle(config.quotas, config.slurm.pods, servers, caps, source)

@@ -287,7 +287,7 @@ def _passed_limits(draft: Draft, jobs: Sequence[JobEstimate], time_s: float) -> 
 
 
 def spending(draft: Draft) -> list[str]:
-    """Describes what ``limits.usd`` leaves to each rollout. Empty without the limit."""
+    """Describes the budget per rollout that follows from ``limits.usd``. Empty if the limit is not set."""
     usd, rollouts = draft.config.limits.usd, len(draft.rollouts)
     if usd is None or not rollouts:
         return []

@@ -1,5 +1,5 @@
-"""Checks requests for GPUs before any job is queued: whether trained policies fit on the trainer's, whether trainer and
-engine can share them (``slurm.trainer.share: sleep``), and their types."""
+"""Checks GPU requests before any job is queued: whether trained policies fit into the trainer's GPU memory, whether
+trainer and engine can share GPUs (``slurm.trainer.share: sleep``), and whether the GPU types are consistent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Fit:
     settings: PolicyTraining
     nodes: int
     gpus: int
-    """Number of GPUs on each node. 0: a single process on CPUs."""
+    """Number of GPUs per node. 0 means a single process on CPUs."""
     gpu_gb: float | None
     """Memory per GPU in GB (10^9 bytes). ``None`` if unknown."""
     gpu_type: str | None = None
@@ -53,7 +53,7 @@ class Fit:
         return None if self.gpu_gb is None else self.predict().peak <= self.gpu_gb * 1e9
 
     def remedies(self) -> list[str]:
-        """Returns changes of the campaign file, each of which would make the policy fit."""
+        """Returns changes to the campaign file, each of which would make the policy fit."""
         fitting = []
         for family in self._changes():
             for words, changes in family:
@@ -189,9 +189,9 @@ def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where)
     settings = training.policies[name]
     for kind in model.kinds() if model else ():
         given = {str(key).replace("_", "-"): value for key, value in kind.args.items()}
-        longest = given.get("max-model-len", given.get("context-length"))  # of vLLM and SGLang
+        longest = given.get("max-model-len", given.get("context-length"))  # the names in vLLM and SGLang
         if longest is None and kind.engine in ("vllm", "sglang") and fit:
-            longest = fit.model.limit  # both then allow as many positions as the model has
+            longest = fit.model.limit  # both engines default to the model's maximum length
         if training.over_length and isinstance(longest, int):
             longest = min(longest, training.over_length.longest)
         if not isinstance(longest, int) or longest <= settings.microbatch:

@@ -255,7 +255,8 @@ class Starter:
 
 
 def _tasks_in(directory: Path) -> str:
-    """Returns the source of the tasks in a directory, also as ``tasks import`` writes them. Empty if it has none."""
+    """Returns the source of the tasks in a directory. Also finds tasks written by ``tasks import``. Empty if there are
+    none."""
     if any(directory.glob("tasks/*/task.toml")):
         return "tasks/*"
     for pattern in ("*.jsonl", "tasks/*.jsonl", "tasks/*/*/task.toml"):

@@ -172,7 +172,7 @@ def _resume(arguments: argparse.Namespace) -> int:
                 accept_changes=arguments.accept_changes,
             )
         finally:
-            for line in run.edits.campaign_keys():  # those that this call has not changed
+            for line in run.edits.campaign_keys():  # keys that this call has not changed
                 note(line)
         if not resumed:
             more = "" if arguments.failed else "; repeat the failed ones with --failed"

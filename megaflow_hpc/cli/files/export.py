@@ -1,5 +1,5 @@
 """``export`` writes trajectories in the formats of other programs. ``import`` creates a campaign file from JSON
-lines."""
+Lines."""
 
 from __future__ import annotations
 

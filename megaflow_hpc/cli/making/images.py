@@ -245,7 +245,7 @@ class Wanted:
 
 
 def images_of_campaign(images: Images, path: str, build: bool) -> dict[str, str]:
-    """Returns image name → file, for the images that a campaign's tasks need.
+    """Returns the file of each image that a campaign's tasks need, by image name.
 
     Args:
         build: Whether to build images that are missing from the store.
@@ -308,7 +308,7 @@ def _wanted_images(
     """Returns the images of all sources: campaigns first, then Dockerfiles, then other sources.
 
     Args:
-        mapping: Name in FROM lines → image.
+        mapping: Maps names in FROM lines to images.
         network: Network access of build steps. Default: the campaign's.
     """
     from megaflow_hpc.environments.images.sources import ImageMapping, ImageRequest

@@ -280,7 +280,7 @@ def _refuse_unused(arguments: argparse.Namespace, source: str) -> None:
 
 
 def _list_sets(as_json: bool) -> int:
-    """Prints the sets that have a name, with the facts about them."""
+    """Prints the named task sets and their properties."""
     import msgspec
 
     from megaflow_hpc.tasks.sets.download import task_sets
@@ -351,7 +351,7 @@ def task_directories(directory: str) -> list[Path]:
 
 
 def _source(argument: str) -> str:
-    """Returns the source of a campaign that an argument names: a directory of tasks becomes a pattern.
+    """Converts an argument to a task source of a campaign. A directory of tasks becomes a pattern.
 
     Raises:
         ConfigError: The directory contains no tasks.
@@ -395,7 +395,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
         known = [task.id for task in tasks]
         if unknown := sorted(set(arguments.only) - {*known}):
             unread: list[str] = []
-            wanted = map(glob.escape, [*unknown, known[0]])  # with a task, so that the others are left out
+            wanted = map(glob.escape, [*unknown, known[0]])  # a source without a valid task is an error
             load_tasks([{"path": source, "include": list(wanted)}], Path.cwd(), left_out=unread)
             raise Mistakes(
                 unread or [f"--only {unknown[0]}: no such task in {arguments.source}; see: megaflow-hpc tasks list"]

@@ -79,9 +79,9 @@ def compare(left: Row, right: Row) -> dict[str, Any]:
     Compares the messages of the main conversations first, then the messages that appear only in other conversations.
 
     Returns:
-        ``ids``; ``fields``, name → pair of values that differ; ``tokens``, the first position at which token sequences
-            differ or show different ``images`` (SHA-256), or null; ``messages``, the number of ``common`` leading
-            messages and a unified diff of the ``different`` ones.
+        ``ids``; ``fields``, pairs of differing values by name; ``tokens``, the first position at which token sequences
+        differ or show different ``images`` (SHA-256), or null; ``messages``, the number of ``common`` leading messages
+        and a unified diff of the ``different`` ones.
     """
     fields: dict[str, list[Any]] = {name: [finite(getattr(row, name)) for row in (left, right)] for name in FIELDS}
     fields |= {

@@ -23,7 +23,7 @@ LINES = 200
 """Default number of lines to print from the end of a log."""
 POLL_INTERVAL_S = 0.5
 QUIET_S = 5.0
-"""Seconds without growth after the end of the campaign until a log counts as complete."""
+"""After the end of the campaign, a log counts as complete once it has not grown for this many seconds."""
 
 
 def register(subparsers: Any) -> None:

@@ -214,7 +214,8 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 MAX_HEAD_CHARS = 60
-"""Maximum total length of the heads of a matrix. Longer ones become numbers, with a list above the matrix."""
+"""Maximum total length of a matrix's column headings. Longer headings are replaced by numbers, which a list above the
+matrix explains."""
 _HEAD = ("by", "name", "against", "tasks", "mean", "its mean", "difference", "p", "better", "worse")
 
 
@@ -285,7 +286,8 @@ def _track(arguments: argparse.Namespace) -> int:
 
 
 def _send(points: PointLog, made: dict[str, Tracker], sent: dict[str, int], follow: bool, poll_s: float) -> None:
-    """Sends what is new. With ``follow``, continues until the campaign is over and all trackers have its points."""
+    """Sends new points to all trackers. With ``follow``, continues until the campaign is over and all points are
+    sent."""
     from megaflow_hpc.report.trackers import reported
 
     last_failure = ""

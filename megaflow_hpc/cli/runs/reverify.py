@@ -1,4 +1,4 @@
-"""``reverify``: scores stored rollouts again, without sampling. Old and new rewards both stay."""
+"""``reverify``: scores stored rollouts again, without sampling. Keeps both the old and the new rewards."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ if TYPE_CHECKING:
     from megaflow_hpc.trajectories.reading.store import Row, TrajectoryStore
 
 OWN = "verifier"
-"""Default name of the rewards of the tasks' own verification."""
+"""Default name for rewards from the tasks' own tests."""
 JOBS, JOBS_WITH = 2, 16
-"""Default number of rollouts that are scored at once, in sandboxes and by ``--with``."""
+"""Default number of rollouts to score concurrently, in sandboxes and with ``--with``."""
 POLL_S = 1.0
 MAX_ERROR_CHARS = 2_000
-"""Maximum length of an error, which may quote what an agent wrote. Readers of stored rewards skip lines above 1 MiB."""
+"""Maximum number of characters of an error, which may quote an agent's output. Readers of stored rewards skip lines
+longer than 1 MiB."""
 SHOWN = 10
 """Number of rollouts to list for each reason."""
 
@@ -104,19 +105,20 @@ def register(subparsers: Subparsers) -> None:
 
 @dataclass
 class Reverified:
-    """Counts of one call."""
+    """Results of one call of the verb."""
 
     scored: dict[str, GivenReward] = field(default_factory=dict)
     before: dict[str, float] = field(default_factory=dict)
-    """Rollout id → the campaign's own reward, for those in ``scored``."""
+    """The campaign's own rewards of the rollouts in ``scored``, by rollout id."""
     already: int = 0
-    """Rollouts that an earlier call scored."""
+    """Number of rollouts that an earlier call scored."""
     not_verified: int = 0
-    """Rollouts that the campaign did not verify, and that are therefore not scored."""
+    """Number of rollouts that the campaign did not verify, and that are therefore not scored."""
     unscored: dict[str, str] = field(default_factory=dict)
-    """Rollout id → reason why it cannot be scored."""
+    """Reasons why rollouts cannot be scored, by rollout id."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Rollout id → failure of the node or a judge. The next call tries again."""
+    """Errors of rollouts that could not be scored because a node or a judge failed, by rollout id. The next call
+    retries them."""
 
     def report(self, run: RunDir, name: str) -> dict[str, Any]:
         """Returns the outcome as plain JSON."""
@@ -317,7 +319,7 @@ class _Work:
         return replace(today, workdir=today.workdir or task.workdir), planned
 
     async def _by_batches(self, rows: Sequence[Row]) -> None:
-        """Scores with a function that has the same signature as ``training``'s key ``score``."""
+        """Scores rollouts in batches, using a function with the signature of ``training.score``."""
         from megaflow_hpc.config.sections import Method
         from megaflow_hpc.pod.rollout.rescoring import NewScore
         from megaflow_hpc.training.algorithms.rewards import scores
@@ -417,7 +419,7 @@ def _tasks_of_today(planned: RunRecord) -> dict[str, Task]:
 
 
 def _say(report: Mapping[str, Any]) -> None:
-    """Prints the outcome for a person."""
+    """Prints the outcome as text."""
     for key, what in (("unscored", "left alone"), ("failed", "failed; the next call tries again")):
         by_reason: dict[str, list[str]] = {}
         for rollout, reason in report[key].items():

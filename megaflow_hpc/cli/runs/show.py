@@ -337,7 +337,7 @@ def token_lines(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | N
         store: Store that contains the trajectory. Tokenizers are looked up next to it.
         row: The trajectory.
         full: Whether to print long runs of tokens in full.
-        tokenizer: ``tokenizer.json`` or model directory to use. ``None``: search for a tokenizer.
+        tokenizer: ``tokenizer.json`` or model directory to use. ``None`` searches for one.
 
     Raises:
         ConfigError: ``tokenizer`` cannot be loaded.
@@ -362,7 +362,7 @@ def token_lines(store: TrajectoryStore, row: Row, full: bool, tokenizer: str | N
 
 
 def _vocabulary(store: TrajectoryStore, policy: str, tokenizer: str | None) -> tuple[Vocabulary | None, str]:
-    """Returns the vocabulary of a policy, or ``None`` without a tokenizer, and a note on its origin."""
+    """Returns the vocabulary of a policy (``None`` if there is no tokenizer) and a note on its origin."""
     from megaflow_hpc.errors import ConfigError
     from megaflow_hpc.trajectories.reading.vocabulary import find, load
 

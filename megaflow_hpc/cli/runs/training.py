@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megaflow_hpc.campaign.planning.gpus import Fit
 
 SETTINGS = {"lr": zero_or_more, "microbatch": whole(1), "steps": whole(1)}
-"""Name of a setting → parser of its value."""
+"""Maps each setting to the parser of its value."""
 
 
 def register(subparsers: Subparsers) -> None:

@@ -128,8 +128,8 @@ class WatchApp(App[None]):
 
     def _look_at_clock(self) -> None:
         if not self.is_headless and not os.isatty(sys.__stdin__.fileno() if sys.__stdin__ else 0):
-            # The terminal vanished without a signal, for example under nohup. Textual would poll its end of file
-            # forever, on a login node. Nothing can be restored, so exit as after a hang-up.
+            # The terminal vanished without a signal, for example under nohup. Textual would then read end-of-file in an
+            # endless loop, on a login node. Nothing can be restored, so exit as after a hang-up.
             self.reader.stop()
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             signal.raise_signal(signal.SIGHUP)

@@ -19,8 +19,8 @@ LOG_LINES = 2000
 PAUSE_FACTOR = 4.0
 """Pause after a poll, as a multiple of the poll's duration. Limits the load of large runs and slow file systems."""
 LISTED_BYTES = 64 << 20
-"""Maximum size in bytes of the events for which successful rollouts are listed too (about 200,000 rollouts). Reading
-that much takes seconds."""
+"""List successful rollouts too if the event files have at most this many bytes (about 200,000 rollouts). Reading that
+much takes seconds."""
 STOP_TIMEOUT_S = 2.0
 """Seconds to wait for the file system after the user closes the view."""
 

@@ -24,7 +24,7 @@ STYLES = {
     "serving": "green",
     "draining": "yellow",
 }
-"""State → colour. The state's name is always shown too, for terminals without colours."""
+"""Maps each state to its colour. The state's name is always shown too, for terminals without colours."""
 
 
 def head(name: str, snapshot: RunSnapshot, size: tuple[int, int], problem: str = "") -> list[Text]:
