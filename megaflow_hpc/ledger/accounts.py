@@ -79,7 +79,7 @@ began, in Unix seconds. ``journals`` counts the starts that stored a rollout. ``
 job arrays."""
 TOOK = "took"
 MAX_TOOK = 100
-"""Maximum number of names under ``took``. Each name is needed for a few minutes only."""
+"""Maximum number of names under ``took``. Each name is needed only for a few minutes."""
 MAX_LOOKS = 10
 """Maximum number of attempts to read the record. An attempt fails only if a coordinator has just replaced the
 record."""
@@ -121,7 +121,7 @@ def facts_of_starts(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
     """Sums the totals of several starts of one array element, and of the earlier starts that their leases include.
 
     Args:
-        leases: ``<pod>.<start>`` → content of its lease.
+        leases: Content of each lease, by ``<pod>.<start>``.
     """
     several: list[Mapping[str, Any]] = []
     for name in sorted(leases, key=lambda name: (len(name), name), reverse=True):  # the latest start first
@@ -136,7 +136,7 @@ def take_over(leases: Mapping[str, Mapping[str, Any]]) -> Facts:
     """Returns the value of ``earlier`` for a new start's lease. Empty if there are no earlier starts.
 
     Args:
-        leases: ``<pod>.<start>`` → content of its lease, for earlier starts of the same element.
+        leases: Content of the leases of earlier starts of the same element, by ``<pod>.<start>``.
     """
     facts = facts_of_starts(leases)
     took = sorted(taken_over(leases) | leases.keys(), key=lambda name: (len(name), name))
@@ -149,7 +149,7 @@ def taken_over(leases: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 
 def recent(record: Mapping[str, Any]) -> dict[str, Facts]:
-    """Returns ``<pod>.<start>`` → totals, for the starts that a record of ended pods lists separately."""
+    """Returns the totals of the starts that a record of ended pods lists separately, by ``<pod>.<start>``."""
     apart = record.get("recent")
     if not isinstance(apart, Mapping):
         return {}
@@ -161,12 +161,12 @@ def accounts(leases: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any])
     :meth:`~megaflow_hpc.rundir.budget.CampaignBudget.exceeded`.
 
     Args:
-        leases: ``<pod>.<start>`` → content of its lease.
+        leases: Content of each lease, by ``<pod>.<start>``.
         record: The latest record of ended pods.
 
     Returns:
-        ``<pod>.<start>`` → totals of that start; ``<pod>.<start> earlier`` → totals of the element's earlier starts;
-            the empty string → totals of all ended pods.
+        The totals of each start under ``<pod>.<start>``, the totals of its element's earlier starts under
+        ``<pod>.<start> earlier``, and the totals of all ended pods under the empty string.
     """
     counted = set(record.get("names", ()))
     took = taken_over(leases)

@@ -5,11 +5,11 @@ File-system traffic grows with the number of blocks, not with the number of roll
 consumers that add rollouts to a running campaign.
 
 *Adding exactly once.* A process reserves a block number by hard-linking the block's file. If a call is repeated, or
-another process uses the same token, it must find the blocks that the first call added. So the first process first links
-a record ``ledger/added/<token>.0``. The record contains the split into blocks and the number of the first block. Every
-process with that token then links the same blocks under the same numbers. If a number is already taken by other
-rollouts, a further record ``<token>.1`` defines the number at which the remaining blocks start, and so on. Records
-never change, so all processes agree on the numbers.
+another process uses the same token, it must find the blocks that the first call added. The first process therefore
+first links a record ``ledger/added/<token>.0``. The record contains the split into blocks and the number of the first
+block. Every process with that token then links the same blocks under the same numbers. If a number is already taken by
+other rollouts, a further record ``<token>.1`` defines the number at which the remaining blocks start, and so on.
+Records never change, so all processes agree on the numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megaflow_hpc.types import Rollout
 
 MAX_BLOCK = 64
 """Maximum number of rollouts in a block. Larger blocks make a campaign up to 12 % longer if pods are added or leave,
-because the pod that holds a block runs all of it. Each claim costs five metadata operations."""
+because a pod runs all rollouts of a block that it holds. Each claim costs five metadata operations."""
 MANY_BLOCKS = 4096
 """Campaigns that would need more blocks than about this number get larger blocks, so that listings stay short."""
 WAVE_SHARE = 3

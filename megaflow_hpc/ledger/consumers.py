@@ -40,7 +40,7 @@ class Consumers:
     opened: bool = False
     """True if any consumer may add blocks, as of the last :meth:`look`."""
     awaited: bool = False
-    """True if any consumer's lease has not expired, as of the last :meth:`look`."""
+    """True if any consumer has an unexpired lease, as of the last :meth:`look`."""
     _leases: dict[str, Lease] = field(default_factory=dict)
     _read_at: float | None = None
 
@@ -122,7 +122,7 @@ class OpenLease:
         try:
             self._refuse_if_cancelled()
         except LedgerError:
-            self._files.answer(Remove(self._lease.path))  # the cancelling process may have listed the leases before
+            self._files.answer(Remove(self._lease.path))  # the cancelling process may not have seen this lease
             raise
 
     def put(self) -> None:

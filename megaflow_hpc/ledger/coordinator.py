@@ -10,7 +10,7 @@ any pod that still acts on that state has a closed fence. An unneeded file never
 file                                 is not needed once
 ==================================== ========================================================================
 ``leases/<pod>.<start>``             a later start of the element has a lease, or the pod has ended or is gone,
-                                     holds no block, and its facts are in the record of ended pods
+                                     holds no block, and its totals are in the record of ended pods
 ``gone/<pod>.<start>``               the pod has no lease and holds no block
 ``claims/<block>.<epoch>``           a later claim of the block repeats its seals, and the pod of the epoch before
                                      has ended or has no lease, so it cannot claim this name. Epoch 0 and the
@@ -76,7 +76,7 @@ class Surveyed:
     survey: Survey
     """The part of the result that is published for all pods."""
     leases: dict[str, dict[str, Any]]
-    """``<pod>.<start>`` → content of its lease, for the latest start of every pod that has a lease."""
+    """Content of the lease of every pod's latest start, by ``<pod>.<start>``."""
     live: set[str]
     """Names ``<pod>.<start>`` of the starts that have neither ended nor been marked as gone."""
     accounts: dict[str, Facts]
@@ -154,7 +154,8 @@ class Pruning:
     def __init__(self, rules: LedgerRules) -> None:
         self._rules = rules
         self._since: dict[str, float] = {}
-        """Path → time of the first of the consecutive checks that found the file unneeded, on this machine's clock."""
+        """Maps the path of each unneeded file to the time since which every check has found it unneeded, on this
+        machine's clock."""
 
     def look(self) -> Steps[None]:
         """Checks for unneeded files, and removes those that have been unneeded for long enough.
@@ -201,7 +202,7 @@ class Pruning:
         ]
         paths += [f"{CLAIMS}/{name}" for name in listed if name[0] == "." and not _is_of(name, active)]
         paths += [f"{ENDED}/{older}" for older in (yield Names(ENDED)) if older.isdigit() and int(older) < number]
-        unread = {name.rpartition(".")[0] for name in current - contents.keys()}  # may have taken over starts
+        unread = {name.rpartition(".")[0] for name in current - contents.keys()}  # may have included recorded starts
         absent = [name for name in recorded if name not in leases and name.rpartition(".")[0] not in unread]
         unneeded = [*paths, *absent]
         self._since = {path: self._since.get(path, began) for path in unneeded}
@@ -242,7 +243,7 @@ class Pruning:
         Args:
             number: Number of the new record.
             record: Content of the previous record.
-            apart: ``<pod>.<start>`` → totals, for starts that the record's sums do not include yet.
+            apart: Totals of the starts that the record's sums do not include yet, by ``<pod>.<start>``.
             names: Starts that the new record counts, and that may still have a lease.
             took: Starts that the leases of later starts include.
         """

@@ -1,7 +1,7 @@
 """Execution of the ledger's calls on a shared file system that caches, resends requests and has outages.
 
 - *Link.* A private file is linked to its public name. A refusal is inconclusive, because a network file system may have
-  resent the request after its first copy took the name. So the private file's link count decides.
+  resent the request after its first copy took the name. The private file's link count therefore decides.
 - *Rename.* If the file system resends a rename, the source file is missing. The file is then published again.
 - *Stale handles.* The file is reopened.
 - *Outages.* The error does not show whether the call took effect. Each call is retried until the file system is back,
@@ -73,9 +73,9 @@ class Files:
         self.journal_length: Callable[[str], int] = lambda owner: 0
         """Takes a ``<pod>.<start>`` and returns the number of bytes in complete records of its journal."""
         self._rewritten: dict[str, BinaryIO] = {}
-        """Path → open file handle, for files that are overwritten in place."""
+        """Maps the path of each file that is overwritten in place to its open handle."""
         self._private: dict[str, tuple[Path, int]] = {}
-        """Token → (private file kept for the next call with this token, its link count)."""
+        """Maps each token to (private file that is kept for its next call, link count of that file)."""
 
     def carry_out(self, steps: Steps[T]) -> T:
         """Runs an operation to completion and returns its result.

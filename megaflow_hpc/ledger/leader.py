@@ -2,7 +2,7 @@
 
 The leader holds the lease ``RUN/ledger/<role>.json``, which also contains the leader's report. Another process may take
 the lease once it has expired. If two processes take it at the same moment, the later write wins, and the loser notices
-at its next poll. So the job must tolerate being done twice.
+at its next poll. The job must therefore tolerate being done twice.
 
 One such leader is the coordinator, the pod that surveys the ledger for all pods. Its report is a :class:`Report`.
 """
@@ -99,7 +99,7 @@ class Leader:
 
 
 FEW = 8
-"""Up to this many pods, every pod scans the ledger itself and there is no coordinator."""
+"""With at most this many pods, every pod scans the ledger itself and there is no coordinator."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ class Survey:
     """Number of open blocks that are free or released, or whose holder is gone."""
     orphans: list[tuple[int, int, str]] = field(default_factory=list)
     """Blocks that can be taken over, because their holder is gone or has restarted, as (block, epoch, holder
-    ``<pod>.<start>``). A pod that takes over a block does not have to read all claims."""
+    ``<pod>.<start>``). With this list, a pod can take over a block without reading all claims."""
     opened: bool = False
     """True if any consumer may add blocks."""
     awaited: bool = False
-    """True if the lease of any consumer that may add blocks has not expired."""
+    """True if any consumer that may add blocks has an unexpired lease."""
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -130,7 +130,7 @@ class Report(msgspec.Struct, kw_only=True):
     exceeded: str = ""
     """Describes the campaign limit that was exceeded. Empty if no limit was exceeded."""
     progress: dict[str, Progress] = msgspec.field(default_factory=dict)
-    """``<pod>.<start>`` → progress, for every pod that has not ended."""
+    """Progress of every pod that has not ended, by ``<pod>.<start>``."""
     asked: Asked = Asked()
     """Rollouts that viewers have requested."""
 

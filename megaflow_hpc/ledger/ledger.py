@@ -39,7 +39,8 @@ DIRECTORIES = ("claims", "released", "done", "leases", "gone", "ended")
 MAX_LOOKS = 5
 """Maximum number of attempts to read a listed claim. An attempt fails only if a later claim has just replaced it."""
 Seals = dict[tuple[int, int], tuple[str, int]]
-"""(block, epoch) → (``<pod>.<start>`` that held the block, valid bytes of its journal), for superseded epochs."""
+"""Maps each superseded (block, epoch) to the ``<pod>.<start>`` that held the block and the number of valid bytes in its
+journal."""
 
 
 class Ledger:
@@ -110,7 +111,7 @@ class Ledger:
         return self._files.carry_out(self._rules.committed(commit))
 
     def leases(self) -> dict[str, dict[str, Any]]:
-        """Returns ``<pod>.<start>`` → lease, for the latest start of every pod.
+        """Returns the lease of every pod's latest start, by ``<pod>.<start>``.
 
         The lease of an ended pod is removed a few minutes after its end, but :meth:`accounts` still includes the pod.
         Leases with an invalid job id are skipped, because they were not written by a pod.

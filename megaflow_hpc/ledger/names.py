@@ -36,7 +36,8 @@ def precedes(name: str, than: str) -> bool:
 
 
 def newest_starts(names: Iterable[str]) -> set[str]:
-    """Returns those of the names ``<pod>.<start>`` that have no later start of the same pod (:func:`precedes`)."""
+    """Returns only the names ``<pod>.<start>`` that are not superseded by a later start of the same pod
+    (:func:`precedes`)."""
     newest: dict[str, str] = {}
     unnumbered = set()
     for name in names:
@@ -49,7 +50,7 @@ def newest_starts(names: Iterable[str]) -> set[str]:
 
 
 def pairs(names: Iterable[str]) -> set[tuple[int, int]]:
-    """Parses names like ``000012.3`` into (block, epoch). Older runs have a third number: blocks
+    """Parses names like ``000012.3`` into (block, epoch). Ignores a third number, with which older runs marked blocks
     that pods handed to each other."""
     parts = (name.split(".") for name in names)
     return {(int(block), int(epoch)) for block, epoch, *_ in parts}
@@ -66,8 +67,8 @@ def latest(names: Iterable[str]) -> dict[int, int]:
 
 
 def done_path(block: int, epoch: int) -> str:
-    """Returns the path of a done mark, relative to the run directory. ``epoch`` is that of the claim that ended the
-    block."""
+    """Returns the path of a done mark, relative to the run directory. ``epoch`` is the epoch of the claim that ended
+    the block."""
     return f"{DONE}/{block:06d}.{epoch}"
 
 
@@ -83,7 +84,7 @@ def block_numbers(names: Iterable[str]) -> list[int]:
 
 
 def all_done(done: Collection[int], blocks: Collection[int]) -> bool:
-    """Returns True if there are blocks and all of them are done."""
+    """Returns True if there is at least one block and every block is done."""
     return bool(blocks) and set(done) >= set(blocks)
 
 

@@ -11,10 +11,10 @@ its node lost, and the later start takes over its blocks.
 *seal*: how much of the predecessor's journal is valid. The predecessor writes the seal when it releases a block.
 Otherwise, the seal is the length of the journal after the predecessor was found to be gone.
 
-*End of a block.* The pod that finishes a block claims its next epoch with the word *done*. So a block is either done or
-taken over, no matter what its holder and its successor know about each other. The mark ``done/<block>.<epoch>`` makes
-this visible in listings: the claim of that epoch ended the block. The campaign is finished when all visible blocks are
-done and no consumer may add blocks (:mod:`megaflow_hpc.ledger.consumers`).
+*End of a block.* The pod that finishes a block claims its next epoch with the word *done*. A block is therefore either
+done or taken over, no matter what its holder and its successor know about each other. The mark ``done/<block>.<epoch>``
+makes this visible in listings: the claim of that epoch ended the block. The campaign is finished when all visible
+blocks are done and no consumer may add blocks (:mod:`megaflow_hpc.ledger.consumers`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from megaflow_hpc.ledger.names import (
 T = TypeVar("T")
 
 MAX_REFUSALS = 3
-"""The claims are listed again after this many refused ones."""
+"""Number of refused claims after which the claims are listed again."""
 
 
 class NotYet(Exception):
@@ -122,7 +122,7 @@ class Outlook:
     opened: bool = False
     """True if a consumer may add blocks, so that the campaign is not finished. Set only if no block was claimed."""
     awaited: bool = False
-    """True if the lease of any consumer that may add blocks has not expired, so that the pod should stay. Set only if
+    """True if any consumer that may add blocks has an unexpired lease, in which case the pod should wait. Set only if
     no block was claimed."""
 
 
@@ -149,7 +149,7 @@ class LedgerRules:
         self.earlier: dict[str, Any] = {}
         """Totals of the earlier starts whose leases this start has removed (:mod:`megaflow_hpc.ledger.accounts`)."""
         self.leases: dict[str, Lease] = {}
-        """``<pod>.<start>`` → lease, for other starts."""
+        """Leases of other starts, by ``<pod>.<start>``."""
         self.surveyed: Survey | None = None
         """Latest survey by the coordinator, which reads all leases for the other pods. ``None`` if this pod scans the
         ledger itself."""
@@ -165,9 +165,9 @@ class LedgerRules:
         self._known: set[int] = set()
         """All blocks seen in any listing."""
         self._owners: dict[tuple[int, int], tuple[str, bool]] = {}
-        """(block, epoch) → (holder of that claim, whether the claim ended the block)."""
+        """Maps (block, epoch) to (holder of that claim, whether the claim ended the block)."""
         self._chains: dict[tuple[int, int], tuple[str, ...]] = {}
-        """(block, epoch) → result of :meth:`owners`. Used only by the coordinator."""
+        """Maps (block, epoch) to the result of :meth:`owners`. Used only by the coordinator."""
         self._looked_at = -math.inf
         """Time when the last scan began, on this machine's clock."""
         self._unanswered: set[tuple[int, int]] = set()
@@ -239,7 +239,7 @@ class LedgerRules:
             yield Remove(f"{UNSTARTED}/{self.identity.pod}")
 
     def _look_after(self, owners: Collection[str]) -> Steps[set[str]]:
-        """Returns those of ``owners`` that are gone."""
+        """Returns the owners that are gone."""
         marked = set((yield Names(GONE))) if owners else set()
         latest_marked = {name.rpartition(".")[0]: name for name in newest_starts(marked)}
         gone = set()
@@ -388,8 +388,8 @@ class LedgerRules:
         return states
 
     def _forget_answered(self, claimed: Mapping[int, int], done: Collection[int]) -> None:
-        """Forgets the claims with a lost reply that this scan has found. A cached listing may not show the remaining
-        ones yet."""
+        """Forgets the claims whose reply was lost and that this scan has found. A cached listing may still hide the
+        remaining ones."""
         for block, epoch in list(self._unanswered):
             if block in done or claimed.get(block, -1) >= epoch:
                 self._unanswered.discard((block, epoch))
@@ -438,8 +438,9 @@ class LedgerRules:
         if not (yield from self._link(block, epoch + 1, content, f"{block}.{epoch + 1}")):
             return None
         if (yield Clock()) - self._looked_at >= self.times.commit_s:
-            # Measuring the journal took long. So the name may have been free only because later claims replaced an
-            # earlier claim of that name. Then this claim does not count. If it is the latest, the next scan finds it.
+            # Measuring the journal took so long that later claims may have replaced an earlier claim of this name,
+            # which freed the name. In that case, this claim does not count. If it is the latest claim, the next scan
+            # finds it.
             return None
         return self._hold(_claim_of(block, epoch + 1, content))
 
@@ -529,7 +530,7 @@ class LedgerRules:
             else:
                 claimed = yield from self._link(block, epoch, content, "done", keep=True)
         if not claimed or (epoch and not (yield from self.may_commit())):
-            return False  # after a long pause, the name may have been free only because later claims replaced one
+            return False  # after a long pause, later claims may have replaced an earlier claim of this name
         yield Touch(done_path(block, epoch))
         return True
 

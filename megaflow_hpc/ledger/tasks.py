@@ -53,7 +53,7 @@ class AcceptedTask(msgspec.Struct):
     """A task whose changed files the user has accepted."""
 
     files: dict[str, Any]
-    """Digests of the current files. They replace those in the task's metadata."""
+    """Digests of the current files, which replace the digests in the task's metadata."""
     changes: list[Change] = []
     """All accepted changes, oldest first."""
 
@@ -76,7 +76,7 @@ def accept(run: RunDir, tasks: Mapping[str, tuple[str, Mapping[str, Any]]]) -> N
     """Records that the user has accepted changed tasks.
 
     Args:
-        tasks: Task id → (digest of the files before the change, digests of the current files).
+        tasks: Maps each task id to (digest of the files before the change, digests of the current files).
     """
     accepted_tasks, now = accepted(run), time.time()
     for name, (before, files) in tasks.items():
@@ -113,7 +113,7 @@ class PlannedTask(msgspec.Struct, frozen=True):
     task: dict[str, Any]
     """Output of :meth:`megaflow_hpc.types.Task.to_dict`."""
     images: dict[str, str] = {}
-    """Image name in the task → SIF file or directory. Images that were not built are omitted."""
+    """Maps each image name in the task to a SIF file or directory. Images that were not built are omitted."""
     alike: int = 1
     """Number of tasks in the campaign with the same agent image, including this task."""
 
@@ -151,7 +151,7 @@ def write_tasks(run: RunDir, tasks: Iterable[PlannedTask]) -> PackedTasks:
 
 
 def append_tasks(run: RunDir, packed: PackedTasks, tasks: Sequence[PlannedTask]) -> PackedTasks:
-    """Appends tasks to the file of a run that no pod reads. The caller then writes the result to ``run.json``.
+    """Appends tasks to the task file of a run while no pod reads it. The caller then writes the result to ``run.json``.
 
     Readers ignore lines beyond the size in ``run.json``, so a call that is killed changes nothing.
     """
@@ -176,7 +176,7 @@ def planned_tasks(run: RunDir, record: RunRecord) -> Mapping[str, PlannedTask]:
 
 
 def image_files(tasks: Mapping[str, PlannedTask]) -> dict[str, str]:
-    """Returns the image files of all tasks, as image name → SIF file or directory."""
+    """Maps every image name in the tasks to its SIF file or directory."""
     files: dict[str, str] = {}
     for planned in tasks.values():
         files |= planned.images
