@@ -1,7 +1,7 @@
 """Evaluation of a campaign: mean reward and pass@k of each policy, with 95 % confidence intervals.
 
-The samples of a task are not independent. Every figure is therefore computed per task first. The mean and its
-interval are taken over tasks.
+The samples of a task are not independent. Every figure is therefore computed per task first. The mean and its interval
+are taken over tasks.
 
 pass@k is the unbiased estimator of Chen et al. (2021), *Evaluating Large Language Models Trained on Code*. If c of n
 samples passed, it is ``1 - C(n - c, k) / C(n, k)``. Rollouts without a reward (infrastructure failures) are excluded
@@ -10,9 +10,9 @@ and counted.
 Proportions, and rewards between 0 and 1, get Wilson's interval (1927). Unlike mean ± 1.96 standard errors, this
 interval stays between 0 and 1. It does not shrink to a point if all samples pass or fail.
 
-Wilson's interval requires a number of trials. This module accounts for the similarity of a task's samples, as in
-cluster surveys (Korn and Graubard 1998; Franco et al. 2019). It uses the number of independent trials that would
-have the standard error observed over tasks. The number is at least that of the tasks and at most that of the
+Wilson's interval requires a number of trials. To account for the similarity of a task's samples, this module uses the
+effective sample size, as in cluster surveys (Korn and Graubard 1998; Franco et al. 2019): the number of independent
+trials that would have the standard error observed over tasks. It lies between the number of tasks and the number of
 samples.
 
 Other rewards get Student's interval of the mean over tasks, if at least two tasks differ.
@@ -94,10 +94,10 @@ def evaluate(
         threshold: Minimum reward at which a rollout counts as passed.
 
     Returns:
-        Numbers of rated ``tasks``, rated ``samples``, ``passed`` samples and ``unrated`` samples.
-        ``mean`` with its 95 % interval ``low`` to ``high``. The bounds are ``None`` if unknown.
-        ``pass_at``: k → ``value``, ``low``, ``high`` and the number of ``tasks`` with at least k samples.
-        ``None`` instead of all these if no rollout has a reward.
+        The numbers of rated ``tasks``, rated ``samples``, ``passed`` samples and ``unrated`` samples; the ``mean`` and
+        its 95 % interval from ``low`` to ``high``, which are ``None`` if unknown; and ``pass_at``, which contains for
+        each k the ``value``, ``low``, ``high`` and the number of ``tasks`` with at least k samples. ``None`` if no
+        rollout has a reward.
     """
     rated: dict[str, list[float]] = {}
     for task, given in rewards.items():

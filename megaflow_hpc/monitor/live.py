@@ -20,7 +20,7 @@ from megaflow_hpc.rundir.pods.running import AttemptPlace
 from megaflow_hpc.types import VERIFIED
 
 STUCK_S = 300.0
-"""A running rollout counts as stuck after this many seconds without an answer from the model."""
+"""A running rollout counts as stuck after this many seconds without a model response."""
 PRESENT = ("started", "draining", "silent")
 """Pod states in which rollouts may be running."""
 
@@ -49,7 +49,7 @@ class RolloutRow:
 
     @property
     def stuck(self) -> bool:
-        """True if the rollout is running and has had no answer from the model for :data:`STUCK_S` seconds."""
+        """True if the rollout is running and has received no model response for :data:`STUCK_S` seconds."""
         return self.live is not None and self.live.quiet_s > STUCK_S
 
 
@@ -59,7 +59,7 @@ class Rollouts(Sequence[RolloutRow]):
     Args:
         running: Running rollouts, longest-running first.
         stored: Stored rollouts, latest first.
-        last: Rollout id → its latest attempt.
+        last: Latest attempt of each rollout, by id.
         silent: Names of pods without a recent sign of life.
         now: Current time in Unix seconds.
     """

@@ -1,7 +1,7 @@
 """Outcomes of a run's rollouts: counts by status and policy, listed rollouts, and causes of failures.
 
 An unsuccessful rollout may run again in another pod and succeed there, so unsuccessful rollouts are kept by id.
-Successful rollouts (``completed``, ``truncated``) are only counted, whatever their number.
+Successful rollouts (``completed``, ``truncated``) are only counted, because there may be millions.
 
 A rollout that succeeded in two pods is counted twice, for example if a node was wrongly declared lost.
 :meth:`Outcomes.by_status` never returns more rollouts than were planned.
@@ -44,14 +44,14 @@ class Outcomes:
         """Unsuccessful rollouts by id. All rollouts if :attr:`limit` is ``None``."""
         self._latest: deque[RolloutEvent] = deque(maxlen=listed or 0)
         self._well: dict[str, Counter[str]] = {}
-        """Policy → status → number of successful rollouts that are not in :attr:`_kept`."""
+        """Maps policy and status to the number of successful rollouts that are not in :attr:`_kept`."""
         self._inexact: Counter[str] = Counter()
-        """Policy → number of inexact model calls of the rollouts in :attr:`_well`."""
+        """Maps each policy to the number of inexact model calls of the rollouts in :attr:`_well`."""
         self._constrained: Counter[str] = Counter()
         self.models: Used = {}
-        """Judges and models with a price → their calls. Rollouts that were stored twice count twice."""
+        """Maps each judge and each priced model to its usage. Rollouts that were stored twice count twice."""
         self._recent: Counter[int] = Counter()
-        """Unix second → number of rollouts stored in that second. Covers the last minutes."""
+        """Maps Unix seconds to the number of rollouts stored in each second. Covers the last minutes."""
         self._ended: list[str] = []
         """Rollouts that have succeeded since the last call of :meth:`between_pods`."""
         self._digests: list[bytes] = []
@@ -72,7 +72,7 @@ class Outcomes:
         self._ended.append(event.id)
 
     def adopt(self, summary: Summary) -> None:
-        """Adds a pod's summary. It replaces the pod's first events, or those of its earlier starts."""
+        """Adds a pod's summary, which replaces the pod's first events or the events of its earlier starts."""
         for policy, statuses in summary.ended_well.items():
             self._well.setdefault(policy, Counter()).update(statuses)
         self._inexact.update(summary.inexact)
@@ -85,7 +85,8 @@ class Outcomes:
 
     def _keep(self, event: RolloutEvent) -> None:
         before = self._kept.get(event.id)
-        # A success replaces a failure (resume --failed), a later failure an earlier one. Pods are read in any order.
+        # A success replaces a failure (resume --failed), and a later failure replaces an earlier one. Pods may be read
+        # in any order.
         if before and (before.status in VERIFIED or (event.status not in VERIFIED and event.t < before.t)):
             return
         self._kept[event.id] = event
@@ -128,8 +129,8 @@ class Outcomes:
         return {**self._kept, **{event.id: event for event in self._latest}} if self._latest else self._kept
 
     def by_status(self, planned: int) -> Counter[str]:
-        """Counts rollouts by status. Subtracts any excess over ``planned``, which was counted twice. 0 means
-        unknown."""
+        """Counts rollouts by status. If there are more than ``planned``, subtracts the excess, which was counted twice.
+        A ``planned`` of 0 means unknown."""
         counts = Counter(event.status for event in self._kept.values())
         for statuses in self._well.values():
             counts.update(statuses)
@@ -214,7 +215,7 @@ def causes(run: RunDir, failures: Iterable[RolloutEvent], places: Mapping[str, A
 
     Args:
         failures: Failed rollouts.
-        places: Rollout id → where it last ran, if known.
+        places: Last known location of each rollout, by id.
     """
     by_kind: dict[str, list[RolloutEvent]] = {}
     for event in failures:

@@ -85,7 +85,7 @@ class PodView:
     tokens_per_s: float = 0.0
     why: str = ""
     excluded: dict[str, str] = field(default_factory=dict)
-    """Node excluded from new work → reason."""
+    """Maps each node that is excluded from new work to the reason."""
     queued: int = 0
     """Number of rollouts that the pod has claimed but not started."""
     busy_at: float = 0.0
@@ -93,7 +93,7 @@ class PodView:
     grown_at: float = 0.0
     """Monotonic time at which this process last saw the pod's event file grow."""
     live: dict[int, int] = field(default_factory=dict, repr=False)
-    """Rank of each live worker → number of slots."""
+    """Maps the rank of each live worker to its number of slots."""
     begun: set[str] = field(default_factory=set, repr=False)
     """Ids of running rollouts, according to the events."""
 
@@ -112,9 +112,9 @@ class PodView:
         return self.state in ("started", "draining")
 
     def adopt(self, summary: Summary) -> None:
-        """Adds the pod's summary. It replaces the pod's earliest events."""
+        """Adds the pod's summary, which replaces the pod's earliest events."""
         for event in summary.events:
-            if not isinstance(event, AttemptEvent) or event.id in self.begun:  # the summary counts the others
+            if not isinstance(event, AttemptEvent) or event.id in self.begun:  # the summary counts other attempts
                 self.apply(event)
         self.stored = max(self.stored, summary.stored)
         self.grown_at = time.monotonic()

@@ -60,7 +60,7 @@ class Monitor:
         planned = read_run(run)
         self.name, self._planned = planned.name, planned.total
         self._added: dict[str, int] = {}
-        """Record of a batch added to the plan → number of rollouts in the batch."""
+        """Maps the record of each batch that was added to the plan to the batch's number of rollouts."""
         self._pass_threshold = pass_threshold_of(planned.campaign)
         self._marks = Marks(run)
         self._is_pool = planned.campaign.get("pool") is not None and not planned.packed
@@ -69,15 +69,15 @@ class Monitor:
         self._events = EventReader(run.events, use_summaries=True, restart=self._restart)
         self._outcomes = Outcomes()
         self._starts: dict[str, PodView] = {}
-        """``<pod>.<start>`` → that start of the pod, unless its events were condensed."""
+        """Pod starts whose events were not condensed, by ``<pod>.<start>``."""
         self._condensed: dict[str, Condensed] = {}
-        """Name of the pod → its condensed starts."""
+        """Condensed starts of each pod, by pod name."""
         self._last_condensed: dict[str, PodView] = {}
-        """Name of the pod → the last of its condensed starts. Shown if no later start has events."""
+        """The last condensed start of each pod, by pod name. Shown if no later start has events."""
         self._lost: dict[str, tuple[float, str]] = {}
-        """Start of a lost pod → (monotonic time of reading its log, cause found in the log)."""
+        """Maps each start of a lost pod to (monotonic time when its log was read, cause found in the log)."""
         self._processes: dict[str, Identity] = {}
-        """``<pod>.<start>`` → process of a pod that ran on this host outside of Slurm."""
+        """Processes of pods that ran on this host outside of Slurm, by ``<pod>.<start>``."""
         self._coordinator = Leader(run, COORDINATOR)
         self._ledger = Ledger(run)
         self.running = RunningRollouts()
@@ -246,7 +246,7 @@ class Monitor:
                 unknown.
             pending: Elements of ``live_jobs`` that are pending.
             asked_at: Monotonic time of the Slurm query. A pod that wrote later is alive.
-            trainers: Policy → its running or queued trainer. ``None`` if unknown.
+            trainers: Running or queued trainers, by policy. ``None`` if unknown.
         """
         self.refresh()
         total = self._planned + sum(self._added.values())
@@ -346,7 +346,7 @@ class Monitor:
         elif pod.active and silent_s > STALE_S:
             state = "silent"
         why = pod.why or (self._why_lost(pod) if state in ("gone", "lost") else "")
-        works = state in ("started", "draining") and not self._finished  # its last progress may predate the end
+        works = state in ("started", "draining") and not self._finished  # the last progress report may predate its end
         idle_s = pod.seen_at - pod.busy_at if state == "started" and not (pod.running or pod.queued) else 0.0
         return {
             "pod": pod.name,

@@ -37,7 +37,7 @@ SHOWN = {
     "not_finite": "not_finite",
     "dropped/amended": "left_out",
 }
-"""Name of a metric in a commit → name in the status."""
+"""Maps the name of each metric in a commit to its name in the status."""
 BY_AGENT = "reward/"
 """Prefix of the metrics in a commit that contain the mean reward of each agent, if there are several."""
 
@@ -66,7 +66,7 @@ class Trainings:
         """Returns the progress of each trained policy.
 
         Args:
-            jobs: Policy → its running or queued trainer. ``None`` if unknown.
+            jobs: Running or queued trainers, by policy. ``None`` if unknown.
         """
         return {policy: self._policy(view, jobs) for policy, view in self._views.items()}
 

@@ -72,7 +72,7 @@ class Chart(msgspec.Struct, kw_only=True):
         return picture
 
     _repr_png_ = png
-    """Jupyter shows the picture."""
+    """Called by Jupyter to display the chart."""
 
 
 def theme(dark: bool) -> Spec:
@@ -110,7 +110,7 @@ def channel(field: str, kind: str = "Q", title: str | None = "", **more: Any) ->
 
     Args:
         kind: Q (quantitative), N (nominal) or O (ordinal).
-        title: Title of the channel. ``None``: no title. Empty: the field's name.
+        title: Title of the channel. ``None`` means no title, and an empty string means the field's name.
     """
     kinds = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
     spec: Spec = {"field": field, "type": kinds[kind]}
@@ -120,7 +120,8 @@ def channel(field: str, kind: str = "Q", title: str | None = "", **more: Any) ->
 
 
 def tooltip(**fields: str) -> list[Spec]:
-    """Builds tooltip channels. The value of a field is ``N`` for a name, or a number format, which may be empty."""
+    """Builds tooltip channels. Each keyword is a field, and its value is ``N`` for text, or a number format, which may
+    be empty."""
     channels = []
     for field, kind in fields.items():
         if kind == "N":
@@ -563,7 +564,7 @@ def charts_of(
     >>> {chart.name: chart for chart in charts_of([figures_of("runs/fix-bugs")])}["pass-at-k"]   # doctest: +SKIP
 
     Args:
-        bars: Timeline bars of each run. Default: none, and no timeline.
+        bars: Timeline bars of each run. By default, no timeline is drawn.
         differences: Result of :func:`compare`. Default: all differences of the runs.
     """
     bars = [[]] * len(runs) if bars is None else bars
@@ -597,7 +598,7 @@ LEGEND_WIDTH, CHARACTER_WIDTH, SYMBOL_WIDTH = 360, 6, 30
 
 
 def _with_legend(spec: Spec) -> Spec:
-    """Sets the number of columns of a chart's legend, so that its names fit and are not cut off."""
+    """Sets the number of columns of a chart's legend, so that no name is cut off."""
     for part in (spec, *spec.get("layer", ())):
         colour = part.get("encoding", {}).get("color", {})
         if colour.get("type") == "nominal" and colour.get("legend", {}) is not None:

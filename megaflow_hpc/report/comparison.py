@@ -8,13 +8,13 @@ An *arm* is a run, policy, agent and role. Arms that differ only along one axis 
 The other axes are held fixed if they have several values. Two runs with a single policy each are therefore compared
 even if the names of their policies differ.
 
-A difference is the mean over the tasks rated in both arms, and each task counts once. Its 95 % interval is that of
-paired differences (Student's t over tasks). If all tasks differ by the same amount, the sample contains no
-information about the spread. The interval then uses Wilson's upper bound for the proportion of an event that was
-never observed.
+A difference is the mean over the tasks rated in both arms, and each task counts once. Its 95 % interval is computed
+from paired differences (Student's t over tasks). If all tasks differ by the same amount, the sample contains no
+information about the spread. The interval then uses Wilson's upper bound for the proportion of an event that was never
+observed.
 
-The p-value is that of the two-sided sign-flip permutation test (Fisher): the probability of a mean at least as large if
-the sign of each task's difference were random. It assumes nothing about the distribution of rewards.
+The p-value comes from the two-sided sign-flip permutation test (Fisher). It is the probability of a mean at least as
+large if the sign of each task's difference were random. It assumes nothing about the distribution of rewards.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Difference(msgspec.Struct, kw_only=True):
     name: str
     """The value of the axis: the label of a run, or the name of a policy, agent or role."""
     against: str
-    """The value with which it is compared."""
+    """Baseline value of the axis."""
     where: dict[Axis, str] = {}
     """Values of the other axes, if these have several. They are the same in both arms."""
     tasks: int
@@ -107,8 +107,7 @@ def compare(runs: Sequence[RunFigures], by: Axis | None = None, against: str | N
     Args:
         runs: Figures of at least one run.
         by: The axis. Default: all.
-        against: The value with which the others are compared. Default: the first run, and the first policy, agent or
-            role by name.
+        against: Baseline value of the axis. Default: the first run, and the first policy, agent or role by name.
 
     Raises:
         ConfigError: ``against`` is not a value of the axis.
@@ -128,7 +127,7 @@ def compare(runs: Sequence[RunFigures], by: Axis | None = None, against: str | N
     for axis in axes:
         base = bases[axis][0] if bases[axis] and against is None else against
         for where, arm, other in _pairs([arm for arm in rewards if _on(arm, axis)], axis, base):
-            if (arm, other) not in seen:  # two runs with an agent each: comparing runs compares agents
+            if (arm, other) not in seen:  # with one agent per run, comparing runs already compares agents
                 seen.add((arm, other))
                 pair = rewards[arm], rewards[other]
                 differences.append(_difference(axis, _value(arm, axis), _value(other, axis), where, *pair))
@@ -136,7 +135,7 @@ def compare(runs: Sequence[RunFigures], by: Axis | None = None, against: str | N
 
 
 def matrix_of(runs: Sequence[RunFigures]) -> Matrix:
-    """Returns the mean reward of every task in every arm, without the rewards of single roles."""
+    """Returns the mean reward of every task in every arm, excluding rewards of single roles."""
     rewards = {arm: means for arm, means in _rewards_of(runs).items() if not arm.role}
     varying = [axis for axis in AXES[:3] if len({_value(arm, axis) for arm in rewards}) > 1] or ["policy"]
     names = sorted({task for means in rewards.values() for task in means})
@@ -165,7 +164,7 @@ def _on(arm: _Arm, axis: Axis) -> bool:
 
 
 def _rewards_of(runs: Sequence[RunFigures]) -> dict[_Arm, dict[str, float]]:
-    """Returns (task → mean reward) of each arm."""
+    """Returns the mean reward of each task, by arm and task."""
     return {
         _Arm(label, arm.policy, arm.agent, arm.role): arm.rewards
         for label, run in zip(labels_of(runs), runs, strict=True)
@@ -174,7 +173,7 @@ def _rewards_of(runs: Sequence[RunFigures]) -> dict[_Arm, dict[str, float]]:
 
 
 def _pairs(arms: Sequence[_Arm], axis: Axis, base: str | None) -> Iterator[tuple[dict[Axis, str], _Arm, _Arm]]:
-    """Yields (fixed values of other axes, arm, the arm of ``base`` with the same values)."""
+    """Yields (fixed values of other axes, arm, arm of ``base`` with the same fixed values)."""
     values = {_value(arm, axis) for arm in arms}
     others = [other for other in AXES if other != axis]
     fixed = [
@@ -240,7 +239,7 @@ def sign_flip_test(differences: Sequence[float]) -> float:
     """Returns the two-sided p-value of the sign-flip permutation test.
 
     Exact for at most :data:`EXACT_TASKS` differences other than 0. Otherwise estimated from :data:`FLIPS` random
-    combinations of signs, always the same ones.
+    combinations of signs, with a fixed seed.
     """
     changed = np.array([value for value in differences if value], np.float64)
     if not len(changed):

@@ -34,7 +34,7 @@ class HeldHours(msgspec.Struct, kw_only=True):
     core_hours: float = 0.0
     gpu_hours: float = 0.0
     idle_core_hours: float | None = None
-    """Core-hours that were idle (:mod:`megaflow_hpc.monitor.usage`). ``None`` without accounting."""
+    """Core-hours that were idle (:mod:`megaflow_hpc.monitor.usage`). ``None`` if accounting is unavailable."""
     idle_gpu_hours: float | None = None
     price: float | None = None
 
@@ -45,7 +45,7 @@ class RoleCost(HeldHours, kw_only=True):
     role: str
     """``pods``, ``servers``, ``trainer``, ``gather`` or ``build``."""
     jobs: int = 0
-    """Number of job starts, counting each array element separately. 0 without accounting."""
+    """Number of job starts, counting each array element separately. 0 if accounting is unavailable."""
 
 
 class JobFigures(msgspec.Struct, kw_only=True):
@@ -96,7 +96,7 @@ def cost_of(
     """Computes the cost of a run.
 
     Args:
-        uses: Accounting data of the run's jobs. Empty without accounting.
+        uses: Accounting data of the run's jobs. Empty if accounting is unavailable.
         rollouts: (Pod's job id, time span) of each attempt, to compute idle time.
         stored: Number of stored rollouts, to compute the price per rollout.
         passed: Number of rollouts that passed, to compute the price per passed rollout.

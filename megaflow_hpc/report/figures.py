@@ -89,7 +89,8 @@ class RunFigures(msgspec.Struct, kw_only=True):
     policies: list[PolicyFigures]
     phases: list[RolloutPhase]
     stages: list[LatencyStage]
-    """Mean stages of each policy's rollouts. Empty if the campaign trains, or if its planning time is unknown."""
+    """Mean stages of each policy's rollouts. Empty if the campaign trains a policy, or if its planning time is
+    unknown."""
     unphased: int
     """Number of completed or truncated rollouts without recorded phases."""
     concurrency: Concurrency
@@ -100,11 +101,11 @@ class RunFigures(msgspec.Struct, kw_only=True):
     failures_by_kind: dict[str, int]
     failures_by_node: dict[str, int]
     repeated: dict[str, int]
-    """Cause → number of failed attempts that were retried."""
+    """Maps each cause to the number of failed attempts that were retried."""
     stragglers: list[Straggler]
     cost: Cost
     models: Used = {}
-    """Judges, external endpoints and models with a price → their calls in stored rollouts."""
+    """Maps each judge, external endpoint and priced model to its usage in stored rollouts."""
     training: list[TrainingCurve] = []
 
 
@@ -116,7 +117,7 @@ class LoadedRun:
         uses: Accounting data of the run's jobs.
 
     Raises:
-        ConfigError: ``path`` is neither, or is damaged.
+        ConfigError: ``path`` is neither a run nor a trajectory file, or is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str], uses: Sequence[JobUse] = (), prices: Prices | None = None) -> None:

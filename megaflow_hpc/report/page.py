@@ -2,7 +2,7 @@
 
 Text from tasks, agents and models is untrusted. The template escapes it in markup. Data of charts, rollouts and
 transcripts is gzipped and base64-encoded, so it cannot contain markup, and the page's script inserts it as text. Images
-are ``data:`` URLs of one of the four stored types, which the script inserts as the source of a picture.
+are ``data:`` URLs of one of the four supported types, which the script sets as the source of an image element.
 
 The page's Content-Security-Policy allows only the two scripts whose digests it lists, and no network requests.
 """
@@ -118,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def _link(**wanted: str) -> str:
-    """Returns the address of a rollout in the page, or of a selection of rollouts by run, task and policy."""
+    """Returns a link within the page, to a rollout or to a selection of rollouts by run, task and policy."""
     return f"#{urlencode(wanted, quote_via=quote, errors='replace')}"
 
 

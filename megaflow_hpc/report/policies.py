@@ -102,14 +102,14 @@ class TaskFigures(msgspec.Struct, kw_only=True):
 
 
 class Arm(msgspec.Struct, kw_only=True):
-    """Rewards of the rollouts that share a policy and an agent, or the rewards of a role in them."""
+    """Rewards of the rollouts that share a policy and an agent, or the rewards of one role in these rollouts."""
 
     policy: str
     agent: str
     role: str = ""
-    """Role of a team whose rewards these are. Empty: the main reward."""
+    """Team role that received these rewards. Empty for the main reward."""
     rewards: dict[str, float]
-    """Task → mean reward of its rated samples."""
+    """Maps each task to the mean reward of its rated samples."""
 
 
 def arms_of(rows: RolloutColumns) -> list[Arm]:

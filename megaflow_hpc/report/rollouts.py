@@ -1,4 +1,4 @@
-"""Columns of a campaign from which figures are computed, read once: numbers, and labels as integer codes."""
+"""Reads the columns of a campaign from which figures are computed: numbers, and labels as integer codes."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ class RolloutColumns:
     reward: Floats
     """NaN if the rollout was not verified or its reward is not finite."""
     roles: dict[str, Floats]
-    """Role of a team → its reward in each rollout. NaN if it has none."""
+    """Maps each team role to its reward in each rollout. NaN if the role has no reward."""
     started_at: Floats
     finished_at: Floats
     phases: dict[str, Floats]
-    """Phase from :data:`PHASES` → seconds. NaN if not recorded."""
+    """Maps each phase in :data:`PHASES` to its seconds in each rollout. NaN if not recorded."""
     cpu_s: Floats
     """CPU seconds of each rollout's sandboxes. NaN if unknown, as in ``memory_peak_mb`` and ``disk_peak_mb``."""
     memory_peak_mb: Floats
     disk_peak_mb: Floats
     turns: Integers
     tokens: Integers
-    """Tokens of each rollout's sequences, and those that an endpoint without token ids reported for its calls."""
+    """Number of tokens in each rollout's sequences, plus the tokens of calls to endpoints that return no token ids."""
     sequences: Integers
-    """Token sequences of each rollout. An agent that drops old screenshots begins one at each call."""
+    """Number of token sequences of each rollout. An agent that drops old screenshots begins a new one at each call."""
     sampled: Integers
     attempts: Integers
     inexact: Integers

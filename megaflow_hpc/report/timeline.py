@@ -1,7 +1,7 @@
 """Timelines of a run: pods, running and waiting rollouts, slots, and the lane of each rollout.
 
-Earlier starts of a pod whose events are condensed form a single entry. Their numbers of slots are means over
-periods.
+If the events of a pod's earlier starts were condensed, these starts form a single entry, whose slot counts are means
+over periods.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Events:
 
     pods: list[PodHistory] = field(default_factory=list)
     pod_of: dict[str, str] = field(default_factory=dict)
-    """Rollout id → pod that stored it."""
+    """Maps each rollout id to the pod that stored it."""
     repeated: Counter[str] = field(default_factory=Counter)
-    """Cause → number of failed attempts that were retried."""
+    """Maps each cause to the number of failed attempts that were retried."""
     repeated_on: Counter[str] = field(default_factory=Counter)
-    """Pod → number of failed attempts that were retried."""
+    """Maps each pod to the number of failed attempts that were retried."""
     models: Used = field(default_factory=dict)
-    """Judges, external endpoints and models with a price → their calls in stored rollouts."""
+    """Maps each judge, external endpoint and priced model to its usage in stored rollouts."""
 
 
 def read_events(run: RunDir) -> Events:
@@ -88,7 +88,7 @@ def read_events(run: RunDir) -> Events:
             continue
         pod = PodHistory(name)
         workers: dict[int, tuple[float, int]] = {}
-        """Rank → (time when the worker became ready, its slots)."""
+        """Maps each rank to (time when the worker became ready, number of its slots)."""
         for event in events:
             pod.started_at = pod.started_at or event.t
             pod.last_at = max(pod.last_at, event.t)
@@ -143,8 +143,8 @@ def _add_condensed(all_events: Events, name: str, condensed: Condensed) -> None:
 def _mark_gone(run: RunDir, pods: Sequence[PodHistory]) -> None:
     """Marks killed pods as gone.
 
-    A pod without a final event counts as killed in three cases. Another pod removed its lease or declared it
-    expired. Its array element has started again. Or the campaign has finished.
+    A pod without a final event counts as killed if another pod removed its lease or declared it expired, if its array
+    element has started again, or if the campaign has finished.
     """
     with suppress(OSError):
         gone, leases = Ledger(run).gone(), Ledger(run).leases()
@@ -183,7 +183,7 @@ class Concurrency(msgspec.Struct, kw_only=True):
 
 
 class PodFigures(msgspec.Struct, kw_only=True):
-    """A start of a pod. If there are no events, a node."""
+    """A start of a pod, or a node if there are no events."""
 
     pod: str
     node: str

@@ -1,10 +1,10 @@
 """Sends points to experiment trackers: Weights & Biases, MLflow, Trackio and TensorBoard.
 
 Each tracker stores locally by default. With ``online``, it uses its own configuration (``WANDB_API_KEY``,
-``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID`` …). A tracker's library is imported when its class is created.
+``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID`` …). A tracker's library is imported when the tracker is created.
 
-No point is sent twice. A tracker is asked which points it has: by the numbers under which points are logged (Weights &
-Biases, Trackio), or by series and step (MLflow, TensorBoard).
+No point is sent twice. Before sending, each tracker is queried for the points that it already has, by point number
+(Weights & Biases, Trackio) or by series and step (MLflow, TensorBoard).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megaflow_hpc.resources import __version__
 from megaflow_hpc.texts import in_one_line
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "tensorboard": "tensorboard"}
-"""Tracker → package that it needs."""
+"""Maps each tracker to the package that it needs."""
 TIMEOUT_S = 20
 """Seconds after which a tracker counts as unreachable."""
 WANDB_BLOCK, WANDB_HEADER = 32768, 7
@@ -45,14 +45,14 @@ class Tracker(Protocol):
         """Sends the points that the tracker lacks. Returns their number."""
 
     def close(self, over: bool) -> None:
-        """Closes the tracker's run, which counts as finished if ``over``."""
+        """Closes the tracker's run. If ``over`` is true, the run is marked as finished."""
 
 
 def make(name: str, points: PointLog, project: str, online: bool) -> Tracker:
-    """Creates a tracker. ``project`` groups the runs in it.
+    """Creates a tracker, which groups runs by ``project``.
 
     Raises:
-        SiteError: Its library is missing, or the tracker is unreachable or refuses the key.
+        SiteError: The tracker's library is missing, or the tracker is unreachable or refuses the key.
     """
     kinds: dict[str, Callable[[PointLog, str, bool], Tracker]] = {
         "wandb": WandbTracker,
@@ -66,7 +66,7 @@ def make(name: str, points: PointLog, project: str, online: bool) -> Tracker:
 
 @contextlib.contextmanager
 def reported(name: str, points: PointLog) -> Iterator[None]:
-    """Turns the errors of a tracker's library into :class:`SiteError`, and prints its texts on stderr."""
+    """Converts errors of a tracker's library to :class:`SiteError`, and redirects its output to stderr."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -85,7 +85,7 @@ def reported(name: str, points: PointLog) -> Iterator[None]:
 
 
 class TensorBoardTracker:
-    """Writes event files. Each start of the program writes a new one."""
+    """Writes event files, a new one for each start of the program."""
 
     def __init__(self, points: PointLog, project: str, online: bool) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -125,7 +125,7 @@ class TensorBoardTracker:
 
 
 class MlflowTracker:
-    """Logs to an MLflow run that a tag identifies. Another tag counts the points sent."""
+    """Logs to an MLflow run, which is found by a tag. Another tag counts the points sent."""
 
     POINTS_TAG = "megaflow_hpc.points"
     RUN_TAG = "megaflow_hpc.run"
@@ -161,7 +161,7 @@ class MlflowTracker:
             for key, value in _mlflow_values(point).items():
                 if (key, point.step) not in has:
                     metrics.append(Metric(key, value, int(point.at * 1000), point.step))
-        self._may_repeat = True  # if a request fails, the tracker has the earlier ones
+        self._may_repeat = True  # if a request fails, the tracker has already stored the earlier requests
         for start in range(0, len(metrics), MLFLOW_BATCH):
             self._client.log_batch(self._run, metrics=metrics[start : start + MLFLOW_BATCH])
         self._client.set_tag(self._run, self.POINTS_TAG, str(new[-1].number))
@@ -180,9 +180,9 @@ class MlflowTracker:
 
 
 def _mlflow_values(point: Point) -> dict[str, float]:
-    """Returns the values by names that MLflow takes.
+    """Returns the values under names that MLflow accepts.
 
-    Its file store keeps a file for each metric, so ``seconds`` and ``seconds/wait`` cannot both exist.
+    MLflow's file store keeps one file per metric, so ``seconds`` and ``seconds/wait`` cannot both exist.
     """
     names = {f"{point.series}/{name.replace('/', '.')}": value for name, value in point.values.items()}
     return {re.sub(r"[^\w./ -]", "_", name).replace("..", "__"): value for name, value in names.items()}
@@ -261,8 +261,8 @@ class WandbTracker:
 
 
 def _wandb_records(data: bytes) -> Iterator[bytes]:
-    """Yields the records of a local file of Weights & Biases: LevelDB's log format after a header of 7 bytes. Ends at a
-    record that a killed process did not complete."""
+    """Yields the records of a local file of Weights & Biases: LevelDB's log format after a header of 7 bytes. Stops at
+    an incomplete record left by a killed process."""
     at, parts = WANDB_HEADER, b""
     while at + WANDB_HEADER <= len(data):
         if WANDB_BLOCK - at % WANDB_BLOCK < WANDB_HEADER:  # the rest of a block is padding
@@ -279,7 +279,7 @@ def _wandb_records(data: bytes) -> Iterator[bytes]:
 
 
 class TrackioTracker:
-    """Logs each point under its number. The library's run is closed after each batch, which is then durable."""
+    """Logs each point under its number. Closes the library's run after each batch, which makes the batch durable."""
 
     def __init__(self, points: PointLog, project: str, online: bool) -> None:
         if not online:
@@ -297,8 +297,8 @@ class TrackioTracker:
         if self._sent is not None and not new:
             return 0
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints six lines for each batch
-            with warnings.catch_warnings(record=True) as caught:  # it warns of what other libraries raise
+        with contextlib.redirect_stdout(io.StringIO()):  # Trackio prints six lines for each batch
+            with warnings.catch_warnings(record=True) as caught:  # Trackio only warns about connection errors
                 warnings.simplefilter("always")
                 run = self._trackio.init(self._project, name=self._name, resume="allow", **quiet)
             try:

@@ -1,14 +1,15 @@
-"""Computes a run's points for experiment trackers. They are stored in one file, from which every tracker gets them.
+"""Computes a run's data points for experiment trackers. The points are stored in a file, from which they are sent to
+each tracker.
 
 ::
 
     RUN/track/
-      points.jsonl     one :class:`Point` a line, numbered from 1; only ever extended
+      points.jsonl     one :class:`Point` per line, numbered from 1; append-only
       position.json    :class:`Position`: how far the run has been read, and how many points count
-      wandb/ …         what a tracker stores locally
+      wandb/ …         local files of a tracker
 
-A batch of points counts once ``position.json`` includes it. Trackers see only points that count. So if a process is
-killed, the next one does not recompute points that a tracker already has. Each tracker reports which points it has.
+A batch of points counts once ``position.json`` includes it. Trackers receive only points that count. If a process is
+killed, the next one therefore does not recompute points that a tracker already has.
 
 The series are ``training/POLICY``, with the metrics of each of its trainer's commits, and ``rollouts/ARM``. ARM is a
 policy, or ``policy+agent`` if the policy has several agents. A rollout that failed and later succeeds counts twice.
@@ -41,8 +42,8 @@ from megaflow_hpc.trajectories.reading.store import Row, open_trajectories
 from megaflow_hpc.types import VERIFIED
 
 WINDOWS = 500
-"""A window is one rollout until an arm has twice this many rollouts, then 1/500 of them. A million rollouts yield about
-4,400 points.
+"""A window contains one rollout until an arm has twice this many rollouts, and from then on 1/500 of the arm's
+rollouts. A million rollouts yield about 4,400 points.
 """
 MAX_STEPS = 1_000_000
 
@@ -54,7 +55,7 @@ class Point(msgspec.Struct, frozen=True):
     """Position in the file, from 1."""
     series: str
     step: int
-    """Number of the training step, or of the arm's rollouts so far."""
+    """Training step, or number of the arm's rollouts so far."""
     at: float
     """Unix timestamp in seconds."""
     values: dict[str, float]
@@ -120,8 +121,8 @@ class TrackedArm(msgspec.Struct):
 
     def values(self) -> dict[str, float]:
         """Returns the values of a point, and begins a new window. ``reward``, ``passed``, ``seconds``,
-        ``tokens_per_rollout``, ``sequences_per_rollout`` and ``calls_per_rollout`` are means over the window, the
-        others count from the start."""
+        ``tokens_per_rollout``, ``sequences_per_rollout`` and ``calls_per_rollout`` are means over the window. All other
+        values cover the whole campaign so far."""
         total, window = self.total, self.window
         values: dict[str, float] = {"rollouts": total.rollouts, "failed": total.failed}
         values |= {"tokens": total.tokens, "sampled_tokens": total.sampled_tokens}
@@ -145,13 +146,13 @@ class Position(msgspec.Struct):
     run: str = ""
     points: int = 0
     size: int = 0
-    """Bytes of ``points.jsonl`` that count."""
+    """Size in bytes of the part of ``points.jsonl`` that counts."""
     cursor: dict[str, Any] | None = None
     """Cursor of the :class:`~megaflow_hpc.trajectories.reading.follow.Follower`."""
     gathered: bool = False
     """True if the rollouts were read from ``trajectories.h5``, because the run has no journals."""
     steps: dict[str, int] = {}
-    """Policy → last training step that was read."""
+    """Maps each policy to the last training step that was read."""
     arms: dict[str, TrackedArm] = {}
 
 
@@ -193,7 +194,7 @@ class PointLog:
         return position
 
     def collect(self, final: bool) -> int:
-        """Reads what is new in the run, and stores its points. Returns the number of new points.
+        """Reads new training steps and rollouts of the run, and stores their points. Returns the number of new points.
 
         Args:
             final: Also store incomplete windows, because no more rollouts are expected.
@@ -250,7 +251,8 @@ class PointLog:
         return f"{row.policy}+{row.agent.rpartition(':')[2]}" if several else row.policy
 
     def _append(self, data: bytes, size: int) -> int:
-        """Appends to the file after its first ``size`` bytes. The rest was left by a process that was killed."""
+        """Truncates the file to its first ``size`` bytes, because a killed process may have left more, and appends to
+        it."""
         with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "r+b") as file:
             if os.fstat(file.fileno()).st_size < size:
                 raise ConfigError(f"{self.path}: shorter than {self._position_file} says; track into another directory")
@@ -280,7 +282,7 @@ def open_points(run: RunDir, folder: Path) -> Iterator[PointLog]:
     """Opens the points of a run, which only one process may extend at a time.
 
     Raises:
-        ConfigError: ``folder`` cannot be written, holds another run's points, or another process extends it.
+        ConfigError: ``folder`` cannot be written, contains another run's points, or another process extends it.
     """
     record = read_run(run)
     try:

@@ -31,7 +31,8 @@ third."""
 MAX_IMAGE_BYTES = 20_000_000
 """Maximum size in bytes of the images in a page, each of which it contains once. Base64 adds a third."""
 IMAGE_SHARES = 8
-"""A transcript uses at most this fraction of a run's image bytes, so that a long one leaves some for others."""
+"""A transcript uses at most 1/IMAGE_SHARES of a run's image bytes, so that a long transcript leaves space for
+others."""
 MAX_TRANSCRIPTS = 2000
 """Maximum number of transcripts. Each requires a separate read."""
 MAX_MESSAGE_CHARS = 12_000
@@ -63,14 +64,14 @@ def chosen(rows: RolloutColumns) -> Iterator[int]:
 
 
 Transcript = list[dict[str, Any]]
-"""Messages with the keys ``role`` and ``text``, and optionally ``thought``, ``calls`` and ``images`` (SHA-256 →
-label)."""
+"""Messages with the keys ``role`` and ``text``, and optionally ``thought``, ``calls`` and ``images`` (labels by
+SHA-256)."""
 
 
 def transcripts(
     store: TrajectoryStore, rows: RolloutColumns, wanted: Wanted, sharing: int = 1
 ) -> tuple[dict[int, Transcript], dict[str, Image]]:
-    """Returns the transcripts to include, by row number, and those of their images that fit, by their SHA-256.
+    """Returns the transcripts to include, by row number, and the images that fit, by SHA-256.
 
     Args:
         sharing: Number of runs in the page. They share its limits.
@@ -98,10 +99,10 @@ def transcripts(
 
 
 def _add_images(row: Row, messages: Transcript, images: dict[str, Image], space: int) -> int:
-    """Adds a transcript's images to those of the page, from both ends to the middle, until one does not fit.
+    """Adds a transcript's images to ``images``, from both ends towards the middle, until one does not fit.
 
     Returns:
-        The number of bytes used. If an image did not fit, all of ``space``, so that few further rows are read.
+        The number of bytes used. If an image did not fit, this is all of ``space``, so that few further rows are read.
     """
     names = list(dict.fromkeys(name for message in messages for name in message.get("images", ())))
     new = [name for name in names if name not in images]
@@ -138,8 +139,8 @@ def transcript_of(row: Row) -> Transcript:
 
 
 def messages_of(messages: list[dict[str, Any]], labels: Mapping[str, str] = NO_LABELS) -> Transcript:
-    """Converts OpenAI messages to a transcript. Images become their ``labels`` in the text, and those that have one are
-    listed. Other content than text becomes JSON."""
+    """Converts OpenAI messages to a transcript. In the text, images are replaced by their ``labels``, and other
+    non-text content by JSON. Images with a label are also listed."""
     if len(messages) > MAX_MESSAGES:
         left_out = f"{len(messages) - MAX_MESSAGES} messages are omitted"
         middle = {"role": "report", "content": left_out}
