@@ -27,7 +27,7 @@ class RecipePackage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: str
     licence: str
     module: str
-    """Name by which Python imports the package."""
+    """Name under which Python imports the package."""
 
 
 class RecipeNeeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     needs: RecipeNeeds
     expected: tuple[ExpectedFigure, ...]
     rehearsal: dict[str, float]
-    """Policy of ``rehearsal.yaml``, or pattern of rollout ids with a ``/`` → mean reward of these rollouts."""
+    """Expected mean reward in ``rehearsal.yaml``, by policy or by pattern of rollout ids. Patterns contain a ``/``."""
     measured: tuple[MeasuredFigure, ...] = ()
     make: str = ""
     """Command that makes the tasks. Empty if the tasks need no such step."""
@@ -86,7 +86,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def files(self) -> dict[str, Path]:
-        """Files to copy: name relative to the user's directory → source."""
+        """Maps the name of each file to copy, relative to the user's directory, to its source."""
         own = [path for path in sorted(self.folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
         files = {Path(name).name: resource(_FOLDER) / name for name in self.shares}
         return files | {str(path.relative_to(self.folder)): path for path in own if path.name != DESCRIPTION}

@@ -215,7 +215,7 @@ class Nodes:
             An error message for each unreachable node.
         """
         here = address()
-        with listen_everywhere() as server:  # as engines do; a name may have addresses of one family only
+        with listen_everywhere() as server:  # as engines do, because a name may have addresses of only one family
             threading.Thread(target=_answer, args=(server,), daemon=True).start()
             content = json.dumps([here, server.getsockname()[1]]).encode()
             write_atomic(self.folder / f"address.{self.task}", content)

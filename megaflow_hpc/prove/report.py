@@ -32,7 +32,7 @@ class ProofReport:
     """All findings of a run of ``prove``.
 
     Args:
-        secrets: Private text, such as the user's name → replacement in the report.
+        secrets: Maps private text, such as the user's name, to its replacement in the report.
     """
 
     secrets: Mapping[str, str] = field(default_factory=dict)

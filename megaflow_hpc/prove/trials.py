@@ -33,7 +33,7 @@ from megaflow_hpc.slurm.ids import scancel
 POLL_INTERVAL_S = 3.0
 """Seconds between two polls of Slurm or of a run's status."""
 PREEMPTION_S = 300.0
-"""Maximum seconds until Slurm preempts the pod of the preemption trial, after the preempting job was submitted."""
+"""Maximum number of seconds from submitting the preempting job until Slurm preempts the trial's pod."""
 GONE_S = 120.0
 """Timeout in seconds for ended or cancelled jobs to leave Slurm."""
 NODE_MINUTES = 8
@@ -119,7 +119,7 @@ class ProofSite:
         pods |= {"nodes": nodes, "ranks_per_node": 2, "cpus_per_rank": 1, "slots_per_rank": slots}
         pods["time"] = self.walltime(time * 60)
         slurm["pods"] = pods
-        for section in (slurm, pods):  # these options would win over the trial's
+        for section in (slurm, pods):  # these options would override the trial's
             extra = section.get("extra") or {}
             section["extra"] = {k: value for k, value in extra.items() if script.option_name(k) not in OWN_OPTIONS}
         slurm.pop("together", None)
@@ -135,7 +135,8 @@ class ProofSite:
         return run
 
     def cancel(self) -> str:
-        """Cancels all jobs of the trials that are still queued or running. Returns why any could not be, or ""."""
+        """Cancels all queued or running jobs of the trials. Returns the reason if some could not be cancelled,
+        otherwise ""."""
         why = ""
         steps = [run.cancel for run in self.runs if not run.ledger.finished]
         for step in [*steps, lambda: scancel(self.jobs)]:
@@ -152,7 +153,7 @@ class ProofSite:
             words: sbatch options and the script.
 
         Raises:
-            SiteError: Slurm refused the job. The message includes Slurm's own.
+            SiteError: Slurm refused the job. The error quotes Slurm's message.
         """
         job = site.ask(*submission.sbatch("--parsable", *words)).strip().partition(";")[0]
         self.jobs.append(job)
@@ -176,7 +177,7 @@ def submit_nodes(proof: ProofSite, name: str, arguments: str, nodes: int, nodeli
     """Submits a job that runs :mod:`.node` once on each node. Returns the job id and the job's directory.
 
     Raises:
-        SiteError: Slurm refused the job. The message includes Slurm's own.
+        SiteError: Slurm refused the job. The error quotes Slurm's message.
     """
     folder = proof.folder / name
     (folder / "shared").mkdir(parents=True)
@@ -190,7 +191,7 @@ def submit_nodes(proof: ProofSite, name: str, arguments: str, nodes: int, nodeli
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {script.option(key, value)}" for key, value in options.items() if value not in (None, False)]
     step = f'"$MEGAFLOW_PYTHON" -m megaflow_hpc.prove.node {arguments} {shlex.quote(str(folder / "shared"))}'
-    lines += ["role=pods", f". {shlex.quote(str(proof.environment_script()))}"]  # a pod's own set-up, too
+    lines += ["role=pods", f". {shlex.quote(str(proof.environment_script()))}"]  # the pods' own set-up, too
     lines += [f"srun --mpi=none --export=ALL --wait=0 ${{megaflow_srun:-}} {step}"]
     write_atomic(folder / "job.sh", "\n".join(lines) + "\n")
     return proof.submit(str(folder / "job.sh")), folder
@@ -377,7 +378,7 @@ STARTS: dict[str, Callable[[ProofSite], Run | None]] = {
     "walltime": start_walltime,
     "model": start_model,
 }
-"""Name of a trial → function that submits its campaign."""
+"""Maps the name of each trial to the function that submits its campaign."""
 
 
 def start_preempted(proof: ProofSite) -> Run:
@@ -392,7 +393,7 @@ def start_preempted(proof: ProofSite) -> Run:
 
 
 def preemption_findings(proof: ProofSite, run: Run, options: list[str], report: ProofReport) -> Iterator[Finding]:
-    """Has the trial's pod preempted, waits for its campaign and evaluates the result."""
+    """Preempts the trial's pod, waits for its campaign and evaluates the result."""
     try:
         _preempt(proof, run, options)
     except TimeoutError as error:
@@ -404,14 +405,14 @@ def preemption_findings(proof: ProofSite, run: Run, options: list[str], report: 
 
 
 def _preempt(proof: ProofSite, run: Run, options: list[str]) -> None:
-    """Waits until the run's pod has a rollout that waits, then submits a job that preempts the pod.
+    """Waits until the run's pod is running the waiting rollout, then submits a job that preempts the pod.
 
     Args:
         options: sbatch options of the preempting job, such as ``--qos=high``.
 
     Raises:
         TimeoutError: The pod did not start in time.
-        SiteError: Slurm refused the job. The message includes Slurm's own.
+        SiteError: Slurm refused the job. The error quotes Slurm's message.
     """
     end = time.monotonic() + proof.wait_s
     node = ""
@@ -543,7 +544,8 @@ def _stored(proof: ProofSite, run: Run, name: str, result: Mapping[str, Any], re
 
 
 def _refusal(run: Run) -> str:
-    """Returns the last refused requeue in the pods' logs. Slurm's mark of it is gone with the replaced job."""
+    """Returns the last refused requeue in the pods' logs. The refusal mark no longer exists, because the job was
+    replaced."""
     lines = [line for path in run.dir.logs.glob("pod-*.log") for line in tail(path, 100).lines]
     return next((line for line in reversed(lines) if line.startswith("scontrol requeue ")), "no reason is in its log")
 

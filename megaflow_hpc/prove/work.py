@@ -67,7 +67,7 @@ class Waits:
 
     Args:
         seconds: Waiting time in seconds.
-        mark: If given, only the first attempt at one of the tasks waits. It creates this file before.
+        mark: If given, only the first attempt at one of the tasks waits. That attempt creates this file first.
     """
 
     def __init__(self, seconds: float, mark: str = "") -> None:

@@ -178,7 +178,7 @@ class Efficiency:
 
 
 StartsByJob = dict[str, list[Efficiency]]
-"""Id of a job or array → starts of its elements."""
+"""Maps the id of each job or array to the starts of its elements."""
 
 
 def efficiencies(job_ids: Iterable[str], kept: Path | None = None) -> list[Efficiency]:

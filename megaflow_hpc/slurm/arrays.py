@@ -6,7 +6,7 @@
     RUN/ledger/leaving/<pod>         marks an element that must drain and not be requeued
 
 A campaign may consist of several arrays (because of MaxArraySize, pools or ``scale``). They share a job name and a
-comment, and pods do not depend on other arrays. Each submission is recorded immediately in a file of its own, so
+comment, and pods do not depend on other arrays. Each submission is recorded immediately in a separate file, so
 concurrent submitters cannot overwrite each other's records. If a process is killed between submitting and recording,
 its jobs are found through their comment.
 """
@@ -77,7 +77,7 @@ def cpus_per_gpu(config: CampaignConfig, run: RunDir, group: ServerGroup) -> int
 
 
 def trainer_jobs(config: CampaignConfig, run: RunDir, policies: Collection[str] | None = None) -> Iterator[Job]:
-    """Yields one trainer job for each learning policy, or only for those in ``policies`` if given."""
+    """Yields one trainer job for each trained policy, or only for those in ``policies`` if given."""
     trainer = config.slurm.trainer
     cpus = None
     if config.training and trainer.gpus and not config.slurm.servers.cpus_per_gpu:

@@ -176,7 +176,7 @@ def doubts(key: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
-    """Explains why none of a job's partitions can run it. Empty if one can."""
+    """Explains why none of a job's partitions can run it. Empty if at least one can."""
     partitions = partitions_of(options)
     if not partitions:
         return []
@@ -207,7 +207,7 @@ def _partition_refusals(key: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def _gpu_refusals(key: str, options: Mapping[str, Any], job: limits.Amounts, partitions: list[Partition]) -> list[str]:
-    """Explains why no node of the partitions has the requested GPUs. Empty if one has."""
+    """Explains why no node of the partitions has the requested GPUs. Empty if at least one node has them."""
     if not job.get("gres/gpu"):
         return []
     names = " or ".join(partition.name for partition in partitions)
@@ -253,10 +253,10 @@ def takes_whole_nodes(options: Mapping[str, Any]) -> bool:
 
 
 def charged(options: Mapping[str, Any]) -> limits.Amounts:
-    """Returns the resources that accounting charges for a job: the requested ones, or those of whole nodes.
+    """Returns the resources that accounting charges for a job.
 
-    A job on whole nodes is charged for all of their CPUs and GPUs, but only for the requested memory (sbatch
-    --exclusive).
+    A job that takes whole nodes is charged for all CPUs and GPUs of its nodes, but only for the requested memory
+    (sbatch --exclusive).
     """
     amounts = limits.asked(options)
     with contextlib.suppress(SiteError):  # unknown; the request is the minimum

@@ -26,11 +26,11 @@ from megaflow_hpc.slurm import site
 from megaflow_hpc.slurm.script import option_name
 
 Amounts = dict[str, int]
-"""Resource → amount. Memory is in MB."""
+"""Maps each resource to its amount. Memory is in MB."""
 
 PER_JOB = "MaxTRESPerJob"
 LIMITS = {"maxtres": PER_JOB, "maxtrespu": "MaxTRESPerUser", "maxtrespa": "MaxTRESPerAccount", "grptres": "GrpTRES"}
-"""Name of a limit in sacctmgr's ``format`` option → its name in Slurm's documentation."""
+"""Maps the name of each limit in sacctmgr's ``format`` option to its name in Slurm's documentation."""
 _MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
@@ -127,7 +127,7 @@ def _gpus(text: str) -> int:
 
 
 def shared(amounts: Amounts, limits: Iterable[Cap]) -> Amounts:
-    """Returns those of a job's resources that count towards limits shared by several jobs."""
+    """Returns the resources of a job that count towards limits shared by several jobs."""
     counted = {cap.resource for cap in limits if cap.limit != PER_JOB}
     return {resource: count for resource, count in amounts.items() if resource in counted}
 
@@ -205,16 +205,16 @@ REQUESTS_OF_A_REQUEUE = 3
 """Number of requests that a pod sends to slurmctld between two starts: the requeue, a query of its restart count, and
 the job step."""
 BUCKET, REFILL_PER_S = 100.0, 20.0
-"""Request budget for a site without rate limits (``rl_enable``): number of requests in one burst, and per second after
-it."""
+"""Request budget for a site without rate limits (``rl_enable``): number of requests in one burst, and requests per
+second thereafter."""
 MAX_WINDOW_SHARE = 0.1
 """Maximum share of the walltime over which pods spread their drains. A pod gives up at most this part of its
 walltime."""
 
 
 def request_rate() -> tuple[float, float]:
-    """Returns the number of requests that this user may send to slurmctld in one burst, and the number per second after
-    it.
+    """Returns the number of requests that this user may send to slurmctld in one burst, and the number of requests per
+    second thereafter.
 
     slurmctld limits each user with a token bucket if ``SlurmctldParameters`` includes ``rl_enable`` (Slurm 23.02 and
     later).

@@ -278,11 +278,11 @@ SERVICE_SERVER_MB = 512
 def service_job(
     config: CampaignConfig, run: RunDir, index: int, cpus: int, memory_mb: int | None, largest: int | None = None
 ) -> Job:
-    """Returns the job of a service of the campaign: an element of the engine array that runs where pods run.
+    """Returns the job of a campaign service: an element of the engine array that runs in the pods' partition.
 
     Args:
         index: Index of the service in ``servers`` of ``run.json``.
-        cpus, memory_mb: Resources of the service. The job has :data:`SERVICE_SERVER_MB` more.
+        cpus, memory_mb: Resources of the service. The job requests :data:`SERVICE_SERVER_MB` more memory.
         largest: As in :func:`server_job`.
     """
     pods = config.slurm.pods

@@ -277,8 +277,8 @@ def cluster_name() -> str:
 
 
 def partition_qos(names: str) -> set[str]:
-    """Returns the QOS of the given partitions. Their limits apply in addition to those of the job's own QOS. ``names``
-    is in sbatch's format."""
+    """Returns the QOS of the given partitions, whose limits apply in addition to the limits of the job's own QOS.
+    ``names`` is in sbatch's format."""
     wanted = _named(names)
     return {qos for name, qos in _each_partition("QoS") if name in wanted and qos != "N/A"}
 
@@ -289,8 +289,8 @@ def _named(names: str | None) -> list[str]:
 
 
 def whole_nodes() -> set[str]:
-    """Returns the partitions that allocate whole nodes to each job. These have ``OverSubscribe=EXCLUSIVE``. With
-    ``select/linear``, all partitions do."""
+    """Returns the partitions that allocate whole nodes to each job: those with ``OverSubscribe=EXCLUSIVE``, or all
+    partitions with ``select/linear``."""
     linear = configuration().get("SelectType", "") == "select/linear"
     return {name for name, shared in _each_partition("OverSubscribe") if linear or shared == "EXCLUSIVE"}
 
@@ -301,13 +301,13 @@ def one_user_nodes() -> set[str]:
 
 
 def cpu_limits() -> dict[str, int]:
-    """Returns partition → maximum number of CPUs per node that its jobs may use (``MaxCPUsPerNode``), for partitions
-    with this limit."""
+    """Returns the maximum number of CPUs per node that jobs may use (``MaxCPUsPerNode``), for each partition with this
+    limit."""
     return {name: int(most) for name, most in _each_partition("MaxCPUsPerNode") if most.isdigit()}
 
 
 def default_times() -> dict[str, str]:
-    """Returns partition → default walltime in Slurm's format, for partitions that have one."""
+    """Returns the default walltime, in Slurm's format, of each partition that has one."""
     return {name: time for name, time in _each_partition("DefaultTime") if time != "NONE"}
 
 

@@ -126,7 +126,8 @@ KEYS = (
     ("memory|--mem", "slurm.{role}.mem_gb"),
     ("licen[cs]e", "slurm.extra: {{licenses: …}}"),
 )
-"""Pattern in an error message from Slurm or the site → the campaign key that probably causes the error."""
+"""Pairs of a pattern in an error message from Slurm or the site, and the campaign key that probably causes the
+error."""
 
 
 def keys_of(role: str, words: str) -> list[str]:
