@@ -435,7 +435,7 @@ class Jobs(LiveJobs):
                         self.restart_servers()
                     plan.added(self._add(count, plan.wanted) if count else [], time.time())
                 self._refused = 0
-            except SiteError as error:  # no room, or Slurm does not respond or refuses
+            except SiteError as error:  # limits are reached, or Slurm does not respond or refuses
                 self._refused += 1
                 plan.again_at = time.time() + min(3600.0, PAUSE_S * 2**self._refused)
                 self._why_refused = str(error)

@@ -77,7 +77,7 @@ class PlanProgress:
 
     EVERY_S = 2.0
     MANY_IMAGES = 4
-    """Number of missing images from which to suggest a job array, instead of building on the login node."""
+    """If at least this many images are missing, suggest a job array instead of building on the login node."""
     MAX_SHARES = 16
 
     def __init__(self, campaign: str | None = None) -> None:

@@ -52,7 +52,7 @@ AWAY = frozenset(
 
 
 def passing(error: OSError) -> bool:
-    """Returns True if an error is transient. The file may still exist."""
+    """Returns True if an error is transient, so that the file may still exist."""
     return error.errno in AWAY or error.errno == errno.ESTALE
 
 

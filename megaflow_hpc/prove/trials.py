@@ -476,7 +476,7 @@ def campaign_findings(proof: ProofSite, run: Run, report: ProofReport) -> Iterat
 
 
 class _RequeueRefusedError(Exception):
-    """Slurm repeatedly refused to requeue a pod. The message is Slurm's."""
+    """Slurm repeatedly refused to requeue a pod. The message quotes Slurm."""
 
 
 def _wait(proof: ProofSite, run: Run) -> Mapping[str, Any]:

@@ -249,7 +249,7 @@ def rewards(runs: Named) -> Chart | None:
 
 
 def tokens(runs: Named) -> Iterator[Chart | None]:
-    """Yields charts of the distributions of tokens and model calls. Yields none if no policy calls a model."""
+    """Yields charts of the distributions of tokens and model calls. Yields nothing if no policy calls a model."""
     if any(policy.turns.max for _, run in runs for policy in run.policies):
         note = "Tokens of each completed or truncated rollout, including prompts."
         yield _histogram("tokens", "Tokens", note, _of_policies(runs, "token_bins"), runs)

@@ -29,7 +29,7 @@ MAX_BYTES = 1_000_000
 """Maximum size in bytes of compressed transcripts in a page, unless the user requests a number or all. Base64 adds a
 third."""
 MAX_IMAGE_BYTES = 20_000_000
-"""Maximum size in bytes of the images in a page, each of which it contains once. Base64 adds a third."""
+"""Maximum size in bytes of the images in a page. Each image is embedded once, and base64 adds a third."""
 IMAGE_SHARES = 8
 """A transcript uses at most 1/IMAGE_SHARES of a run's image bytes, so that a long transcript leaves space for
 others."""

@@ -27,7 +27,7 @@ class ViewColumn(NamedTuple):
     width: int = 0
     right: bool = False
     kept: bool = False
-    """Show the column at any width."""
+    """True to show the column at any width."""
 
 
 class RolloutTable:

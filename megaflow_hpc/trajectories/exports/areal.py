@@ -75,7 +75,7 @@ def write(job: ExportJob) -> list[Path]:
 
 
 def _images(row: Row) -> list[list[dict[str, Any]]]:
-    """Returns the images of each of a row's sequences."""
+    """Returns the images of each sequence of a row."""
     images = row.images
     return [images_in(sequence, images) for sequence in row.sequences]
 

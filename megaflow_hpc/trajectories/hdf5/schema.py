@@ -332,7 +332,7 @@ def _columns() -> Iterator[Column]:
 
 
 COLUMNS = {column.path: column for column in _columns()}
-"""Maps the path of every column except the rewards to the column."""
+"""All columns except the rewards, by path."""
 ROW_COLUMNS = tuple(column for column in COLUMNS.values() if column.group == "trajectories" and column.extent == "n")
 """Columns with one value per rollout."""
 
