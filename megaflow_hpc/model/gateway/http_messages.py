@@ -75,8 +75,8 @@ async def send_stream(
     """Sends a complete engine response as a stream of events.
 
     For the first :data:`PING_INTERVAL_S` seconds nothing is sent, so that a failure can be an ordinary HTTP error.
-    After that, a comment is sent at this interval until the response is complete. Clients skip comments, but do not
-    time out while they get some. A failure after the first comment is sent as an event of the stream.
+    After that, a comment is sent at this interval until the response is complete. Clients ignore comments, but the
+    comments keep them from timing out. A failure after the first comment is sent as an event of the stream.
 
     Args:
         request: The agent's request.

@@ -86,7 +86,7 @@ class WeightUpdater:
         self._rolling = settings.get("update", "rolling") == "rolling"
         self._run, self._what, self._proxy = run, what, proxy
         self.refused: dict[int, str] = {}
-        """Maps each version that this server failed to load to the cause."""
+        """Causes of failure, by the version that this server failed to load."""
         self._heartbeats = Heartbeats()
         self.copies = proxy.copies = WeightCopies(run, what.name, what.policy, self._live)
 

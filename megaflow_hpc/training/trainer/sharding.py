@@ -105,7 +105,7 @@ class Grid:
                 "expert out"
             )
         ends = causal.get_input_embeddings(), causal.get_output_embeddings()
-        if ends[0].weight is ends[1].weight or len(ends[0].weight) % layout.tensor:  # computed in full
+        if ends[0].weight is ends[1].weight or len(ends[0].weight) % layout.tensor:  # cannot be divided
             plan = {name: style for name, style in plan.items() if modules.get(name) not in ends}
         norms = {name for name, pattern in patterns.items() if plan.get(pattern) == PARTIAL_NORM}
         plan = {name: style for name, style in plan.items() if style != PARTIAL_NORM}
