@@ -81,8 +81,8 @@ megaflow-hpc run campaign.yaml
 ```
 
 `init` writes this site's partitions, account and walltimes into the campaign files, and prints the commands that
-follow. The rehearsal takes seconds and no model. It shows that right solutions get reward 1, and that doing nothing
-gets 0. Then set `model.path` in `campaign.yaml`. The files are yours to change.
+follow. The rehearsal takes seconds and no model: right solutions must get reward 1, and doing nothing 0. Then set
+`model.path` in `campaign.yaml`.
 
 ## All recipes
 
@@ -168,17 +168,13 @@ def recipes() -> Iterator[str]:
         cells = (f"[`{recipe.name}`]({readme})", recipe.summary, recipe.needs.image, recipe.needs.gpu, packages)
         yield f"| {' | '.join(cells)} |"
     yield from ("", "## Figures", "")
-    yield "Published figures, and what these recipes gave here. Models and hardware differ: compare with care."
-    yield from ("", "| recipe | expected | source | measured | on | took |", "| --- | --- | --- | --- | --- | --- |")
+    yield "Published figures, and what these recipes gave here. `megaflow-hpc recipes NAME` names sources, machines and"
+    yield "times, which differ: compare with care. Where no model was measured, solutions got 1 and doing nothing 0."
+    yield from ("", "| recipe | expected | measured |", "| --- | --- | --- |")
     for recipe in found:
-        for number in range(max(len(recipe.expected), len(recipe.measured))):
-            expected = recipe.expected[number : number + 1]
-            measured = recipe.measured[number : number + 1]
-            none = "" if number else "not measured yet"
-            groups = [*((e.figure, e.source) for e in expected)] or [("", "")]
-            groups += [(m.figure, f"{m.on}, {m.date}", m.took) for m in measured] or [(none, "", "")]
-            name = f"`{recipe.name}`" if not number else ""
-            yield f"| {' | '.join([name, *(cell for group in groups for cell in group)])} |"
+        measured = [m.figure for m in recipe.measured if "no model" not in m.figure and "not run" not in m.figure]
+        cells = ("; ".join(e.figure for e in recipe.expected), "; ".join(measured))
+        yield f"| `{recipe.name}` | {' | '.join(cells)} |"
     yield ""
 
 
