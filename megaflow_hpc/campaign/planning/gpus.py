@@ -189,7 +189,7 @@ def _long_rows(config: CampaignConfig, name: str, fit: Fit | None, where: Where)
     settings = training.policies[name]
     for kind in model.kinds() if model else ():
         given = {str(key).replace("_", "-"): value for key, value in kind.args.items()}
-        longest = given.get("max-model-len", given.get("context-length"))  # the names in vLLM and SGLang
+        longest = given.get("max-model-len", given.get("context-length"))  # vLLM's name, then SGLang's
         if longest is None and kind.engine in ("vllm", "sglang") and fit:
             longest = fit.model.limit  # both engines default to the model's maximum length
         if training.over_length and isinstance(longest, int):

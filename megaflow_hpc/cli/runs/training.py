@@ -195,7 +195,7 @@ def _set(arguments: argparse.Namespace) -> int:
 
 
 def _training(arguments: argparse.Namespace) -> tuple[RunDir, str]:
-    """Returns the run and the policy whose training to change.
+    """Returns the run, and the policy whose training the command changes.
 
     Raises:
         ConfigError: The run is finished, or does not train this policy.

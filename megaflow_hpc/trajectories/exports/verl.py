@@ -164,10 +164,10 @@ def proto(rows: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str,
         pad_token_id: Id of the tokenizer's padding token.
 
     Returns:
-        Arrays by name. Of shape (B, length): int64 ``prompts``, ``responses``, ``response_mask``, ``input_ids``,
-        ``attention_mask`` and ``position_ids``; float32 ``rollout_log_probs`` and ``rm_scores`` (the reward on the last
-        token), which are the tensors of a ``DataProto``. Of shape (B,): ``uid`` and ``__num_turns__``, which are its
-        ``non_tensor_batch``.
+        Arrays by name. The tensors of a ``DataProto`` have shape (B, length): int64 ``prompts``, ``responses``,
+        ``response_mask``, ``input_ids``, ``attention_mask`` and ``position_ids``; float32 ``rollout_log_probs`` and
+        ``rm_scores`` (the reward on the last token). Its ``non_tensor_batch``, ``uid`` and ``__num_turns__``, has shape
+        (B,).
     """
 
     def lines(name: str, dtype: Any, fill: Any, left: bool = False) -> Array:

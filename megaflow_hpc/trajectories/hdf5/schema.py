@@ -406,7 +406,7 @@ def message_json(message: Mapping[str, Any]) -> bytes:
 
 
 def reward_name(name: str) -> str:
-    """Converts a verifier's reward name to a dataset name, which is never a path and never empty."""
+    """Converts a verifier's reward name to a valid dataset name, which is not empty and contains no path separators."""
     plain = escape(name).replace("/", "_")
     return plain if plain.strip(".") else f"_{plain}"
 
